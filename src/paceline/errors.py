@@ -1,0 +1,146 @@
+"""Every error that Paceline raises, as one tree, with one way to render them.
+
+    PacelineError
+    |-- ConfigError (ValueError)     wrong input, found before anything starts
+    |   `-- LauncherError            environment variables that are partial or contradict themselves
+    |-- LaunchFailed                 `paceline run` or `spawn` could not start or finish its ranks
+    |-- DataError
+    |   |-- SampleError              a dataset's `__getitem__` raised
+    |   `-- AuditError               an epoch lost samples or saw some twice
+    |-- StepError                    the training loop is used wrongly (a forgotten backward, a break)
+    |   |-- LossError                the loss is not a scalar sum
+    |   `-- CountError               counts that are negative, wrong, or sum to 0
+    |-- NonFinite                    NaN or infinity in a loss or gradient
+    |-- GradientError                parameters that would silently not be trained together
+    |-- EvaluationError              a validation that did not see each sample once
+    |-- CheckpointError              a checkpoint that cannot be written or read
+    |-- RankDisagreement             ranks hold different values of what must be equal
+    |-- PeerFailed                   another rank failed first; this one only follows
+    `-- CollectiveTimeout            a rank did not arrive in time
+
+Facts are attributes; the text is rendered from them, in four parts, and a part that is not known is
+left out:
+
+    <what was wrong>
+      where: <rank, host, step>
+      why:   <the mechanism>
+      fix:   <one action>
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+
+class PacelineError(Exception):
+    """Base of all errors of Paceline. Facts that a caller may test on are attributes.
+
+    Collective: none.
+    """
+
+    def __init__(
+        self, what: str, *, where: str = "", why: str = "", fix: str = "", **facts: Any
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.why = why
+        self.fix = fix
+        self.facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for names that are no ordinary attribute. `facts` itself may be missing while
+        # an instance is being unpickled.
+        facts = self.__dict__.get("facts", {})
+        if name in facts:
+            return facts[name]
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        for label, text in (("where:", self.where), ("why:", self.why), ("fix:", self.fix)):
+            if text:
+                lines.append(f"  {label:<6} {text}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"where": self.where, "why": self.why, "fix": self.fix, "facts": self.facts}
+        return (type(self), (self.what,), state)
+
+
+class ConfigError(PacelineError, ValueError):
+    """Wrong input, found before anything starts."""
+
+
+class LauncherError(ConfigError):
+    """Environment variables of a launcher that are partial or contradict themselves (`variables`)."""
+
+
+class LaunchFailed(PacelineError):
+    """Ranks could not be started, or did not all finish (`exit_code`, `rank` where known)."""
+
+
+class DataError(PacelineError):
+    """Data that cannot be trained on."""
+
+
+class SampleError(DataError):
+    """A dataset's `__getitem__` raised (`sample`, `rank`, `worker`, `original`)."""
+
+
+class AuditError(DataError):
+    """An epoch lost samples or saw some twice (`lost`, `doubled`)."""
+
+
+class StepError(PacelineError):
+    """The training loop is used wrongly (`step`)."""
+
+
+class LossError(StepError):
+    """The loss is not a scalar sum."""
+
+
+class CountError(StepError):
+    """A count that is negative, does not fit the micro-batch, or a step whose counts sum to 0."""
+
+
+class NonFinite(PacelineError):
+    """NaN or infinity (`quantity`, `step`, `parameters` where known)."""
+
+
+class GradientError(PacelineError):
+    """Parameters that would silently not be trained, or not together (`parameters`)."""
+
+
+class EvaluationError(PacelineError):
+    """A validation that did not see each sample exactly once."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint that cannot be written or read (`path`)."""
+
+
+class RankDisagreement(PacelineError):
+    """Ranks hold different values of what must be equal (`values`: one per rank)."""
+
+
+class PeerFailed(PacelineError):
+    """Another rank failed first; this one only follows (`rank` that failed)."""
+
+
+class CollectiveTimeout(PacelineError):
+    """A rank did not arrive in time (`missing`: ranks, `waited_s`)."""
+
+
+def place(rank: int, world_size: int, *, step: int | None = None, detail: str = "") -> str:
+    """Render where something happened: rank, host, and what else is known.
+
+    Collective: none.
+    """
+    parts = [f"rank {rank} of {world_size}", f"host {socket.gethostname()}"]
+    if step is not None:
+        parts.append(f"step {step}")
+    if detail:
+        parts.append(detail)
+    return ", ".join(parts)

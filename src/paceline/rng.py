@@ -1,0 +1,55 @@
+"""Random streams by meaning: what a draw is for decides its seed, never who makes it.
+
+A stream is named by integers, such as (seed, SAMPLE, epoch, sample). They are mixed to 64 bits by the
+finaliser of SplitMix64 (Steele, Lea, Flood 2014), which is part of the contract: a change of it changes
+every training. Numpy and Python give the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+SHUFFLE = 1
+SAMPLE = 2
+MICRO_BATCH = 3
+EVALUATION = 4
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MUL_1 = 0xBF58476D1CE4E5B9
+_MUL_2 = 0x94D049BB133111EB
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+def _finish(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _MUL_1) & _MASK
+    z = ((z ^ (z >> 27)) * _MUL_2) & _MASK
+    return z ^ (z >> 31)
+
+
+def key(*meaning: int) -> int:
+    """Mix integers into one 64-bit key; order matters. Collective: none."""
+    state = 0
+    for part in meaning:
+        state = _finish((state + _GOLDEN + (part & _MASK)) & _MASK)
+    return state
+
+
+def finish_array(z: UInt64Array) -> UInt64Array:
+    """The mixing step of `key` on a whole array, wrapping around. Collective: none."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MUL_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MUL_2)
+    return z ^ (z >> np.uint64(31))
+
+
+def keys(stem: int, last: npt.NDArray[Any]) -> UInt64Array:
+    """`key(*meaning, x)` for every x of `last`, where `stem` is `key(*meaning)`.
+
+    Collective: none.
+    """
+    offset = np.uint64((stem + _GOLDEN) & _MASK)
+    return finish_array(last.astype(np.int64).view(np.uint64) + offset)
