@@ -37,7 +37,9 @@ def show(rank: int, world_size: int) -> logging.Handler | None:
     prefixed = os.environ.get("PACELINE_LAUNCHED") == "1" or world_size == 1
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        logging.Formatter("paceline: %(message)s" if prefixed else f"[{rank}] paceline: %(message)s")
+        logging.Formatter(
+            "paceline: %(message)s" if prefixed else f"[{rank}] paceline: %(message)s"
+        )
     )
     handler.addFilter(_RankFilter(rank))
     logger.addHandler(handler)

@@ -1,0 +1,63 @@
+"""Paceline: one model on many processes, exact, from one command.
+
+Names are resolved when they are first used (PEP 562), so importing this package imports nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.manager import Checkpoints as Checkpoints
+    from paceline.collectives import agree as agree
+    from paceline.collectives import gather as gather
+    from paceline.collectives import on_rank0 as on_rank0
+    from paceline.data.batches import Batches as Batches
+    from paceline.evaluate import Evaluation as Evaluation
+    from paceline.evaluate import evaluate as evaluate
+    from paceline.job import Job as Job
+    from paceline.job import join as join
+    from paceline.parallel.ddp import ddp as ddp
+    from paceline.parallel.ddp import unwrap as unwrap
+    from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
+    from paceline.spawn import spawn as spawn
+    from paceline.trainer import Trainer as Trainer
+    from paceline.training import Training as Training
+
+_HOMES = {
+    "Batches": "paceline.data.batches",
+    "Checkpoints": "paceline.checkpoint.manager",
+    "Evaluation": "paceline.evaluate",
+    "Job": "paceline.job",
+    "Trainer": "paceline.trainer",
+    "Training": "paceline.training",
+    "agree": "paceline.collectives",
+    "ddp": "paceline.parallel.ddp",
+    "evaluate": "paceline.evaluate",
+    "gather": "paceline.collectives",
+    "join": "paceline.job",
+    "on_rank0": "paceline.collectives",
+    "spawn": "paceline.spawn",
+    "sync_batchnorm": "paceline.parallel.syncbn",
+    "unwrap": "paceline.parallel.ddp",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605 - the one list of names is _HOMES
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    from importlib import import_module
+
+    # Kept in the module: `paceline.evaluate` is the function from now on, also after the submodule of
+    # that name was imported and set as an attribute by the import system.
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""What is kept of a training, written whole or not at all."""

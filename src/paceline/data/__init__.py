@@ -1,0 +1,1 @@
+"""Which samples, in what order, with what randomness; a front to torch's DataLoader."""

@@ -1,0 +1,59 @@
+"""What happens in a rank when an exception reaches the top: it is recorded, shown, and ends the process.
+
+An interpreter that winds down after an error would wait for peers, or abort in torch's threads and bury
+the error. So with more than one process, and never in an interactive interpreter, the process ends at
+once after the error was marked, printed and flushed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+from paceline.peers import Peers
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+_previous: Hook | None = None
+
+
+def mark(peers: Peers, error: BaseException) -> None:
+    """Tell the other ranks that `error` ends this one. Collective: none."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    try:
+        peers.mark_failed(text.splitlines()[0])
+    except RuntimeError:
+        return  # rank 0 and its store went first, so somebody else's failure is already the news
+
+
+def interactive() -> bool:
+    """Whether this interpreter serves a person line by line. Collective: none."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+def install(peers: Peers) -> None:
+    """End the process when an exception reaches the top. Collective: none."""
+    global _previous
+    if interactive() or _previous is not None:
+        return
+    _previous = previous = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        mark(peers, error)
+        previous(kind, error, trace)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = end
+
+
+def uninstall() -> None:
+    """Undo `install`. Collective: none."""
+    global _previous
+    if _previous is not None:
+        sys.excepthook = _previous
+        _previous = None

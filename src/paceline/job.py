@@ -1,0 +1,321 @@
+"""`join` and `leave`: this process as a rank of a job. A front to `torch.distributed`'s process groups.
+
+Chooses device, backend, interface and threads, meets the other ranks, and leaves cleanly. On an error
+path nothing waits for peers: the failure is marked, connections are closed, and the exception goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from paceline import environment, hooks, log, meeting
+from paceline.cores import usable_cores
+from paceline.errors import ConfigError, PacelineError, StepError
+from paceline.peers import Peers
+
+_current: weakref.ReferenceType[Job] | None = None
+
+
+class Job:
+    """This process as a rank of a job. Made by `join`; ends with its `with` block or `leave`.
+
+    Attributes:
+        rank, world_size, local_rank, local_world_size: as torchrun names them.
+        device: where this rank computes; already set as the current device.
+        seed: what all randomness of the job derives from; equal on all ranks.
+        launcher: "torchrun" (or `paceline run`), "mpi", "slurm" or "none".
+        group: the process group of all ranks, None in a job of one process.
+        control: a Gloo group of all ranks for small host values, None in a job of one process.
+        store: the job's key-value store, None in a job of one process.
+        threads_chosen: whether the number of threads was chosen for this rank rather than set by the
+            user.
+    """
+
+    def __init__(
+        self, where: environment.Place, device: torch.device, *, seed: int, timeout_s: float
+    ) -> None:
+        self.rank = where.rank
+        self.world_size = where.world_size
+        self.local_rank = where.local_rank
+        self.local_world_size = where.local_world_size
+        self.one_host = where.one_host
+        self.launcher = where.launcher
+        self.restarts = where.restarts
+        self.device = device
+        self.seed = seed
+        self.timeout_s = timeout_s
+        self.group: dist.ProcessGroup | None = None
+        self.control: dist.ProcessGroup | None = None
+        self.store: dist.Store | None = None
+        self.peers: Peers | None = None
+        self.threads_chosen = False
+        self.alive = True
+        self._on_leave: list[Callable[[], None]] = []
+        self._variables: list[str] = []
+        self._handler = log.show(self.rank, self.world_size)
+
+    def on_leave(self, action: Callable[[], None]) -> None:
+        """Have `action` called when this rank leaves the job, last registered first, also on errors.
+
+        Collective: none.
+        """
+        self._on_leave.append(action)
+
+    def set_variable(self, name: str, value: str) -> None:
+        """Set an environment variable until the job is left, unless the user has set it.
+
+        Collective: none.
+        """
+        if name not in os.environ:
+            self._variables.append(name)
+            os.environ[name] = value
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self.leave()
+        else:
+            self.abandon(error)
+
+    def leave(self) -> None:
+        """Leave the job cleanly: wait for the other ranks, then close the groups.
+
+        Raises:
+            PeerFailed: another rank failed instead of leaving.
+
+        Collective: all ranks, once, at the end.
+        """
+        if not self.alive:
+            return
+        self._run_leave_actions()
+        if self.control is not None:
+            try:
+                dist.barrier(group=self.control)
+            except RuntimeError as error:
+                raise self.explained(error) from error
+            dist.destroy_process_group()
+        self._close()
+        hooks.uninstall()
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave the job because of `error`, waiting for nobody.
+
+        The other ranks' collectives break at once and name this rank. Interrupts and clean exits of
+        one rank alone are failures too: the others cannot go on without it.
+
+        Collective: none.
+        """
+        if not self.alive:
+            return
+        if self.peers is not None:
+            hooks.mark(self.peers, error)
+        self._run_leave_actions()
+        if self.group is not None:
+            # torch's public `destroy_process_group` may wait for work that will never end.
+            distributed_c10d._abort_process_group()
+        self._close()
+
+    def explained(self, error: BaseException) -> BaseException:
+        """The error to raise where a collective raised `error`: a peer's failure if one is known.
+
+        Collective: none.
+        """
+        if self.peers is None or isinstance(error, PacelineError):
+            return error
+        return self.peers.explain(error) or error
+
+    def refuse_if_left(self) -> None:
+        """Raise where something of this job is used after its end. Collective: none."""
+        if not self.alive:
+            raise StepError(
+                "this job has been left.", fix="keep what uses it inside the `with` block."
+            )
+
+    def _run_leave_actions(self) -> None:
+        while self._on_leave:
+            self._on_leave.pop()()
+
+    def _close(self) -> None:
+        global _current
+        self.alive = False
+        if self.peers is not None:
+            self.peers.close()
+        self.group = self.control = self.store = self.peers = None
+        for name in self._variables:
+            os.environ.pop(name, None)
+        log.hide(self._handler)
+        _current = None
+
+
+def join(
+    *,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    timeout_s: float = 600.0,
+) -> Job:
+    """Make this process a rank of its job, whatever launched it; one process if nothing did.
+
+    Args:
+        seed: What all randomness of the job derives from.
+        device: "cpu", "cuda", "xpu", or None for the best there is. An index is chosen by local rank.
+        backend: A backend of torch.distributed; None chooses by device ("nccl" and "gloo" on CUDA,
+            "xccl" and "gloo" on XPU, "gloo" on CPU).
+        timeout_s: How long a collective may wait, in seconds.
+
+    Raises:
+        LauncherError: the launcher's variables are partial or contradict each other.
+        ConfigError: no such device or backend here, or a job is joined already.
+        RankDisagreement: the ranks have different seeds.
+
+    Collective: all ranks, once.
+    """
+    global _current
+    if _current is not None and (current := _current()) is not None and current.alive:
+        raise ConfigError("this process has joined a job already.", fix="leave it first.")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConfigError(f"seed must be a whole number, got {seed!r}.")
+    if not timeout_s > 0:
+        raise ConfigError(f"timeout_s must be more than 0, got {timeout_s}.")
+    where = environment.read(os.environ)
+    chosen = choose_device(device, where)
+    names = choose_backend(backend, chosen)
+    job = Job(where, chosen, seed=seed, timeout_s=timeout_s)
+    try:
+        if chosen.type != "cpu":
+            torch.get_device_module(chosen).set_device(chosen)
+        _choose_threads(job)
+        if where.world_size > 1:
+            _connect(job, where, names)
+    except BaseException as error:
+        job.abandon(error)
+        raise
+    _current = weakref.ref(job)
+    return job
+
+
+def _connect(job: Job, where: environment.Place, backend: str) -> None:
+    if job.one_host:
+        # Without it Gloo looks the host name up, which may take half a second or lead off the host.
+        job.set_variable("GLOO_SOCKET_IFNAME", "lo")
+    job.store = meeting.meet(where, timeout_s=job.timeout_s)
+    _refuse_shared_device(job)
+    timeout = timedelta(seconds=job.timeout_s)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("groups", job.store),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timeout,
+        device_id=job.device if job.device.type != "cpu" else None,
+    )
+    job.group = dist.group.WORLD
+    job.control = dist.new_group(backend="gloo", timeout=timeout)
+    job.peers = Peers(dist.PrefixStore("peers", job.store), job.rank, job.world_size)
+    hooks.install(job.peers)
+
+
+def choose_device(asked: str | torch.device | None, where: environment.Place) -> torch.device:
+    """The device of this rank: what was asked for, else the best there is; index by local rank.
+
+    Raises:
+        ConfigError: the device is not there, or there are fewer than local ranks.
+
+    Collective: none.
+    """
+    if asked is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = accelerator.type if accelerator and accelerator.type in ("cuda", "xpu") else "cpu"
+        asked = torch.device(kind)
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise ConfigError(f"no such device: {asked!r}.", fix='"cpu", "cuda" or "xpu".') from error
+    if device.type == "cpu":
+        return device
+    module = torch.get_device_module(device)
+    count = module.device_count() if module.is_available() else 0
+    if count == 0:
+        raise ConfigError(f"device {device.type!r} asked for, none is visible to this process.")
+    if device.index is None:
+        # A scheduler may show each rank its own device alone, which is then number 0.
+        device = torch.device(device.type, where.local_rank if count > 1 else 0)
+    if device.index >= count:
+        raise ConfigError(
+            f"{where.local_world_size} ranks on this host, {count} {device.type} devices.",
+            where=f"local rank {where.local_rank}",
+            fix=f"start at most {count} ranks here, or pass device='cpu'.",
+        )
+    return device
+
+
+def choose_backend(asked: str | None, device: torch.device) -> str:
+    """The backend string for torch: what was asked for, else by device.
+
+    Raises:
+        ConfigError: torch was built without it.
+
+    Collective: none.
+    """
+    if asked is None:
+        by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "cpu:gloo"}
+        asked = by_device[device.type]
+    for part in asked.split(","):
+        name = part.rpartition(":")[2]
+        available = {
+            "nccl": dist.is_nccl_available,
+            "mpi": dist.is_mpi_available,
+            "gloo": dist.is_gloo_available,
+            "xccl": dist.is_xccl_available,
+        }.get(name, lambda name=name: dist.is_backend_available(name))
+        if not available():
+            raise ConfigError(
+                f"this build of torch {torch.__version__} has no backend {name!r}.",
+                fix="build torch from source against the cluster's MPI, or leave `backend` out."
+                if name == "mpi"
+                else "leave `backend` out to choose by device.",
+                backend=name,
+            )
+    return asked
+
+
+def _refuse_shared_device(job: Job) -> None:
+    """NCCL refuses two ranks on one GPU with a riddle; say it before, by the device's identity."""
+    if job.device.type != "cuda" or job.store is None:
+        return
+    properties: Any = torch.cuda.get_device_properties(job.device)
+    job.store.set(f"device/{job.rank}", str(properties.uuid))
+    seen: dict[bytes, int] = {}
+    for rank in range(job.world_size):
+        other = seen.setdefault(job.store.get(f"device/{rank}"), rank)
+        if other != rank:
+            raise ConfigError(
+                f"ranks {other} and {rank} share one GPU ({properties.name}).",
+                why="NCCL needs a GPU for each rank.",
+                fix="start one rank per GPU, or pass device='cpu'.",
+            )
+
+
+def _choose_threads(job: Job) -> None:
+    if os.environ.get("PACELINE_THREADS") == "auto":
+        job.threads_chosen = True
+    elif "OMP_NUM_THREADS" not in os.environ:
+        job.threads_chosen = True
+        if job.local_world_size > 1:
+            torch.set_num_threads(max(1, usable_cores() // job.local_world_size))

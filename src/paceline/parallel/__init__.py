@@ -1,0 +1,1 @@
+"""Fronts to torch's ways of spreading one model over ranks."""

@@ -1,0 +1,123 @@
+"""What ranks tell each other when something goes wrong, through the store, apart from collectives.
+
+A rank that fails leaves a mark before it closes its connections; the others, whose collectives break
+because of that, read the mark and name it. A rank that leaves the training loop waits here until all
+others have left it too, or one of them is seen to go on; a thread on every rank answers that question
+while the main thread may be stuck in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import torch.distributed as dist
+
+from paceline.errors import PeerFailed, StepError, place
+
+_FAILED = "failed"
+_LEFT = "left"
+_POLL_S = 0.25
+
+
+class Peers:
+    """The marks of one job. `step` is kept by the training loop: the step this rank is in.
+
+    Collective: none; every method may be called by one rank alone, unless it says otherwise.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.step = 0
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._left: int | None = None
+        self._stop = threading.Event()
+        # The main thread may sit in a blocking call of the store, which holds its client's lock.
+        self._thread = threading.Thread(
+            target=self._answer, args=(store.clone(),), name="paceline-peers", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def mark_failed(self, text: str) -> None:
+        """Say that this rank failed, and with what, unless another was first."""
+        mark = json.dumps({"rank": self._rank, "step": self.step, "text": text})
+        self._store.compare_set(_FAILED, "", mark)
+
+    def failure(self, *, wait_s: float = 0.0) -> PeerFailed | None:
+        """The error to raise because another rank failed first; None if none has."""
+        deadline = time.monotonic() + wait_s
+        while not self._store.check([_FAILED]):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.02)
+        mark = json.loads(self._store.get(_FAILED))
+        if mark["rank"] == self._rank:
+            return None
+        return PeerFailed(
+            f"rank {mark['rank']} failed first: {mark['text']}",
+            where=place(self._rank, self._world_size, step=self.step),
+            why=f"rank {mark['rank']} ended in step {mark['step']}; this rank waited for it.",
+            rank=mark["rank"],
+        )
+
+    def explain(self, error: BaseException) -> PeerFailed | None:
+        """What to raise instead of `error`, an error of a collective: the peer's failure behind it.
+
+        None where no peer has said anything; a killed rank leaves no mark.
+        """
+        try:
+            return self.failure(wait_s=1.0)
+        except RuntimeError:
+            return None  # the store is gone with rank 0: nothing more is known than `error` says
+
+    def leave_loop(self, step: int, *, timeout_s: float) -> None:
+        """Wait until all ranks have left the loop after the same step.
+
+        Raises:
+            StepError: another rank goes on, or left after another step.
+
+        Collective: all ranks, when they leave the loop by `break`.
+        """
+        self._left = step
+        self._store.set(f"{_LEFT}/{self._rank}", str(step))
+        deadline = time.monotonic() + timeout_s
+        for rank in range(self._world_size):
+            while not self._store.check([f"{_LEFT}/{rank}"]):
+                self._refuse_if_going_on(rank, step)
+                if time.monotonic() > deadline:
+                    raise self._left_alone(rank, step, f"did not leave within {timeout_s:g} s")
+                time.sleep(_POLL_S / 4)
+            their = int(self._store.get(f"{_LEFT}/{rank}"))
+            if their != step:
+                raise self._left_alone(rank, step, f"left after step {their}")
+
+    def _refuse_if_going_on(self, rank: int, step: int) -> None:
+        if self._store.check([f"at/{rank}"]):
+            at = int(self._store.get(f"at/{rank}"))
+            if at > step:
+                raise self._left_alone(rank, step, f"is in step {at}")
+
+    def _left_alone(self, rank: int, step: int, instead: str) -> StepError:
+        return StepError(
+            f"rank {self._rank} left the training loop after step {step}, rank {rank} {instead}.",
+            where=place(self._rank, self._world_size, step=step),
+            why="a `break` that only some ranks reach; the others would wait for ever.",
+            fix="call `step.stop()` instead: all ranks then stop after the same step.",
+            step=step,
+        )
+
+    def _answer(self, store: dist.Store) -> None:
+        keys = [f"{_LEFT}/{rank}" for rank in range(self._world_size) if rank != self._rank]
+        try:
+            while not self._stop.wait(_POLL_S):
+                if self._left is None and any(store.check([key]) for key in keys):
+                    store.set(f"at/{self._rank}", str(self.step))
+        except RuntimeError:
+            return  # rank 0 and its store are gone; the main thread says what that means

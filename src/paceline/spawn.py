@@ -1,0 +1,241 @@
+"""Run a function on several ranks of this host, from a notebook, a debugger or a test.
+
+A front to `multiprocessing` with its fork server, which imports torch once, so that a rank starts in
+milliseconds; for real training `paceline run` is the way. Functions travel by cloudpickle, so they may
+live in a notebook's cell.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from paceline import meeting
+from paceline.cores import usable_cores
+from paceline.errors import ConfigError, LaunchFailed, PeerFailed
+from paceline.job import join
+
+_GRACE_S = 5.0
+
+
+@dataclass
+class Outcome:
+    """What became of one rank: its value, or its error with the time it was raised.
+
+    Collective: none.
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    text: str = ""
+    time_s: float = 0.0
+
+
+def spawn(
+    function: Callable[..., Any],
+    *args: Any,
+    nproc: int = 2,
+    seed: int = 0,
+    device: str | None = None,
+    timeout_s: float = 600.0,
+    deadline_s: float | None = None,
+) -> list[Any]:
+    """Call `function(job, *args)` on `nproc` new ranks of this host; their results in rank order.
+
+    Args:
+        timeout_s: How long a collective may wait, in seconds.
+        deadline_s: When to end everything, in seconds from now; None waits for ever.
+
+    Raises:
+        The first original error of a rank, with the rank's traceback as a note.
+        LaunchFailed: a rank was killed, or the deadline passed.
+        ConfigError: `nproc` is less than 1.
+
+    Collective: none.
+    """
+    outcomes = run_outcomes(
+        function,
+        args,
+        nproc=nproc,
+        seed=seed,
+        device=device,
+        timeout_s=timeout_s,
+        deadline_s=deadline_s,
+    )
+    failed = [o for o in outcomes if o.error is not None]
+    if failed:
+        first = original(failed)
+        assert first.error is not None
+        if first.text:
+            first.error.add_note(f"on rank {first.rank}:\n{first.text}")
+        raise first.error
+    return [o.value for o in outcomes]
+
+
+def original(failed: list[Outcome]) -> Outcome:
+    """The outcome whose error came first and only follows no other. Collective: none."""
+    return min(failed, key=lambda o: (isinstance(o.error, PeerFailed), o.time_s))
+
+
+def run_outcomes(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    nproc: int,
+    seed: int = 0,
+    device: str | None = None,
+    timeout_s: float = 600.0,
+    deadline_s: float | None = None,
+    store: dist.TCPStore | None = None,
+) -> list[Outcome]:
+    """As `spawn`, but give what became of each rank instead of raising.
+
+    `store` is where the ranks meet; None makes one.
+
+    Collective: none.
+    """
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
+        raise ConfigError(f"nproc must be at least 1, got {nproc!r}.")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "paceline.spawn"])
+    if store is None:
+        store = meeting.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
+    payload = cloudpickle.dumps((function, args))
+    options = {"seed": seed, "device": device, "timeout_s": timeout_s}
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    try:
+        for rank in range(nproc):
+            ours, theirs = context.Pipe()
+            environ = _environment(rank, nproc, store.port)
+            process = context.Process(
+                target=_serve, args=(theirs, payload, environ, options), daemon=False
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        return _collect(processes, pipes, deadline_s)
+    finally:
+        _end(processes)
+        for pipe in pipes:
+            pipe.close()
+
+
+def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
+    environ = dict(os.environ)
+    environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(nproc),
+        LOCAL_WORLD_SIZE=str(nproc),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    return environ
+
+
+def _serve(
+    pipe: Connection, payload: bytes, environ: dict[str, str], options: dict[str, Any]
+) -> None:
+    """Be one rank: the body of each process."""
+    rank = int(environ["RANK"])
+    os.environ.clear()
+    os.environ.update(environ)
+    # The fork server may have been started under other settings than those of this call.
+    torch.set_num_threads(
+        int(environ.get("OMP_NUM_THREADS", 0))
+        or max(1, usable_cores() // int(environ["WORLD_SIZE"]))
+    )
+    outcome = Outcome(rank)
+    try:
+        function, args = cloudpickle.loads(payload)
+        with join(**options) as job:
+            outcome.value = function(job, *args)
+    except BaseException as error:
+        outcome.error = error
+        outcome.text = traceback.format_exc()
+        outcome.time_s = time.time()
+    pipe.send_bytes(_pack(outcome))
+    pipe.close()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _pack(outcome: Outcome) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps(outcome)
+        cloudpickle.loads(data)  # some exceptions pickle, but cannot be read again
+        return data
+    except Exception as error:
+        text = outcome.text or f"its result cannot be pickled: {error}"
+        outcome.value = None
+        outcome.error = LaunchFailed(
+            f"rank {outcome.rank} failed: {text.strip().splitlines()[-1]}", rank=outcome.rank
+        )
+        return cloudpickle.dumps(outcome)  # type: ignore[no-any-return]
+
+
+def _collect(
+    processes: list[BaseProcess], pipes: list[Connection], deadline_s: float | None
+) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    deadline = None if deadline_s is None else time.monotonic() + deadline_s
+    while len(outcomes) < len(processes):
+        open_ranks = [rank for rank in range(len(processes)) if rank not in outcomes]
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            for rank in open_ranks:
+                outcomes[rank] = Outcome(
+                    rank, error=LaunchFailed(f"rank {rank} did not finish within {deadline_s:g} s.")
+                )
+            break
+        wait([pipes[rank] for rank in open_ranks], timeout=left)
+        for rank in open_ranks:
+            if pipes[rank].poll():
+                outcomes[rank] = _receive(rank, pipes[rank], processes[rank])
+        # After a failure the others have a short time to say what became of them.
+        if any(o.error is not None for o in outcomes.values()):
+            limit = time.monotonic() + _GRACE_S
+            deadline = limit if deadline is None else min(deadline, limit)
+            deadline_s = deadline_s or _GRACE_S
+    return [outcomes[rank] for rank in range(len(processes))]
+
+
+def _receive(rank: int, pipe: Connection, process: BaseProcess) -> Outcome:
+    try:
+        outcome: Outcome = cloudpickle.loads(pipe.recv_bytes())
+        return outcome
+    except (EOFError, ConnectionResetError):
+        process.join(timeout=_GRACE_S)
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        error = LaunchFailed(f"rank {rank} {how}.", rank=rank, exit_code=code)
+        return Outcome(rank, error=error, time_s=time.time())
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.join(timeout=0.5)
+        if process.is_alive():
+            process.kill()
+        process.join(timeout=_GRACE_S)
+        process.close()

@@ -1,0 +1,1 @@
+"""The arithmetic of one optimizer step: weights, precision, clipping, control word."""

@@ -1,0 +1,114 @@
+"""Test code that runs on several ranks: `run_ranks`, and faults as data.
+
+    def _total(job, x):
+        return paceline.collectives.sum_numbers(job, [x * (job.rank + 1)])
+
+    def test_total():
+        assert run_ranks(_total, 2.0, nproc=3) == [[12.0]] * 3
+
+Ranks return values and the parent asserts. Three clocks are nested: a collective's timeout is shorter
+than the deadline of the helper, and that is shorter than pytest's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from paceline import meeting
+from paceline.errors import PacelineError
+from paceline.job import Job
+from paceline.spawn import Outcome, run_outcomes, spawn
+
+COLLECTIVE_TIMEOUT_S = 20.0
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault to inject on `rank` in `step`: "raise", "kill" (SIGKILL), "exit" (status 3), "stall".
+
+    Collective: none.
+    """
+
+    rank: int
+    step: int
+    kind: Literal["raise", "kill", "exit", "stall"]
+
+
+class InjectedFault(PacelineError):
+    """What a fault of kind "raise" raises."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    nproc: int,
+    seed: int = 0,
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    deadline_s: float = DEADLINE_S,
+) -> list[Any]:
+    """Call `function(job, *args)` on `nproc` ranks; their results in rank order.
+
+    Raises:
+        The first original error of a rank; LaunchFailed where one was killed or late.
+
+    Collective: none.
+    """
+    return spawn(
+        function, *args, nproc=nproc, seed=seed, timeout_s=timeout_s, deadline_s=deadline_s
+    )
+
+
+def run_failing_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    nproc: int,
+    faults: Sequence[Fault] = (),
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    deadline_s: float = DEADLINE_S,
+) -> list[Outcome]:
+    """As `run_ranks`, but give what became of each rank, errors included, instead of raising.
+
+    Args:
+        faults: What `function` injects; each must strike, or a test would pass without it.
+
+    Raises:
+        AssertionError: a fault was never reached.
+
+    Collective: none.
+    """
+    store = meeting.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
+    outcomes = run_outcomes(
+        function, args, nproc=nproc, timeout_s=timeout_s, deadline_s=deadline_s, store=store
+    )
+    seen = dist.PrefixStore("paceline/0", store)
+    unused = [fault for n, fault in enumerate(faults) if not seen.check([f"fault/{n}"])]
+    assert not unused, f"these faults were never reached: {unused}"
+    return outcomes
+
+
+def inject(job: Job, faults: Sequence[Fault], step: int) -> None:
+    """Let the faults of this rank and step strike. Call it once a step.
+
+    Collective: none.
+    """
+    for number, fault in enumerate(faults):
+        if (fault.rank, fault.step) != (job.rank, step):
+            continue
+        if job.store is not None:
+            job.store.set(f"fault/{number}", "used")
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "exit":
+            os._exit(3)
+        elif fault.kind == "stall":
+            time.sleep(3600)
+        raise InjectedFault(f"injected on rank {job.rank} in step {step}.")
