@@ -15,31 +15,35 @@ if TYPE_CHECKING:
     from paceline.collectives import gather as gather
     from paceline.collectives import on_rank0 as on_rank0
     from paceline.data.batches import Batches as Batches
-    from paceline.evaluate import Evaluation as Evaluation
-    from paceline.evaluate import evaluate as evaluate
+    from paceline.evaluation import Evaluation as Evaluation
+    from paceline.evaluation import evaluate as evaluate
     from paceline.job import Job as Job
     from paceline.job import join as join
     from paceline.parallel.ddp import ddp as ddp
     from paceline.parallel.ddp import unwrap as unwrap
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
-    from paceline.spawn import spawn as spawn
+    from paceline.spawning import spawn as spawn
+    from paceline.trainer import PerToken as PerToken
     from paceline.trainer import Trainer as Trainer
+    from paceline.trainer import Validation as Validation
     from paceline.training import Training as Training
 
 _HOMES = {
     "Batches": "paceline.data.batches",
     "Checkpoints": "paceline.checkpoint.manager",
-    "Evaluation": "paceline.evaluate",
+    "Evaluation": "paceline.evaluation",
     "Job": "paceline.job",
+    "PerToken": "paceline.trainer",
     "Trainer": "paceline.trainer",
     "Training": "paceline.training",
+    "Validation": "paceline.trainer",
     "agree": "paceline.collectives",
     "ddp": "paceline.parallel.ddp",
-    "evaluate": "paceline.evaluate",
+    "evaluate": "paceline.evaluation",
     "gather": "paceline.collectives",
     "join": "paceline.job",
     "on_rank0": "paceline.collectives",
-    "spawn": "paceline.spawn",
+    "spawn": "paceline.spawning",
     "sync_batchnorm": "paceline.parallel.syncbn",
     "unwrap": "paceline.parallel.ddp",
 }
@@ -52,8 +56,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     from importlib import import_module
 
-    # Kept in the module: `paceline.evaluate` is the function from now on, also after the submodule of
-    # that name was imported and set as an attribute by the import system.
+    # No module has the name of a public name: importing it would put the module in its place.
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

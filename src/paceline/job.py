@@ -7,12 +7,14 @@ path nothing waits for peers: the failure is marked, connections are closed, and
 from __future__ import annotations
 
 import os
+import random
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -21,6 +23,7 @@ from paceline import environment, hooks, log, meeting
 from paceline.cores import usable_cores
 from paceline.errors import ConfigError, PacelineError, StepError
 from paceline.peers import Peers
+from paceline.rng import INIT, key
 
 _current: weakref.ReferenceType[Job] | None = None
 
@@ -59,6 +62,7 @@ class Job:
         self.peers: Peers | None = None
         self.threads_chosen = False
         self.alive = True
+        self.left_loop_after: int | None = None
         self._on_leave: list[Callable[[], None]] = []
         self._variables: list[str] = []
         self._handler = log.show(self.rank, self.world_size)
@@ -98,20 +102,30 @@ class Job:
 
         Raises:
             PeerFailed: another rank failed instead of leaving.
+            StepError: this rank left a training loop in which others go on.
 
         Collective: all ranks, once, at the end.
         """
         if not self.alive:
             return
-        self._run_leave_actions()
+        try:
+            self._run_leave_actions()
+            self.settle()
+            self._wait_for_all()
+        except BaseException as error:
+            self.abandon(error)
+            raise
+        if self.group is not None:
+            dist.destroy_process_group()
+        self._close()
+        hooks.uninstall()
+
+    def _wait_for_all(self) -> None:
         if self.control is not None:
             try:
                 dist.barrier(group=self.control)
             except RuntimeError as error:
                 raise self.explained(error) from error
-            dist.destroy_process_group()
-        self._close()
-        hooks.uninstall()
 
     def abandon(self, error: BaseException) -> None:
         """Leave the job because of `error`, waiting for nobody.
@@ -139,6 +153,18 @@ class Job:
         if self.peers is None or isinstance(error, PacelineError):
             return error
         return self.peers.explain(error) or error
+
+    def settle(self) -> None:
+        """Wait for the others where this rank left a training loop early; before other collectives.
+
+        Raises:
+            StepError: another rank went on; it would wait for this one for ever.
+
+        Collective: all ranks, if one of them does; nothing where no loop was left early.
+        """
+        step, self.left_loop_after = self.left_loop_after, None
+        if step is not None and self.peers is not None:
+            self.peers.leave_loop(step, timeout_s=self.timeout_s)
 
     def refuse_if_left(self) -> None:
         """Raise where something of this job is used after its end. Collective: none."""
@@ -173,7 +199,8 @@ def join(
     """Make this process a rank of its job, whatever launched it; one process if nothing did.
 
     Args:
-        seed: What all randomness of the job derives from.
+        seed: What all randomness of the job derives from; torch's, numpy's and Python's generators are
+            seeded too, so that weights drawn next are the same everywhere.
         device: "cpu", "cuda", "xpu", or None for the best there is. An index is chosen by local rank.
         backend: A backend of torch.distributed; None chooses by device ("nccl" and "gloo" on CUDA,
             "xccl" and "gloo" on XPU, "gloo" on CPU).
@@ -187,7 +214,7 @@ def join(
     Collective: all ranks, once.
     """
     global _current
-    if _current is not None and (current := _current()) is not None and current.alive:
+    if current() is not None:
         raise ConfigError("this process has joined a job already.", fix="leave it first.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConfigError(f"seed must be a whole number, got {seed!r}.")
@@ -201,6 +228,7 @@ def join(
         if chosen.type != "cpu":
             torch.get_device_module(chosen).set_device(chosen)
         _choose_threads(job)
+        _seed_everything(seed)
         if where.world_size > 1:
             _connect(job, where, names)
     except BaseException as error:
@@ -208,6 +236,12 @@ def join(
         raise
     _current = weakref.ref(job)
     return job
+
+
+def current() -> Job | None:
+    """The job that this process has joined and not left. Collective: none."""
+    job = None if _current is None else _current()
+    return job if job is not None and job.alive else None
 
 
 def _connect(job: Job, where: environment.Place, backend: str) -> None:
@@ -274,7 +308,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     Collective: none.
     """
     if asked is None:
-        by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "cpu:gloo"}
+        by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "gloo"}
         asked = by_device[device.type]
     for part in asked.split(","):
         name = part.rpartition(":")[2]
@@ -310,6 +344,14 @@ def _refuse_shared_device(job: Job) -> None:
                 why="NCCL needs a GPU for each rank.",
                 fix="start one rank per GPU, or pass device='cpu'.",
             )
+
+
+def _seed_everything(seed: int) -> None:
+    """Weights that are drawn next follow from the seed, on every rank alike."""
+    stream = key(seed, INIT)
+    torch.manual_seed(stream >> 1)
+    np.random.seed(stream & 0xFFFFFFFF)
+    random.seed(stream)
 
 
 def _choose_threads(job: Job) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from paceline import meeting
 from paceline.errors import PacelineError
 from paceline.job import Job
-from paceline.spawn import Outcome, run_outcomes, spawn
+from paceline.spawning import Outcome, run_outcomes, spawn
 
 COLLECTIVE_TIMEOUT_S = 20.0
 DEADLINE_S = 60.0

@@ -30,6 +30,9 @@ from paceline.errors import ConfigError, LaunchFailed, PeerFailed
 from paceline.job import join
 
 _GRACE_S = 5.0
+# Imported once, by the fork server. torch imports its compiler when the first optimizer or DDP object is
+# made, which alone takes a second.
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "paceline.spawning", "paceline.trainer"]
 
 
 @dataclass
@@ -112,7 +115,7 @@ def run_outcomes(
     if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
         raise ConfigError(f"nproc must be at least 1, got {nproc!r}.")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "paceline.spawn"])
+    context.set_forkserver_preload(_PRELOADED)
     if store is None:
         store = meeting.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
     payload = cloudpickle.dumps((function, args))

@@ -1,0 +1,46 @@
+# Each target sets up what it needs; `make demo` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help setup demo check test test-all bench clean
+
+help:
+	@echo "make setup     build .venv with the paceline command in it"
+	@echo "make demo      train a small net on handwritten digits, on 2 processes"
+	@echo "make check     format, lint, types, layering"
+	@echo "make test      unit, dist and e2e tests"
+	@echo "make test-all  those and the long ones"
+	@echo "make bench     measure against hand-written loops and other frameworks"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@test -x $(BIN)/python || { echo "setting up $(VENV) (once)"; $(PYTHON) -m venv $(VENV); }
+	@$(PIP) -e '.[dev,examples]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/paceline run --nproc-per-node 2 examples/digits.py
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_layers.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -q -m "slow"
+
+bench: $(STAMP)
+	$(PIP) -e '.[bench]'
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

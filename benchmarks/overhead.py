@@ -1,0 +1,329 @@
+"""What a step costs over a hand-written loop: one process, and two ranks against hand-written DDP.
+
+    python benchmarks/overhead.py [--steps 400] [--rounds 9] [--only one|two]
+
+A tiny MLP (32-32-8, batch 16), data in memory, per-sample randomness off, one thread. All sides run in
+one process, in turn, round after round; each gives the median of its step times per round, and the table
+shows medians over rounds, the difference to the hand-written loop and its spread. Accelerate, Lightning
+Fabric and Lightning's Trainer take part where they are installed (`pip install 'paceline[bench]'`), at
+their quietest settings. All sides must end with the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.data.plan import Position
+from paceline.testing import run_ranks
+
+BATCH = 16
+Side = Callable[[int], tuple[list[float], nn.Module]]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+def make_data(steps: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    size = BATCH * steps
+    return TensorDataset(
+        torch.randn(size, 32, generator=generator), torch.randint(0, 8, (size,), generator=generator)
+    )
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def order_of(job: Any, data: TensorDataset) -> torch.Tensor:
+    """The order in which Paceline's batches go through the data, so that all sides do the same work."""
+    batches = paceline.Batches(job, data, global_batch=BATCH)
+    rows = TensorDataset(torch.arange(len(data)))
+    batches = paceline.Batches(job, rows, global_batch=BATCH)
+    steps = batches.iterate(Position(job.seed, 0, 0), epochs=1)
+    return torch.cat([m.batch[0] for step in steps for m in step])
+
+
+def by_hand(data: TensorDataset, order: torch.Tensor, wrap: Callable[[nn.Module], nn.Module]) -> Side:
+    x_all, y_all = data.tensors
+
+    def run(steps: int) -> tuple[list[float], nn.Module]:
+        model = wrap(make_model())
+        optimizer = optimizer_of(model)
+        times = []
+        mean = 1 / BATCH
+        for i in range(steps):
+            began = time.perf_counter()
+            ids = order[i * BATCH : (i + 1) * BATCH]
+            x, y = x_all[ids], y_all[ids]
+            loss = F.cross_entropy(model(x), y, reduction="sum") * mean
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - began)
+        return times, model
+
+    return run
+
+
+def with_paceline(job: Any, data: TensorDataset) -> Side:
+    def run(steps: int) -> tuple[list[float], nn.Module]:
+        model = paceline.ddp(job, make_model())
+        batches = paceline.Batches(job, data, global_batch=BATCH, sample_randomness=False)
+        training = paceline.Training(job, model, optimizer_of(model), batches)
+        times = []
+        began = time.perf_counter()
+        for step in training.steps(until=steps):
+            for x, y in step:
+                loss = F.cross_entropy(model(x), y, reduction="sum")
+                step.backward(loss, count=len(y))
+            step.update()
+            training.log(loss=step.loss)
+            now = time.perf_counter()
+            times.append(now - began)
+            began = now
+        return times, paceline.unwrap(model)
+
+    return run
+
+
+def with_accelerate(data: TensorDataset, order: torch.Tensor) -> Side:
+    from accelerate import Accelerator
+
+    def run(steps: int) -> tuple[list[float], nn.Module]:
+        accelerator = Accelerator(cpu=True)
+        bare = make_model()
+        model, optimizer = accelerator.prepare(bare, optimizer_of(bare))
+        x_all, y_all = data.tensors
+        times = []
+        for i in range(steps):
+            began = time.perf_counter()
+            ids = order[i * BATCH : (i + 1) * BATCH]
+            x, y = x_all[ids], y_all[ids]
+            with accelerator.accumulate(model):
+                loss = F.cross_entropy(model(x), y, reduction="sum") * (1 / BATCH)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            times.append(time.perf_counter() - began)
+        return times, bare
+
+    return run
+
+
+def with_fabric(data: TensorDataset, order: torch.Tensor) -> Side:
+    from lightning.fabric import Fabric
+
+    def run(steps: int) -> tuple[list[float], nn.Module]:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        bare = make_model()
+        model, optimizer = fabric.setup(bare, optimizer_of(bare))
+        x_all, y_all = data.tensors
+        times = []
+        for i in range(steps):
+            began = time.perf_counter()
+            ids = order[i * BATCH : (i + 1) * BATCH]
+            x, y = x_all[ids], y_all[ids]
+            loss = F.cross_entropy(model(x), y, reduction="sum") * (1 / BATCH)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - began)
+        return times, bare
+
+    return run
+
+
+def with_trainer(data: TensorDataset, order: torch.Tensor) -> Side:
+    import lightning as L
+
+    x_all, y_all = data.tensors
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model()
+            self.times: list[float] = []
+            self.began = 0.0
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            now = time.perf_counter()
+            if self.began:
+                self.times.append(now - self.began)
+            self.began = now
+            x, y = batch
+            return F.cross_entropy(self.model(x), y, reduction="sum") * (1 / BATCH)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self.model)
+
+    class InMemory:
+        """Batches by slicing, so that torch's loader is not what is measured."""
+
+        def __init__(self, steps: int) -> None:
+            self.steps = steps
+
+        def __len__(self) -> int:
+            return self.steps
+
+        def __iter__(self) -> Any:
+            for i in range(self.steps):
+                ids = order[i * BATCH : (i + 1) * BATCH]
+                yield x_all[ids], y_all[ids]
+
+    def run(steps: int) -> tuple[list[float], nn.Module]:
+        module = Module()
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            barebones=False,
+        )
+        trainer.fit(module, InMemory(steps))
+        return module.times, module.model
+
+    return run
+
+
+def measure(sides: dict[str, Side], steps: int, rounds: int) -> dict[str, list[float]]:
+    """Medians of the step time per round, in us, the sides in turn."""
+    medians: dict[str, list[float]] = {name: [] for name in sides}
+    weights: dict[str, torch.Tensor] = {}
+    for number in range(rounds + 1):
+        for name, run in sides.items():
+            times, model = run(steps)
+            weights[name] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            if number:  # the first round warms up
+                medians[name].append(1e6 * statistics.median(times[steps // 10 :]))
+    first = next(iter(weights.values()))
+    for name, each in weights.items():
+        assert torch.allclose(each, first, atol=2e-6), f"{name} ended with other weights"
+    return medians
+
+
+def rows_of(medians: dict[str, list[float]]) -> list[dict[str, Any]]:
+    base = medians["by hand"]
+    rows = []
+    for name, values in medians.items():
+        differences = sorted(v - b for v, b in zip(values, base, strict=True))
+        ratios = sorted(v / b for v, b in zip(values, base, strict=True))
+        rows.append(
+            {
+                "side": name,
+                "step_us": statistics.median(values),
+                "over_us": statistics.median(differences),
+                "over_us_spread": [differences[len(differences) // 4], differences[-len(differences) // 4]],
+                "ratio": statistics.median(ratios),
+                "ratio_spread": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]],
+            }
+        )
+    return rows
+
+
+def one_process(steps: int, rounds: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    with paceline.join(seed=7) as job:
+        data = make_data(steps)
+        order = order_of(job, data)
+        sides: dict[str, Side] = {
+            "by hand": by_hand(data, order, lambda model: model),
+            "paceline": with_paceline(job, data),
+        }
+        if importlib.util.find_spec("lightning"):
+            sides["fabric"] = with_fabric(data, order)
+        if importlib.util.find_spec("accelerate"):
+            sides["accelerate"] = with_accelerate(data, order)
+        if importlib.util.find_spec("lightning"):
+            sides["lightning trainer"] = with_trainer(data, order)
+        return rows_of(measure(sides, steps, rounds))
+
+
+def two_ranks(job: Any, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Against DDP by hand at the same settings; each rank takes its half of every batch."""
+    torch.set_num_threads(1)
+    data = make_data(steps)
+    rows = paceline.Batches(job, TensorDataset(torch.arange(len(data))), global_batch=BATCH)
+    mine = [m.batch[0] for s in rows.iterate(Position(job.seed, 0, 0), epochs=1) for m in s]
+    x_all, y_all = data.tensors
+    scale = job.world_size / BATCH
+
+    def hand(steps: int) -> tuple[list[float], nn.Module]:
+        model = DistributedDataParallel(
+            make_model(), gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        optimizer = optimizer_of(model)
+        times = []
+        for i in range(steps):
+            began = time.perf_counter()
+            x, y = x_all[mine[i]], y_all[mine[i]]
+            loss = F.cross_entropy(model(x), y, reduction="sum") * scale
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - began)
+        return times, model.module
+
+    return rows_of(measure({"by hand": hand, "paceline": with_paceline(job, data)}, steps, rounds))
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{title}")
+    print(f"{'side':<20}{'step us':>10}{'over us':>10}{'ratio':>8}   middle half of the rounds")
+    for row in rows:
+        low, high = row["ratio_spread"]
+        print(
+            f"{row['side']:<20}{row['step_us']:>10.1f}{row['over_us']:>+10.1f}{row['ratio']:>8.3f}"
+            f"   {low:.3f} to {high:.3f}"
+        )
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--steps", type=int, default=400)
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--only", choices=["one", "two"])
+    options.add_argument("--out", type=Path, default=Path("benchmarks/results/overhead.json"))
+    args = options.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    os.environ.setdefault("POSSIBLE_USER_WARNINGS", "0")
+    tables = {}
+    if args.only != "two":
+        tables["one process"] = one_process(args.steps, args.rounds)
+        show("one process, tiny MLP", tables["one process"])
+    if args.only != "one":
+        tables["two ranks"] = run_ranks(
+            two_ranks, args.steps, args.rounds, nproc=2, timeout_s=300, deadline_s=1200
+        )[0]
+        show("two ranks, tiny MLP, against DDP by hand", tables["two ranks"])
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    about = {"torch": torch.__version__, "machine": platform.processor(), "cores": os.cpu_count()}
+    args.out.write_text(json.dumps({"about": about, "tables": tables}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

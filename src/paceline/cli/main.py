@@ -1,0 +1,45 @@
+"""The command `paceline`: finds the subcommand and hands it the rest of the line.
+
+A subcommand is a module of this package with `HELP`, one line, and `main(argv) -> int`; to add one, put
+its name into `COMMANDS`. No module is imported but the one that is called, and `--help` imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import paceline
+
+COMMANDS = ("run",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code. Collective: as the subcommand says."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        code: int = import_module(f"paceline.cli.{words[0]}").main(words[1:])
+        return code
+    parser = _parser()
+    parser.parse_args(words)
+    parser.print_help()
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paceline",
+        description="Distributed training for PyTorch: one model on many processes, exact.",
+        epilog="`paceline COMMAND --help` says more.",
+    )
+    parser.add_argument("--version", action="version", version=f"paceline {paceline.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name in COMMANDS:
+        commands.add_parser(name, help=import_module(f"paceline.cli.{name}").HELP, add_help=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Batches onto the job's device: pinned memory and copies that do not wait.
+
+Knows tensors, what has a `to` method, dicts, tuples, lists, named tuples and dataclasses; everything
+else passes through as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def moved(batch: Any, device: torch.device, *, pin: bool) -> Any:
+    """The batch on `device`, its structure kept.
+
+    Args:
+        pin: Put host tensors into pinned memory first, so that the copy does not wait.
+
+    Collective: none.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if pin and leaf.device.type == "cpu" and not leaf.is_pinned():
+                leaf = leaf.pin_memory()
+            return leaf.to(device, non_blocking=True)
+        to = getattr(leaf, "to", None)
+        return to(device) if callable(to) else leaf
+
+    return _mapped(batch, move)
+
+
+def _mapped(value: Any, move: Callable[[Any], Any]) -> Any:
+    if isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)):
+        return move(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(item, move) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(item, move) for item in value)
+    if type(value) is dict:
+        return {name: _mapped(item, move) for name, item in value.items()}
+    if isinstance(value, Mapping):
+        return _refilled(value, move)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{n: _mapped(getattr(value, n), move) for n in names})
+    return value
+
+
+def _refilled(value: Mapping[Any, Any], move: Callable[[Any], Any]) -> Any:
+    """A mapping of some other type: filled through `__setitem__` on a copy, where it has one."""
+    items = {name: _mapped(item, move) for name, item in value.items()}
+    if not (hasattr(value, "copy") and hasattr(value, "__setitem__")):
+        return items
+    copy = value.copy()
+    for name, item in items.items():
+        copy[name] = item
+    return copy

@@ -1,0 +1,237 @@
+"""torch's elastic agent with ranks of ours: started early, stopped cleanly, and judged when they fail.
+
+A front to `LocalElasticAgent`, which keeps rendezvous, rank assignment, restarts, file timers and health
+checks. We replace how processes are started, watched and stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from string import Template
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure
+from torch.distributed.elastic.utils import macros
+
+from paceline.launch.crew import Crew
+from paceline.launch.logs import connect_logs
+from paceline.launch.report import Shape, render_failure, render_restart
+from paceline.launch.signals import Signals
+from paceline.launch.verdict import Verdict, judge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the ranks do.
+
+    Args:
+        order: The script and its arguments, as worker.py takes them.
+        environment: What each rank's environment has besides what torch's agent sets.
+        start_crew: Starts a round of processes.
+        announce: Called with the store's address when a round begins.
+        logs: Where torch's log options send output; None for the consoles alone.
+        shown: Local ranks whose output the consoles show; None for all.
+        prefix: Template of what stands before each line (`TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE`).
+        grace_s: How long ranks may take to end when a peer failed.
+        signal_grace_s: And when the launcher got a signal.
+
+    Collective: none.
+    """
+
+    order: dict[str, Any]
+    environment: dict[str, str]
+    start_crew: Callable[[Crew], None]
+    announce: Callable[[WorkerGroup], None]
+    logs: LogsSpecs | None
+    shown: frozenset[int] | None
+    prefix: str | None
+    grace_s: float
+    signal_grace_s: float
+    interval_s: float
+
+
+class Agent(LocalElasticAgent):
+    """Runs the rounds of one node.
+
+    Collective: none.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, logs: LogsSpecs, task: Task, crew: Crew, signals: Signals
+    ) -> None:
+        super().__init__(spec, logs)
+        self._task = task
+        self._crew = crew
+        self._signals = signals
+        self.verdict: Verdict | None = None
+        self.interrupted_at = ""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # The last round's store ends with the last reference to it.
+        self._store = None
+        worker_group.store = None
+        with self._signals.interruptible():
+            super()._rendezvous(worker_group)
+        self._task.announce(worker_group)
+
+    def _exit_barrier(self) -> None:
+        with self._signals.interruptible():
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if not self._crew.ranks:
+            self._task.start_crew(self._crew)
+        environments = {
+            worker.local_rank: self._environment(worker_group, worker)
+            for worker in worker_group.workers
+        }
+        self._setup_local_watchdog(environments)
+        self._setup_healthcheck()
+        world_size = worker_group.workers[0].world_size
+        for worker in worker_group.workers:
+            prefix = f"[{worker.global_rank}] " if world_size > 1 else ""
+            if self._task.prefix is not None:
+                prefix = Template(self._task.prefix).safe_substitute(
+                    role_name=worker_group.spec.role,
+                    rank=worker.global_rank,
+                    local_rank=worker.local_rank,
+                )
+            for stream in self._crew.ranks[worker.local_rank].streams:
+                stream.prefix = prefix.encode()
+        if self._task.logs is not None:
+            connect_logs(self._crew, self._task.logs, environments, worker_group.spec)
+        for rank in self._crew.ranks:
+            if self._task.shown is not None and rank.local_rank not in self._task.shown:
+                for stream in rank.streams:
+                    stream.console = None
+        for worker in worker_group.workers:
+            order = dict(self._task.order, env=environments[worker.local_rank])
+            for words in ("argv", "command"):
+                if words in order:
+                    order[words] = macros.substitute(order[words], str(worker.local_rank))
+            self._crew.order(worker.local_rank, worker.global_rank, order)
+        return {rank.local_rank: rank.pid for rank in self._crew.ranks}
+
+    def _environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
+        spec = group.spec
+        # torch builds the same where it starts its own processes, out of reach for a subclass.
+        environment: dict[str, Any] = {
+            "RANK": worker.global_rank,
+            "GROUP_RANK": group.group_rank,
+            "ROLE_RANK": worker.role_rank,
+            "ROLE_NAME": spec.role,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "WORLD_SIZE": worker.world_size,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "ROLE_WORLD_SIZE": worker.role_world_size,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": self._restarts,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+        }
+        environment = {name: str(value) for name, value in environment.items()}
+        self._set_local_rank_env(environment, worker.local_rank, spec)
+        return self._task.environment | environment
+
+    @property
+    def _restarts(self) -> int:
+        return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._crew.wait_change(self._task.interval_s)
+        self._signals.check()
+        if self._crew.failing:
+            return self._fail()
+        if self._crew.done:
+            self._crew.clear()
+            self._crew.dismiss()
+            results = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
+        timeout = getattr(self, "_uninterruptible_state_timeout", 0.0)
+        if timeout > 0:
+            stuck = self._check_stuck(timeout)
+            if stuck is not None:
+                return stuck
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _check_stuck(self, timeout: float) -> RunResult | None:
+        for rank in self._crew.ranks:
+            dwell = self._update_uninterruptible_dwell(
+                rank.pid, self._worker_group.spec.role, timeout
+            )
+            if dwell is not None and dwell >= timeout:
+                self._crew.say(
+                    f"paceline: rank {rank.rank} (pid {rank.pid}) is stuck in the kernel for "
+                    f"{dwell:.0f} s; no restart would help\n"
+                )
+                self._remaining_restarts = 0
+                return RunResult(state=WorkerState.UNHEALTHY)
+        return None
+
+    def _fail(self) -> RunResult:
+        crew = self._crew
+
+        def enough(facts: Any) -> bool:
+            verdict = judge(facts)
+            return verdict is not None and verdict.certain
+
+        crew.settle(enough, hurry=lambda: bool(self._signals.received))
+        crew.stop(
+            signal.SIGTERM, grace_s=self._task.grace_s, hurry=lambda: bool(self._signals.received)
+        )
+        crew.clear()
+        facts = crew.facts()
+        verdict = judge(facts)
+        assert verdict is not None
+        self.verdict = verdict
+        shape = Shape(
+            world_size=self._worker_group.workers[0].world_size,
+            restarts=self._restarts,
+            max_restarts=self._worker_group.spec.max_restarts,
+        )
+        render = render_restart if self._remaining_restarts > 0 else render_failure
+        crew.say(render(verdict, shape))
+        failures = {
+            fact.rank: ProcessFailure(
+                local_rank=rank.local_rank,
+                pid=fact.pid,
+                exitcode=fact.returncode or 1,
+                error_file="",
+            )
+            for rank, fact in zip(crew.ranks, facts, strict=True)
+            if fact.failed
+        }
+        crew.dismiss()
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self._end_ranks(signal.SIGTERM, self._task.grace_s)
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any
+    ) -> None:
+        received = bool(self._signals.received)
+        grace_s = self._task.signal_grace_s if received else self._task.grace_s
+        self._end_ranks(death_sig, grace_s)
+        super()._shutdown(death_sig, *args, **kwargs)
+
+    def _end_ranks(self, number: signal.Signals, grace_s: float) -> None:
+        if not self._crew.ranks:
+            return
+        self._crew.stop(number, grace_s=grace_s, hurry=lambda: self._signals.hurry)
+        self._crew.clear()
+        self.interrupted_at = self._crew.interrupted_at()
+        self._crew.dismiss()

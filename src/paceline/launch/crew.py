@@ -1,0 +1,276 @@
+"""The ranks of this host as a group: started early, ordered once, watched, stopped, and cleared away.
+
+Stands below torch's agent (agent.py), and imports no torch: ranks are started before torch is there.
+It gives facts about failures; it does not judge them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.output import Pump, Stream
+from paceline.launch.rank import Consoles, Rank, clear_groups
+from paceline.launch.verdict import Error, Fact
+
+_GUARD = Path(__file__).with_name("guard.py")
+
+# A rank that lost its peer may be the first to say so. The cause then is on its way.
+_SETTLE_S = 0.5
+_KILLED_S = 10.0
+_STALLED_S = 30.0
+
+
+class Guard:
+    """Our hold on the process that clears away after a killed launcher (guard.py).
+
+    Collective: none.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_GUARD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    def add(self, group: int) -> None:
+        """Have this process group killed if we die. Collective: none."""
+        self._tell(f"+{group}\n")
+
+    def remove(self, group: int) -> None:
+        """Forget this process group. Collective: none."""
+        self._tell(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the guard. Collective: none."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=_KILLED_S)
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode())
+        except BrokenPipeError:
+            return  # somebody killed it; the ranks still die with us
+
+
+class Crew:
+    """The local ranks of one round, and then of the next.
+
+    Collective: none.
+    """
+
+    def __init__(self, consoles: Consoles) -> None:
+        self.consoles = consoles
+        self.pump = Pump()
+        self.pump.on_tick = self._follow_window_size
+        self.ranks: list[Rank] = []
+        self.announced = False
+        self._guard = Guard()
+        self._changed = threading.Event()
+
+    def start(
+        self,
+        count: int,
+        environment: Mapping[str, str],
+        *,
+        draws: bool = True,
+        wrap: Callable[[int, tuple[str, ...]], tuple[str, ...]] = lambda _, command: command,
+    ) -> None:
+        """Start `count` processes; they import torch and wait for `order`.
+
+        With `draws`, local rank 0 has a terminal where we have one: a progress bar wants it, and only
+        one rank may draw.
+
+        Collective: none.
+        """
+        for local_rank in range(count):
+            rank = Rank(
+                local_rank,
+                environment=environment,
+                consoles=self.consoles,
+                pump=self.pump,
+                changed=self._changed.set,
+                prefix=f"[{local_rank}] ".encode() if count > 1 else b"",
+                draws=draws and local_rank == 0,
+                wrap=lambda command, n=local_rank: wrap(n, command),  # type: ignore[misc]
+            )
+            self._guard.add(rank.pid)
+            self.ranks.append(rank)
+
+    def order(self, local_rank: int, rank: int, order: Mapping[str, Any]) -> None:
+        """Tell a started process which rank it is, and what to run. Collective: none."""
+        self.ranks[local_rank].rank = rank
+        self.ranks[local_rank].order(order)
+
+    def wait_change(self, timeout_s: float) -> None:
+        """Wait until a rank said something or ended. Collective: none."""
+        self._changed.wait(timeout_s)
+        self._changed.clear()
+        for rank in self.ranks:
+            rank.poll()
+
+    @property
+    def failing(self) -> bool:
+        """Whether a rank has failed. Collective: none."""
+        return any(rank.failed for rank in self.ranks)
+
+    @property
+    def done(self) -> bool:
+        """Whether all ranks have ended. Collective: none."""
+        return all(rank.returncode is not None for rank in self.ranks)
+
+    def stop(self, number: signal.Signals, *, grace_s: float, hurry: Callable[[], bool]) -> None:
+        """End all ranks: by this signal, and by SIGKILL after the grace or when `hurry()` says so.
+
+        Collective: none.
+        """
+        for rank in self.ranks:
+            if not rank.ordered:
+                rank.kill()  # its script has not begun; there is nothing to save
+            elif not rank.leaving:
+                rank.send_signal(number)
+        self._wait_done(grace_s, hurry)
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.kill()
+        self._wait_done(_KILLED_S, lambda: False)
+
+    def settle(self, judge: Callable[[Sequence[Fact]], bool], *, hurry: Callable[[], bool]) -> None:
+        """Give failures a moment to come in, until `judge` has seen enough. Collective: none."""
+        deadline = time.monotonic() + _SETTLE_S
+        while time.monotonic() < deadline and not self.done and not judge(self.facts()):
+            self.wait_change(0.02)
+            if hurry():
+                return
+
+    def clear(self) -> None:
+        """After all ranks have ended: pass on their last output, and end what they left behind.
+
+        Collective: none.
+        """
+        clear_groups([rank.pid for rank in self.ranks])
+        for rank in self.ranks:
+            self._guard.remove(rank.pid)
+        self.pump.finish(self.streams(), stalled_s=_STALLED_S)
+        self._hear_all()
+        for rank in self.ranks:
+            rank.close()
+
+    def dismiss(self) -> None:
+        """Forget the cleared ranks. Collective: none."""
+        self.ranks = []
+
+    def disband(self) -> None:
+        """Kill the ranks, whatever they do. Collective: none."""
+        for rank in self.ranks:
+            rank.kill()
+        self._wait_done(_KILLED_S, lambda: False)
+        self.clear()
+        self.dismiss()
+
+    def close(self) -> None:
+        """Kill what runs, and end the helpers. Collective: none."""
+        self.disband()
+        self.pump.stop(timeout_s=_KILLED_S)
+        self._guard.close()
+
+    def streams(self) -> list[Stream]:
+        """All streams of all ranks. Collective: none."""
+        return [stream for rank in self.ranks for stream in rank.streams]
+
+    def facts(self) -> list[Fact]:
+        """What became of each rank so far. Collective: none."""
+        self._hear_all()
+        return [_fact(rank) for rank in self.ranks]
+
+    def interrupted_at(self) -> str:
+        """Where the first rank was that a KeyboardInterrupt ended; empty if there is none.
+
+        Collective: none.
+        """
+        places = [
+            f"rank {rank.rank} was at {event['place']}"
+            for rank in self.ranks
+            for event in rank.events
+            if event["event"] == "interrupted" and event["place"]
+        ]
+        return places[0] if places else ""
+
+    def say(self, text: str) -> None:
+        """Write our own words to standard error, after whole lines. Collective: none."""
+        self.consoles.err.write(text.encode(errors="backslashreplace"))
+
+    def _hear_all(self) -> None:
+        # A rank's last words and its end may be seen in either order.
+        ranks = list(self.ranks)
+
+        def hear() -> None:
+            for rank in ranks:
+                rank.hear_all()
+
+        self.pump.call(hear, stalled_s=_KILLED_S)
+
+    def _wait_done(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.done and time.monotonic() < deadline and not hurry():
+            self.wait_change(min(0.1, timeout_s))
+
+    def _follow_window_size(self) -> None:
+        for rank in self.ranks[:1]:
+            rank.copy_window_size()
+
+
+def _fact(rank: Rank) -> Fact:
+    error, exit_place, at = None, None, rank.ended_at
+    for event in list(rank.events):
+        if event["event"] == "failed":
+            at = event["time"]
+            error = Error(
+                type=event["type"],
+                kinds=tuple(event["kinds"]),
+                message=event["message"],
+                traceback=event["traceback"],
+                module=event["module"],
+                place=event["place"],
+                shown=event["shown"],
+            )
+        elif event["event"] == "exit":
+            exit_place = event["place"]
+    return Fact(
+        rank=rank.rank,
+        host=socket.gethostname(),
+        pid=rank.pid,
+        time=at,
+        returncode=rank.returncode,
+        error=error,
+        exit_place=exit_place,
+        stopped=rank.stopped_at is not None and (at == 0.0 or at > rank.stopped_at),
+    )
+
+
+def environment_of_ranks(threads: str | None) -> dict[str, str]:
+    """The environment that ranks are started with; `threads` is None where the user chose.
+
+    Collective: none.
+    """
+    environment = dict(os.environ)
+    environment.pop("PACELINE_THREADS", None)
+    environment["PACELINE_LAUNCHED"] = "1"
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = threads
+        environment["PACELINE_THREADS"] = "auto"
+    return environment

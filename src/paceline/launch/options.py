@@ -1,0 +1,249 @@
+"""torchrun's options, read by the installed torch itself, and what they mean here.
+
+A front to `torch.distributed.run`. Nothing is ignored: an option is honoured, or refused with a
+sentence, or, where torch itself ignores it, a note says so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import uuid
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+
+from paceline.cores import usable_cores
+from paceline.errors import ConfigError
+from paceline.launch.early import Early
+from paceline.launch.rendezvous import is_loopback
+
+GRACE_S = 5.0
+SIGNAL_GRACE_S = 30.0
+_DEFAULT_PORT = 29500
+_C10D_PORT = 29400
+
+
+@dataclass(frozen=True)
+class Options:
+    """A command line, understood.
+
+    Args:
+        args: As torch's parser gives them.
+        config: As torch's launcher takes them.
+        address: Where to bind the store when there is one node; None for several.
+        uses_logs: Whether torch's log options were given.
+        notes: What a person should know, one sentence each.
+
+    Collective: none.
+    """
+
+    args: Namespace
+    config: LaunchConfig
+    address: tuple[str, int] | None
+    uses_logs: bool
+    notes: tuple[str, ...]
+
+    @property
+    def early(self) -> Early:
+        """What an early start should have found. Collective: none."""
+        return Early(self.config.nproc_per_node, self.args.training_script, self.args.module)
+
+    @property
+    def grace_s(self) -> tuple[float, float]:
+        """Seconds for ranks to end: when a peer failed, and when we got a signal. Collective: none."""
+        given = getattr(self.args, "shutdown_timeout", None)
+        if given is None:
+            given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        return (GRACE_S, SIGNAL_GRACE_S) if given is None else (float(given), float(given))
+
+    @property
+    def shown(self) -> frozenset[int] | None:
+        """Local ranks whose output is shown; None for all. Collective: none."""
+        text = self.args.local_ranks_filter
+        return frozenset(int(part) for part in text.split(",")) if text else None
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether no rank can be on another host. Collective: none."""
+        if self.address is not None:
+            return is_loopback(self.address[0])
+        endpoint = self.config.rdzv_endpoint
+        return self.config.rdzv_backend in ("c10d", "static") and is_loopback(
+            parse_rendezvous_endpoint(endpoint, _C10D_PORT)[0]
+        )
+
+
+def parser() -> ArgumentParser:
+    """torch's parser under our name. Collective: none."""
+    ours: ArgumentParser = get_args_parser()
+    ours.prog = "paceline run"
+    ours.usage = "paceline run [options] SCRIPT [args ...]"
+    ours.description = (
+        "Run a training script on several processes. The options are torchrun's; those below are "
+        "of the torch that is installed."
+    )
+    if "PET_MASTER_PORT" not in os.environ:
+        # Older torch has a number here, so that a port which was asked for looks like none.
+        ours.set_defaults(master_port=None)
+    return ours
+
+
+def read(argv: Sequence[str]) -> Options:
+    """Understand a command line.
+
+    Raises:
+        ConfigError: a value that cannot be.
+        SystemExit: an unknown option, or a call for help; torch's parser has answered.
+
+    Collective: none.
+    """
+    args = parser().parse_args(argv)
+    notes: list[str] = []
+    _check(args)
+    address = _local_address(args, notes)
+    if address is not None and args.rdzv_id == "none":
+        args.rdzv_id = str(uuid.uuid4())
+    if args.master_port is None:
+        args.master_port = _DEFAULT_PORT
+    uses_logs = bool(
+        args.log_dir or args.redirects != "0" or args.tee != "0" or args.logs_specs is not None
+    )
+    config = _configure(args, uses_logs)
+    if address is None and args.node_rank and args.rdzv_backend != "static":
+        notes.append(f"--node-rank is not used with --rdzv-backend={args.rdzv_backend}")
+    if uses_logs and not args.log_dir and config.logs_specs is not None:
+        notes.append(f"logs are in {config.logs_specs.root_log_dir}")
+    return Options(args, config, address, uses_logs, tuple(notes))
+
+
+def _configure(args: Namespace, uses_logs: bool) -> LaunchConfig:
+    given = dict(vars(args))
+    if not uses_logs:
+        given["log_dir"] = os.devnull  # torch leaves a temporary directory behind for each run
+    before = os.environ.get("OMP_NUM_THREADS")
+    try:
+        # torch would set it to 1, for ever, with a warning of five lines.
+        os.environ["OMP_NUM_THREADS"] = before or "1"
+        config: LaunchConfig = config_from_args(Namespace(**given))[0]
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        raise ConfigError(f"{error}".rstrip(".") + ".", fix="see `paceline run --help`.") from error
+    finally:
+        if before is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+    if config.nproc_per_node < 1:
+        raise ConfigError(
+            f"--nproc-per-node must be at least 1, and is {config.nproc_per_node}.",
+            fix="give the number of processes on this node, or `gpu`, or `cpu`.",
+        )
+    return config
+
+
+def _check(args: Namespace) -> None:
+    if args.start_method != "spawn":
+        raise ConfigError(
+            f"--start-method={args.start_method} has no effect here.",
+            why="each rank is an interpreter of its own.",
+            fix="leave it out.",
+        )
+    if (args.duplicate_stdout_filters or args.duplicate_stderr_filters) and args.tee == "0":
+        raise ConfigError(
+            "--duplicate-stdout-filters and --duplicate-stderr-filters need --tee.",
+            why="only streams that are teed are filtered.",
+            fix="add --tee 3 and --log-dir.",
+        )
+    if args.no_python and not args.run_path and shutil.which(args.training_script) is None:
+        raise ConfigError(
+            f"there is no program {args.training_script!r}.",
+            fix="with --no-python, name an executable file or one on the PATH.",
+        )
+
+
+def _local_address(args: Namespace, notes: list[str]) -> tuple[str, int] | None:
+    """Where one node binds its store; None where several nodes have to meet."""
+    try:
+        _, max_nodes = parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"--nnodes must be a number or MIN:MAX, and is {args.nnodes!r}."
+        ) from error
+    host = args.local_addr or args.master_addr
+    if args.standalone:
+        if max_nodes != 1:
+            raise ConfigError(
+                f"--standalone is for one node, and --nnodes is {args.nnodes}.",
+                fix="leave one of them out.",
+            )
+        if args.rdzv_endpoint or args.rdzv_backend != "static" or args.master_port is not None:
+            notes.append("--standalone: the rendezvous options and --master-port are not used")
+        return args.local_addr or "127.0.0.1", 0
+    if max_nodes != 1:
+        return None
+    if args.node_rank and args.rdzv_backend == "static":
+        raise ConfigError(
+            f"--node-rank is {args.node_rank} of 1 node.", fix="give --nnodes, or leave it out."
+        )
+    endpoint = args.rdzv_endpoint.strip()
+    if args.rdzv_backend == "static" and not endpoint:
+        return host, args.master_port or 0
+    if args.rdzv_backend not in ("static", "c10d") or args.rdzv_conf:
+        return None
+    if not endpoint:
+        return "127.0.0.1", 0
+    try:
+        host, port = parse_rendezvous_endpoint(endpoint, _C10D_PORT)
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-endpoint is no address: {endpoint!r}.") from error
+    if not is_loopback(host) and args.rdzv_backend == "c10d":
+        return None
+    return "127.0.0.1" if host == "localhost" else host, port
+
+
+def choose_threads(nproc: int) -> tuple[str | None, str]:
+    """Threads of each rank, None where the user chose, and the reason in words.
+
+    Collective: none.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is not None and os.environ.get("PACELINE_THREADS") != "auto":
+        return None, f"{_count(chosen, 'thread')} each (OMP_NUM_THREADS, set outside)"
+    cores = usable_cores()
+    threads = str(max(1, cores // nproc))
+    why = f"{_count(cores, 'usable core')} / {_count(nproc, 'rank')}"
+    return threads, f"{_count(threads, 'thread')} each ({why})"
+
+
+def _count(number: int | str, what: str) -> str:
+    return f"{number} {what}{'' if str(number) == '1' else 's'}"
+
+
+def order_of(args: Namespace) -> dict[str, Any]:
+    """What the ranks are told to run, as worker.py takes it. Collective: none."""
+    words = [args.training_script, *args.training_script_args]
+    if args.run_path:
+        return {"argv": words, "script": args.training_script}
+    if args.no_python:
+        return {"command": words}
+    if args.module:
+        return {"argv": words, "module": args.training_script}
+    return {"argv": words, "script": args.training_script}
+
+
+def loopback_interface() -> dict[str, str]:
+    """Pin Gloo to the loopback: on one host it saves the look-up of the host's own name.
+
+    Collective: none.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    try:
+        socket.if_nametoindex("lo")
+    except OSError:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo"}

@@ -1,0 +1,255 @@
+"""One rank as its launcher sees it: process, control socket, output, and what became of it.
+
+A front to `subprocess.Popen`. The process is started before anything is known but its local rank, and
+gets its orders over the socket later (see worker.py). It decides nothing: when to stop, and who is to
+blame, is for crew.py and verdict.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.output import Console, Pump, Stream
+
+WORKER = Path(__file__).with_name("worker.py")
+
+_ORDER_TIMEOUT_S = 30.0
+_GROUP_GRACE_S = 1.0
+_NO_SIZE = struct.pack("HHHH", 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Consoles:
+    """The launcher's own outputs; one object where both are the same terminal, pipe or file.
+
+    Collective: none.
+    """
+
+    out: Console
+    err: Console
+
+    @staticmethod
+    def of_this_process() -> Consoles:
+        """Standard output and error of this process. Collective: none."""
+        out, err = Console(1), Console(2)
+        return Consoles(out, out if out.identity == err.identity else err)
+
+
+class Rank:
+    """A started process that will be, or is, a rank of the job.
+
+    Args:
+        environment: Everything that is known at the start; the rest comes with the orders.
+        changed: Called in the pump's thread when the rank said something or ended.
+        prefix: Before each line, until the rank's number in the job is known.
+        draws: Whether it may have a terminal, where the launcher has one.
+        wrap: Puts words before the command, such as numactl's.
+
+    Collective: none.
+    """
+
+    def __init__(
+        self,
+        local_rank: int,
+        *,
+        environment: Mapping[str, str],
+        consoles: Consoles,
+        pump: Pump,
+        changed: Callable[[], None],
+        prefix: bytes,
+        draws: bool,
+        wrap: Callable[[tuple[str, ...]], tuple[str, ...]] = tuple,
+    ) -> None:
+        self.local_rank = local_rank
+        self.rank = local_rank
+        self.events: list[dict[str, Any]] = []
+        self.returncode: int | None = None
+        self.ended_at = 0.0
+        # When we first signalled it: what happens to it afterwards is our doing.
+        self.stopped_at: float | None = None
+        self.ordered = False
+        self._pump = pump
+        self._changed = changed
+        self._received = bytearray()
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(_ORDER_TIMEOUT_S)
+        self.streams: list[Stream] = []
+        self._terminals: list[tuple[Stream, Console]] = []
+        self._prefix = prefix
+        out, err = self._open_streams(consoles, draws)
+        command = wrap((os.environ.get("PYTHON_EXEC", sys.executable), "-u", str(WORKER)))
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=None if local_rank == 0 else subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**environment, "PACELINE_CONTROL_FD": str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            for fd in {out, err}:
+                os.close(fd)
+        self.pid = self.process.pid
+        for stream in self.streams:
+            pump.add(stream)
+        pump.watch(self._socket.fileno(), self.hear_all)
+        self._watch_end()
+
+    def _open_streams(self, consoles: Consoles, draws: bool) -> tuple[int, int]:
+        """The rank's own ends of its outputs; ours become `self.streams`, output first."""
+        if draws and consoles.out is consoles.err and consoles.out.is_terminal:
+            fd = self._open_stream(consoles.out, terminal=True)
+            return fd, fd  # one terminal, as in a shell, so that the order of the two is kept
+        return (
+            self._open_stream(consoles.out, terminal=draws and consoles.out.is_terminal),
+            self._open_stream(consoles.err, terminal=draws and consoles.err.is_terminal),
+        )
+
+    def _open_stream(self, console: Console, *, terminal: bool) -> int:
+        if terminal:
+            ours, theirs = os.openpty()
+            modes = termios.tcgetattr(theirs)
+            modes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once
+            termios.tcsetattr(theirs, termios.TCSANOW, modes)
+        else:
+            ours, theirs = os.pipe2(os.O_CLOEXEC)
+        stream = Stream(ours, console, self._prefix, is_terminal=terminal)
+        self.streams.append(stream)
+        if terminal:
+            self._terminals.append((stream, console))
+            self.copy_window_size()
+        return theirs
+
+    def copy_window_size(self) -> None:
+        """Give the rank's terminal the size of ours. Collective: none."""
+        for stream, console in self._terminals:
+            if stream.ended:
+                continue
+            size = fcntl.ioctl(console.fd, termios.TIOCGWINSZ, _NO_SIZE)
+            if size != fcntl.ioctl(stream.fd, termios.TIOCGWINSZ, _NO_SIZE):
+                fcntl.ioctl(stream.fd, termios.TIOCSWINSZ, size)
+
+    def order(self, order: Mapping[str, Any]) -> None:
+        """Send the rank its orders; one that is dead already is found by `returncode`.
+
+        Collective: none.
+        """
+        self.ordered = True
+        try:
+            self._socket.sendall(json.dumps({"do": "run", **order}).encode() + b"\n")
+        except OSError:
+            self.poll()
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs. Collective: none."""
+        if self.returncode is None:
+            code = self.process.poll()
+            if code is not None:
+                self.ended_at = time.time()
+                self.returncode = code
+        return self.returncode
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly, or is about to. Collective: none."""
+        return self.returncode not in (None, 0) or self.leaving
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it told of an error, and only flushes its files. Collective: none."""
+        return any(event["event"] == "failed" for event in list(self.events))
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the rank's own process; its children are its own affair. Collective: none."""
+        if self.poll() is None:
+            self.stopped_at = self.stopped_at or time.time()
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the rank and all that belongs to its process group. Collective: none."""
+        self.send_signal(signal.SIGKILL)
+        _signal_group(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of the socket of an ended rank. Collective: none."""
+        self._pump.unwatch(self._socket.fileno(), self._socket.close)
+
+    def hear_all(self) -> None:
+        """Take in all that the rank has said; in the pump's thread only. Collective: none."""
+        while self._hear():
+            continue
+
+    def _hear(self) -> bool:
+        """Take in some of what the rank said; False when there is nothing more."""
+        fd = self._socket.fileno()
+        if fd < 0:
+            return False
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._pump.unwatch(fd, lambda: None)
+            return False
+        self._received += data
+        while (end := self._received.find(b"\n")) >= 0:
+            self.events.append(json.loads(self._received[:end]))
+            del self._received[: end + 1]
+        self._changed()
+        return True
+
+    def _watch_end(self) -> None:
+        # The time of death decides who was first, so it is not left to a poll.
+        try:
+            fd = os.pidfd_open(self.pid)
+        except OSError:
+            return  # an old kernel: the crew polls
+
+        def ended() -> None:
+            self._pump.unwatch(fd, lambda: os.close(fd))
+            self.poll()
+            self._changed()
+
+        self._pump.watch(fd, ended)
+
+
+def clear_groups(groups: Sequence[int]) -> None:
+    """End what ended ranks left behind: helpers that end by themselves have a moment.
+
+    Collective: none.
+    """
+    # multiprocessing's resource tracker does not mind SIGTERM, and gives back shared memory first.
+    left = [group for group in groups if _signal_group(group, signal.SIGTERM)]
+    deadline = time.monotonic() + _GROUP_GRACE_S
+    while left and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left = [group for group in left if _signal_group(group, 0)]
+    for group in left:
+        _signal_group(group, signal.SIGKILL)
+
+
+def _signal_group(group: int, number: int) -> bool:
+    """Signal a process group; False if it has no member."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False  # nobody is left, or only what has changed its user and is not ours any more
+    return True

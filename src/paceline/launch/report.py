@@ -1,0 +1,120 @@
+"""The words of the launcher: what was chosen, what failed, what happens next. Pure text.
+
+Shapes errors by `errors.py`: what, where, why, fix. It judges nothing; see verdict.py.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import LaunchFailed
+from paceline.launch.verdict import Fact, Verdict, name_ranks
+
+_WHY_SIGNAL = {
+    signal.SIGKILL: "something outside the job sent SIGKILL; most often the kernel, out of memory.",
+    signal.SIGTERM: "something outside the job sent SIGTERM; most often a scheduler or a person.",
+    signal.SIGSEGV: "native code touched memory that is not its own.",
+    signal.SIGBUS: "native code met memory that could not be had; often a full /dev/shm.",
+    signal.SIGABRT: "native code gave up; what it said stands above.",
+    signal.SIGFPE: "native code divided by zero.",
+    signal.SIGILL: "native code holds an instruction that this processor lacks.",
+}
+_FIX_SIGNAL = {
+    signal.SIGKILL: "see `dmesg`; if it was memory, lower the micro-batch or the loader's workers.",
+    signal.SIGSEGV: "the Python line stands above, from faulthandler; suspect the extension it calls.",
+    signal.SIGBUS: "enlarge /dev/shm (docker: --shm-size), or use fewer loader workers.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How large the job is, for messages.
+
+    Args:
+        restarts: How many there were.
+
+    Collective: none.
+    """
+
+    world_size: int
+    restarts: int
+    max_restarts: int
+
+
+def render_failure(verdict: Verdict, shape: Shape) -> str:
+    """The end of a job: the original traceback, then the summary. Collective: none."""
+    original = verdict.original
+    lines: list[str] = []
+    if original.error is not None and not original.error.shown:
+        lines += _prefixed(original.error.traceback, original.rank, shape.world_size)
+    failure = LaunchFailed(
+        f"{name_ranks(verdict.alike)} of {shape.world_size} failed: {original.how}",
+        where=_where(original, several=len(verdict.alike) > 1),
+        why=_why(verdict),
+        fix=_fix(original),
+    )
+    lines += f"paceline: {failure}".splitlines()
+    if verdict.followers:
+        they = "it lost its peer" if len(verdict.followers) == 1 else "they lost their peer"
+        lines.append(f"  {name_ranks(verdict.followers)} only followed: {they}.")
+    for text, ranks in _grouped(verdict.others):
+        lines.append(f"  {name_ranks(ranks)} failed later: {text}.")
+    if shape.restarts:
+        lines.append(f"  This was after {shape.restarts} of {shape.max_restarts} restarts.")
+    return "\n".join(lines) + "\n"
+
+
+def render_restart(verdict: Verdict, shape: Shape) -> str:
+    """One line: who failed how, and that the ranks begin again. Collective: none."""
+    original = verdict.original
+    place = original.error.place if original.error is not None else original.exit_place
+    return (
+        f"paceline: {name_ranks(verdict.alike)} failed: {original.how}"
+        f"{f' at {place}' if place else ''} (host {original.host}, pid {original.pid}); "
+        f"restart {shape.restarts + 1} of {shape.max_restarts} begins\n"
+    )
+
+
+def _prefixed(text: str, rank: int, world_size: int) -> list[str]:
+    prefix = f"[{rank}] " if world_size > 1 else ""
+    return [prefix + line for line in text.rstrip("\n").splitlines()]
+
+
+def _where(fact: Fact, *, several: bool) -> str:
+    parts = [f"first on rank {fact.rank}"] if several else [f"rank {fact.rank}"]
+    parts += [f"host {fact.host}", f"pid {fact.pid}"]
+    if fact.error is not None and fact.returncode is not None and fact.returncode > 0:
+        parts.append(f"exit code {fact.returncode}")
+    place = fact.error.place if fact.error is not None else fact.exit_place
+    return ", ".join([*parts, place] if place else parts)
+
+
+def _why(verdict: Verdict) -> str:
+    fact = verdict.original
+    if not verdict.certain:
+        return (
+            "it lost a peer, and no rank of this host failed by itself: the cause is on another "
+            "host, or the connection between them."
+        )
+    if fact.error is not None:
+        return ""
+    if fact.returncode is not None and fact.returncode < 0:
+        return _WHY_SIGNAL.get(-fact.returncode, "")  # type: ignore[call-overload,no-any-return]
+    if fact.exit_place is not None:
+        return "the script called sys.exit()."
+    return "the process ended itself, by os._exit() or from native code; there was no exception."
+
+
+def _fix(fact: Fact) -> str:
+    if fact.error is None and fact.returncode is not None and fact.returncode < 0:
+        return _FIX_SIGNAL.get(-fact.returncode, "")  # type: ignore[call-overload,no-any-return]
+    return ""
+
+
+def _grouped(facts: Sequence[Fact]) -> list[tuple[str, list[int]]]:
+    groups: dict[str, list[int]] = {}
+    for fact in facts:
+        groups.setdefault(fact.how, []).append(fact.rank)
+    return [(text, sorted(ranks)) for text, ranks in groups.items()]

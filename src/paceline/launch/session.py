@@ -1,0 +1,235 @@
+"""One `paceline run` from its options to its exit code, once torch is imported.
+
+A front to `torch.distributed.launcher.api.launch_agent`: the same steps, with our agent, our
+rendezvous, and no stack of our own in what is shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic import events, metrics
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig
+from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
+
+from paceline.errors import ConfigError, LaunchFailed
+from paceline.launch import signals
+from paceline.launch.agent import Agent, Task
+from paceline.launch.crew import Crew, environment_of_ranks
+from paceline.launch.early import Early, check_script
+from paceline.launch.options import (
+    Options,
+    choose_threads,
+    loopback_interface,
+    order_of,
+    read,
+)
+from paceline.launch.rendezvous import LocalRendezvous, handler, local_address
+from paceline.launch.verdict import ranges
+
+# torch's loop sleeps this long before it asks for news; the wait for news is ours, and wakes at once.
+_LOOP_S = 0.001
+
+# What these warn of (a signal, a host that left first) is said by us in one line.
+if "LOGLEVEL" not in os.environ:
+    for name in ("agent.server.api", "rendezvous.dynamic_rendezvous"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
+
+
+def launch(argv: Sequence[str], crew: Crew, early: Early | None) -> int:
+    """Run a job on this node; the exit code.
+
+    Args:
+        crew: May hold ranks that were started early, as `early` says.
+
+    Raises:
+        ConfigError: options that cannot be.
+        SystemExit: by torch's parser.
+
+    Collective: one process of each node.
+    """
+    options = read(argv)
+    if early is None and not (options.args.no_python and not options.args.run_path):
+        module = options.args.module and not options.args.run_path
+        check_script(options.args.training_script, module=module)
+    config = options.config
+    threads, reason = choose_threads(config.nproc_per_node)
+
+    def start_crew(crew: Crew) -> None:
+        environment = environment_of_ranks(threads)
+        if options.args.no_python:
+            environment["PACELINE_PRELOAD"] = "0"
+        crew.start(
+            config.nproc_per_node, environment, draws=not options.uses_logs, wrap=_numa(config)
+        )
+
+    if crew.ranks and (early != options.early or config.numa_options is not None):
+        crew.disband()
+    if not crew.ranks:
+        start_crew(crew)
+    note = _announcer(crew, options, reason)
+    task = Task(
+        order=order_of(options.args),
+        environment=loopback_interface() if options.on_one_host else {},
+        start_crew=start_crew,
+        announce=note,
+        logs=config.logs_specs if options.uses_logs else None,
+        shown=options.shown,
+        prefix=config.log_line_prefix_template,
+        grace_s=options.grace_s[0],
+        signal_grace_s=options.grace_s[1],
+        interval_s=config.monitor_interval,
+    )
+    return _run(options, task, crew)
+
+
+def _run(options: Options, task: Task, crew: Crew) -> int:
+    config = options.config
+    inbox = signals.Signals()
+    try:
+        numbers = signals.parse(getattr(config, "signals_to_handle", signals.DEFAULT))
+    except ValueError as error:
+        raise ConfigError(f"--signals-to-handle: {error}.") from error
+    forced = getattr(config, "signals_to_handle", signals.DEFAULT) != signals.DEFAULT
+    with inbox.handled(numbers, force=forced):
+        try:
+            with inbox.interruptible():
+                meeting = _rendezvous(options)
+        except SignalException as error:
+            return 128 + error.sigval
+        except ValueError as error:
+            raise ConfigError(f"the rendezvous options are not usable: {error}") from error
+        except (RendezvousError, DistError) as error:
+            return _not_met(crew, options, error)
+        return _run_agent(options, task, crew, meeting, inbox)
+
+
+def _run_agent(
+    options: Options, task: Task, crew: Crew, meeting: RendezvousHandler, inbox: signals.Signals
+) -> int:
+    config = options.config
+    assert config.logs_specs is not None
+    agent = Agent(_spec(options, meeting), config.logs_specs, task, crew, inbox)
+    metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+    stay_open = False
+    try:
+        result = agent.run()
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
+        if result is not None and result.is_failed():
+            return agent.verdict.exit_code if agent.verdict is not None else 1
+        return 0
+    except SignalException as error:
+        # Closing the rendezvous would end the job for the nodes that stay.
+        stay_open = True
+        events.record(agent.get_event_failed(), config.event_log_handler)
+        at = f"; {agent.interrupted_at}" if agent.interrupted_at else ""
+        crew.say(
+            f"paceline: {error.sigval.name} was passed on, and all local ranks have ended{at}\n"
+        )
+        return 128 + error.sigval
+    except (RendezvousError, DistError) as error:
+        events.record(agent.get_event_failed(), config.event_log_handler)
+        return _not_met(crew, options, error)
+    finally:
+        if not stay_open:
+            meeting.shutdown()
+
+
+def _not_met(crew: Crew, options: Options, error: Exception) -> int:
+    config = options.config
+    text = str(error).split("\n", 1)[0]
+    failure = LaunchFailed(
+        f"the nodes could not meet: {type(error).__name__}{f': {text}' if text else ''}",
+        where=f"{config.rdzv_backend} rendezvous at {config.rdzv_endpoint}, id {config.run_id}, "
+        f"{config.min_nodes} to {config.max_nodes} nodes",
+        fix="start `paceline run` on each node, with the same --nnodes, --rdzv-endpoint and "
+        "--rdzv-id, and see that this node can reach that endpoint.",
+    )
+    crew.say(f"paceline: {failure}\n")
+    return 1
+
+
+def _rendezvous(options: Options) -> RendezvousHandler:
+    config = options.config
+    if options.address is not None:
+        host, port = options.address
+        return LocalRendezvous(host, port, config.run_id)
+    local = config.local_addr
+    if local is None and config.rdzv_backend == "c10d" and config.rdzv_endpoint:
+        local = local_address(config.rdzv_endpoint)
+    return handler(
+        RendezvousParameters(
+            backend=config.rdzv_backend,
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=local,
+            **config.rdzv_configs,
+        )
+    )
+
+
+def _spec(options: Options, meeting: RendezvousHandler) -> WorkerSpec:
+    config = options.config
+    # Not all of these are known to each torch that we support.
+    newer = {
+        name: getattr(config, name)
+        for name in ("duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank")
+        if hasattr(config, name) and name in WorkerSpec.__dataclass_fields__
+    }
+    return WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        rdzv_handler=meeting,
+        entrypoint=options.args.training_script,
+        max_restarts=config.max_restarts,
+        monitor_interval=_LOOP_S,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        **newer,
+    )
+
+
+def _numa(config: LaunchConfig) -> Any:
+    def wrap(local_rank: int, command: tuple[str, ...]) -> tuple[str, ...]:
+        wrapped: tuple[str, ...] = _maybe_wrap_command_args_with_numa_binding(
+            command, gpu_index=local_rank, numa_options=config.numa_options
+        )
+        return wrapped
+
+    return wrap
+
+
+def _announcer(crew: Crew, options: Options, threads: str) -> Callable[[WorkerGroup], None]:
+    def announce(group: WorkerGroup) -> None:
+        if crew.announced:
+            return
+        crew.announced = True
+        world_size = group.workers[0].world_size
+        parts = [f"{world_size} rank{'s' if world_size > 1 else ''}"]
+        nodes: Any = group.group_world_size
+        if nodes == 1:
+            parts[0] += " on localhost"
+        else:
+            here = ranges([worker.global_rank for worker in group.workers])
+            parts[0] += f" on {nodes} nodes, {here} on this one"
+        parts.append(threads)
+        parts.append(f"store {group.master_addr}:{group.master_port}")
+        parts.append(f"restarts {options.config.max_restarts}")
+        if options.args.no_python and not options.args.run_path:
+            parts.append("--no-python: a failing rank reports no more than its exit code")
+        for note in options.notes:
+            crew.say(f"paceline: {note}\n")
+        crew.say(f"paceline: {', '.join(parts)}\n")
+
+    return announce

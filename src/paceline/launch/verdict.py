@@ -1,0 +1,162 @@
+"""Which rank failed first, and why: from facts to a verdict. Pure: no clock, no process, no output.
+
+When one rank fails, its peers fail a moment later because they lost it. Only the first failure is worth
+reading. Followers are told apart by where their error was raised and by its type, never by its text.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# Raised where a rank waits for others.
+_WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
+_LOST_PEER = ("torch.distributed.DistError", "paceline.errors.PeerFailed")
+_LOST_PEER_TYPES = frozenset((*_LOST_PEER, "torch._C._distributed_c10d.DistError"))
+
+# The traceback has the whole text; Gloo's is a paragraph.
+_HOW_CHARS = 160
+
+
+@dataclass(frozen=True, kw_only=True)
+class Error:
+    """An exception that ended a rank's script.
+
+    Args:
+        kinds: Qualified names of its class and the bases of it.
+        module: The module of the innermost frame.
+        place: File, line and function of the innermost frame that is no library's.
+        shown: Whether the script's own hook showed it already.
+
+    Collective: none.
+    """
+
+    type: str
+    kinds: tuple[str, ...]
+    message: str
+    traceback: str
+    module: str
+    place: str
+    shown: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """What became of one rank.
+
+    Args:
+        time: Seconds since the epoch of the error, or else of the end.
+        returncode: As subprocess gives it: negative for a signal; None while it runs.
+        exit_place: Where the script called sys.exit(); None if it did not.
+        stopped: It ran until the launcher stopped it, so its end says nothing.
+
+    Collective: none.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    time: float
+    returncode: int | None
+    error: Error | None = None
+    exit_place: str | None = None
+    stopped: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank failed by itself. Collective: none."""
+        return not self.stopped and (self.error is not None or self.returncode not in (None, 0))
+
+    @property
+    def follows(self) -> bool:
+        """Whether this looks like the failure of a rank that lost a peer. Collective: none."""
+        error = self.error
+        if error is None:
+            return False
+        if not _LOST_PEER_TYPES.isdisjoint(error.kinds):
+            return True
+        return error.kinds[:1] == ("builtins.RuntimeError",) and error.module.startswith(_WAITING)
+
+    @property
+    def how(self) -> str:
+        """The failure in a few words, equal for ranks that failed alike. Collective: none."""
+        if self.error is not None:
+            text = self.error.message.strip().split("\n", 1)[0]
+            if len(text) > _HOW_CHARS:
+                text = f"{text[:_HOW_CHARS]} ..."
+            return f"{self.error.type}: {text}" if text else self.error.type
+        if self.returncode is not None and self.returncode < 0:
+            return f"killed by {signal_name(-self.returncode)}"
+        return f"exit code {self.returncode}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first failure and what the others were.
+
+    Args:
+        original: The failure that the job ended of.
+        alike: All ranks that failed in the same way, the original's among them.
+        followers: Ranks that only lost a peer.
+        others: Ranks that failed by themselves, later, and in another way.
+        certain: False where all ranks here only followed, so that the cause is elsewhere.
+
+    Collective: none.
+    """
+
+    original: Fact
+    alike: tuple[int, ...]
+    followers: tuple[int, ...]
+    others: tuple[Fact, ...]
+    certain: bool
+
+    @property
+    def exit_code(self) -> int:
+        """What `paceline run` exits with. Collective: none."""
+        code = self.original.returncode
+        if self.original.error is not None or not code:
+            return 1  # also where it was stopped before it had ended
+        return 128 - code if code < 0 else code
+
+
+def judge(facts: Iterable[Fact]) -> Verdict | None:
+    """The verdict on one round; None if no rank failed. Collective: none."""
+    failures = sorted((fact for fact in facts if fact.failed), key=lambda fact: fact.time)
+    if not failures:
+        return None
+    causes = [fact for fact in failures if not fact.follows]
+    original = (causes or failures)[0]
+    alike = [fact for fact in failures if fact.how == original.how]
+    rest = [fact for fact in failures if fact.how != original.how]
+    return Verdict(
+        original=original,
+        alike=tuple(sorted(fact.rank for fact in alike)),
+        followers=tuple(sorted(fact.rank for fact in rest if fact.follows)),
+        others=tuple(fact for fact in rest if not fact.follows),
+        certain=bool(causes),
+    )
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Render sorted ranks as `0-3,5`. Collective: none."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Render sorted ranks as `rank 3` or `ranks 0-3,5`. Collective: none."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, also of one that Python does not know. Collective: none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

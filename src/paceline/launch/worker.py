@@ -1,0 +1,378 @@
+"""The first code of a rank: it imports torch early, waits for its orders, then runs the script.
+
+A front to what `python script.py` and `python -m module` do, with the same `__main__`, `sys.argv` and
+`sys.path`. It is started by file name, so that a rank's own directory never matters, and imports
+nothing but the standard library: torch is imported while the launcher does the same, and paceline only
+if the script wants it. It does not restart, and does not watch: that is the launcher's.
+
+No file next to this one may bear the name of a module of the standard library.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib.machinery
+import io
+import json
+import os
+import queue
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_FLUSH_S = 2.0
+_TRACEBACK_CHARS = 200_000
+
+# Read by native libraries when torch is imported, which is before the script says a word.
+_READ_AT_IMPORT = frozenset(
+    {"TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "MKL_DYNAMIC", "KMP_AFFINITY", "KMP_BLOCKTIME"}
+    | {"GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "OMP_DYNAMIC"}
+)
+
+
+class Control:
+    """This rank's end of the socket to its launcher: JSON lines both ways.
+
+    Collective: none.
+    """
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)
+        self._socket = socket.socket(fileno=fd)
+        self._lock = threading.Lock()
+        self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        # Answers to the launcher's requests, by their "do"; called in the listening thread.
+        self.handlers: dict[str, Callable[[dict[str, Any]], None]] = {"run": self.orders.put}
+        # A forked child is not the rank: it must neither speak for it nor keep the socket open.
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
+
+    def send(self, event: dict[str, Any]) -> bool:
+        """Tell the launcher; False if it is gone. Collective: none."""
+        line = json.dumps(event).encode() + b"\n"
+        try:
+            with self._lock:
+                self._socket.sendall(line)
+        except OSError:
+            return False
+        return True
+
+    def _listen(self) -> None:
+        with contextlib.suppress(ConnectionError), self._socket.makefile("rb") as lines:
+            for line in lines:
+                order = json.loads(line)
+                handler = self.handlers.get(order.get("do"))
+                if handler is not None:
+                    handler(order)
+        # The launcher is gone, so nobody waits for this rank any more. Its children go with it.
+        os.killpg(0, signal.SIGKILL)
+
+    def _forget(self) -> None:
+        os.close(self._socket.detach())
+        os.environ.pop("PACELINE_CONTROL_FD", None)
+
+
+control: Control | None = None
+_status = 0
+_interrupted = False
+
+
+def main() -> NoReturn:
+    """Run one rank. Collective: none."""
+    global control, _status
+    # A rank whose launcher dies between fork and here is found by the end of the socket.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    control = Control(int(os.environ["PACELINE_CONTROL_FD"]))
+    # Our own directory, put there by the interpreter; the script's takes its place.
+    if not sys.flags.safe_path:
+        del sys.path[0]
+    # Registered before torch and the script register theirs, hence run after them.
+    atexit.register(_finish)
+    if os.environ.get("PACELINE_PRELOAD", "1") != "0":
+        _preload()
+    order = control.orders.get()
+    os.environ.update(order["env"])
+    if "command" in order:
+        _exec(order["command"])
+    if "torch" in sys.modules:
+        _watch_environment()
+    # A crash in native code shows its Python line.
+    if not faulthandler.is_enabled():
+        faulthandler.enable(all_threads=False)
+    sys.argv = order["argv"]
+    _status = _run(order, control)
+    sys.exit(_status)
+
+
+def _preload() -> None:
+    # Most of a rank's start is this import; the launcher imports torch at the same time. Whatever is
+    # wrong with torch is the script's to meet, at its own import. The collector would go through the
+    # growing heap a hundred times, finding nothing, and later again and again: what stays for ever is
+    # put out of its way.
+    gc.disable()
+    with contextlib.suppress(ImportError, OSError):
+        import torch.distributed  # noqa: F401
+    gc.freeze()
+    gc.enable()
+
+
+def _exec(command: list[str]) -> NoReturn:
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        os._exit(127)
+
+
+def _run(order: dict[str, Any], launcher: Control) -> int:
+    """Run the script to its end and give its exit code."""
+    global _interrupted
+    hook = sys.excepthook
+    # Kept here: the functions of this file live in it.
+    bootstrap = sys.modules["__main__"]
+    # `from paceline.launch import worker`, in the script, is this running file.
+    sys.modules["paceline.launch.worker"] = bootstrap
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        if order.get("module"):
+            _lead_path(os.getcwd())
+            # What `python -m` itself calls; run_module() would put our __main__ back before atexit.
+            runpy._run_module_as_main(order["module"])  # type: ignore[attr-defined]
+        else:
+            _run_path(order["script"])
+    except SystemExit as error:
+        return _exit_code(error, launcher)
+    except KeyboardInterrupt as error:
+        launcher.send({"event": "interrupted", "place": _place(error.__traceback__)})
+    except BaseException as error:
+        _crash(error, launcher, hook)
+    else:
+        return 0
+    # As the interpreter: threads and atexit first, then death by the signal. Raised anew, since the
+    # one caught holds the script's frames.
+    _interrupted = True
+    sys.excepthook = lambda *args: None
+    raise KeyboardInterrupt
+
+
+def _run_path(script: str) -> None:
+    main_module = sys.modules["__main__"]
+    if os.path.isdir(script) or not _is_source(script):
+        # A directory or zip archive with a __main__.py.
+        sys.path.insert(0, script)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+        return
+    _lead_path(os.path.dirname(os.path.realpath(script)))
+    path = os.path.abspath(script)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main_module.__dict__.update(
+        __file__=path, __loader__=loader, __builtins__=builtins, __annotations__={}, __cached__=None
+    )
+    with open(script, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main_module.__dict__)
+
+
+def _lead_path(directory: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, directory)
+
+
+def _is_source(script: str) -> bool:
+    with open(script, "rb") as file:
+        return file.read(4) != b"PK\x03\x04"
+
+
+def _exit_code(error: SystemExit, launcher: Control) -> int:
+    code = error.code
+    if code is None:
+        return 0
+    if not isinstance(code, int):
+        print(code, file=sys.stderr, flush=True)
+        code = 1
+    if code & 0xFF:
+        launcher.send({"event": "exit", "code": code & 0xFF, "place": _place(error.__traceback__)})
+    return code & 0xFF
+
+
+def _crash(error: BaseException, launcher: Control, hook: Callable[..., Any]) -> NoReturn:
+    """Hand the error to the launcher and end at once, waiting for no peer."""
+    shown = False
+    user_hook = _user_hook(hook, error)
+    if user_hook is not None:
+        try:
+            user_hook(type(error), error, _strip(error.__traceback__))
+            shown = True
+        except BaseException as broken:
+            print(f"sys.excepthook raised {type(broken).__name__}: {broken}", file=sys.stderr)
+    report = _describe(error) | {"shown": shown}
+    if not launcher.send(report):
+        print(report["traceback"], file=sys.stderr)
+    # os._exit() writes out nothing, and the last lines before a crash are the ones that matter. In a
+    # thread, since a full pipe would hold us up for ever.
+    flusher = threading.Thread(target=_flush_files, daemon=True)
+    flusher.start()
+    flusher.join(_FLUSH_S)
+    os._exit(1)
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    trace = _strip(error.__traceback__)
+    frames = list(traceback.walk_tb(trace))
+    try:
+        message = str(error)
+    except Exception as broken:
+        message = f"<its text raised {type(broken).__name__}>"
+    return {
+        "event": "failed",
+        "type": type(error).__qualname__,
+        "kinds": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__],
+        "message": message[:_TRACEBACK_CHARS],
+        "traceback": _format(error),
+        "module": str(frames[-1][0].f_globals.get("__name__", "")) if frames else "",
+        "place": _place(error.__traceback__),
+        "time": time.time(),
+    }
+
+
+def _format(error: BaseException) -> str:
+    rendered = traceback.TracebackException(type(error), error, _strip(error.__traceback__))
+    text = "".join(rendered.format())
+    if len(text) > _TRACEBACK_CHARS:
+        half = _TRACEBACK_CHARS // 2
+        text = (
+            f"{text[:half]}\n  ... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+        )
+    return text
+
+
+def _strip(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Take off the frames of this file and of runpy: the user's come first."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
+def _place(trace: types.TracebackType | None) -> str:
+    """File, line and function of the innermost frame that is no library's."""
+    libraries = (os.path.dirname(os.__file__), "<frozen")
+    place = ""
+    for frame, line in traceback.walk_tb(_strip(trace)):
+        name = frame.f_code.co_filename
+        if not name.startswith(libraries) and "site-packages" not in name:
+            place = f"{name}:{line} in {frame.f_code.co_name}"
+    return place
+
+
+def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., Any] | None:
+    """The script's own sys.excepthook; None if it has none."""
+    hook = sys.excepthook
+    while True:
+        home = getattr(hook, "__module__", "")
+        if home == "torch.distributed.distributed_c10d":
+            # init_process_group() wraps the hook to add the rank, which the launcher does as well.
+            inner = _closed_over(hook, "old_hook")
+        elif home == "paceline.hooks":
+            # join()'s: it would end the process before the launcher heard of the error.
+            sys.modules[home].mark(_closed_over(hook, "peers"), error)
+            inner = _closed_over(hook, "previous")
+        else:
+            return None if hook in (ours, sys.__excepthook__) else hook
+        hook = ours if inner is None else inner
+
+
+def _closed_over(function: Any, name: str) -> Any:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    return cells[name].cell_contents if name in cells else None
+
+
+def _flush_files() -> None:
+    """Write out what lies in buffers, as the end of an interpreter would."""
+    # The standard streams are older than gc.freeze(), so the collector does not list them.
+    for thing in (sys.stdout, sys.stderr, *gc.get_objects()):
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with contextlib.suppress(OSError, ValueError):
+                thing.flush()
+    ctypes.CDLL(None).fflush(None)
+
+
+def _finish() -> None:
+    """End a clean run, after everybody else's atexit functions.
+
+    With torch 2.13 and a Gloo group that is still there, about 1 clean run in 10 is aborted while its
+    interpreter shuts down, with or without DDP: a thread of Gloo lets go of a tensor, asks for the lock
+    of an interpreter that has gone, and is ended in the midst of C++. So there is no shut-down then, but
+    for what people rely on: threads were joined, atexit functions have run, the script's objects are
+    finalised here, and files are flushed.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    _drop_script()
+    _flush_files()
+    if _interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(_status)
+
+
+def _drop_script() -> None:
+    """Finalise the script's objects, as the end of an interpreter does."""
+    # The loader is only held by the script's globals, so it tells whether they are gone.
+    witness = weakref.ref(sys.modules["__main__"].__dict__["__loader__"])
+    # Let go first and not cleared, so that finalizers still see the globals.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    gc.collect()
+    for holder in gc.get_referrers(witness()) if witness() is not None else ():
+        # Held by one of its functions, such as one that was registered with atexit.
+        if type(holder) is dict and holder.get("__name__") == "__main__":
+            for name, value in list(holder.items()):
+                if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
+                    holder[name] = None
+    gc.collect()
+
+
+def _watch_environment() -> None:
+    """Keep what a script may expect of variables that it sets before its own `import torch`.
+
+    Wraps os.putenv, which os.environ calls; an audit hook would slow down each id() of the program.
+    """
+    putenv = os.putenv
+
+    def watched(name: Any, value: Any) -> None:
+        putenv(name, value)
+        _obey(os.fsdecode(name), os.fsdecode(value))
+
+    os.putenv = watched
+
+
+def _obey(name: str, value: str) -> None:
+    if name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") and value.isdigit() and int(value) > 0:
+        os.environ.pop("PACELINE_THREADS", None)
+        sys.modules["torch"].set_num_threads(int(value))
+    elif name == "TORCH_DISTRIBUTED_DEBUG":
+        sys.modules["torch.distributed"].set_debug_level_from_env()
+    elif name in _READ_AT_IMPORT:
+        print(
+            f"paceline: {name} is read when torch is imported, which under `paceline run` is before "
+            "the script: set it outside, or set PACELINE_PRELOAD=0",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    main()

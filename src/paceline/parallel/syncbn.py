@@ -1,0 +1,342 @@
+"""BatchNorm over the samples of all ranks, on CPU and CUDA: gradients and running statistics as if one
+process had normalised the whole batch.
+
+Takes the place of `torch.nn.SyncBatchNorm`, which has no CPU version and cannot leave a sample out: a rank
+that ran out of samples repeats one as a "ghost", which takes part in the collectives and in nothing else.
+It deliberately does not sum gradients of weight and bias (DDP does), and synchronises nothing in eval mode.
+
+Statistics travel as (count, mean, M2) of each rank and are merged by the formula of Chan, Golub and
+LeVeque (1979). E[x^2] - E[x]^2 would lose all digits where the mean is large against the deviation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
+
+from paceline import log
+from paceline.errors import ConfigError, StepError, place
+from paceline.job import Job
+from paceline.parallel.ddp import unwrap
+from paceline.parallel.preflight import listed
+
+_CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class _Link:
+    """A layer's way to its job. Copies of a layer share it; a pickle has none."""
+
+    def __init__(self, job: Job | None) -> None:
+        self.job = job
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Link, (None,))
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm whose statistics in training are those of the samples of all ranks.
+
+    Made by `sync_batchnorm` out of torch's layers, whose parameters, buffers, hooks and names it keeps.
+
+    Attributes:
+        ghost: Whether the samples of the next forward have weight 0: they are normalised, but count
+            neither in statistics nor in any gradient.
+
+    Collective: in training mode `forward` and its backward, all ranks, equally often.
+    """
+
+    ghost: bool
+    link: _Link
+    was: type[_BatchNorm]
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        check: Any = self.was._check_input_dim
+        check(self, input)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise `input`, shape (N, C, ...).
+
+        Raises:
+            ConfigError: on all ranks, where all together have but one value per channel.
+            StepError: in training mode after the job was left, or after unpickling.
+        """
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        job = self.link.job
+        if job is None:
+            raise StepError(
+                "this SyncBatchNorm belongs to no job.",
+                why="the model was unpickled; a job does not travel with it.",
+                fix="call paceline.sync_batchnorm(job, model) again.",
+            )
+        job.refuse_if_left()
+        stats = _Statistics(job, input.detach(), absent=self.ghost)
+        if self.track_running_stats:
+            self._track(stats)
+        normalise: Any = _Normalise.apply
+        output: torch.Tensor = normalise(input, self.weight, self.bias, stats, self.eps)
+        return output
+
+    @torch.no_grad()
+    def _track(self, stats: _Statistics) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:  # a plain average over all batches so far
+            momentum = 1.0 / float(self.num_batches_tracked)
+        unbiased = stats.var * (stats.count / (stats.count - 1))
+        self.running_mean.lerp_(stats.mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class _Statistics:
+    """Count, mean and biased variance for each channel over all ranks, in float64 where there is one.
+
+    `type` is the dtype to compute with: the input's, or float32 for half precision.
+    """
+
+    def __init__(self, job: Job, x: torch.Tensor, *, absent: bool) -> None:
+        self.job = job
+        self.absent = absent or x.numel() == 0
+        self.dims = [0, *range(2, x.dim())]
+        self.shape = [1, -1] + [1] * (x.dim() - 2)
+        self.type = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        # Not every XPU has float64; there, counts are exact up to 2^24.
+        self.wide = torch.float64 if x.device.type in ("cpu", "cuda") else torch.float32
+        rows = self._gathered(self._packed(x))
+        counts, means, m2s = rows[:, :1], rows[:, 1::2], rows[:, 2::2]
+        self.count = counts.sum()
+        if self.absent or x.numel() == x.shape[1]:
+            # Only then the total may be 1, and if it is, all ranks come here. To look at it everywhere
+            # would make the host wait for the device in each layer.
+            self._refuse_single_value()
+        self.mean = (counts * means).sum(0) / self.count
+        self.var = (m2s + counts * (means - self.mean) ** 2).sum(0) / self.count
+
+    def _packed(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's (count, mean 0, M2 0, mean 1, M2 1, ...), shape (1 + 2C,)."""
+        channels = x.shape[1]
+        packed = torch.zeros(1 + 2 * channels, dtype=self.wide, device=x.device)
+        if self.absent:
+            return packed
+        count = x.numel() // channels
+        mean, var = _mean_and_var(x.to(self.type), self.dims, self.wide)
+        packed[0] = count
+        packed[1::2] = mean
+        packed[2::2] = var * count
+        return packed
+
+    def _gathered(self, packed: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, in rank order: merged in the same order, so equal to the last bit."""
+        if self.job.group is None:
+            return packed[None]
+        rows = packed.new_empty((self.job.world_size, len(packed)))
+        try:
+            dist.all_gather(list(rows.unbind()), packed, group=self.job.group)
+        except RuntimeError as error:
+            raise self.job.explained(error) from error
+        return rows
+
+    def _refuse_single_value(self) -> None:
+        total = int(self.count)
+        if total < 2:
+            raise ConfigError(
+                f"SyncBatchNorm got {total} value per channel over all ranks; training needs 2.",
+                where=place(self.job.rank, self.job.world_size),
+                why="the variance of a single value is 0.",
+                fix="a larger micro_batch, or a global_batch that does not leave one sample over.",
+                count=total,
+            )
+
+    def shaped(self, per_channel: torch.Tensor) -> torch.Tensor:
+        """Shape (C,) -> (1, C, 1, ...), in the dtype to compute with."""
+        return per_channel.to(self.type).view(self.shape)
+
+    def summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Shape (N, C, ...) -> (C,), wide."""
+        return tensor.sum(self.dims).to(self.wide)
+
+
+def _mean_and_var(
+    x: torch.Tensor, dims: list[int], wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.device.type != "cpu":
+        var, mean = torch.var_mean(x, dims, correction=0)
+        return mean.to(wide), var.to(wide)
+    # On CPU `var_mean` is not vectorised: 5 to 20 times slower than this. The mean of float32 numbers
+    # may be off by thousandths of the deviation, so what is left of it is taken from the differences.
+    rough = x.mean(dims, keepdim=True)
+    differences = x - rough
+    left = differences.mean(dims).to(wide)
+    var = differences.square_().mean(dims).to(wide) - left**2
+    return rough.flatten().to(wide) + left, var
+
+
+class _Normalise(torch.autograd.Function):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias, where mean and var depend on all ranks' x.
+
+    With n values per channel over all ranks and xc = x - mean:
+    dx = weight / std * (dy - sum(dy) / n - xc / std^2 * sum(dy * xc) / n), both sums over all ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        stats: _Statistics,
+        eps: float,
+    ) -> torch.Tensor:
+        ctx.stats, ctx.eps = stats, eps
+        ctx.save_for_backward(x, weight, bias)
+        # Torch's fused kernel for known statistics; half precision keeps its dtype in and out.
+        return F.batch_norm(
+            x,
+            stats.mean.to(stats.type),
+            stats.var.to(stats.type),
+            None if weight is None else weight.to(stats.type),
+            None if bias is None else bias.to(stats.type),
+            False,
+            0.0,
+            eps,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        stats: _Statistics = ctx.stats
+        needs = ctx.needs_input_grad
+        rstd = torch.rsqrt(stats.var + ctx.eps)
+        dy = dy.to(stats.type)
+        xc = x.to(stats.type) - stats.shaped(stats.mean)
+        sums = torch.stack([stats.summed(dy), stats.summed(dy * xc)])
+        if stats.absent:
+            # Not a product with 0: the loss of a ghost may be anything, even NaN.
+            sums = torch.zeros_like(sums)
+        dweight = (sums[1] * rstd).to(weight.dtype) if needs[1] else None
+        dbias = sums[0].to(bias.dtype) if needs[2] else None
+        if not needs[0]:
+            return None, dweight, dbias, None, None
+        if stats.job.group is not None:
+            sums = _summed_over_ranks(stats.job, sums)
+        if stats.absent:
+            return torch.zeros_like(x), dweight, dbias, None, None
+        scale = rstd if weight is None else rstd * weight.to(stats.wide)
+        dx = torch.addcmul(stats.shaped(-scale * sums[0] / stats.count), dy, stats.shaped(scale))
+        dx.addcmul_(xc, stats.shaped(-scale * rstd**2 * sums[1] / stats.count))
+        return dx.to(x.dtype), dweight, dbias, None, None
+
+
+def _summed_over_ranks(job: Job, sums: torch.Tensor) -> torch.Tensor:
+    total = sums.clone()  # weight and bias keep the sums of this rank; DDP adds them up
+    try:
+        dist.all_reduce(total, group=job.group)
+    except RuntimeError as error:
+        raise job.explained(error) from error
+    return total
+
+
+def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
+    """Make each BatchNorm of `module` normalise over the samples of all ranks; returns `module`.
+
+    In place: BatchNorm1d, 2d, 3d and torch's SyncBatchNorm become `SyncBatchNorm`, with the same
+    parameters, buffers, hooks and names in the state. Subclasses with a forward of their own are left.
+    May come before or after `paceline.ddp`. In a job of one process it converts too, so that one
+    process computes by the same formulas as many.
+
+    Raises:
+        ConfigError: there is no BatchNorm, or one that has no shape yet.
+
+    Collective: none here; each training forward and backward afterwards.
+    """
+    found = False
+    link = _Link(job)
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and isinstance(layer.weight, UninitializedParameter):
+            raise ConfigError(
+                f"BatchNorm layer {name!r} has no shape yet.",
+                why="a lazy module gets its parameters in its first forward.",
+                fix="run one forward before paceline.sync_batchnorm(...).",
+            )
+        if type(layer) in _CONVERTED or isinstance(layer, SyncBatchNorm):
+            _convert(layer, link)
+            found = True
+    if not found:
+        raise ConfigError(
+            f"{type(module).__name__} has no BatchNorm layer, so sync_batchnorm has no effect.",
+            fix="leave it out.",
+        )
+    return module
+
+
+def _convert(layer: nn.Module, link: _Link) -> None:
+    if not isinstance(layer, SyncBatchNorm):
+        # The class is changed rather than the object, as torch's lazy modules do it: hooks, flags and
+        # other references to the layer stay valid.
+        was = type(layer)
+        layer.__dict__.pop("process_group", None)
+        layer.__class__ = SyncBatchNorm
+        layer.__dict__["was"] = was
+        layer.__dict__["ghost"] = False
+    layer.__dict__["link"] = link
+
+
+def layers(model: nn.Module) -> list[SyncBatchNorm]:
+    """The synchronised BatchNorm layers of a model, wrapped or not. Collective: none."""
+    return [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
+
+
+def set_ghost(layers: Iterable[SyncBatchNorm], on: bool) -> None:
+    """Give the samples of the next forwards weight 0, or end that.
+
+    A backward knows what its forward was. With activation checkpointing keep it until the backward is
+    done, since that runs the forward again.
+
+    Collective: none.
+    """
+    for layer in layers:
+        layer.__dict__["ghost"] = on  # nn.Module.__setattr__ is ten times slower
+
+
+def plain_batchnorms(model: nn.Module) -> list[str]:
+    """Names of the BatchNorm layers that normalise by the samples of their rank alone.
+
+    Layers in eval mode with running statistics are left out: they are the same on all ranks.
+
+    Collective: none.
+    """
+    return [
+        name
+        for name, layer in unwrap(model).named_modules()
+        if isinstance(layer, _BatchNorm)
+        and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+        and (layer.training or layer.running_mean is None)
+    ]
+
+
+def warn_plain_batchnorm(job: Job, model: nn.Module) -> None:
+    """Say once that plain BatchNorm makes several ranks differ from one. Collective: none."""
+    if job.world_size == 1 or job.rank != 0:
+        return
+    if names := plain_batchnorms(model):
+        log.once(
+            f"BatchNorm in {listed(names)} normalises by the samples of one rank, so training on "
+            f"{job.world_size} ranks differs from training on one; "
+            "paceline.sync_batchnorm(job, model) makes them equal."
+        )

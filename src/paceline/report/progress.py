@@ -1,0 +1,80 @@
+"""A progress bar for a person at a terminal, plain lines elsewhere. A front to `rich.progress`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as RichProgress
+
+PLAIN_EVERY_S = 5.0
+
+
+class Progress:
+    """Shows how far a training is, on standard error.
+
+    Collective: none; made on rank 0 alone.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bar: RichProgress | None = None
+        self._task: Any = None
+        self._total: int | None = None
+        self._said_at = 0.0
+        self._last: str | None = None
+
+    def begin(self, step: int, total: int | None) -> None:
+        """Start at `step` of `total` steps; None where the end is not known."""
+        self._total = total
+        self._said_at = time.monotonic()
+        if not self._console.is_terminal:
+            return
+        self._bar = RichProgress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[values]}"),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("train", total=total, completed=step, values="")
+        self._bar.start()
+
+    def show(self, line: dict[str, Any], samples_per_s: float) -> None:
+        """Show the newest line of metrics and the rate since the one before."""
+        values = "  ".join(
+            f"{name} {value:.4g}"
+            for name, value in line.items()
+            if name not in ("step", "time_s", "epoch")
+        )
+        text = f"epoch {line['epoch'] + 1}  {values}  {samples_per_s:,.0f} samples/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=line["step"], values=text)
+            return
+        of = f"/{self._total}" if self._total else ""
+        self._last = f"step {line['step']}{of}  {text}"
+        if time.monotonic() - self._said_at >= PLAIN_EVERY_S:
+            self._say()
+
+    def end(self) -> None:
+        """Take the bar down; say the last line where there is none."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        elif self._last is not None:
+            self._say()
+
+    def _say(self) -> None:
+        self._console.print(self._last, highlight=False, soft_wrap=True)
+        self._last = None
+        self._said_at = time.monotonic()

@@ -1,0 +1,151 @@
+"""Where a run's figures go: JSON lines, a progress bar, TensorBoard. Rank 0 alone writes.
+
+Values are noted while a step runs and written when the control word has brought the losses of all ranks,
+so nothing waits. A line of metrics.jsonl holds step, epoch, time_s since the start, and what was logged.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.errors import ConfigError
+from paceline.job import Job
+from paceline.report.progress import Progress
+from paceline.step.control import Word
+
+
+class Report:
+    """The sinks of one training.
+
+    Collective: none.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._active = False
+        self._is_rank0 = job.rank == 0
+        self._noted: dict[int, tuple[int, int, dict[str, Any]]] = {}
+        self._file: IO[str] | None = None
+        self._path: Path | None = None
+        self._progress: Progress | None = None
+        self._board: Any = None
+        self._began = time.perf_counter()
+        self._window_began = self._began
+
+    def open(self, folder: str | None, *, progress: bool, tensorboard: bool) -> None:
+        """Choose sinks; see `Training.report`.
+
+        Raises:
+            ConfigError: TensorBoard is asked for and not installed, or without a folder.
+        """
+        if tensorboard and folder is None:
+            raise ConfigError("tensorboard=True needs a folder to write to.")
+        if not self._is_rank0:
+            return
+        if folder is not None:
+            self._path = Path(folder) / "metrics.jsonl"
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        if progress:
+            self._progress = Progress()
+        if tensorboard:
+            self._board = _tensorboard(Path(str(folder)) / "tensorboard")
+        self._active = bool(self._path or self._progress or self._board)
+
+    def begin(self, step: int, total: int | None) -> None:
+        """Start after `step`: lines of later steps, from a run that was cut off, are taken out."""
+        if not self._active:
+            return
+        self._began = self._window_began = time.perf_counter()
+        if self._path is not None:
+            keep = _lines_up_to(self._path, step) if step else []
+            scratch = self._path.with_suffix(".jsonl.new")
+            scratch.write_text("".join(keep))
+            scratch.replace(self._path)
+            self._file = self._path.open("a", encoding="utf-8")
+        if self._progress is not None:
+            self._progress.begin(step, total)
+
+    def note(self, step: int, epoch: int, num_samples: int, values: dict[str, Any]) -> None:
+        """Keep the values of a step until its loss is known."""
+        if not self._active:
+            return
+        if step in self._noted:
+            self._noted[step][2].update(values)
+        else:
+            self._noted[step] = (epoch, num_samples, values)
+
+    def write(self, word: Word) -> None:
+        """Write the steps that a control word covers."""
+        if not self._active:
+            return
+        now = time.perf_counter()
+        samples, last = 0, None
+        for total in word.totals:
+            noted = self._noted.pop(total.step, None)
+            if noted is None:
+                continue
+            epoch, num_samples, values = noted
+            samples += num_samples
+            mean = total.loss_sum / total.count if total.count else float("nan")
+            numbers = {name: _number(value, mean) for name, value in values.items()}
+            last = {
+                "step": total.step,
+                "epoch": epoch,
+                "time_s": round(now - self._began, 4),
+                **numbers,
+            }
+            self._write_line(last)
+        if last is not None and self._progress is not None:
+            rate = samples / max(now - self._window_began, 1e-9)
+            self._progress.show(last, rate)
+        self._window_began = now
+
+    def end(self) -> None:
+        """Close the sinks; more steps may begin later."""
+        if self._progress is not None:
+            self._progress.end()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._board is not None:
+            self._board.flush()
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in line.items():
+                if name not in ("step", "epoch", "time_s"):
+                    self._board.add_scalar(name, value, line["step"])
+
+
+def _number(value: Any, mean: float) -> float | int:
+    if type(value).__name__ == "StepLoss":
+        return mean
+    return value if isinstance(value, int) else float(value)
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """The lines of steps up to `step`; a line that a crash cut short is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        if json.loads(line)["step"] <= step:
+            lines.append(line)
+    return lines
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "TensorBoard is not installed.", fix="pip install 'paceline[tensorboard]'"
+        ) from error
+    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]

@@ -1,0 +1,167 @@
+"""The control word: the one small exchange by which all ranks leave a step with the same knowledge.
+
+Stop requests, the losses of the steps since the last word, and how long a step takes, summed over ranks
+on a CPU group. A word goes out every k steps, k agreed so that about ten a second pass, and is read when
+the next one is due, when it has long arrived: it costs no waiting. Every rank reads it after the same
+step. At the end of an epoch and of the training a word is sent and read at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import NonFinite
+from paceline.job import Job
+
+WORDS_PER_S = 10.0
+MAX_STEPS_PER_WORD = 128
+_MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotal:
+    """The loss of one step over all ranks: sum and count."""
+
+    step: int
+    loss_sum: float
+    count: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """What all ranks know after an exchange."""
+
+    stop: bool
+    totals: list[StepTotal]
+    step_s: float
+
+
+class Control:
+    """Collects what this rank has to say, and exchanges it.
+
+    Collective: all ranks call `end_step` after every step, with the same numbers.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._stop = False
+        self._losses: list[torch.Tensor | None] = []
+        self._counts: list[float | torch.Tensor] = []
+        self._first = 0
+        self._every = 1
+        self._due = 0
+        self._began = time.perf_counter()
+        self._flight: tuple[dist.Work, torch.Tensor, int, int] | None = None
+
+    def begin(self, step: int) -> None:
+        """Forget what was collected; the next step is `step` + 1."""
+        self._losses, self._counts = [], []
+        self._first = step + 1
+        self._due = step + self._every
+        self._began = time.perf_counter()
+
+    def request_stop(self) -> None:
+        """Ask that all ranks stop; one rank is enough."""
+        self._stop = True
+
+    def end_step(
+        self, step: int, loss: torch.Tensor | None, count: float | torch.Tensor, *, now: bool
+    ) -> list[Word]:
+        """Note the loss of a step; give the words that are due, at most two.
+
+        Args:
+            loss: This rank's sum, shape (), on any device; None where it had no sample.
+            now: Send and read at once; equal on all ranks.
+
+        Raises:
+            NonFinite: on all ranks, where the loss of a step was NaN or infinite on any.
+        """
+        self._losses.append(loss)
+        self._counts.append(count)
+        alone = self._job.control is None
+        if step < self._due and not now and not (alone and self._stop):
+            return []
+        words = self._read()
+        self._send(step)
+        if now or alone:
+            words += self._read()
+        return words
+
+    def flush(self, step: int) -> list[Word]:
+        """Exchange what is left after the last step, `step`; give the words, at most two."""
+        words = self._read()
+        if self._losses:
+            self._send(step)
+            words += self._read()
+        return words
+
+    def _send(self, step: int) -> None:
+        size = len(self._losses)
+        elapsed = time.perf_counter() - self._began
+        word = torch.zeros(2 + 3 * size, dtype=torch.float64)
+        sums = _to_host(self._losses)
+        word[0] = float(self._stop)
+        word[1] = elapsed / size
+        word[2 : 2 + size] = sums
+        word[2 + size : 2 + 2 * size] = torch.tensor([float(count) for count in self._counts])
+        if self._job.rank < _MAX_RANKS_NAMED:
+            # A NaN spreads over all ranks within a step, so who had it first is told step by step.
+            word[2 + 2 * size :] = (~torch.isfinite(sums)).double() * float(1 << self._job.rank)
+        work = None
+        if self._job.control is not None:
+            work = dist.all_reduce(word, group=self._job.control, async_op=True)
+        self._flight = (work, word, self._first, size)
+        self.begin(step)
+
+    def _read(self) -> list[Word]:
+        if self._flight is None:
+            return []
+        work, word, first, size = self._flight
+        self._flight = None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._job.explained(error) from error
+        numbers = word.tolist()
+        step_s = numbers[1] / self._job.world_size
+        sums, counts = numbers[2 : 2 + size], numbers[2 + size : 2 + 2 * size]
+        for i, total in enumerate(sums):
+            if not math.isfinite(total):
+                raise _non_finite(first + i, total, int(numbers[2 + 2 * size + i]))
+        totals = [
+            StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)
+        ]
+        steps = round(1 / (WORDS_PER_S * max(step_s, 1e-6)))
+        self._every = min(MAX_STEPS_PER_WORD, max(1, steps))
+        self._due = self._first - 1 + self._every
+        return [Word(stop=numbers[0] > 0, totals=totals, step_s=step_s)]
+
+
+def _non_finite(step: int, total: float, rank_bits: int) -> NonFinite:
+    ranks = [rank for rank in range(_MAX_RANKS_NAMED) if rank_bits >> rank & 1]
+    return NonFinite(
+        f"the loss became {total} in step {step}.",
+        where=f"rank {', '.join(map(str, ranks))}" if ranks else "",
+        fix="lower the learning rate, clip the gradients, or look at this step's samples.",
+        quantity="loss",
+        step=step,
+        ranks=ranks,
+    )
+
+
+def _to_host(losses: list[torch.Tensor | None]) -> torch.Tensor:
+    """Bring the losses to the host in float64 with one copy."""
+    present = [loss for loss in losses if loss is not None]
+    if len(present) == len(losses):
+        return torch.stack(present).double().cpu()
+    sums = torch.zeros(len(losses), dtype=torch.float64)
+    if present:
+        mask = torch.tensor([loss is not None for loss in losses])
+        sums[mask] = torch.stack(present).double().cpu()
+    return sums

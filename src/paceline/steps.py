@@ -1,0 +1,366 @@
+"""One optimizer step as the user's loop sees it: micro-batches in, one update out.
+
+The order inside `update` is: the empty rank's part, unscale, count, clip, check, optimizer, scaler,
+schedule, each once. Gradients are reduced by the last backward alone, so a step has exactly one set of
+collectives however many micro-batches it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.data.steps import MicroBatch, PlannedStep
+from paceline.errors import CountError, StepError, place
+from paceline.job import Job
+from paceline.parallel import ddp as parallel
+from paceline.parallel import syncbn
+from paceline.rng import key
+from paceline.step import clip, weight
+from paceline.tracks import Track
+
+if TYPE_CHECKING:
+    from paceline.training import Training
+
+# Losses and gradients are looked at closely in the first steps only: what is wrong with them is wrong
+# from the start, or when the model is changed, which is looked at once an epoch.
+CLOSE_LOOKS = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Tally:
+    """What one optimizer has gathered in this step."""
+
+    loss: torch.Tensor | None = None
+    count: float | torch.Tensor = 0
+    backwards: int = 0
+    total: tuple[torch.Tensor, dist.Work | None] | None = None
+    updated: bool = False
+
+
+class StepLoss:
+    """The loss of a step: its sum over the samples (or tokens) of all ranks, over their count.
+
+    `training.log` takes it as it is and writes the value once the ranks have exchanged it, which costs
+    nothing. `float()` exchanges it now.
+
+    Collective: none to hold it; `float()` is for all ranks, once, in the same place.
+    """
+
+    __slots__ = ("_count", "_job", "_sum", "_value", "step")
+
+    def __init__(self, job: Job, step: int, loss: torch.Tensor | None, count: Any) -> None:
+        self._job = job
+        self._sum = loss
+        self._count = count
+        self._value: float | None = None
+        self.step = step
+
+    def __float__(self) -> float:
+        if self._value is None:
+            local = 0.0 if self._sum is None else float(self._sum)
+            pair = torch.tensor([local, float(self._count)], dtype=torch.float64)
+            if self._job.control is not None:
+                dist.all_reduce(pair, group=self._job.control)
+            total, count = pair.tolist()
+            self._value = total / count
+        return self._value
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+    def __repr__(self) -> str:
+        return f"StepLoss(step={self.step})"
+
+
+class Step:
+    """One optimizer step. Iterate over its micro-batches, `backward` for each, then `update`.
+
+    Attributes:
+        number: 1 for the first step of the training; the state after `update` is that of step `number`.
+        epoch: counted from 0.
+        num_samples: samples of this step over all ranks.
+        ends_epoch: whether this step uses up its epoch.
+        grad_norm: after `update(clip_norm=...)`: the norm before clipping, shape (), else None.
+    """
+
+    __slots__ = (
+        "_job",
+        "_micro",
+        "_owed",
+        "_planned",
+        "_seen",
+        "_tallies",
+        "_tracks",
+        "_training",
+        "ends_epoch",
+        "epoch",
+        "grad_norm",
+        "num_samples",
+        "number",
+    )
+
+    def __init__(self, training: Training, planned: PlannedStep, number: int) -> None:
+        self._training = training
+        self._job = training.job
+        self._tracks: dict[torch.optim.Optimizer, Track] = training.tracks
+        self._planned = planned
+        self._tallies: dict[torch.optim.Optimizer, _Tally] = {
+            optimizer: _Tally() for optimizer in training.tracks
+        }
+        self._micro: MicroBatch | None = None
+        self._owed = False
+        self._seen = -1
+        self.number = number
+        self.epoch = planned.epoch
+        self.num_samples = planned.num_samples
+        self.ends_epoch = planned.ends_epoch
+        self.grad_norm: torch.Tensor | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give this rank's micro-batches, on its device; a rank may have fewer than others, or none.
+
+        Collective: none.
+        """
+        training = self._training
+        if self._seen >= 0:
+            raise StepError("a step's micro-batches can be iterated once.", where=self._where())
+        self._seen = 0
+        layers = training.syncbn_layers
+        for micro in self._planned:
+            self._seen += 1
+            self._micro = micro
+            if training.distributed:
+                for model in training.models:
+                    parallel.set_sync(model, micro.is_last)
+                if layers:
+                    syncbn.set_ghost(layers, micro.is_ghost)
+            self._owed = True
+            training.seed_dropout(key(training.dropout_stem, self.number, micro.offset))
+            training.precision.enter()
+            yield micro.batch
+            training.precision.leave()
+            self._micro = None
+            if self._owed:
+                raise StepError(
+                    f"micro-batch {self._seen} of {self._planned.num_micro_batches} had no "
+                    "`step.backward`.",
+                    where=self._where(),
+                    fix="call step.backward(loss, count=...) for each micro-batch.",
+                    step=self.number,
+                )
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        count: int | torch.Tensor,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Add the gradient of a micro-batch; the last one sums the gradients of all ranks.
+
+        Args:
+            loss: Shape (): the sum of the losses over the samples (or tokens) of this micro-batch.
+            count: How many samples (or tokens) that sum has; 0 tokens are legal in one micro-batch.
+            optimizer: With several optimizers: whose parameters to differentiate.
+
+        Raises:
+            LossError: the loss is no scalar, a mean, or depends on no parameter.
+            CountError: the count is negative or does not fit.
+            StepError: called outside of the loop over micro-batches, or for an unknown optimizer.
+
+        Collective: all ranks, for each of their micro-batches.
+        """
+        training, track, micro = self._training, self._track(optimizer), self._micro
+        training.precision.leave()
+        if micro is None:
+            raise StepError(
+                "`step.backward` belongs inside `for batch in step`, once for each micro-batch.",
+                where=self._where(),
+                step=self.number,
+            )
+        if self.number - training.first_step < CLOSE_LOOKS:
+            host_count = count if isinstance(count, int) else None
+            weight.check_loss(loss, host_count, self._where())
+        if isinstance(count, int):
+            weight.check_count(count, micro.count, training.count, self._where())
+        tally = self._tallies[track.optimizer]
+        tally.backwards += 1
+        self._owed = False
+        scaled = training.precision.scaled(loss)
+        weigh = training.weight_for(track, self.num_samples, scaled, ghost=micro.is_ghost)
+        if not micro.is_ghost:
+            tally.count = tally.count + count
+            detached = loss.detach()
+            tally.loss = detached if tally.loss is None else tally.loss + detached
+        if micro.is_last and training.count == "tokens":
+            tally.total = training.start_total(tally.count)
+        try:
+            torch.autograd.backward(
+                scaled,
+                weigh,
+                inputs=None if len(self._tracks) == 1 else track.parameters,
+            )
+        except RuntimeError as error:
+            explained = self._job.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def update(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        clip_norm: float | None = None,
+    ) -> None:
+        """Take the optimizer step with the gradient of all ranks' samples.
+
+        Args:
+            optimizer: Which one, where there are several.
+            clip_norm: Bound of the gradient's 2-norm, > 0; `grad_norm` holds it afterwards.
+
+        Raises:
+            StepError: micro-batches were left out, had no backward, or the step was updated already.
+            CountError: the counts of all ranks sum to 0.
+            GradientError: a parameter got no gradient, or one that ranks do not share.
+            NonFinite: the gradient's norm is NaN or infinite; no rank has taken the step.
+
+        Collective: all ranks, once for each optimizer.
+        """
+        training, track = self._training, self._track(optimizer)
+        tally = self._tallies[track.optimizer]
+        self._refuse_unfinished(tally)
+        try:
+            if tally.backwards == 0:
+                self._take_part_empty(track, tally)
+        except RuntimeError as error:
+            raise self._job.explained(error) from error
+        if self.number - training.first_step < CLOSE_LOOKS and training.distributed:
+            for model in track.models:
+                parallel.refuse_unused(self._job, model)
+        training.precision.unscale(track.optimizer)
+        factor = None
+        if training.count == "tokens":
+            factor = self._token_factor(track, tally)
+        if factor is not None or clip_norm is not None:
+            gradients = [p.grad for p in track.parameters if p.grad is not None]
+            self.grad_norm = clip.scale_and_clip(gradients, factor=factor, clip_norm=clip_norm)
+            if self.grad_norm is not None:
+                training.check_norm(self.grad_norm, track, self._where)
+        training.precision.step(track.optimizer)
+        tally.updated = True
+        if all(other.updated for other in self._tallies.values()):
+            taken = training.precision.end_step()
+            for each in self._tracks.values():
+                if each.schedule is not None and taken:
+                    each.schedule.step()
+        track.optimizer.zero_grad()
+
+    def stop(self) -> None:
+        """Ask that the training ends: all ranks stop after the same step, for one rank's asking.
+
+        In a step that ends an epoch, and in a job of one process, that is this step; elsewhere it is
+        one within about 0.2 s.
+
+        Collective: none.
+        """
+        self._training.control.request_stop()
+
+    @property
+    def loss(self) -> StepLoss:
+        """The mean loss of this step over all ranks, of the first optimizer. See `StepLoss`."""
+        tally = next(iter(self._tallies.values()))
+        return StepLoss(self._job, self.number, tally.loss, tally.count)
+
+    def local_loss(self) -> tuple[torch.Tensor | None, Any]:
+        """This rank's loss sum and count, for the control word. Collective: none."""
+        tally = next(iter(self._tallies.values()))
+        return tally.loss, tally.count
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every optimizer was updated. Collective: none."""
+        return all(tally.updated for tally in self._tallies.values())
+
+    def refuse_unless_done(self) -> None:
+        """Raise StepError where `update` was forgotten. Collective: none."""
+        if not self.is_done:
+            raise StepError(
+                "the step was left without `step.update()`.",
+                where=self._where(),
+                fix="call step.update() after the loop over micro-batches"
+                + (", once for each optimizer." if len(self._tracks) > 1 else "."),
+                step=self.number,
+            )
+
+    def _track(self, optimizer: torch.optim.Optimizer | None) -> Track:
+        if optimizer is None:
+            if len(self._tracks) > 1:
+                raise StepError(
+                    f"this training has {len(self._tracks)} optimizers; say which one.",
+                    where=self._where(),
+                    fix="step.backward(loss, count=n, optimizer=...), step.update(optimizer).",
+                )
+            return next(iter(self._tracks.values()))
+        if optimizer not in self._tracks:
+            raise StepError(
+                "this optimizer was not given to Training.",
+                where=self._where(),
+                fix="Training(job, models, [optimizer, ...], batches).",
+            )
+        return self._tracks[optimizer]
+
+    def _refuse_unfinished(self, tally: _Tally) -> None:
+        planned = self._planned.num_micro_batches
+        seen = max(self._seen, 0)
+        if tally.updated:
+            raise StepError("this step was updated already.", where=self._where())
+        if seen < planned:
+            raise StepError(
+                f"`update` was called after {seen} of {planned} micro-batches.",
+                where=self._where(),
+                why="the loop over the step was not run, or was left by `break`.",
+                fix="let `for batch in step` run to its end; samples cannot be left out.",
+                step=self.number,
+            )
+        if self._owed or tally.backwards < planned:
+            raise StepError(
+                f"{planned} micro-batches, but {tally.backwards} calls of `step.backward`.",
+                where=self._where(),
+                fix="call step.backward(loss, count=...) for each micro-batch.",
+                step=self.number,
+            )
+
+    def _take_part_empty(self, track: Track, tally: _Tally) -> None:
+        """A rank without samples still sums gradients, of zeros, or the others would wait for it."""
+        training = self._training
+        if training.count == "tokens":
+            tally.total = training.start_total(0)
+        if training.distributed:
+            for model in track.models:
+                parallel.set_sync(model, True)
+                parallel.zero_backward(model)
+
+    def _token_factor(self, track: Track, tally: _Tally) -> torch.Tensor:
+        assert tally.total is not None
+        total, work = tally.total
+        if work is not None:
+            work.wait()
+        if total.device.type == "cpu" and not total.item() > 0:
+            raise CountError(
+                f"the counts of all ranks in this step sum to {total.item():g}.",
+                where=self._where(),
+                why="every token of the step's samples is masked.",
+                fix="leave such samples out of the dataset, or use a larger global_batch.",
+                step=self.number,
+            )
+        return (track.divisor / total).to(
+            torch.float32 if total.device.type != "cpu" else total.dtype
+        )
+
+    def _where(self) -> str:
+        return place(self._job.rank, self._job.world_size, step=self.number)

@@ -1,0 +1,89 @@
+"""One optimizer with the models whose parameters it holds and its schedule: what a step updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from paceline.errors import ConfigError
+from paceline.job import Job
+from paceline.parallel import ddp as parallel
+
+Schedule = LRScheduler | Callable[[int], float]
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """One optimizer with the models and the schedule that belong to it."""
+
+    optimizer: torch.optim.Optimizer
+    models: list[torch.nn.Module]
+    schedule: LRScheduler | None
+    divisor: float = 0.0
+    parameters: list[torch.Tensor] = field(default_factory=list)
+
+    def refresh(self) -> None:
+        """Read the parameters anew; groups may have been added."""
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def check_models(
+    job: Job, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]
+) -> None:
+    """Raise where these cannot be trained together on this job.
+
+    Raises:
+        ConfigError: a model is not wrapped, or has nothing to train; no optimizer.
+        GradientError: parameters whose gradients would not be summed over ranks.
+
+    Collective: none.
+    """
+    for model in models:
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ConfigError("the model has no trainable parameter.")
+        if job.world_size > 1 and not parallel.is_ddp(model):
+            raise ConfigError(
+                "the model is not wrapped, so its gradients would not be summed over ranks.",
+                fix="model = paceline.ddp(job, model)",
+            )
+        parallel.check_parameters(job, model, optimizers)
+    if not optimizers:
+        raise ConfigError("a training needs an optimizer.")
+
+
+def make_tracks(
+    models: list[torch.nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    schedule: Schedule | Sequence[Schedule | None] | None,
+) -> dict[torch.optim.Optimizer, Track]:
+    """Put each optimizer together with the models and the schedule that belong to it.
+
+    Raises:
+        ConfigError: the schedules do not fit the optimizers.
+
+    Collective: none.
+    """
+    if schedule is None or callable(schedule) or not isinstance(schedule, Sequence):
+        schedules: list[Any] = [schedule, *[None] * (len(optimizers) - 1)]
+        if schedule is not None and len(optimizers) > 1:
+            raise ConfigError("with several optimizers, give one schedule (or None) for each.")
+    else:
+        schedules = list(schedule)
+        if len(schedules) != len(optimizers):
+            raise ConfigError(f"{len(schedules)} schedules for {len(optimizers)} optimizers.")
+    tracks = {}
+    for optimizer, each in zip(optimizers, schedules, strict=True):
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if callable(each) and not isinstance(each, LRScheduler):
+            each = LambdaLR(optimizer, each)
+        if each is not None and each.optimizer is not optimizer:
+            raise ConfigError("the schedule belongs to another optimizer.")
+        own_models = [m for m in models if any(id(p) in owned for p in m.parameters())]
+        track = Track(optimizer, own_models, each)
+        track.refresh()
+        tracks[optimizer] = track
+    return tracks

@@ -1,0 +1,420 @@
+"""`Training`: one model, its optimizer and its data, in the user's own loop.
+
+Holds what a step needs (precision, divisors, control word), commits each step before the next one
+begins, and keeps what a checkpoint needs. The arithmetic of a step is in `steps`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import collectives, log
+from paceline.checkpoint.manager import Checkpoints, write_file
+from paceline.data.batches import Batches
+from paceline.data.plan import Position
+from paceline.errors import CheckpointError, ConfigError, NonFinite, StepError, place
+from paceline.job import Job
+from paceline.parallel import ddp as parallel
+from paceline.parallel import syncbn
+from paceline.report.report import Report
+from paceline.rng import MICRO_BATCH, key
+from paceline.step import clip, weight
+from paceline.step.control import Control, Word
+from paceline.step.precision import Precision
+from paceline.steps import Step
+from paceline.tracks import Schedule, Track, check_models, make_tracks
+
+_STATE_VERSION = 1
+_ENDLESS = 2**40  # epochs
+
+
+class Training:
+    """A training in progress: its steps, its state, its log.
+
+    Args:
+        job: From `paceline.join`.
+        model: From `paceline.ddp`, or several (a GAN).
+        optimizer: Over the models' parameters, or several.
+        batches: Which samples make each step.
+        schedule: A scheduler of torch over the optimizer, or a function from the number of optimizer steps
+            taken to a factor of the learning rate; with several optimizers, one for each. It counts
+            optimizer steps, so it is the same for any number of ranks.
+        precision: "fp32", "bf16" or "fp16" autocast.
+        count: What `step.backward(count=...)` counts: "samples", whose number is checked, or "tokens".
+        checkpoints: Where and when to save; None saves nothing.
+
+    Raises:
+        ConfigError: on all ranks, before the first step: a model that is not wrapped, has nothing to
+            train, or settings that would have no effect.
+        GradientError: parameters whose gradients would not be summed over ranks.
+
+    Collective: all ranks, same arguments.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        batches: Batches,
+        *,
+        schedule: Schedule | Sequence[Schedule | None] | None = None,
+        precision: str = "fp32",
+        count: str = "samples",
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
+        job.refuse_if_left()
+        weight.check_count_kind(count)
+        self.job = job
+        self.models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self.batches = batches
+        self.count = count
+        self.precision = Precision(precision, job.device)
+        self.distributed = job.world_size > 1
+        optimizers = (
+            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        )
+        check_models(job, self.models, optimizers)
+        self.tracks = make_tracks(self.models, optimizers, schedule)
+        layers = [layer for model in self.models for layer in syncbn.layers(model)]
+        self.syncbn_layers = layers if self.distributed else []
+        self.control = Control(job)
+        self.position = Position(job.seed, 0, 0)
+        self.number = 0
+        self.first_step = 1
+        self.dropout_stem = key(job.seed, MICRO_BATCH)
+        self._generator = _default_generator(job.device)
+        self._weights: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        self._kept: dict[str, Any] = {}
+        self._checkpoints = checkpoints
+        self._resumed = checkpoints is None
+        self._report = Report(job)
+        self._stopping = False
+        self._open_step: Step | None = None
+        job.on_leave(self._close)
+
+    def keep(self, **objects: Any) -> None:
+        """Have objects with `state_dict` and `load_state_dict` join the checkpoints.
+
+        Collective: all ranks, before `steps`.
+        """
+        for name, thing in objects.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise ConfigError(f"{name} has no state_dict and load_state_dict to keep it by.")
+            self._kept[name] = thing
+
+    def report(
+        self, folder: str | None = None, *, progress: bool = False, tensorboard: bool = False
+    ) -> None:
+        """Say where `log` goes: `folder`/metrics.jsonl, a progress bar, TensorBoard. Rank 0 alone writes.
+
+        Collective: none; the other ranks may call it too.
+        """
+        self._report.open(folder, progress=progress, tensorboard=tensorboard)
+
+    def steps(self, epochs: int | None = None, *, until: int | None = None) -> Iterator[Step]:
+        """Give the optimizer steps that are left, resuming from the newest checkpoint first.
+
+        The step before is committed when the next one is asked for.
+
+        Args:
+            epochs: Up to the end of how many epochs, counted from the start of the training.
+            until: Up to which step number; both None is an endless training.
+
+        Raises:
+            StepError: a step was left without `update`; a rank left the loop alone.
+            NonFinite: on all ranks, where the loss of a step was NaN or infinite.
+            AuditError: the first epoch lost samples or saw some twice.
+
+        Collective: all ranks, same arguments.
+        """
+        self.job.settle()
+        _check_bounds(epochs, until)
+        self._resume()
+        if self._is_finished(epochs, until):
+            log.logger.info(
+                "finished: %d steps and %d epochs are done, nothing is left to train.",
+                self.number,
+                self.position.epoch,
+            )
+            return
+        self._begin(epochs, until)
+        last = until if until is not None else math.inf
+        for planned in self.batches.iterate(
+            self.position,
+            epochs=_ENDLESS if epochs is None else epochs,
+            equal=bool(self.syncbn_layers),
+        ):
+            step = Step(self, planned, self.number + 1)
+            if step.epoch != self.position.epoch or self.position.offset == 0:
+                self._check_parameters()
+            if self.count == "tokens":
+                for track in self.tracks.values():
+                    track.divisor = track.divisor or weight.divisor_for_tokens(step.num_samples)
+            self._open_step = step
+            if self.job.peers is not None:
+                self.job.peers.step = step.number
+            try:
+                yield step
+            except GeneratorExit:
+                self._left_by_break(step)
+                raise
+            self._open_step = None
+            self._commit(step, planned.next_position, now=step.ends_epoch or step.number >= last)
+            if self._stopping or self.number >= last:
+                break
+        self._finish()
+
+    def log(self, **values: Any) -> None:
+        """Note values of the step in progress: numbers, tensors of shape (), or `step.loss`.
+
+        They are written by rank 0 within about 0.2 s, when the losses of all ranks are known.
+
+        Collective: none, but `step.loss` is summed over all ranks either way.
+        """
+        step = self._open_step
+        if step is None:
+            raise StepError("`training.log` belongs inside the loop over `training.steps`.")
+        self._report.note(step.number, step.epoch, step.num_samples, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a later run needs, under the models' own names, the same on every rank.
+
+        Collective: none.
+        """
+        tracks = list(self.tracks.values())
+        return {
+            "version": _STATE_VERSION,
+            "step": self.number,
+            "position": [self.position.seed, self.position.epoch, self.position.offset],
+            "models": [parallel.unwrap(model).state_dict() for model in self.models],
+            "optimizers": [track.optimizer.state_dict() for track in tracks],
+            "schedules": [t.schedule.state_dict() if t.schedule else {} for t in tracks],
+            "scaler": self.precision.state_dict(),
+            "kept": {name: thing.state_dict() for name, thing in self._kept.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the state of an earlier run, of any number of ranks.
+
+        Raises:
+            CheckpointError: the state is of another kind of training.
+
+        Collective: all ranks, same state.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise CheckpointError(
+                f"this is no state of a training: version {state.get('version')}."
+            )
+        if state["position"][0] != self.job.seed:
+            raise CheckpointError(
+                f"the checkpoint was trained with seed {state['position'][0]}, this job has seed "
+                f"{self.job.seed}.",
+                fix="join with the same seed, or start anew with resume='never'.",
+            )
+        missing = sorted(set(self._kept) ^ set(state["kept"]))
+        if missing or len(state["models"]) != len(self.models):
+            raise CheckpointError(
+                f"the checkpoint holds another set of objects; {', '.join(missing)} differ.",
+                fix="keep() the same objects as the run that saved it.",
+            )
+        for model, saved in zip(self.models, state["models"], strict=True):
+            parallel.unwrap(model).load_state_dict(saved)
+        for track, optimizer, schedule in zip(
+            self.tracks.values(), state["optimizers"], state["schedules"], strict=True
+        ):
+            track.optimizer.load_state_dict(optimizer)
+            if track.schedule is not None:
+                track.schedule.load_state_dict(schedule)
+        self.precision.load_state_dict(state["scaler"])
+        for name, thing in self._kept.items():
+            thing.load_state_dict(state["kept"][name])
+        self.number = state["step"]
+        self.position = Position(*state["position"])
+
+    def export(self, path: str | Path) -> None:
+        """Write the weights alone to one file, under the model's own names, for `torch.load` anywhere.
+
+        Collective: all ranks, between steps or after them.
+        """
+        for model in self.models:
+            parallel.equalize_buffers(self.job, model)
+        states = [parallel.unwrap(model).state_dict() for model in self.models]
+        weights = states[0] if len(states) == 1 else states
+        collectives.on_rank0(self.job, lambda: write_file(Path(path), weights))
+
+    # What a step calls. Not for users.
+
+    def seed_dropout(self, seed: int) -> None:
+        """Key the model's random draws by (seed, step, sample), whatever the rank. Collective: none."""
+        self._generator.manual_seed(seed >> 1)
+
+    def weight_for(
+        self, track: Track, num_samples: int, loss: torch.Tensor, *, ghost: bool
+    ) -> torch.Tensor:
+        """What a backward starts from in place of 1, shape (). Collective: none."""
+        divisor = track.divisor if self.count == "tokens" else num_samples
+        value = 0.0 if ghost else self.job.world_size / divisor
+        found = self._weights.get((value, loss.dtype))
+        if found is None:
+            if len(self._weights) > 64:
+                self._weights.clear()
+            found = torch.tensor(value, dtype=loss.dtype, device=loss.device)
+            self._weights[value, loss.dtype] = found
+        return found
+
+    def start_total(
+        self, count: int | float | torch.Tensor
+    ) -> tuple[torch.Tensor, dist.Work | None]:
+        """Start adding up the counts of all ranks. Collective: all ranks, once a step and optimizer."""
+        total = torch.as_tensor(count, dtype=torch.float64, device=self.job.device).reshape(())
+        if not self.distributed:
+            return total, None
+        group = self.job.control if total.device.type == "cpu" else self.job.group
+        total = total.clone()
+        return total, dist.all_reduce(total, group=group, async_op=True)
+
+    def check_norm(self, norm: torch.Tensor, track: Track, where: Callable[[], str]) -> None:
+        """Refuse a norm that is not finite, where reading it costs no wait for a device.
+
+        On a device the loss of the next step shows it in the next control word. Collective: none.
+        """
+        if self.precision.scaler is not None or norm.device.type != "cpu":
+            return
+        if not math.isfinite(norm.item()):
+            mine = {id(p) for p in track.parameters}
+            named = [
+                (name, p)
+                for model in self.models
+                for name, p in parallel.unwrap(model).named_parameters()
+                if id(p) in mine
+            ]
+            raise clip.non_finite(named, where())
+
+    def _begin(self, epochs: int | None, until: int | None) -> None:
+        for track in self.tracks.values():
+            track.refresh()
+        self.first_step = self.number + 1
+        self._stopping = False
+        self.control.begin(self.number)
+        for model in self.models:
+            syncbn.warn_plain_batchnorm(self.job, model)
+        total = None
+        if epochs is not None and self.batches.steps_per_epoch is not None:
+            total = epochs * self.batches.steps_per_epoch
+        if until is not None:
+            total = until if total is None else min(total, until)
+        self._report.begin(self.number, total)
+
+    def _check_parameters(self) -> None:
+        for model in self.models:
+            parallel.check_parameters(self.job, model, list(self.tracks))
+
+    def _commit(self, step: Step, position: Position, *, now: bool) -> None:
+        step.refuse_unless_done()
+        self.number = step.number
+        self.position = position
+        loss, count = step.local_loss()
+        for word in self.control.end_step(step.number, loss, count, now=now):
+            self._take(word)
+        if self._checkpoints is not None and self._checkpoints.is_due(
+            step.number, epoch=position.epoch, ends_epoch=step.ends_epoch
+        ):
+            self._save()
+
+    def _left_by_break(self, step: Step) -> None:
+        """Note that this rank left the loop; `job.settle` finds out whether all did.
+
+        Nothing can be raised from here: Python drops what a generator raises while it is closed.
+        """
+        self._open_step = None
+        if not self.job.alive:
+            return  # an exception is on its way out and tore the loop down
+        self.job.left_loop_after = step.number
+        log.once(
+            f"the training loop was left in step {step.number} by `break` or an exception: what was "
+            "not saved or logged by then is not; `step.stop()` ends it whole."
+        )
+
+    def _take(self, word: Word) -> None:
+        self._stopping = self._stopping or word.stop
+        if self.count == "tokens" and word.totals and word.totals[-1].count > 0:
+            # Of the first optimizer; for others any power of two gives the same bits.
+            divisor = weight.divisor_for_tokens(word.totals[-1].count)
+            for track in self.tracks.values():
+                track.divisor = divisor
+        self._report.write(word)
+
+    def _finish(self) -> None:
+        """End a loop that ran to its end: exchange what is left, save the last step."""
+        for word in self.control.flush(self.number):
+            self._take(word)
+        if self._checkpoints is not None and self._checkpoints.last_saved != self.number:
+            self._save()
+        self._report.end()
+
+    def _save(self) -> None:
+        assert self._checkpoints is not None
+        self._refuse_non_finite_weights()
+        for model in self.models:
+            parallel.equalize_buffers(self.job, model)
+        self._checkpoints.save(self.job, self.number, self.state_dict())
+
+    def _refuse_non_finite_weights(self) -> None:
+        for model in self.models:
+            for name, p in parallel.unwrap(model).named_parameters():
+                if not bool(torch.isfinite(p).all()):
+                    raise NonFinite(
+                        f"{name} holds NaN or infinity; step {self.number} was not saved.",
+                        where=place(self.job.rank, self.job.world_size, step=self.number),
+                        fix="resume from the checkpoint before, with a lower learning rate.",
+                        quantity="parameter",
+                        parameters=[name],
+                        step=self.number,
+                    )
+
+    def _resume(self) -> None:
+        if self._resumed:
+            return
+        self._resumed = True
+        assert self._checkpoints is not None
+        state = self._checkpoints.resume(self.job)
+        if state is not None:
+            self.load_state_dict(state)
+            log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
+
+    def _is_finished(self, epochs: int | None, until: int | None) -> bool:
+        return (epochs is not None and self.position.epoch >= epochs) or (
+            until is not None and self.number >= until
+        )
+
+    def _close(self) -> None:
+        """Leave the thread's autocast state, and note a loop that the user left by `break`."""
+        self.precision.leave()
+        if self._open_step is not None:
+            self.job.left_loop_after = self._open_step.number
+        self._report.end()
+
+
+def _check_bounds(epochs: int | None, until: int | None) -> None:
+    for name, value in (("epochs", epochs), ("until", until)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    """The generator that dropout draws from on this device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    module.init()
+    generator: torch.Generator = module.default_generators[device.index]
+    return generator

@@ -1,0 +1,444 @@
+"""DDP on 2 to 4 ranks: bucket layout, ranks without samples, unused and unknown parameters, buffers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import paceline
+from paceline.errors import ConfigError, GradientError, PeerFailed, RankDisagreement
+from paceline.job import Job
+from paceline.parallel import ddp as parallel
+from paceline.testing import run_failing_ranks, run_ranks
+
+State = dict[str, torch.Tensor]
+
+
+def _digest(state: State) -> str:
+    data = b"".join(t.detach().contiguous().numpy().tobytes() for t in state.values())
+    return hashlib.sha256(data).hexdigest()
+
+
+def _deep(width: int = 37) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(width, 1))
+
+
+def _train(job: Job, ours: bool, steps: range, state: State | None) -> tuple[str, State]:
+    net = _deep()
+    if state is not None:
+        net.load_state_dict(state)
+    if ours:
+        model = paceline.ddp(job, net, bucket_mb=0.008)
+    else:
+        model = DistributedDataParallel(net, process_group=job.group, bucket_cap_mb=0.008)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + job.rank)
+        model(torch.randn(5, 37, generator=generator)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return _digest(net.state_dict()), net.state_dict()
+
+
+@pytest.mark.parametrize("nproc", [3, 4])
+def test_a_resumed_run_ends_bit_equal_to_a_straight_one(nproc: int) -> None:
+    straight = run_ranks(_train, True, range(10), None, nproc=nproc)
+    half = run_ranks(_train, True, range(5), None, nproc=nproc)
+    resumed = run_ranks(_train, True, range(5, 10), half[0][1], nproc=nproc)
+    assert len({rank[0] for rank in straight + resumed}) == 1
+
+
+def test_torchs_own_ddp_does_not() -> None:
+    """The reason for the early layout; when this fails, torch may no longer need it."""
+    straight = run_ranks(_train, False, range(10), None, nproc=3)
+    half = run_ranks(_train, False, range(5), None, nproc=3)
+    resumed = run_ranks(_train, False, range(5, 10), half[0][1], nproc=3)
+    assert straight[0][0] != resumed[0][0]
+
+
+def _layout(job: Job) -> list[list[list[int]]]:
+    layouts = []
+    for wrap in (
+        lambda net: paceline.ddp(job, net, bucket_mb=0.004),
+        lambda net: DistributedDataParallel(net, process_group=job.group, bucket_cap_mb=0.004),
+    ):
+        net = _deep()
+        model = wrap(net)
+        index = {id(p): i for i, p in enumerate(net.parameters())}
+        if layouts:
+            model(torch.ones(1, 37)).sum().backward()
+            model.reducer._rebuild_buckets()
+        buckets = model.reducer._get_zeros_like_grad_buckets()
+        layouts.append([[index[id(p)] for p in bucket.parameters()] for bucket in buckets])
+    return layouts
+
+
+def test_the_layout_is_what_torch_finds_after_a_real_backward() -> None:
+    for ours, torchs in run_ranks(_layout, nproc=2):
+        assert len(ours) > 2
+        assert ours == torchs
+
+
+class Watched(nn.Module):
+    """Counts what reaches it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(3, 2)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("flags", torch.tensor([seed > 0, True, False]))
+        self.register_buffer("scale", torch.tensor(float(seed), dtype=torch.float16))
+        self.register_buffer("table", torch.full((3, 2), float(seed), dtype=torch.float64).t())
+        self.register_buffer("nothing", torch.empty(0))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x))
+
+
+def _construct(job: Job) -> dict[str, Any]:
+    net = Watched(seed=job.rank)
+    net.frozen.eval()
+
+    def called(*_: Any) -> None:
+        net.calls += 1
+
+    net.register_forward_hook(called)
+    net.layer.weight.register_hook(called)
+    net.layer.weight.register_post_accumulate_grad_hook(called)
+    before = torch.get_rng_state()
+    net.layer.bias.grad = torch.ones(2)
+    model = paceline.ddp(job, net)
+    facts = {
+        "untouched": torch.equal(before, torch.get_rng_state())
+        and net.calls == 0
+        and net.training
+        and not net.frozen.training
+        and net.layer.weight.grad is None
+        # torch makes it a view into a bucket, of equal value.
+        and net.layer.bias.grad.tolist() == [1, 1],
+        "state": {name: value.clone() for name, value in net.state_dict().items()},
+        "kinds": [parallel.is_ddp(model), parallel.is_ddp(net), parallel.unwrap(model) is net],
+        "warm": model._has_rebuilt_buckets and not model.reducer._rebuild_buckets(),
+    }
+    net.norm.running_mean.fill_(job.rank + 1)
+    net.norm.num_batches_tracked.fill_(job.rank + 2**40)
+    net.flags.fill_(job.rank > 0)
+    net.table.fill_(job.rank)
+    parallel.equalize_buffers(job, model)
+    facts["buffers"] = dict(net.named_buffers())
+    with pytest.raises(ConfigError, match="wrapped by DDP already"):
+        paceline.ddp(job, model)
+    return facts
+
+
+def test_construction_gives_rank_0s_values_and_leaves_the_rest() -> None:
+    want = Watched(seed=0).state_dict()
+    for facts in run_ranks(_construct, nproc=2):
+        assert facts["untouched"]
+        assert facts["warm"]
+        assert facts["kinds"] == [True, False, True]
+        assert all(torch.equal(facts["state"][name], want[name]) for name in want)
+        assert facts["buffers"]["norm.running_mean"].tolist() == [1, 1]
+        assert facts["buffers"]["norm.num_batches_tracked"] == 2**40
+        assert not facts["buffers"]["flags"].any()
+        assert not facts["buffers"]["table"].any()
+
+
+class Heads(nn.Module):
+    """A trunk and three heads, of which the input chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(2, 3)
+        self.heads = nn.ModuleList([nn.Linear(3, 1) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, heads: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        return torch.cat([self.heads[i](hidden) for i in heads])
+
+
+def _empty(job: Job, options: dict[str, bool], heads: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Three steps; in step s all ranks but s are empty. In the last each has a part before that."""
+    net = Heads()
+    model = paceline.ddp(job, net, **options)
+    steps = []
+    for step in range(3):
+        x = torch.full((1, 2), 0.5 + step)
+        if step == 2:
+            parallel.set_sync(model, False)
+            model(x * (1 + job.rank), heads).sum().backward()
+            parallel.set_sync(model, True)
+        if job.rank == step:
+            model(x, heads).sum().backward()
+        else:
+            parallel.zero_backward(model)
+        parallel.refuse_unused(job, model)
+        # Copies, since gradients are views into buckets that the next step fills again.
+        steps.append(
+            {n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()}
+        )
+        net.zero_grad(set_to_none=True)
+    return steps
+
+
+def _expected(nproc: int, heads: tuple[int, ...]) -> list[dict[str, Any]]:
+    net, steps = Heads(), []
+    for step in range(3):
+        x = torch.full((1, 2), 0.5 + step)
+        parts = [x] if step < nproc else []
+        if step == 2:
+            parts = parts + [x * (1 + rank) for rank in range(nproc)]
+        for part in parts:
+            (net(part, heads).sum() / nproc).backward()
+        steps.append({name: p.grad for name, p in net.named_parameters()})
+        net.zero_grad(set_to_none=True)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("options", "heads"),
+    [({}, (0, 1, 2)), ({"find_unused": True}, (0, 2)), ({"static_graph": True}, (0, 1, 2))],
+    ids=["plain", "find_unused", "static_graph"],
+)
+def test_ranks_without_samples_take_part(options: dict[str, bool], heads: tuple[int, ...]) -> None:
+    want = _expected(3, heads)
+    ranks = run_ranks(_empty, options, heads, nproc=3)
+    for steps in ranks:
+        for step, gradients in enumerate(steps):
+            for name, gradient in gradients.items():
+                assert (gradient is None) == (want[step][name] is None), (step, name)
+                if gradient is not None:
+                    torch.testing.assert_close(gradient, want[step][name], msg=f"{step} {name}")
+                    assert torch.equal(gradient, ranks[0][step][name])
+
+
+def _signs(job: Job) -> list[bool]:
+    net = nn.Linear(2, 1, bias=False)
+    model = paceline.ddp(job, net)
+    net.weight.grad = torch.tensor([[-0.0, job.rank + 1.0]])
+    parallel.set_sync(model, False)
+    parallel.zero_backward(model)
+    assert not model.require_backward_grad_sync  # left as it was, and yet all ranks had part in
+    sparse = nn.Embedding(5, 2, sparse=True)
+    model = paceline.ddp(job, nn.Sequential(sparse))
+    seen = [
+        net.weight.grad.tolist() == [[0, 1.5]] and bool(net.weight.grad[0, 0].signbit()),
+        sparse.weight.grad is None,
+    ]
+    if job.rank == 0:
+        model(torch.tensor([3])).sum().backward()
+    else:
+        parallel.zero_backward(model)
+    rows = torch.zeros(5, 2)
+    rows[3] = 1 / job.world_size
+    return [*seen, torch.equal(sparse.weight.grad.to_dense(), rows)]
+
+
+def test_zeros_keep_their_sign_and_sparse_gradients_stay_sparse() -> None:
+    assert run_ranks(_signs, nproc=2) == [[True, True, True]] * 2
+
+
+def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, bool]) -> None:
+    model = paceline.ddp(job, Heads(), **options)
+    for _ in range(2):
+        heads = (0, 2) if job.rank in on else (0, 1, 2)
+        if earlier:
+            parallel.set_sync(model, False)
+            model(torch.ones(1, 2)).sum().backward()
+            parallel.set_sync(model, True)
+        try:
+            model(torch.ones(1, 2), heads).sum().backward()
+        except RuntimeError as error:
+            raise job.explained(error) from error
+        parallel.refuse_unused(job, model)
+        model.zero_grad(set_to_none=True)
+
+
+def test_an_unused_parameter_is_named_on_all_ranks() -> None:
+    for outcome in run_failing_ranks(_unused, (0, 1), False, {}, nproc=2):
+        assert isinstance(outcome.error, GradientError)
+        assert outcome.error.parameters == ["heads.1.weight", "heads.1.bias"]
+        assert "find_unused=True" in str(outcome.error)
+
+
+def test_a_parameter_unused_by_one_rank_frees_the_ranks_that_wait_for_it() -> None:
+    outcomes = run_failing_ranks(_unused, (1,), False, {}, nproc=3)
+    assert isinstance(outcomes[1].error, GradientError)
+    for rank in (0, 2):
+        error = outcomes[rank].error
+        assert isinstance(error, PeerFailed)
+        assert error.rank == 1
+        assert "no gradient reached heads.1.weight, heads.1.bias" in str(error)
+
+
+def test_a_parameter_that_only_the_last_micro_batch_left_out() -> None:
+    for outcome in run_failing_ranks(_unused, (0, 1), True, {}, nproc=2):
+        assert isinstance(outcome.error, GradientError)
+        assert outcome.error.parameters == []
+        assert "direct cause" in outcome.text
+
+
+def test_find_unused_allows_it() -> None:
+    run_ranks(_unused, (1,), False, {"find_unused": True}, nproc=2)
+
+
+def _unreached(job: Job) -> None:
+    model = paceline.ddp(job, Heads())
+    parameter = torch.ones((), requires_grad=True)
+    model(torch.ones(1, 2))
+    parameter.sum().backward()
+    parallel.refuse_unused(job, model)
+
+
+def test_a_loss_that_reaches_no_parameter_at_all() -> None:
+    for outcome in run_failing_ranks(_unreached, nproc=2):
+        assert isinstance(outcome.error, GradientError)
+        assert len(outcome.error.parameters) == 8
+
+
+def _check(job: Job) -> dict[str, Any]:
+    def refused(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[str] | None:
+        try:
+            parallel.check_parameters(job, model, optimizers)
+        except GradientError as error:
+            return list(error.parameters) if error.fix else None
+        return None
+
+    def over(*modules: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1)
+
+    net = Heads()
+    net.heads[2].requires_grad_(False)
+    model = paceline.ddp(job, net)
+    facts: dict[str, Any] = {"sound": refused(model, over(net))}
+    net.heads[2].bias.requires_grad_(True)
+    facts["unfrozen"] = refused(model, over(net))
+    net.heads[2].bias.requires_grad_(False)
+    net.heads[1].weight.requires_grad_(False)
+    facts["frozen"] = refused(model, over(net))
+    net.heads[1].weight.requires_grad_(True)
+    net.extra = nn.Linear(1, 1, bias=False)
+    facts["added"] = refused(model, over(net))
+    del net.extra
+    facts["optimizer only"] = refused(model, over(net, nn.Linear(2, 1, bias=False)))
+    facts["not wrapped"] = refused(nn.Linear(2, 1))
+
+    generator, critic = nn.Linear(1, 1), nn.Linear(1, 1)
+    first, second = paceline.ddp(job, generator), paceline.ddp(job, critic)
+    facts["two models"] = [refused(m, over(generator), over(critic)) for m in (first, second)]
+
+    by_hand = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
+    wrapped = DistributedDataParallel(by_hand, process_group=job.group)
+    by_hand[1].bias.requires_grad_(True)
+    facts["by hand"] = refused(wrapped, over(by_hand))
+    by_hand[1].bias.requires_grad_(False)
+    facts["by hand, sound"] = refused(wrapped, over(by_hand))
+    parallel.zero_backward(wrapped)
+    facts["by hand, reduced"] = parallel.unused_parameters(wrapped)
+    return facts
+
+
+def test_parameters_that_ddp_does_not_know_are_named() -> None:
+    for facts in run_ranks(_check, nproc=2):
+        assert facts["sound"] is None
+        assert facts["unfrozen"] == ["heads.2.bias"]
+        assert facts["frozen"] == ["heads.1.weight"]
+        assert facts["added"] == ["extra.weight"]
+        assert facts["optimizer only"] == [
+            "a parameter of shape [1, 2] that is in the optimizer only"
+        ]
+        assert facts["not wrapped"] == ["weight", "bias"]
+        assert facts["two models"] == [None, None]
+        assert facts["by hand"] == ["1.bias"]
+        assert facts["by hand, sound"] is None
+        assert facts["by hand, reduced"] == []
+
+
+def _idle(job: Job) -> list[str]:
+    net = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    model = paceline.ddp(job, net)
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    for _ in range(2):
+        parallel.check_parameters(job, model, [optimizer])
+    return said
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_parameters_without_an_optimizer_are_said_once(nproc: int) -> None:
+    for said in run_ranks(_idle, nproc=nproc):
+        (line,) = said
+        assert line.startswith("no optimizer owns 1.weight, 1.bias")
+
+
+def _compiled(job: Job) -> list[Any]:
+    net = nn.Linear(2, 1)
+    plain = torch.compile(nn.Linear(2, 1), backend="eager")
+    model = torch.compile(paceline.ddp(job, net), backend="eager")
+    parallel.set_sync(model, False)
+    synced = model._orig_mod.require_backward_grad_sync
+    parallel.zero_backward(model)
+    parallel.refuse_unused(job, model)
+    return [
+        parallel.is_ddp(model),
+        parallel.unwrap(model) is net,
+        synced,
+        net.weight.grad is not None,
+        parallel.is_ddp(plain),
+        parallel.unwrap(plain) is plain._orig_mod,
+    ]
+
+
+def test_a_compiled_wrapper_is_looked_through() -> None:
+    assert run_ranks(_compiled, nproc=2) == [[True, True, False, True, False, True]] * 2
+
+
+def _different(job: Job, what: str) -> None:
+    wide = what == "shape" and job.rank == 1
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 if wide else 2))
+    if what == "fewer" and job.rank == 1:
+        del net[1]
+    if what == "frozen" and job.rank == 1:
+        net[0].bias.requires_grad_(False)
+    paceline.ddp(job, net, find_unused=what == "option" and job.rank == 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "texts"),
+    [
+        ("shape", ["1.weight: [2, 2]", "1.weight: [3, 2]"]),
+        ("fewer", ["1.weight: [2, 2]", "nothing more"]),
+        ("frozen", ["0.bias: [2]", "frozen"]),
+        ("option", ["find_unused=False", "find_unused=True"]),
+    ],
+)
+def test_ranks_that_wrap_different_models_are_told_where(what: str, texts: list[str]) -> None:
+    for outcome in run_failing_ranks(_different, what, nproc=2):
+        assert isinstance(outcome.error, RankDisagreement)
+        assert all(text in str(outcome.error) for text in texts), outcome.error
+        assert len(outcome.error.values) == 2
+
+
+def _torchs_batchnorm(job: Job) -> None:
+    paceline.ddp(job, nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+
+
+def test_torchs_batchnorm_on_cpu_is_refused_with_the_cure() -> None:
+    for outcome in run_failing_ranks(_torchs_batchnorm, nproc=2):
+        assert isinstance(outcome.error, ConfigError)
+        assert "paceline.sync_batchnorm" in str(outcome.error)

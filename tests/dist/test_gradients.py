@@ -1,0 +1,132 @@
+"""P2, N processes give the gradient of one: to rounding, for any cut of the data over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.errors import CountError
+from paceline.testing import run_ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    samples: int
+    global_batch: int
+    micro_batch: int
+    count: str
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    global_batch = draw(st.integers(1, 13))
+    return Case(
+        samples=draw(st.integers(1, 30)),
+        global_batch=global_batch,
+        micro_batch=draw(st.integers(1, global_batch)),
+        count=draw(st.sampled_from(["samples", "tokens"])),
+    )
+
+
+class Recording(torch.optim.SGD):
+    """Keeps the gradient of every step in place of taking it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.seen: list[torch.Tensor] = []
+
+    def step(self, closure: Any = None) -> None:
+        flat = [p.grad.reshape(-1) for group in self.param_groups for p in group["params"]]
+        self.seen.append(torch.cat(flat).clone())
+        super().step(closure)
+
+
+def _gradients(job: Any, todo: list[Case], dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    results = []
+    for case in todo:
+        generator = torch.Generator().manual_seed(case.samples)
+        x = torch.randn(case.samples, 4, generator=generator, dtype=dtype)
+        y = torch.randint(0, 3, (case.samples,), generator=generator)
+        mask = torch.randint(0, 3, (case.samples,), generator=generator)
+        mask[0] = 1
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+        model = paceline.ddp(job, model)
+        optimizer = Recording(model.parameters())
+        batches = paceline.Batches(
+            job,
+            TensorDataset(x, y, mask),
+            global_batch=case.global_batch,
+            micro_batch=case.micro_batch,
+        )
+        training = paceline.Training(job, model, optimizer, batches, count=case.count)
+        try:
+            for step in training.steps(epochs=2):
+                for inputs, targets, weights in step:
+                    losses = F.cross_entropy(model(inputs), targets, reduction="none")
+                    if case.count == "samples":
+                        step.backward(losses.sum(), count=len(targets))
+                    else:  # each sample has 0, 1 or 2 tokens
+                        step.backward((losses * weights).sum(), count=int(weights.sum()))
+                step.update()
+        except CountError:
+            optimizer.seen.append(torch.full((1,), -1.0, dtype=dtype))
+        results.append(optimizer.seen)
+        batches.close()
+    return results
+
+
+
+
+def _worst(got: list[list[torch.Tensor]], want: list[list[torch.Tensor]]) -> float:
+    worst = 0.0
+    for ours, reference in zip(got, want, strict=True):
+        assert len(ours) == len(reference)
+        for g, r in zip(ours, reference, strict=True):
+            assert g.shape == r.shape
+            worst = max(worst, float((g - r).norm() / r.norm().clamp(min=1e-30)))
+    return worst
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(cases(), min_size=6, max_size=6))
+def test_gradients_of_n_ranks_are_those_of_one_in_float64(todo: list[Case]) -> None:
+    want = run_ranks(_gradients, todo, torch.float64, nproc=1)[0]
+    for nproc in (2, 3, 4):
+        for got in run_ranks(_gradients, todo, torch.float64, nproc=nproc):
+            # Rounding alone: sums of at most 13 terms in another order.
+            assert _worst(got, want) <= 1e-12
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 4])
+def test_gradients_of_n_ranks_are_those_of_one_in_float32(nproc: int) -> None:
+    todo = [
+        Case(37, 10, 3, "samples"),
+        Case(37, 10, 10, "tokens"),
+        Case(2, 8, 8, "samples"),
+        Case(29, 13, 1, "samples"),
+    ]
+    want = run_ranks(_gradients, todo, torch.float32, nproc=1)[0]
+    for got in run_ranks(_gradients, todo, torch.float32, nproc=nproc):
+        # Two steps' rounding in float32, and the second step starts from weights that differ by it.
+        assert _worst(got, want) <= 1e-6
+
+
+def _all_micro_batches_equal(job: Any) -> list[float]:
+    """With one rank: the gradient must not depend on the micro-batch either."""
+    todo = [Case(23, 7, micro, "samples") for micro in range(1, 8)]
+    runs = _gradients(job, todo, torch.float64)
+    return [_worst([run], [runs[0]]) for run in runs]
+
+
+def test_the_micro_batch_changes_nothing() -> None:
+    assert max(run_ranks(_all_micro_batches_equal, nproc=1)[0]) <= 1e-12

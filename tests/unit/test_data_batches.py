@@ -1,0 +1,549 @@
+"""`Batches` on one process: samples, randomness, loading, errors."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+import paceline
+from paceline import rng
+from paceline.data.batches import Batches, evaluation_batches
+from paceline.data.plan import Permutation, Position
+from paceline.errors import ConfigError, DataError, SampleError, StepError
+from paceline.job import Job
+
+
+@pytest.fixture(autouse=True)
+def _queues_end() -> Iterator[None]:
+    """The threads of queues to workers that have ended end by themselves, a little later."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(10)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with paceline.join(seed=7) as job:
+        yield job
+
+
+START = Position(7)
+
+
+class Augmented:
+    """Draws from all three global generators."""
+
+    def __init__(self, size: int = 13) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= self.size:
+            raise IndexError(index)
+        drawn = [torch.rand(()).item(), np.random.rand(), np.random.randn(), random.random()]
+        return index, torch.tensor(drawn, dtype=torch.float64)
+
+
+class Asking:
+    """Asks for a generator, and leaves the global ones alone."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int, generator: torch.Generator | None = None) -> Any:
+        return index, torch.rand(2, generator=generator)
+
+
+def _everything(batches: Batches, position: Position = START, *, epochs: int = 2) -> list:
+    """All that a loop can see, as plain values."""
+    seen = []
+    for step in batches.iterate(position, epochs=epochs):
+        micros = [(_plain(m.batch), m.count, m.offset, m.is_last, m.is_ghost) for m in step]
+        assert len(micros) == step.num_micro_batches
+        where = (step.epoch, step.offset, step.num_samples, step.ends_epoch, step.next_position)
+        seen.append((where, micros))
+    return seen
+
+
+def _plain(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    if isinstance(batch, list | tuple):
+        return [_plain(part) for part in batch]
+    return batch
+
+
+def _samples(seen: list) -> list:
+    """The samples of each step, micro-batches undone: rows of (id, what was drawn)."""
+    return [[row for batch, *_ in micros for row in zip(*batch, strict=True)] for _, micros in seen]
+
+
+@pytest.mark.parametrize(
+    "dataset", [Augmented(), Asking(), TensorDataset(torch.arange(13), torch.arange(13) * 2)]
+)
+def test_samples_and_their_randomness_are_the_same_for_any_workers_and_micro_batches(
+    job: Job, dataset: Any
+) -> None:
+    first = _everything(Batches(job, dataset, global_batch=5))
+    reference = _samples(first)
+    assert [len(step) for step in reference] == [5, 5, 3] * 2
+    ids = [row[0] for step in reference[:3] for row in step]
+    assert ids == Permutation(13, 7, rng.SHUFFLE, 0)(np.arange(13)).tolist()
+    assert [row for step in reference[:3] for row in step] != [
+        row for step in reference[3:] for row in step
+    ]
+    for workers in (0, 1, 2):
+        for micro_batch in (1, 2, 5):
+            batches = Batches(
+                job, dataset, global_batch=5, micro_batch=micro_batch, workers=workers
+            )
+            assert _samples(_everything(batches)) == reference
+            batches.close()
+
+
+def test_a_step_says_where_it_is(job: Job) -> None:
+    seen = _everything(Batches(job, Augmented(7), global_batch=4, micro_batch=3), epochs=1)
+    assert [where for where, _ in seen] == [
+        (0, 0, 4, False, Position(7, 0, 4)),
+        (0, 4, 3, True, Position(7, 1, 0)),
+    ]
+    assert [[micro[1:] for micro in micros] for _, micros in seen] == [
+        [(3, 0, False, False), (1, 3, True, False)],
+        [(3, 4, True, False)],
+    ]
+    batches = Batches(job, Augmented(7), global_batch=4)
+    assert (batches.steps_per_epoch, batches.num_samples, batches.micro_batch) == (2, 7, 4)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_resumed_at_any_position_is_the_rest_of_the_straight_one(
+    job: Job, workers: int
+) -> None:
+    batches = Batches(job, Augmented(), global_batch=5, micro_batch=2, workers=workers)
+    straight = _everything(batches, epochs=3)
+    for number, (where, _) in enumerate(straight[:-1]):
+        assert _everything(batches, where[-1], epochs=3) == straight[number + 1 :]
+    assert _everything(batches, Position(7, 0, 13), epochs=2) == straight[3:6]
+    assert _everything(batches, Position(7, 3, 0), epochs=3) == []
+    batches.close()
+
+
+def test_without_shuffle_samples_come_in_their_own_order(job: Job) -> None:
+    batches = Batches(job, TensorDataset(torch.arange(7)), global_batch=3, shuffle=False)
+    assert [row for step in _samples(_everything(batches, epochs=1)) for row in step] == [
+        (i,) for i in range(7)
+    ]
+
+
+@pytest.mark.parametrize("dataset", [Augmented(), Asking()])
+def test_loading_leaves_the_generators_of_the_training_alone(job: Job, dataset: Any) -> None:
+    for workers in (0, 1):
+        torch.manual_seed(1)
+        np.random.seed(2)
+        random.seed(3)
+        np.random.randn()  # leaves a second normal number waiting in the state
+        before = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+        batches = Batches(job, dataset, global_batch=5, workers=workers)
+        _everything(batches)
+        batches.close()
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert repr(np.random.get_state(legacy=False)) == repr(before[1])
+        assert random.getstate() == before[2]
+
+
+def test_generators_are_left_alone_also_when_a_sample_fails(job: Job) -> None:
+    before = random.getstate()
+    with pytest.raises(SampleError):
+        _everything(Batches(job, Failing(), global_batch=5))
+    assert random.getstate() == before
+
+
+class Recording(Augmented):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.calls.append(list(indices))
+        return [(index, torch.zeros(1)) for index in indices]
+
+
+def test_randomness_off_uses_getitems_and_seeds_nothing(job: Job) -> None:
+    dataset = Recording()
+    batches = Batches(job, dataset, global_batch=5, sample_randomness=False)
+    ids = [[row[0] for row in step] for step in _samples(_everything(batches, epochs=1))]
+    assert dataset.calls == ids
+    torch.manual_seed(1)
+    first = _samples(
+        _everything(Batches(job, Augmented(), global_batch=5, sample_randomness=False))
+    )
+    second = _samples(
+        _everything(Batches(job, Augmented(), global_batch=5, sample_randomness=False))
+    )
+    assert first != second
+
+
+def test_with_randomness_each_sample_is_read_by_itself(job: Job) -> None:
+    dataset = Recording()
+    _everything(Batches(job, dataset, global_batch=5))
+    assert dataset.calls == []
+
+
+def test_set_epoch_is_called_for_the_user_through_subsets(job: Job) -> None:
+    dataset = Recording()
+    _everything(Batches(job, Subset(dataset, range(4)), global_batch=2), epochs=3)
+    assert dataset.epochs == [0, 1, 2]
+
+
+class Epochal:
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __len__(self) -> int:
+        return 5
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.epoch
+
+
+def test_set_epoch_reaches_workers_in_time_though_they_read_ahead(job: Job) -> None:
+    batches = Batches(job, Epochal(), global_batch=2, workers=2)
+    for (epoch, *_), micros in _everything(batches, epochs=3):
+        assert all(set(batch[1]) == {epoch} for batch, *_ in micros)
+    batches.close()
+
+
+def test_a_subset_keeps_what_its_set_offers_and_numbers_samples_itself(job: Job) -> None:
+    data = TensorDataset(torch.arange(10) * 10)
+    part = Subset(Subset(data, [9, 8, 7, 6, 5]), [4, 0, 2])
+    batches = Batches(job, part, global_batch=3, shuffle=False)
+    assert batches._loader._samples.tensors is not None  # type: ignore[union-attr]
+    assert _samples(_everything(batches, epochs=1)) == [[(50,), (90,), (70,)]]
+    asking = Batches(job, Subset(Asking(), [3, 4]), global_batch=2, shuffle=False)
+    whole = Batches(job, Asking(), global_batch=13, shuffle=False)
+    drawn = [row[1] for row in _samples(_everything(asking, epochs=1))[0]]
+    assert drawn == [row[1] for row in _samples(_everything(whole, epochs=1))[0][:2]]
+
+
+class Doubling(TensorDataset):
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(2 * part for part in super().__getitem__(index))
+
+
+def test_a_tensor_dataset_with_its_own_getitem_is_read_through_it(job: Job) -> None:
+    batches = Batches(job, Doubling(torch.arange(4)), global_batch=4, shuffle=False)
+    assert _samples(_everything(batches, epochs=1)) == [[(0,), (2,), (4,), (6,)]]
+
+
+def test_collate_gets_lists_of_samples_and_may_give_anything(job: Job) -> None:
+    data = TensorDataset(torch.arange(5))
+    batches = Batches(job, data, global_batch=3, shuffle=False, collate=lambda rows: [len(rows)])
+    assert [micros[0][0] for _, micros in _everything(batches, epochs=1)] == [[3], [2]]
+
+
+def test_micro_batches_are_read_when_asked_for_and_once(job: Job) -> None:
+    dataset = Recording()
+    batches = Batches(job, dataset, global_batch=6, micro_batch=2, sample_randomness=False)
+    step = next(iter(batches.iterate(Position(0), epochs=1)))
+    assert dataset.calls == []
+    micros = iter(step)
+    next(micros)
+    assert len(dataset.calls) == 1
+    with pytest.raises(StepError, match="read once"):
+        iter(step)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_loop_leaves_unread_does_not_shift_the_next_step(job: Job, workers: int) -> None:
+    batches = Batches(
+        job,
+        TensorDataset(torch.arange(12)),
+        global_batch=6,
+        micro_batch=2,
+        workers=workers,
+        shuffle=False,
+    )
+    firsts = []
+    batches._audited = True  # which would rightly find the unread samples lost
+    for step in batches.iterate(Position(0), epochs=2):
+        for micro in step:
+            firsts.append(micro.batch[0].tolist())
+            break
+    assert firsts == [[0, 1], [6, 7]] * 2
+    batches.close()
+
+
+def test_workers_are_kept_over_epochs_and_over_runs(job: Job) -> None:
+    batches = Batches(job, Pids(), global_batch=2, workers=2)
+    pids = set()
+    for _ in range(2):
+        run = batches.iterate(Position(0), epochs=50)
+        for _, step in zip(range(20), run, strict=False):
+            pids |= {pid for micro in step for pid in micro.batch.tolist()}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    batches.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+class Pids:
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def test_a_run_that_was_started_anew_elsewhere_ends(job: Job) -> None:
+    batches = Batches(job, Pids(), global_batch=2, workers=1)
+    one = batches.iterate(Position(0), epochs=9)
+    next(one)
+    next(batches.iterate(Position(0), epochs=9))
+    with pytest.raises(StepError, match="started again"):
+        next(one)
+    batches.close()
+
+
+def test_leaving_the_job_ends_workers_and_gives_threads_back() -> None:
+    before = torch.get_num_threads()
+    with paceline.join() as job:
+        job.threads_chosen = True
+        batches = Batches(job, Pids(), global_batch=2, workers=2)
+        next(batches.iterate(Position(0), epochs=9))
+        assert torch.get_num_threads() == max(1, paceline.job.usable_cores() - 2)
+    assert torch.get_num_threads() == before
+    with pytest.raises(StepError, match="left"):
+        batches.iterate(Position(0), epochs=1)
+
+
+def test_threads_that_the_user_chose_stay() -> None:
+    with paceline.join() as job:
+        job.threads_chosen = False
+        torch.set_num_threads(2)
+        batches = Batches(job, Pids(), global_batch=2, workers=1)
+        next(batches.iterate(Position(0), epochs=9))
+        assert torch.get_num_threads() == 2
+
+
+# Errors
+
+
+class Failing(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        if index == 4:
+            raise ZeroDivisionError("broken file")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_fails_is_named_with_rank_and_worker(job: Job, workers: int) -> None:
+    batches = Batches(job, Failing(), global_batch=5, micro_batch=2, workers=workers)
+    with pytest.raises(SampleError, match=r"sample 4 .*ZeroDivisionError: broken file") as caught:
+        _everything(batches)
+    error = caught.value
+    assert (error.sample, error.rank) == (4, 0)
+    assert error.worker in ((None,) if workers == 0 else (0, 1))
+    assert isinstance(error.original, ZeroDivisionError)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    if workers:
+        assert f"loader worker {error.worker}" in error.where
+        assert 'raise ZeroDivisionError("broken file")' in error.__notes__[0]
+    batches.close()
+
+
+class Unpicklable(Exception):
+    def __init__(self, lock: Any) -> None:
+        super().__init__("locked")
+        self.lock = lock
+
+
+class FailingOddly(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        raise Unpicklable(threading.Lock())
+
+
+def test_an_error_that_cannot_leave_its_worker_comes_as_text(job: Job) -> None:
+    batches = Batches(job, FailingOddly(), global_batch=5, workers=1)
+    with pytest.raises(SampleError, match="Unpicklable: locked") as caught:
+        _everything(batches)
+    assert caught.value.original is None
+    assert "raise Unpicklable" in caught.value.__notes__[0]
+    batches.close()
+
+
+class Ragged(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_cannot_be_collated_are_named(job: Job, workers: int) -> None:
+    batches = Batches(job, Ragged(), global_batch=3, shuffle=False, workers=workers)
+    with pytest.raises(SampleError, match="samples 0, 1, 2 could not be collated") as caught:
+        _everything(batches)
+    assert caught.value.samples == [0, 1, 2]
+    batches.close()
+
+
+def test_getitems_that_fails_names_its_samples(job: Job) -> None:
+    class Broken(Augmented):
+        def __getitems__(self, indices: list[int]) -> Any:
+            raise OSError("gone")
+
+    batches = Batches(job, Broken(), global_batch=2, shuffle=False, sample_randomness=False)
+    with pytest.raises(SampleError, match=r"samples 0, 1 .*OSError: gone"):
+        _everything(batches)
+
+
+class Dying(Augmented):
+    def __init__(self, how: int) -> None:
+        super().__init__()
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 6:
+            if self.how == 0:
+                os._exit(5)
+            signal.signal(self.how, signal.SIG_DFL) if self.how != signal.SIGKILL else None
+            os.kill(os.getpid(), self.how)
+        return index
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "why"),
+    [
+        (0, "ended with exit code 5", "ended its process"),
+        (signal.SIGKILL, "killed by SIGKILL", "memory ran out"),
+        (signal.SIGBUS, "killed by SIGBUS", "/dev/shm"),
+    ],
+)
+def test_a_worker_that_dies_is_named_with_the_probable_cause(
+    job: Job, how: int, text: str, why: str
+) -> None:
+    batches = Batches(job, Dying(how), global_batch=2, shuffle=False, workers=2)
+    with pytest.raises(DataError, match=text) as caught:
+        _everything(batches)
+    # Places 0 to 7 are steps 0 to 3, dealt to workers in turn.
+    assert (caught.value.worker, caught.value.rank) == (1, 0)
+    assert why in caught.value.why
+    batches.close()
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_and_no_hang(job: Job) -> None:
+    batches = Batches(
+        job, Augmented(), global_batch=2, workers=1, collate=lambda rows: [lambda: rows]
+    )
+    with pytest.raises(DataError, match="cannot be sent"):
+        _everything(batches)
+    batches.close()
+
+
+class Sizeless(Dataset):  # type: ignore[type-arg]
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Augmented(), {"global_batch": 0}),
+        (Augmented(), {"global_batch": -3}),
+        (Augmented(), {"global_batch": 2.0}),
+        (Augmented(), {"global_batch": True}),
+        (Augmented(), {"global_batch": 4, "micro_batch": 5}),
+        (Augmented(), {"global_batch": 4, "micro_batch": 0}),
+        (Augmented(), {"global_batch": 4, "workers": -1}),
+        (Augmented(0), {"global_batch": 4}),
+        (Sizeless(), {"global_batch": 4}),
+        (object(), {"global_batch": 4}),
+        ((i for i in range(4)), {"global_batch": 4}),
+        (Stream(), {"global_batch": 4, "shuffle": True}),
+    ],
+)
+def test_bad_input_is_refused(job: Job, dataset: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Batches(job, dataset, **options)
+
+
+def test_a_position_or_number_of_epochs_out_of_range_is_refused(job: Job) -> None:
+    batches = Batches(job, Augmented(), global_batch=4)
+    with pytest.raises(ConfigError, match="beyond"):
+        batches.iterate(Position(0, 0, 14), epochs=1)
+    with pytest.raises(ConfigError, match="epochs"):
+        batches.iterate(Position(0), epochs=-1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evaluation_reads_each_sample_once_in_fixed_pieces(job: Job, workers: int) -> None:
+    found = list(evaluation_batches(job, Augmented(), micro_batch=5, workers=workers))
+    assert [(one.index, one.count) for one in found] == [(0, 5), (1, 5), (2, 3)]
+    assert [i for one in found for i in one.batch[0].tolist()] == list(range(13))
+    with pytest.raises(ConfigError):
+        next(evaluation_batches(job, Stream(), micro_batch=5))
+
+
+@pytest.mark.parametrize("dataset", [Augmented(), Asking(), Subset(Asking(), [3, 1])])
+def test_what_workers_hold_can_be_sent_where_they_are_spawned(job: Job, dataset: Any) -> None:
+    batches = Batches(job, dataset, global_batch=2, workers=1)
+    work = batches._loader._workers._work  # type: ignore[union-attr]
+    copy = pickle.loads(pickle.dumps(work))
+    ids = torch.tensor([0, 1])
+    copies = copy._samples.read(7, 0, ids), work._samples.read(7, 0, ids)
+    assert _plain(copies[0]) == _plain(copies[1])
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """Else they would hold a dead rank's connections, and its peers would wait for it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, paceline\n"
+        "from paceline.data.plan import Position\n"
+        "class Pids:\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return os.getpid()\n"
+        "job = paceline.join()\n"
+        "batches = paceline.Batches(job, Pids(), global_batch=2, workers=2)\n"
+        "steps = batches.iterate(Position(0), epochs=9)\n"
+        "pids = {pid for _ in range(4) for m in next(steps) for pid in m.batch.tolist()}\n"
+        "print(*pids, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # The pipe closes when all that hold it have ended: the script and its workers.
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, env=environ, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,72 @@
+"""Batches of any structure move to a device; the meta device stands in for one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from paceline.data.device import moved
+
+META = torch.device("meta")
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Any
+    name: str
+
+
+class Moving:
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def to(self, device: torch.device) -> Moving:
+        return Moving(device.type)
+
+
+def _x() -> torch.Tensor:
+    return torch.ones(2)
+
+
+def test_every_known_structure_is_kept_and_its_tensors_are_moved() -> None:
+    assert moved(_x(), META, pin=False).device == META
+    batch = {
+        "list": [_x(), (_x(), 3)],
+        "pair": Pair(_x(), "text"),
+        "record": Record(_x(), "name"),
+        "ordered": OrderedDict(a=_x()),
+        "user": UserDict(a=_x()),
+        "moving": Moving("cpu"),
+        "none": None,
+    }
+    out = moved(batch, META, pin=False)
+    assert list(out) == list(batch)
+    assert out["list"][0].device == out["list"][1][0].device == META
+    assert (type(out["list"]), type(out["list"][1]), out["list"][1][1]) == (list, tuple, 3)
+    assert (type(out["pair"]), out["pair"].x.device, out["pair"].y) == (Pair, META, "text")
+    assert (type(out["record"]), out["record"].x.device) == (Record, META)
+    assert (type(out["ordered"]), out["ordered"]["a"].device) == (OrderedDict, META)
+    assert (type(out["user"]), out["user"]["a"].device) == (UserDict, META)
+    assert out["moving"].device == "meta"
+    assert out["none"] is None
+    # The batch itself may be the dataset's own and stays.
+    assert batch["ordered"]["a"].device.type == "cpu"  # type: ignore[index]
+    assert batch["user"]["a"].device.type == "cpu"  # type: ignore[index]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_tensors_reach_a_cuda_device_through_pinned_memory() -> None:
+    device = torch.device("cuda", 0)
+    out = moved([_x(), {"a": _x()}], device, pin=True)
+    assert out[0].device == out[1]["a"].device == device
+    assert out[1]["a"].tolist() == [1.0, 1.0]

@@ -1,0 +1,52 @@
+"""DDP's front in a job of one process: nothing is wrapped, wrong input is still refused."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import paceline
+from paceline.errors import ConfigError
+from paceline.parallel import ddp as parallel
+
+
+def test_one_process_gets_its_own_module_back() -> None:
+    net = nn.Linear(2, 1)
+    with paceline.join() as job:
+        assert paceline.ddp(job, net) is net
+        assert paceline.ddp(job, net, find_unused=True) is net
+        assert paceline.unwrap(net) is net
+        assert not parallel.is_ddp(net)
+        parallel.set_sync(net, True)
+        parallel.zero_backward(net)
+        parallel.equalize_buffers(job, net)
+        parallel.refuse_unused(job, net)
+        assert parallel.unused_parameters(net) == []
+        assert net.weight.grad is None
+        assert not hasattr(net, "require_backward_grad_sync")
+
+
+def test_wrong_modules_are_named() -> None:
+    with paceline.join(device="cpu") as job:
+        with pytest.raises(ConfigError, match="no trainable parameter"):
+            paceline.ddp(job, nn.Linear(2, 1).requires_grad_(False))
+        with pytest.raises(ConfigError, match="ReLU has no trainable parameter"):
+            paceline.ddp(job, nn.ReLU())
+        with pytest.raises(ConfigError) as raised:
+            paceline.ddp(job, nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1, device="meta")))
+        assert raised.value.parameters == ["1.weight"]
+        assert "is on meta, this rank computes on cpu" in str(raised.value)
+        assert "to_empty" in str(raised.value)
+        with pytest.raises(ConfigError, match="has no shape yet"):
+            paceline.ddp(job, nn.LazyLinear(1))
+
+
+@pytest.mark.parametrize("bucket_mb", [0, -1.0, float("nan")])
+def test_bucket_size_must_be_positive(bucket_mb: float) -> None:
+    with paceline.join() as job, pytest.raises(ConfigError, match="bucket_mb must be more than 0"):
+        paceline.ddp(job, nn.Linear(1, 1), bucket_mb=bucket_mb)
+
+
+def test_find_unused_has_no_effect_with_a_static_graph() -> None:
+    with paceline.join() as job, pytest.raises(ConfigError, match="no effect with static_graph"):
+        paceline.ddp(job, nn.Linear(1, 1), find_unused=True, static_graph=True)

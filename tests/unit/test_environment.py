@@ -1,0 +1,161 @@
+"""Which launcher said what: every set, every mixture, every contradiction."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.environment import Place, expand_nodes, read
+from paceline.errors import LauncherError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-1",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "node[7-8]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "42",
+}
+
+
+def test_nothing_is_one_process() -> None:
+    assert read({"PATH": "/bin"}) == Place(
+        launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1
+    )
+
+
+def test_torchrun() -> None:
+    place = read(TORCHRUN)
+    assert (place.launcher, place.rank, place.world_size) == ("torchrun", 3, 4)
+    assert (place.local_rank, place.local_world_size) == (1, 2)
+    assert place.master == "10.0.0.1:29500"
+    assert not place.one_host
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, HYDRA])
+def test_mpi_on_one_host(environ: dict[str, str]) -> None:
+    place = read(environ)
+    assert (place.launcher, place.rank, place.world_size, place.one_host) == ("mpi", 1, 2, True)
+    assert place.master is None
+    assert place.job_key
+
+
+def test_mpi_on_several_hosts_needs_a_master() -> None:
+    environ = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}
+    with pytest.raises(LauncherError) as caught:
+        read(environ)
+    assert caught.value.variables == ["MASTER_ADDR", "MASTER_PORT"]
+    assert read({**environ, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).master == "a:1"
+
+
+def test_slurm_step_on_two_nodes() -> None:
+    place = read(SLURM)
+    assert (place.launcher, place.rank, place.world_size) == ("slurm", 2, 3)
+    assert (place.local_rank, place.local_world_size) == (0, 1)
+    assert place.master is not None
+    host, port = place.master.split(":")
+    assert host == "node7"
+    assert 29500 <= int(port) <= 29550
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        {"SLURM_JOB_ID": "42", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"},  # salloc
+        {**SLURM, "SLURM_STEP_ID": "4294967290"},  # an interactive step
+        {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # sbatch
+    ],
+)
+def test_a_shell_inside_an_allocation_is_one_process(shell: dict[str, str]) -> None:
+    assert read(shell).world_size == 1
+
+
+def test_the_innermost_complete_set_wins() -> None:
+    assert read({**SLURM, **TORCHRUN}).launcher == "torchrun"
+    assert read({**SLURM, **OPEN_MPI}).launcher == "mpi"
+    assert read({**OPEN_MPI, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_leftovers_of_an_outer_launcher_do_not_spoil_a_complete_set() -> None:
+    assert read({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "3"}).launcher == "slurm"
+    assert read({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "0"}).launcher == "torchrun"
+    # A batch script that exports torchrun's size for its srun: complete is Slurm's set.
+    assert read({**SLURM, "WORLD_SIZE": "3"}).launcher == "slurm"
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_a_partial_set_names_what_is_missing(missing: str) -> None:
+    environ = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(LauncherError) as caught:
+        read(environ)
+    assert caught.value.variables == [missing]
+    assert missing in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", sorted(OPEN_MPI.keys() - {"PMIX_NAMESPACE"}))
+def test_a_partial_mpi_set_names_what_is_missing(missing: str) -> None:
+    environ = {name: value for name, value in OPEN_MPI.items() if name != missing}
+    with pytest.raises(LauncherError) as caught:
+        read(environ)
+    assert caught.value.variables == [missing]
+
+
+def test_ranks_that_cannot_meet() -> None:
+    environ = {**TORCHRUN}
+    del environ["MASTER_PORT"]
+    with pytest.raises(LauncherError) as caught:
+        read(environ)
+    assert caught.value.variables == ["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"RANK": "4"},
+        {"RANK": "-1"},
+        {"WORLD_SIZE": "0"},
+        {"LOCAL_RANK": "2"},
+        {"LOCAL_WORLD_SIZE": "5"},
+        {"RANK": "three"},
+    ],
+)
+def test_values_that_contradict_each_other(wrong: dict[str, str]) -> None:
+    with pytest.raises(LauncherError) as caught:
+        read({**TORCHRUN, **wrong})
+    assert caught.value.variables
+
+
+def test_a_variable_that_contradicts_the_launcher() -> None:
+    with pytest.raises(LauncherError) as caught:
+        read({**SLURM, "WORLD_SIZE": "8"})
+    assert caught.value.variables == ["WORLD_SIZE"]
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("a", ["a"]),
+        ("a,b", ["a", "b"]),
+        ("n[1-3,07],m", ["n1", "n2", "n3", "n07", "m"]),
+        ("n[09-11]-x,z[1]", ["n09-x", "n10-x", "n11-x", "z1"]),
+    ],
+)
+def test_node_lists(text: str, nodes: list[str]) -> None:
+    assert expand_nodes(text) == nodes

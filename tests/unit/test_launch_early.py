@@ -1,0 +1,144 @@
+"""What is known before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.cores import cgroup_quota, usable_cores
+from paceline.errors import ConfigError
+from paceline.launch.early import Early, ScriptError, check_script, scan
+from paceline.launch.options import parser, read
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("train.py --nproc-per-node 9", Early(1, "train.py", False)),
+        ("--nproc-per-node=2 train.py", Early(2, "train.py", False)),
+        ("--nproc_per_node 3 --max-restarts=1 train.py", Early(3, "train.py", False)),
+        ("--standalone --nproc-per-node 2 -m pkg.train", Early(2, "pkg.train", True)),
+        ("--rdzv_endpoint a:1 --nnodes 2 train.py", Early(1, "train.py", False)),
+        ("--nproc-per-node=gpu train.py", None),
+        ("--nproc-per-node=0 train.py", None),
+        ("--nproc 2 train.py", None),
+        ("--no-python train.sh", None),
+        ("--log-dir x train.py", None),
+        ("--help", None),
+        ("", None),
+        ("--nproc-per-node", None),
+    ],
+)
+def test_scan(words: str, found: Early | None) -> None:
+    assert scan(words.split(), {}) == found
+
+
+def test_scan_heeds_the_environment_as_torchrun_does() -> None:
+    assert scan(["train.py"], {"PET_NPROC_PER_NODE": "4"}) == Early(4, "train.py", False)
+    assert scan(["train.py"], {"PET_MODULE": "1"}) == Early(1, "train.py", True)
+    assert scan(["train.py"], {"PET_TEE": "3"}) is None
+
+
+def test_scan_agrees_with_the_installed_torch() -> None:
+    """Each option that torch has must be one that scan knows, with as many values, or leave it unsure."""
+    for action in parser()._actions:
+        for option in action.option_strings:
+            given = [option] if action.nargs == 0 else [option, "2"]
+            found = scan([*given, "train.py"], {})
+            assert found is None or found.script == "train.py", option
+
+
+@pytest.mark.parametrize("content", ["def f(\n", "x = = 1\n", "\0"])
+def test_a_script_that_is_no_python(tmp_path: Path, content: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(content)
+    with pytest.raises(ScriptError) as caught:
+        check_script(str(script), module=False)
+    assert "site-packages" not in str(caught.value)
+
+
+def test_scripts_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no script"):
+        check_script(str(tmp_path / "no.py"), module=False)
+    with pytest.raises(ConfigError, match="is a directory"):
+        check_script(str(tmp_path), module=False)
+    with pytest.raises(ConfigError, match="there is no module"):
+        check_script("no_such_module_at_all", module=True)
+    (tmp_path / "__main__.py").touch()
+    check_script(str(tmp_path), module=False)
+    check_script("json.tool", module=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--nproc-per-node=0 t.py",
+        "--nproc-per-node=some t.py",
+        "--standalone --nnodes=2 t.py",
+        "--nnodes=a t.py",
+        "--nnodes=0 t.py",
+        "--max-restarts=-1 t.py",
+        "--start-method=fork t.py",
+        "--duplicate-stdout-filters=a t.py",
+        "--node-rank=1 t.py",
+        "--redirects=7 t.py",
+        "--no-python no-such-program-anywhere",
+    ],
+)
+def test_options_that_cannot_be(words: str) -> None:
+    with pytest.raises(ConfigError):
+        read(words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        ("t.py", ("127.0.0.1", 0)),
+        ("--standalone t.py", ("127.0.0.1", 0)),
+        ("--master-port=4711 t.py", ("127.0.0.1", 4711)),
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", ("127.0.0.1", 0)),
+        ("--nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=localhost:4711 t.py", None),
+        ("--nnodes=2 --master-addr=10.0.0.1 t.py", None),
+    ],
+)
+def test_one_node_binds_its_own_store(words: str, address: tuple[str, int] | None) -> None:
+    options = read(words.split())
+    assert options.address == address
+    assert options.notes == ()
+
+
+def test_reading_options_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    read(["--nproc-per-node=2", "t.py"])
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_usable_cores_is_a_number_of_cores() -> None:
+    assert 1 <= usable_cores() <= 4096
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_quota_of_version_2_counts_on_each_level(tmp_path: Path) -> None:
+    member, mount = tmp_path / "cgroup", tmp_path / "mount"
+    member.write_text("0::/pod/box\n")
+    assert cgroup_quota(member, mount) is None
+    _write(mount / "pod/box/cpu.max", "max 100000\n")
+    assert cgroup_quota(member, mount) is None
+    _write(mount / "pod/cpu.max", "250000 100000\n")
+    assert cgroup_quota(member, mount) == 2.5
+
+
+def test_quota_of_version_1(tmp_path: Path) -> None:
+    member, mount = tmp_path / "cgroup", tmp_path / "mount"
+    member.write_text("4:cpu,cpuacct:/docker/x\n3:memory:/y\n0::/\n")
+    _write(mount / "cpu,cpuacct/cpu.cfs_quota_us", "-1\n")
+    _write(mount / "cpu,cpuacct/cpu.cfs_period_us", "100000\n")
+    assert cgroup_quota(member, mount) is None
+    _write(mount / "cpu,cpuacct/cpu.cfs_quota_us", "150000\n")
+    assert cgroup_quota(member, mount) == 1.5

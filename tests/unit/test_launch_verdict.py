@@ -1,0 +1,135 @@
+"""Who failed first, from facts alone."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from paceline.launch.report import Shape, render_failure, render_restart
+from paceline.launch.verdict import Error, Fact, judge, name_ranks, ranges
+
+SHAPE = Shape(world_size=4, restarts=0, max_restarts=3)
+
+
+def error(kind: str = "ValueError", message: str = "bad", module: str = "__main__") -> Error:
+    return Error(
+        type=kind,
+        kinds=(f"builtins.{kind}", "builtins.Exception"),
+        message=message,
+        traceback=f"Traceback\n{kind}: {message}\n",
+        module=module,
+        place="train.py:7 in main",
+    )
+
+
+def lost_peer(module: str = "torch.distributed.distributed_c10d") -> Error:
+    return error("RuntimeError", "connection closed", module)
+
+
+def fact(rank: int, time: float, *, returncode: int | None = 1, **more: object) -> Fact:
+    return Fact(rank=rank, host="h", pid=rank, time=time, returncode=returncode, **more)  # type: ignore[arg-type]
+
+
+def test_nobody_failed() -> None:
+    stopped = fact(1, 2.0, returncode=-15, stopped=True)
+    assert judge([fact(0, 1.0, returncode=0), stopped, fact(2, 0.0, returncode=None)]) is None
+
+
+def test_the_cause_wins_over_an_earlier_follower() -> None:
+    verdict = judge([fact(0, 1.0, error=lost_peer()), fact(1, 1.4, error=error())])
+    assert verdict is not None
+    assert (verdict.original.rank, verdict.followers, verdict.certain) == (1, (0,), True)
+
+
+@pytest.mark.parametrize("kind", ["torch.distributed.DistError", "paceline.errors.PeerFailed"])
+def test_followers_are_known_by_type(kind: str) -> None:
+    follower = Error(
+        type="X", kinds=("x.X", kind), message="", traceback="", module="__main__", place=""
+    )
+    assert fact(0, 1.0, error=follower).follows
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "follows"),
+    [
+        ("RuntimeError", "torch.autograd.graph", True),
+        ("RuntimeError", "torch.nn.functional", False),
+        ("RuntimeError", "__main__", False),
+        ("ValueError", "torch.distributed.distributed_c10d", False),
+    ],
+)
+def test_followers_are_known_by_where_they_waited(kind: str, module: str, follows: bool) -> None:
+    assert fact(0, 1.0, error=error(kind, "connection closed by peer", module)).follows is follows
+
+
+def test_a_death_by_a_signal_is_a_cause_and_one_that_we_sent_is_none() -> None:
+    verdict = judge(
+        [
+            fact(0, 1.1, error=lost_peer()),
+            fact(1, 1.0, returncode=-signal.SIGKILL),
+            fact(2, 1.5, returncode=-signal.SIGTERM, stopped=True),
+        ]
+    )
+    assert verdict is not None
+    assert (verdict.original.rank, verdict.exit_code, verdict.others) == (1, 137, ())
+
+
+def test_only_followers_make_an_uncertain_verdict() -> None:
+    verdict = judge([fact(0, 1.0, error=lost_peer()), fact(1, 1.1, error=lost_peer())])
+    assert verdict is not None
+    assert not verdict.certain
+    assert "another host" in render_failure(verdict, SHAPE)
+
+
+def test_equal_errors_are_one() -> None:
+    verdict = judge([fact(rank, 1.0 + rank / 10, error=error()) for rank in range(4)])
+    assert verdict is not None
+    text = render_failure(verdict, SHAPE)
+    assert "ranks 0-3 of 4 failed: ValueError: bad" in text
+    assert text.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("returncode", "code"), [(3, 3), (-9, 137), (-11, 139), (1, 1), (None, 1), (-15, 1)]
+)
+def test_the_exit_code_is_the_first_failures(returncode: int | None, code: int) -> None:
+    # One that told of an error counts as failed by it, also where it was stopped before it had ended.
+    told = error() if returncode in (None, -15) else None
+    verdict = judge([fact(0, 1.0, returncode=returncode, error=told)])
+    assert verdict is not None
+    assert verdict.exit_code == code
+
+
+def test_the_report_has_the_traceback_first_and_once() -> None:
+    verdict = judge(
+        [
+            fact(0, 2.0, error=lost_peer()),
+            fact(1, 1.0, error=error()),
+            fact(2, 3.0, error=error("KeyError", "'x'")),
+            fact(3, 2.0, error=lost_peer()),
+        ]
+    )
+    assert verdict is not None
+    assert render_failure(verdict, SHAPE).splitlines() == [
+        "[1] Traceback",
+        "[1] ValueError: bad",
+        "paceline: rank 1 of 4 failed: ValueError: bad",
+        "  where: rank 1, host h, pid 1, exit code 1, train.py:7 in main",
+        "  ranks 0,3 only followed: they lost their peer.",
+        "  rank 2 failed later: KeyError: 'x'.",
+    ]
+
+
+def test_a_restart_is_one_line() -> None:
+    verdict = judge([fact(2, 1.0, returncode=-9)])
+    assert verdict is not None
+    assert render_restart(verdict, SHAPE) == (
+        "paceline: rank 2 failed: killed by SIGKILL (host h, pid 2); restart 1 of 3 begins\n"
+    )
+
+
+def test_ranges() -> None:
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert name_ranks([4]) == "rank 4"
+    assert name_ranks([0, 2]) == "ranks 0,2"

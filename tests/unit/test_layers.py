@@ -1,0 +1,136 @@
+"""The house: imports run downward only, files and functions stay small, public names say who must call."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+SOURCE = Path(paceline.__file__).parent
+
+# From the ground up. A file may import from lines above its own; the rooms of floor 2 do not know each
+# other, and neither do those of floor 4, but for the command line, which starts everything.
+FLOOR_0 = ["errors", "log"]
+FLOOR_1 = [
+    "cores",
+    "rng",
+    "environment",
+    "peers",
+    "hooks",
+    "meeting",
+    "job",
+    "collectives",
+    "mesh",
+    "shm",
+]
+FLOOR_2 = ["data", "step", "parallel", "checkpoint", "watch", "clock"]
+FLOOR_3 = [
+    "report",
+    "merge",
+    "evaluation",
+    "tracks",
+    "steps",
+    "training",
+    "trainer",
+    "verify",
+    "spawning",
+    "testing",
+]
+FLOOR_4 = ["launch", "cli", "__main__"]
+ORDER = FLOOR_0 + FLOOR_1 + FLOOR_2 + FLOOR_3 + FLOOR_4
+
+# Imports inside functions: optional dependencies, and what keeps `paceline --help` free of torch.
+MAY_DEFER = {
+    "__init__.py": "names are resolved when first used",
+    "report/report.py": "tensorboard is optional",
+    "cli/main.py": "`paceline --help` without torch",
+    "cli/run.py": "`paceline --help` without torch",
+    "launch/__init__.py": "`paceline --help` without torch",
+    "launch/worker.py": "torch is imported while the launcher does",
+}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+
+
+def _room(name: str) -> str:
+    return name.split("/")[0].removesuffix(".py")
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    rooms = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            parts = node.module.split(".")
+            if parts[0] == "paceline":
+                names = [alias.name for alias in node.names]
+                rooms |= {parts[1]} if len(parts) > 1 else set(names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                if parts[0] == "paceline" and len(parts) > 1:
+                    rooms.add(parts[1])
+    return {room for room in rooms if room in ORDER}
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+@pytest.mark.parametrize("name", [f for f in FILES if f != "__init__.py"])
+def test_imports_run_downward_only(name: str) -> None:
+    room = _room(name)
+    assert room in ORDER, f"{name} is in no room of the order above"
+    tree = ast.parse((SOURCE / name).read_text())
+    if room == "steps":
+        # A step names the training it belongs to in annotations alone.
+        tree.body = [node for node in tree.body if not _is_type_checking(node)]
+    for other in _imports(tree) - {room}:
+        assert ORDER.index(other) < ORDER.index(room), f"{name} imports {other} from above"
+        assert not (room in FLOOR_2 and other in FLOOR_2), f"{name} imports its neighbour {other}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_import_hides_in_a_function(name: str) -> None:
+    if name in MAY_DEFER:
+        return
+    tree = ast.parse((SOURCE / name).read_text())
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in ast.walk(function):
+                assert not isinstance(node, ast.Import | ast.ImportFrom), (
+                    f"{name}:{node.lineno} imports inside {function.name}"
+                )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_and_functions_stay_small(name: str) -> None:
+    text = (SOURCE / name).read_text()
+    assert text.count("\n") <= MAX_FILE_LINES, f"{name} has {text.count(chr(10))} lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{name}:{node.lineno} {node.name}: {lines} lines"
+
+
+@pytest.mark.parametrize("name", paceline.__all__)
+def test_public_names_say_who_must_call_them(name: str) -> None:
+    thing = getattr(paceline, name)
+    if isinstance(thing, str):
+        return
+    assert thing.__doc__, f"{name} has no docstring"
+    assert "Collective:" in thing.__doc__, f"{name} does not say who must call it"
+    for method_name, method in vars(thing).items() if isinstance(thing, type) else []:
+        if not method_name.startswith("_") and callable(method):
+            said = (method.__doc__ or "") + thing.__doc__
+            assert "Collective:" in said, f"{name}.{method_name} does not say who must call it"
+
+
+def test_public_names_are_sorted_and_resolve() -> None:
+    assert paceline.__all__ == sorted(paceline.__all__)
+    for name in paceline.__all__:
+        assert getattr(paceline, name) is not None

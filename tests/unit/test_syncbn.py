@@ -1,0 +1,107 @@
+"""Conversion and inspection of BatchNorm layers in one process."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.errors import ConfigError, StepError
+from paceline.job import Job
+from paceline.parallel import syncbn
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+        self.head = nn.BatchNorm1d(2)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input * 2)
+
+
+def test_converts_in_place_and_keeps_the_state() -> None:
+    net = Net()
+    before = net.state_dict()
+    with paceline.join() as job:
+        assert syncbn.sync_batchnorm(job, net) is net
+        assert [type(m) for m in syncbn.layers(net)] == [syncbn.SyncBatchNorm] * 2
+        assert net.state_dict().keys() == before.keys()
+        assert syncbn.layers(net)[0].running_mean is net.stem[1].running_mean
+        with pytest.raises(ValueError, match="expected 4D input"):
+            net.stem[1](torch.ones(3, 2))
+        assert syncbn.plain_batchnorms(net) == []
+        syncbn.sync_batchnorm(job, net)  # again is harmless
+        net.load_state_dict(Net().state_dict())
+    with pytest.raises(StepError, match="has been left"):
+        net.head(torch.randn(3, 2))
+    net.eval()
+    assert torch.equal(net.head(torch.ones(3, 2)), nn.BatchNorm1d(2).eval()(torch.ones(3, 2)))
+
+
+def test_refuses_what_has_no_batchnorm_or_no_shape() -> None:
+    with paceline.join() as job:
+        with pytest.raises(ConfigError, match="no BatchNorm layer"):
+            syncbn.sync_batchnorm(job, nn.Linear(1, 1))
+        with pytest.raises(ConfigError, match="no shape yet"):
+            syncbn.sync_batchnorm(job, nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+def test_a_layer_with_its_own_forward_is_left_and_listed() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2), OwnNorm(2))
+    with paceline.join() as job:
+        syncbn.sync_batchnorm(job, net)
+    assert isinstance(net[1], OwnNorm)
+    assert syncbn.plain_batchnorms(net) == ["1"]
+
+
+def test_frozen_layers_are_no_reason_to_warn() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False))
+    assert syncbn.plain_batchnorms(net) == ["0", "1"]
+    assert syncbn.plain_batchnorms(net.eval()) == ["1"]
+
+
+@pytest.mark.parametrize(("world_size", "times"), [(1, 0), (2, 1)])
+def test_warns_once_and_only_of_several_ranks(
+    world_size: int, times: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paceline.join() as job, caplog.at_level(logging.WARNING, "paceline"):
+        monkeypatch.setattr(job, "world_size", world_size)
+        for _ in range(2):
+            syncbn.warn_plain_batchnorm(job, Net())
+        monkeypatch.setattr(job, "world_size", 1)
+    assert len(caplog.records) == times
+    assert all("stem.1, head" in r.message for r in caplog.records)
+
+
+def test_gradients_by_differences() -> None:
+    torch.manual_seed(0)
+    with paceline.join() as job:
+        layer = syncbn.sync_batchnorm(job, nn.BatchNorm1d(2).double())
+        x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(layer, (x,))
+        _one_rank_is_ghost(job, layer, x)
+
+
+def _one_rank_is_ghost(job: Job, layer: nn.Module, x: torch.Tensor) -> None:
+    syncbn.set_ghost(syncbn.layers(layer), True)
+    with pytest.raises(ConfigError, match="0 value per channel"):
+        layer(x)
+
+
+def test_statistics_of_float32_are_exact_against_the_deviation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 8, 28, 28, generator=generator) * 0.1 + 1e4
+    for layout in (torch.contiguous_format, torch.channels_last):
+        here = x.to(memory_format=layout)
+        mean, var = syncbn._mean_and_var(here, [0, 2, 3], torch.float64)
+        exact_var, exact_mean = torch.var_mean(x.double(), [0, 2, 3], correction=0)
+        # A plain float32 mean is off by 1e-2 of the deviation here.
+        assert ((mean - exact_mean).abs() < 1e-6 * exact_var.sqrt()).all()
+        assert ((var / exact_var - 1).abs() < 1e-6).all()
