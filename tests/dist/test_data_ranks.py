@@ -13,7 +13,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from paceline import log
 from paceline.data import maploader
-from paceline.data.batches import Batches, evaluation_batches
+from paceline.data.batches import Batches
+from paceline.data.evaluation import evaluation_batches
 from paceline.data.plan import Position
 from paceline.errors import AuditError, ConfigError, DataError, RankDisagreement, SampleError
 from paceline.job import Job

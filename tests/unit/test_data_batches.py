@@ -20,7 +20,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import paceline
 from paceline import rng
-from paceline.data.batches import Batches, evaluation_batches
+from paceline.data.batches import Batches
+from paceline.data.evaluation import evaluation_batches
 from paceline.data.plan import Permutation, Position
 from paceline.errors import ConfigError, DataError, SampleError, StepError
 from paceline.job import Job

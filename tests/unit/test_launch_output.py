@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections.abc import Iterator
 
@@ -100,37 +101,22 @@ def test_lines_of_two_ranks_stay_whole(pump: Pump) -> None:
 
 
 def test_a_reader_that_stands_still_holds_up_the_writer(pump: Pump) -> None:
-    blocked_read, blocked_write = os.pipe()
-    theirs, stream = _stream(Console(blocked_write), b"[0] ")
+    read, write = os.pipe()
+    theirs, stream = _stream(Console(write), b"[0] ")
     pump.add(stream)
-    os.set_blocking(theirs, False)
-    written = 0
-    quiet = threading.Event()
-    for _ in range(1000):
-        try:
-            written += os.write(theirs, b"x" * 999 + b"\n")
-        except BlockingIOError:
-            if quiet.wait(0.02) or written > 4 * LINE_BYTES:
-                break
-            if not os.get_blocking(theirs) and len(stream._kept) == 0 and written:
-                break
-    assert written < 4 * LINE_BYTES
-    threading.Thread(target=lambda: os.read(blocked_read, 1), daemon=True).start()
+    line, lines = b"x" * 999 + b"\n", 0
+    while lines < 10_000 and select.select([], [theirs], [], 0.5)[1]:
+        lines += os.write(theirs, line) // len(line)
+    assert 0 < lines * len(line) < LINE_BYTES
     os.close(theirs)
-    reader = Reader()
-    os.dup2(reader.write_fd, blocked_write)  # what is left goes there
-    drain = threading.Thread(target=_drain, args=(blocked_read,), daemon=True)
-    drain.start()
+    shown: list[bytes] = []
+    reader = threading.Thread(target=lambda: shown.extend(iter(lambda: os.read(read, 1 << 16), b"")))
+    reader.start()
     assert pump.finish([stream], stalled_s=10)
-    os.close(blocked_write)
-    drain.join(20)
-    os.close(blocked_read)
-    reader.close()
-
-
-def _drain(fd: int) -> None:
-    while os.read(fd, 1 << 16):
-        continue
+    os.close(write)
+    reader.join(20)
+    os.close(read)
+    assert b"".join(shown) == (b"[0] " + line) * lines
 
 
 def test_a_reader_that_has_gone_does_not_stop_the_ranks(pump: Pump) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from paceline import collectives
 from paceline.data.audit import Audit, used_before
-from paceline.data.evaluation import evaluation_batches
 from paceline.data.kinds import checked_size, is_stream, refuse_sizes
 from paceline.data.maploader import LocalLoader, WorkerLoader
 from paceline.data.plan import Plan, Position
@@ -24,8 +23,6 @@ from paceline.data.streams import StreamLoader
 from paceline.data.workers import Threads
 from paceline.errors import ConfigError
 from paceline.job import Job
-
-__all__ = ["Batches", "evaluation_batches"]
 
 Loader = LocalLoader | WorkerLoader | StreamLoader
 
@@ -98,38 +95,36 @@ class Batches:
             "sample_randomness": sample_randomness,
         }
         collectives.agree(job, "batches", agreed, fix="give all ranks the same data and arguments.")
-        if self.num_samples is None:
-            self._loader: Loader = StreamLoader(
-                job,
-                dataset,
-                StreamPlan(global_batch, self.micro_batch, job.rank, job.world_size),
-                workers=workers,
-                sample_randomness=sample_randomness,
-                collate=collate,
-            )
-        else:
-            samples = Samples(
-                dataset,
-                collate=collate,
-                sample_randomness=sample_randomness,
-                rank=job.rank,
-                world_size=job.world_size,
-            )
-            self._plan = Plan(
-                self.num_samples,
-                global_batch,
-                self.micro_batch,
-                shuffle is not False,
-                job.rank,
-                job.world_size,
-            )
-            if workers:
-                self._loader = WorkerLoader(job, self._plan, samples, workers)
-            else:
-                self._loader = LocalLoader(job, self._plan, samples)
+        loading = {"collate": collate, "sample_randomness": sample_randomness}
+        self._loader = (
+            self._stream(dataset, workers, **loading)
+            if stream
+            else self._map(dataset, workers, shuffle is not False, **loading)
+        )
         self._threads = Threads(job, workers) if workers else None
         self._closes_on_leave = False
         self._audited = False
+
+    def _map(self, dataset: Any, workers: int, shuffle: bool, **loading: Any) -> Loader:
+        job = self._job
+        assert self.num_samples is not None
+        self._plan = Plan(
+            self.num_samples,
+            self.global_batch,
+            self.micro_batch,
+            shuffle,
+            job.rank,
+            job.world_size,
+        )
+        samples = Samples(dataset, rank=job.rank, world_size=job.world_size, **loading)
+        if workers:
+            return WorkerLoader(job, self._plan, samples, workers)
+        return LocalLoader(job, self._plan, samples)
+
+    def _stream(self, dataset: Any, workers: int, **loading: Any) -> Loader:
+        job = self._job
+        plan = StreamPlan(self.global_batch, self.micro_batch, job.rank, job.world_size)
+        return StreamLoader(job, dataset, plan, workers=workers, **loading)
 
     @property
     def steps_per_epoch(self) -> int | None:

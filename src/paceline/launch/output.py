@@ -119,6 +119,7 @@ class Stream:
     # Its rank has ended: what cannot be read at once will never come.
     closing: bool = field(default=False, init=False)
     ended: bool = field(default=False, init=False)
+    closed: bool = field(default=False, init=False)
 
     def feed(self, data: bytes) -> None:
         """Take what the rank wrote. Collective: none."""
@@ -275,9 +276,7 @@ class Pump:
                 stream.closing = True
 
         self._post(close)
-        return self._wait_moving(
-            lambda: not any(stream in self._streams for stream in streams), stalled_s
-        )
+        return self._wait_moving(lambda: all(stream.closed for stream in streams), stalled_s)
 
     def call(self, task: Callable[[], None], *, stalled_s: float) -> bool:
         """Have the thread do `task`, and wait as long as any output moves meanwhile.
@@ -390,9 +389,10 @@ class Pump:
             self._leave(stream.fd)
 
     def _close(self, stream: Stream) -> None:
-        self._streams.remove(stream)
         self._leave(stream.fd)
         stream.settle(end=True)
         os.close(stream.fd)
         for file in stream.files:
             file.close()
+        self._streams.remove(stream)
+        stream.closed = True

@@ -99,8 +99,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Collective: none.
     """
-    wrapped = isinstance(model, DistributedDataParallel)
-    inner = model.module if wrapped else model._modules.get("_orig_mod")
+    name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
+    inner = model._modules.get(name)
     return model if inner is None else unwrap(inner)
 
 
