@@ -47,7 +47,8 @@ def make_data(steps: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     size = BATCH * steps
     return TensorDataset(
-        torch.randn(size, 32, generator=generator), torch.randint(0, 8, (size,), generator=generator)
+        torch.randn(size, 32, generator=generator),
+        torch.randint(0, 8, (size,), generator=generator),
     )
 
 
@@ -64,7 +65,9 @@ def order_of(job: Any, data: TensorDataset) -> torch.Tensor:
     return torch.cat([m.batch[0] for step in steps for m in step])
 
 
-def by_hand(data: TensorDataset, order: torch.Tensor, wrap: Callable[[nn.Module], nn.Module]) -> Side:
+def by_hand(
+    data: TensorDataset, order: torch.Tensor, wrap: Callable[[nn.Module], nn.Module]
+) -> Side:
     x_all, y_all = data.tensors
 
     def run(steps: int) -> tuple[list[float], nn.Module]:
@@ -236,7 +239,10 @@ def rows_of(medians: dict[str, list[float]]) -> list[dict[str, Any]]:
                 "side": name,
                 "step_us": statistics.median(values),
                 "over_us": statistics.median(differences),
-                "over_us_spread": [differences[len(differences) // 4], differences[-len(differences) // 4]],
+                "over_us_spread": [
+                    differences[len(differences) // 4],
+                    differences[-len(differences) // 4],
+                ],
                 "ratio": statistics.median(ratios),
                 "ratio_spread": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]],
             }

@@ -57,7 +57,17 @@ def _listening() -> set[str]:
 def _shared_memory() -> set[str]:
     if not SHM.exists():
         return set()
-    return {path.name for path in SHM.iterdir() if path.name.startswith(_OURS)}
+    return {
+        path.name
+        for path in SHM.iterdir()
+        if path.name.startswith(_OURS) and not _in_use(path.name)
+    }
+
+
+def _in_use(name: str) -> bool:
+    """Whether a file of torch's names a process that lives, and is another's."""
+    pids = [part for part in name.split("_") if part.isdigit()]
+    return bool(pids) and int(pids[0]) != os.getpid() and Path(f"/proc/{pids[0]}").exists()
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +78,10 @@ def _leaves_nothing() -> Iterator[None]:
     yield
     gc.collect()  # sockets of stores close with their objects
     left = {
-        "environment": {k for k in environ.keys() | os.environ.keys() if environ.get(k) != os.environ.get(k)}
-        - {"PYTEST_CURRENT_TEST"},
+        "environment": {
+            k for k in environ.keys() | os.environ.keys() if environ.get(k) != os.environ.get(k)
+        }
+        - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"},  # set by torch's compiler on import
         "threads": {t.name for t in threading.enumerate() if t not in threads and t.is_alive()},
         "processes": _children() - children,
         "ports": _listening() - ports,

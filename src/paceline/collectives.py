@@ -55,7 +55,7 @@ def sum_numbers(job: Job, numbers: Sequence[float]) -> list[float]:
 
     Collective: all ranks, same order as the job's other collectives.
     """
-    return sum_tensor(job, torch.tensor(numbers, dtype=torch.float64)).tolist()  # type: ignore[no-any-return]
+    return sum_tensor(job, torch.tensor(numbers, dtype=torch.float64)).tolist()
 
 
 def sum_tensor(job: Job, tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline import collectives
-from paceline.data.evaluation import evaluation_batches
+from paceline.data.evaluation import EvaluationBatch, evaluation_batches
 from paceline.data.samples import Collate
 from paceline.errors import EvaluationError, place
 from paceline.job import Job
@@ -98,22 +98,11 @@ def evaluate(
     asked = metrics or {}
     own = {name: _fresh(m, job.device) for name, m in asked.items() if m != "rows"}
     kept: dict[str, list[torch.Tensor]] = {name: [] for name in asked if name not in own}
-    batches: list[tuple[int, int]] = []
-    sums: list[dict[str, Any]] = []
-    inner = parallel.unwrap(model)
     share = evaluation_batches(
         job, dataset, micro_batch=micro_batch, workers=workers, collate=collate
     )
-    with _evaluating(inner):
-        for each in share:
-            results = dict(score(inner, each.batch))
-            for name, metric in own.items():
-                metric.update(*_arguments(name, results.pop(name, None)))
-            for name, rows in kept.items():
-                rows.append(_rows(name, results.pop(name, None), each.count))
-            batches.append((each.index, each.count))
-            sums.append(results)
-    everyone = collectives.gather(job, {"batches": batches, "sums": _to_host(sums)})
+    mine = _run(parallel.unwrap(model), share, score, own, kept)
+    everyone = collectives.gather(job, mine)
     values: dict[str, Any] = _add_up(job, everyone, len(dataset), micro_batch)
     num_updates = [len(entry["batches"]) for entry in everyone]
     for name, metric in own.items():
@@ -121,6 +110,28 @@ def evaluate(
     for name, rows in kept.items():
         values[name] = concatenate_ranks(job, torch.cat(rows) if rows else None)
     return Evaluation(len(dataset), values)
+
+
+def _run(
+    model: torch.nn.Module,
+    share: Iterator[EvaluationBatch],
+    score: Score,
+    metrics: Mapping[str, Any],
+    kept: dict[str, list[torch.Tensor]],
+) -> dict[str, Any]:
+    """Score this rank's batches: which they were, and the sums of each; fills metrics and rows."""
+    batches: list[tuple[int, int]] = []
+    sums: list[dict[str, Any]] = []
+    with _evaluating(model):
+        for each in share:
+            results = dict(score(model, each.batch))
+            for name, metric in metrics.items():
+                metric.update(*_arguments(name, results.pop(name, None)))
+            for name, rows in kept.items():
+                rows.append(_rows(name, results.pop(name, None), each.count))
+            batches.append((each.index, each.count))
+            sums.append(results)
+    return {"batches": batches, "sums": _to_host(sums)}
 
 
 @contextmanager
@@ -142,8 +153,13 @@ def _fresh(metric: Any, device: torch.device) -> Any:
     copy.reset()
     copy.to(device)
     for part in copy.values() if hasattr(copy, "values") else [copy]:
-        part.sync_on_compute = False
+        part.distributed_available_fn = _never
     return copy
+
+
+def _never() -> bool:
+    """What a metric is told when it asks whether to synchronise by itself: we merge its states."""
+    return False
 
 
 def _arguments(name: str, value: Any) -> tuple[Any, ...]:

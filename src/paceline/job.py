@@ -41,6 +41,8 @@ class Job:
         store: the job's key-value store, None in a job of one process.
         threads_chosen: whether the number of threads was chosen for this rank rather than set by the
             user.
+
+    Collective: as the methods say.
     """
 
     def __init__(
@@ -163,8 +165,15 @@ class Job:
         Collective: all ranks, if one of them does; nothing where no loop was left early.
         """
         step, self.left_loop_after = self.left_loop_after, None
-        if step is not None and self.peers is not None:
+        if step is None:
+            return
+        if self.peers is not None:
             self.peers.leave_loop(step, timeout_s=self.timeout_s)
+        log.logger.warning(
+            "the training loop was left in step %d by `break` or an exception: what was not saved or "
+            "logged by then is not; `step.stop()` ends it whole.",
+            step,
+        )
 
     def refuse_if_left(self) -> None:
         """Raise where something of this job is used after its end. Collective: none."""
@@ -287,16 +296,16 @@ def choose_device(asked: str | torch.device | None, where: environment.Place) ->
     count = module.device_count() if module.is_available() else 0
     if count == 0:
         raise ConfigError(f"device {device.type!r} asked for, none is visible to this process.")
-    if device.index is None:
-        # A scheduler may show each rank its own device alone, which is then number 0.
-        device = torch.device(device.type, where.local_rank if count > 1 else 0)
-    if device.index >= count:
+    # A scheduler may show each rank its own device alone, which is then number 0.
+    own = where.local_rank if count > 1 else 0
+    index = own if device.index is None else device.index  # torch's stubs: never None
+    if index >= count:
         raise ConfigError(
             f"{where.local_world_size} ranks on this host, {count} {device.type} devices.",
             where=f"local rank {where.local_rank}",
             fix=f"start at most {count} ranks here, or pass device='cpu'.",
         )
-    return device
+    return torch.device(device.type, index)
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:

@@ -64,7 +64,7 @@ def merge_metric(job: Job, metric: Any, num_updates: list[int]) -> Any:
         parts = collectives.gather_tensor(job, state.detach().cpu())
         stacked = torch.stack([parts[rank] for rank in busy]).to(metric.device)
         if reduction is None:
-            merged = stacked if len(busy) > 1 else state_of(stacked)
+            merged = stacked if len(busy) > 1 else stacked[0]
         elif getattr(reduction, "__name__", "") == "dim_zero_mean":
             raise EvaluationError(
                 f"{type(metric).__name__} takes the mean of its state {name!r} over ranks, which is wrong "
@@ -77,11 +77,6 @@ def merge_metric(job: Job, metric: Any, num_updates: list[int]) -> Any:
     metric._update_count = sum(num_updates)
     metric._computed = None
     return metric.compute()
-
-
-def state_of(stacked: torch.Tensor) -> torch.Tensor:
-    """The one state in a stack of one. Collective: none."""
-    return stacked[0]
 
 
 def _as_rows(state: torch.Tensor) -> torch.Tensor:

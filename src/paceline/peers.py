@@ -35,8 +35,9 @@ class Peers:
         self._left: int | None = None
         self._stop = threading.Event()
         # The main thread may sit in a blocking call of the store, which holds its client's lock.
+        own_client: dist.Store = store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
         self._thread = threading.Thread(
-            target=self._answer, args=(store.clone(),), name="paceline-peers", daemon=True
+            target=self._answer, args=(own_client,), name="paceline-peers", daemon=True
         )
         self._thread.start()
 

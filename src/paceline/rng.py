@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 SHUFFLE = 1
 SAMPLE = 2
@@ -54,3 +55,13 @@ def keys(stem: int, last: npt.NDArray[Any]) -> UInt64Array:
     """
     offset = np.uint64((stem + _GOLDEN) & _MASK)
     return finish_array(last.astype(np.int64).view(np.uint64) + offset)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator of torch that dropout draws from on this device. Collective: none."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    module.init()
+    generator: torch.Generator = module.default_generators[device.index]
+    return generator

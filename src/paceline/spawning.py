@@ -32,7 +32,13 @@ from paceline.job import join
 _GRACE_S = 5.0
 # Imported once, by the fork server. torch imports its compiler when the first optimizer or DDP object is
 # made, which alone takes a second.
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "paceline.spawning", "paceline.trainer"]
+_PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "paceline.spawning",
+    "paceline.trainer",
+]
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, NonFinite, place
 from paceline.job import Job
 from paceline.parallel import ddp as parallel
 
@@ -87,3 +87,21 @@ def make_tracks(
         track.refresh()
         tracks[optimizer] = track
     return tracks
+
+
+def refuse_non_finite_weights(job: Job, models: list[torch.nn.Module], step: int) -> None:
+    """Raise NonFinite where a weight is NaN or infinite, before it is saved as that of `step`.
+
+    Collective: none; weights are equal on all ranks.
+    """
+    for model in models:
+        for name, p in parallel.unwrap(model).named_parameters():
+            if not bool(torch.isfinite(p).all()):
+                raise NonFinite(
+                    f"{name} holds NaN or infinity; step {step} was not saved.",
+                    where=place(job.rank, job.world_size, step=step),
+                    fix="resume from the checkpoint before, with a lower learning rate.",
+                    quantity="parameter",
+                    parameters=[name],
+                    step=step,
+                )

@@ -194,8 +194,7 @@ class Trainer:
     def _prepare(
         self, job: Job, batches: Batches, folder: str | Path | None, resume: str
     ) -> Training:
-        is_built = isinstance(self._model, nn.Module)
-        module: nn.Module = self._model if is_built else self._model()  # type: ignore[assignment, operator]
+        module = self._model if isinstance(self._model, nn.Module) else self._model()
         module = module.to(job.device)
         if job.world_size > 1 and plain_batchnorms(module):
             module = sync_batchnorm(job, module)

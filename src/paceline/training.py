@@ -18,17 +18,23 @@ from paceline import collectives, log
 from paceline.checkpoint.manager import Checkpoints, write_file
 from paceline.data.batches import Batches
 from paceline.data.plan import Position
-from paceline.errors import CheckpointError, ConfigError, NonFinite, StepError, place
+from paceline.errors import CheckpointError, ConfigError, StepError
 from paceline.job import Job
 from paceline.parallel import ddp as parallel
 from paceline.parallel import syncbn
 from paceline.report.report import Report
-from paceline.rng import MICRO_BATCH, key
+from paceline.rng import MICRO_BATCH, default_generator, key
 from paceline.step import clip, weight
 from paceline.step.control import Control, Word
 from paceline.step.precision import Precision
 from paceline.steps import Step
-from paceline.tracks import Schedule, Track, check_models, make_tracks
+from paceline.tracks import (
+    Schedule,
+    Track,
+    check_models,
+    make_tracks,
+    refuse_non_finite_weights,
+)
 
 _STATE_VERSION = 1
 _ENDLESS = 2**40  # epochs
@@ -89,7 +95,7 @@ class Training:
         self.number = 0
         self.first_step = 1
         self.dropout_stem = key(job.seed, MICRO_BATCH)
-        self._generator = _default_generator(job.device)
+        self._generator = default_generator(job.device)
         self._weights: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._kept: dict[str, Any] = {}
         self._checkpoints = checkpoints
@@ -163,7 +169,10 @@ class Training:
             try:
                 yield step
             except GeneratorExit:
-                self._left_by_break(step)
+                # A `break`, or an exception on its way out. Nothing can be raised from here, since
+                # Python drops what a generator raises while it is closed: `job.settle` looks at it.
+                self._open_step = None
+                self.job.left_loop_after = step.number
                 raise
             self._open_step = None
             self._commit(step, planned.next_position, now=step.ends_epoch or step.number >= last)
@@ -328,20 +337,6 @@ class Training:
         ):
             self._save()
 
-    def _left_by_break(self, step: Step) -> None:
-        """Note that this rank left the loop; `job.settle` finds out whether all did.
-
-        Nothing can be raised from here: Python drops what a generator raises while it is closed.
-        """
-        self._open_step = None
-        if not self.job.alive:
-            return  # an exception is on its way out and tore the loop down
-        self.job.left_loop_after = step.number
-        log.once(
-            f"the training loop was left in step {step.number} by `break` or an exception: what was "
-            "not saved or logged by then is not; `step.stop()` ends it whole."
-        )
-
     def _take(self, word: Word) -> None:
         self._stopping = self._stopping or word.stop
         if self.count == "tokens" and word.totals and word.totals[-1].count > 0:
@@ -361,23 +356,10 @@ class Training:
 
     def _save(self) -> None:
         assert self._checkpoints is not None
-        self._refuse_non_finite_weights()
+        refuse_non_finite_weights(self.job, self.models, self.number)
         for model in self.models:
             parallel.equalize_buffers(self.job, model)
         self._checkpoints.save(self.job, self.number, self.state_dict())
-
-    def _refuse_non_finite_weights(self) -> None:
-        for model in self.models:
-            for name, p in parallel.unwrap(model).named_parameters():
-                if not bool(torch.isfinite(p).all()):
-                    raise NonFinite(
-                        f"{name} holds NaN or infinity; step {self.number} was not saved.",
-                        where=place(self.job.rank, self.job.world_size, step=self.number),
-                        fix="resume from the checkpoint before, with a lower learning rate.",
-                        quantity="parameter",
-                        parameters=[name],
-                        step=self.number,
-                    )
 
     def _resume(self) -> None:
         if self._resumed:
@@ -408,13 +390,3 @@ def _check_bounds(epochs: int | None, until: int | None) -> None:
             isinstance(value, bool) or not isinstance(value, int) or value < 1
         ):
             raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    """The generator that dropout draws from on this device."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    module.init()
-    generator: torch.Generator = module.default_generators[device.index]
-    return generator

@@ -92,7 +92,8 @@ def test_without_a_prefix_bytes_pass_as_they_are(pump: Pump) -> None:
 def test_lines_of_two_ranks_stay_whole(pump: Pump) -> None:
     long = LINE_BYTES * 3
     data = {
-        name: b"".join(name * n + b"\n" for n in (1, long, 5, 70_000, long)) for name in (b"a", b"b")
+        name: b"".join(name * n + b"\n" for n in (1, long, 5, 70_000, long))
+        for name in (b"a", b"b")
     }
     shown = _pass(pump, [(b"[0] ", data[b"a"]), (b"[1] ", data[b"b"])])
     for prefix, name in ((b"[0] ", b"a"), (b"[1] ", b"b")):
@@ -110,7 +111,9 @@ def test_a_reader_that_stands_still_holds_up_the_writer(pump: Pump) -> None:
     assert 0 < lines * len(line) < LINE_BYTES
     os.close(theirs)
     shown: list[bytes] = []
-    reader = threading.Thread(target=lambda: shown.extend(iter(lambda: os.read(read, 1 << 16), b"")))
+    reader = threading.Thread(
+        target=lambda: shown.extend(iter(lambda: os.read(read, 1 << 16), b""))
+    )
     reader.start()
     assert pump.finish([stream], stalled_s=10)
     os.close(write)

@@ -46,6 +46,7 @@ ORDER = FLOOR_0 + FLOOR_1 + FLOOR_2 + FLOOR_3 + FLOOR_4
 MAY_DEFER = {
     "__init__.py": "names are resolved when first used",
     "report/report.py": "tensorboard is optional",
+    "report/monitor.py": "nvidia-ml-py is optional",
     "cli/main.py": "`paceline --help` without torch",
     "cli/run.py": "`paceline --help` without torch",
     "launch/__init__.py": "`paceline --help` without torch",
@@ -58,7 +59,7 @@ FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.p
 
 
 def _room(name: str) -> str:
-    return name.split("/")[0].removesuffix(".py")
+    return name.split("/", maxsplit=1)[0].removesuffix(".py")
 
 
 def _imports(tree: ast.AST) -> set[str]:

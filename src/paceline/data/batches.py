@@ -91,7 +91,7 @@ class Batches:
             "samples": self.num_samples,
             "global_batch": global_batch,
             "micro_batch": self.micro_batch,
-            "shuffle": shuffle,
+            "shuffle": shuffle is not False and not stream,
             "sample_randomness": sample_randomness,
         }
         collectives.agree(job, "batches", agreed, fix="give all ranks the same data and arguments.")

@@ -70,7 +70,7 @@ def _read(
     threads = Threads(job, workers)
     try:
         if pool is not None and tasks:
-            threads.lower()
+            threads.lower(say=False)  # once an epoch is too often
             pool.start(tasks)
         for seed, epoch, first, stop in tasks:
             if pool is not None:

@@ -160,8 +160,6 @@ class StreamLoader:
         seen: list[int] = step.seen[:, 0].tolist()
         if self._reader.sharded:
             return sum(seen)
-        if len(set(step.seen[:, 1].tolist())) > 1:
-            log.once(_DIFFERENT)
         if any(n != seen[0] for n in seen):
             raise RankDisagreement(
                 f"the ranks read streams of different length: in the step from sample {offset} of "
@@ -171,6 +169,8 @@ class StreamLoader:
                 fix="have it give the whole stream on every rank, or offer `shard(index, count)`.",
                 values=seen,
             )
+        if len(set(step.seen[:, 1].tolist())) > 1:
+            log.once(_DIFFERENT)
         return seen[0]
 
     def _uneven_shards(self, epoch: int, offset: int) -> DataError:

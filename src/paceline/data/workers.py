@@ -21,10 +21,13 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,6 +41,8 @@ from paceline.job import Job
 
 _PREFETCH = 2
 _PR_SET_PDEATHSIG = 1
+
+_pools: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,11 @@ class Workers:
                 # The default draws a seed from torch's global generator, which is the training's.
                 generator=torch.Generator(),
             )
+        _pools.add(self)
         before = set(multiprocessing.active_children())
         self._results = iter(self._loader)
         started = set(multiprocessing.active_children()) - before
+        _explain_deaths()
         # Names end in a number that counts up, of growing length.
         self._processes += sorted(started, key=lambda process: (len(process.name), process.name))
 
@@ -129,23 +136,26 @@ class Workers:
         except StopIteration:
             raise
         except RuntimeError as error:
-            death = self.death()
-            if death is None:
-                raise
-            # The dead one may have held a lock of the queue that the others wait for at their end.
-            for process in self._processes:
-                with contextlib.suppress(RuntimeError):  # torch's SIGCHLD handler speaks up at once
-                    process.kill()
-            raise death from error
+            if death := self.death():
+                raise death from error
+            raise
         if isinstance(result, Failure):
             result.throw()
         return result
 
     def death(self) -> DataError | None:
-        """The error that says which worker died, and probably why; None if all live."""
+        """The error that says which worker died, and probably why; None if all live.
+
+        The pool is of no use after a death, and its other workers are ended.
+        """
         for number, process in enumerate(self._processes):
-            if process.exitcode is not None:
-                return self._died(number, process.exitcode)
+            if process.exitcode is None:
+                continue
+            # The dead one may have held a lock of the queue that the others wait for at their end.
+            for other in self._processes:
+                with contextlib.suppress(RuntimeError):  # torch's SIGCHLD handler, on what we end
+                    other.kill()
+            return self._died(number, process.exitcode)
         return None
 
     def _died(self, worker: int, code: int) -> DataError:
@@ -171,6 +181,29 @@ class Workers:
         self._processes.clear()
 
 
+def _explain_deaths() -> None:
+    """Have a worker's death told in our words wherever torch's SIGCHLD handler raises it.
+
+    That is any place in the main thread, not only where it waits for data.
+    """
+    inner = signal.getsignal(signal.SIGCHLD)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or not callable(inner) or getattr(inner, "explains_deaths", False):
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        try:
+            inner(number, frame)
+        except RuntimeError as error:
+            for pool in list(_pools):
+                if death := pool.death():
+                    raise death from error
+            raise
+
+    handler.explains_deaths = True  # type: ignore[attr-defined]
+    signal.signal(signal.SIGCHLD, handler)
+
+
 class Threads:
     """Leaves cores to the loader workers while they run, where the user has not chosen threads.
 
@@ -182,20 +215,18 @@ class Threads:
         self._workers = workers
         self._before: int | None = None
 
-    def lower(self) -> None:
+    def lower(self, *, say: bool = True) -> None:
         """Compute with the cores that the workers leave, at least one."""
         if not self._job.threads_chosen or self._before is not None:
             return
         left = max(1, usable_cores() // self._job.local_world_size - self._workers)
-        self._before = torch.get_num_threads()
-        if left < self._before:
+        before = torch.get_num_threads()
+        if left < before:
+            self._before = before
             torch.set_num_threads(left)
-            log.logger.info(
-                "threads per rank lowered from %d to %d beside %d loader workers.",
-                self._before,
-                left,
-                self._workers,
-            )
+            if say:
+                text = "threads per rank lowered from %d to %d, beside %d loader workers."
+                log.logger.info(text, before, left, self._workers)
 
     def restore(self) -> None:
         """Compute with as many threads as before."""

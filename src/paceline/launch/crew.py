@@ -174,10 +174,14 @@ class Crew:
         """Forget the cleared ranks. Collective: none."""
         self.ranks = []
 
-    def disband(self) -> None:
-        """Kill the ranks, whatever they do. Collective: none."""
+    def kill(self) -> None:
+        """Kill the ranks, and do not wait. Collective: none."""
         for rank in self.ranks:
             rank.kill()
+
+    def disband(self) -> None:
+        """End the ranks, whatever they do. Collective: none."""
+        self.kill()
         self._wait_done(_KILLED_S, lambda: False)
         self.clear()
         self.dismiss()

@@ -190,15 +190,14 @@ class Stream:
             self._copy_matches(text)
         if self.console is None:
             return
-        self.console.write(self._prefixed(text), self, drawing=self._draws(text))
-        self._line_open = not text.endswith((b"\n", b"\r"))
-
-    def _draws(self, text: bytes) -> bool:
-        return self.is_terminal and bool(_MOVES.search(_COLOURS.sub(b"", text)))
+        # On a terminal each line is judged by itself: bars are passed as they are.
+        for part in text.splitlines(keepends=True) if self.is_terminal else (text,):
+            draws = self.is_terminal and bool(_MOVES.search(_COLOURS.sub(b"", part)))
+            self.console.write(part if draws else self._prefixed(part), self, drawing=draws)
+            self._line_open = not part.endswith((b"\n", b"\r"))
 
     def _prefixed(self, text: bytes) -> bytes:
-        if not self.prefix or self._draws(text):
-            # What moves the cursor would be spoilt by more letters in its line.
+        if not self.prefix:
             return text
         head = b"" if self._line_open else self.prefix
         if b"\r" in text:

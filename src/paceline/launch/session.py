@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,7 +94,16 @@ def launch(argv: Sequence[str], crew: Crew, early: Early | None) -> int:
 
 def _run(options: Options, task: Task, crew: Crew) -> int:
     config = options.config
-    inbox = signals.Signals()
+
+    def stuck(number: int) -> None:
+        # The main thread is in torch's native code and may stay there for minutes.
+        crew.say(
+            f"paceline: {signal.Signals(number).name} came while torch waits for other nodes\n"
+        )
+        crew.kill()
+        os._exit(128 + number)
+
+    inbox = signals.Signals(stuck)
     try:
         numbers = signals.parse(getattr(config, "signals_to_handle", signals.DEFAULT))
     except ValueError as error:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -17,16 +19,24 @@ from torch.distributed.elastic.multiprocessing import SignalException
 # What torch handles unless it is told otherwise.
 DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
+STUCK_S = 5.0
+
 
 class Signals:
     """The signals that came, and whether the main thread may be interrupted.
 
+    Args:
+        stuck: Called with a signal, in a thread, when the main thread did not take it for `STUCK_S`
+            seconds: it waits in native code, which no Python handler interrupts.
+
     Collective: none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stuck: Callable[[int], None]) -> None:
         self.received: list[signal.Signals] = []
+        self._stuck = stuck
         self._interruptible = False
+        self._handled: set[int] = set()
 
     @property
     def hurry(self) -> bool:
@@ -66,11 +76,38 @@ class Signals:
             for number in numbers:
                 if force or signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, self._note)
+        self._handled = set(before)
+        with self._watched() if before else contextlib.nullcontext():
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._watch, args=(ours,), daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
+            theirs.close()
+            thread.join()
+            ours.close()
+
+    def _watch(self, wakeups: socket.socket) -> None:
+        # Every signal with a Python handler is told here at once, in whatever the main thread waits.
+        while numbers := wakeups.recv(64):
+            ours = [number for number in numbers if number in self._handled]
+            deadline = time.monotonic() + STUCK_S
+            while ours and not self.received and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if ours and not self.received:
+                self._stuck(ours[0])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 # Raised where a rank waits for others.
 _WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
-_LOST_PEER = ("torch.distributed.DistError", "paceline.errors.PeerFailed")
-_LOST_PEER_TYPES = frozenset((*_LOST_PEER, "torch._C._distributed_c10d.DistError"))
+_LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
 
 # The traceback has the whole text; Gloo's is a paragraph.
 _HOW_CHARS = 160

@@ -13,8 +13,11 @@ from typing import IO, Any
 
 from paceline.errors import ConfigError
 from paceline.job import Job
+from paceline.report.monitor import DeviceMonitor
 from paceline.report.progress import Progress
 from paceline.step.control import Word
+
+_RATE_WINDOW_S = 1.0  # shorter ones jump about
 
 
 class Report:
@@ -26,6 +29,8 @@ class Report:
     def __init__(self, job: Job) -> None:
         self._active = False
         self._is_rank0 = job.rank == 0
+        self._device = job.device
+        self._monitor: DeviceMonitor | None = None
         self._noted: dict[int, tuple[int, int, dict[str, Any]]] = {}
         self._file: IO[str] | None = None
         self._path: Path | None = None
@@ -33,6 +38,8 @@ class Report:
         self._board: Any = None
         self._began = time.perf_counter()
         self._window_began = self._began
+        self._window_samples = 0
+        self._rate = 0.0
 
     def open(self, folder: str | None, *, progress: bool, tensorboard: bool) -> None:
         """Choose sinks; see `Training.report`.
@@ -51,6 +58,7 @@ class Report:
             self._progress = Progress()
         if tensorboard:
             self._board = _tensorboard(Path(str(folder)) / "tensorboard")
+        self._monitor = self._monitor or DeviceMonitor(self._device)
         self._active = bool(self._path or self._progress or self._board)
 
     def begin(self, step: int, total: int | None) -> None:
@@ -81,13 +89,14 @@ class Report:
         if not self._active:
             return
         now = time.perf_counter()
-        samples, last = 0, None
+        last = None
+        device = self._monitor.read() if self._monitor is not None else {}
         for total in word.totals:
             noted = self._noted.pop(total.step, None)
             if noted is None:
                 continue
             epoch, num_samples, values = noted
-            samples += num_samples
+            self._window_samples += num_samples
             mean = total.loss_sum / total.count if total.count else float("nan")
             numbers = {name: _number(value, mean) for name, value in values.items()}
             last = {
@@ -95,12 +104,15 @@ class Report:
                 "epoch": epoch,
                 "time_s": round(now - self._began, 4),
                 **numbers,
+                **device,
             }
             self._write_line(last)
+        elapsed = now - self._window_began
+        if elapsed >= _RATE_WINDOW_S or not self._rate:
+            self._rate = self._window_samples / max(elapsed, 1e-9)
+            self._window_began, self._window_samples = now, 0
         if last is not None and self._progress is not None:
-            rate = samples / max(now - self._window_began, 1e-9)
-            self._progress.show(last, rate)
-        self._window_began = now
+            self._progress.show(last, self._rate)
 
     def end(self) -> None:
         """Close the sinks; more steps may begin later."""
@@ -148,4 +160,4 @@ def _tensorboard(folder: Path) -> Any:
         raise ConfigError(
             "TensorBoard is not installed.", fix="pip install 'paceline[tensorboard]'"
         ) from error
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder))

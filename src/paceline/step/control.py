@@ -56,7 +56,7 @@ class Control:
         self._every = 1
         self._due = 0
         self._began = time.perf_counter()
-        self._flight: tuple[dist.Work, torch.Tensor, int, int] | None = None
+        self._flight: tuple[dist.Work | None, torch.Tensor, int, int] | None = None
 
     def begin(self, step: int) -> None:
         """Forget what was collected; the next step is `step` + 1."""
@@ -112,7 +112,7 @@ class Control:
         if self._job.rank < _MAX_RANKS_NAMED:
             # A NaN spreads over all ranks within a step, so who had it first is told step by step.
             word[2 + 2 * size :] = (~torch.isfinite(sums)).double() * float(1 << self._job.rank)
-        work = None
+        work: dist.Work | None = None
         if self._job.control is not None:
             work = dist.all_reduce(word, group=self._job.control, async_op=True)
         self._flight = (work, word, self._first, size)
@@ -134,9 +134,7 @@ class Control:
         for i, total in enumerate(sums):
             if not math.isfinite(total):
                 raise _non_finite(first + i, total, int(numbers[2 + 2 * size + i]))
-        totals = [
-            StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)
-        ]
+        totals = [StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)]
         steps = round(1 / (WORDS_PER_S * max(step_s, 1e-6)))
         self._every = min(MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every

@@ -37,7 +37,7 @@ class Precision:
     def enter(self) -> None:
         """Begin a forward."""
         if self._autocast is not None and not self._inside:
-            self._autocast.__enter__()
+            self._autocast.__enter__()  # type: ignore[no-untyped-call] # torch leaves it untyped
             self._inside = True
 
     def leave(self) -> None:

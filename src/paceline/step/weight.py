@@ -77,7 +77,7 @@ def _is_mean(node: Any, count: int | None) -> bool:
     return False
 
 
-def check_count(count: int, samples: int, kind: Count, where: str) -> None:
+def check_count(count: int, samples: int, kind: str, where: str) -> None:
     """Raise CountError unless `count` fits a micro-batch of `samples`. Collective: none."""
     if count < 0:
         raise CountError(f"count must not be negative, got {count}.", where=where, count=count)

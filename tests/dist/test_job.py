@@ -1,0 +1,219 @@
+"""Joining, leaving and failing: with every launcher's variables, on one to four ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline import collectives
+from paceline.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    LaunchFailed,
+    PeerFailed,
+    RankDisagreement,
+)
+from paceline.job import choose_backend, choose_device
+from paceline.testing import Fault, inject, run_failing_ranks, run_ranks
+
+
+def _facts(job: Any) -> dict[str, Any]:
+    total = torch.ones(3)
+    if job.group is not None:
+        dist.all_reduce(total, group=job.group)
+    return {
+        "rank": job.rank,
+        "device": str(job.device),
+        "total": total.tolist(),
+        "gathered": collectives.gather(job, {"r": job.rank, "text": "x" * job.rank}),
+        "sum": collectives.sum_numbers(job, [job.rank, 0.5]),
+        "agreed": paceline.agree(job, "a thing", [1, "two"]),
+        "from rank 0": paceline.on_rank0(job, lambda: {"rank": job.rank}),
+        "drawn": [torch.rand(1).item(), float(np.random.rand()), random.random()],
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "listens on": sorted(_listening()),
+    }
+
+
+def _listening() -> set[str]:
+    inodes = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
+        except OSError:
+            continue
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in inodes:
+            found.add(socket.inet_ntoa(bytes.fromhex(fields[1].split(":")[0])[::-1]))
+    return found
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_ranks_know_their_place_and_talk(nproc: int) -> None:
+    all_facts = run_ranks(_facts, nproc=nproc)
+    for rank, facts in enumerate(all_facts):
+        assert facts["rank"] == rank
+        assert facts["device"] == "cpu" or torch.cuda.is_available()
+        assert facts["total"] == [nproc] * 3
+        assert facts["gathered"] == [{"r": r, "text": "x" * r} for r in range(nproc)]
+        assert facts["sum"] == [sum(range(nproc)), nproc * 0.5]
+        assert facts["agreed"] == [1, "two"]
+        assert facts["from rank 0"] == {"rank": 0}
+        assert facts["drawn"] == all_facts[0]["drawn"]
+        assert set(facts["listens on"]) <= {"127.0.0.1"}
+        assert facts["interface"] == ("lo" if nproc > 1 else os.environ.get("GLOO_SOCKET_IFNAME"))
+
+
+def _disagree(job: Any) -> None:
+    paceline.agree(job, "a size", 7 if job.rank != 1 else 5, where="here", fix="mend it.")
+
+
+def test_a_disagreement_names_who_holds_what_on_all_ranks() -> None:
+    for outcome in run_failing_ranks(_disagree, nproc=3):
+        assert isinstance(outcome.error, RankDisagreement)
+        assert outcome.error.values == [7, 5, 7]
+        assert "2 ranks 7, rank 1 5" in str(outcome.error)
+
+
+def _rank0_raises(job: Any) -> None:
+    def action() -> None:
+        raise OSError("disk is gone")
+
+    paceline.on_rank0(job, action)
+
+
+def test_an_error_of_rank_0_reaches_all() -> None:
+    outcomes = run_failing_ranks(_rank0_raises, nproc=3)
+    assert isinstance(outcomes[0].error, OSError)
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome.error, PeerFailed)
+        assert "disk is gone" in str(outcome.error)
+
+
+def _rank0_sleeps(job: Any) -> None:
+    event = __import__("threading").Event()
+    collectives.on_rank0(job, lambda: event.wait(3), timeout_s=0.5)
+
+
+def test_waiting_for_rank_0_can_be_bounded() -> None:
+    outcomes = run_failing_ranks(_rank0_sleeps, nproc=2)
+    assert isinstance(outcomes[1].error, CollectiveTimeout)
+    assert outcomes[1].error.missing == [0]
+
+
+def _caught(job: Any, faults: list[Fault]) -> str:
+    """The failing rank catches its own error and lives on; the others must hear of it all the same."""
+    for step in range(3):
+        inject(job, faults, step)
+        collectives.sum_numbers(job, [1.0])
+    return "done"
+
+
+def _survives(job: Any, faults: list[Fault]) -> str:
+    try:
+        with job:
+            return _caught(job, faults)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_an_error_that_leaves_the_block_can_be_caught_and_still_reaches_the_others() -> None:
+    faults = [Fault(rank=2, step=1, kind="raise")]
+    outcomes = run_failing_ranks(_survives, faults, nproc=3, faults=faults)
+    texts = [outcome.value for outcome in outcomes]
+    assert texts[2].startswith("InjectedFault")
+    assert texts[0].startswith("PeerFailed: rank 2 failed first")
+    assert texts[1].startswith("PeerFailed: rank 2 failed first")
+
+
+def test_a_killed_rank_is_named_by_the_parent() -> None:
+    faults = [Fault(rank=1, step=1, kind="kill")]
+    outcomes = run_failing_ranks(_caught, faults, nproc=3, faults=faults)
+    assert isinstance(outcomes[1].error, LaunchFailed)
+    assert "SIGKILL" in str(outcomes[1].error)
+    assert all(outcome.error is not None for outcome in outcomes)
+
+
+def test_a_fault_that_is_never_reached_fails_the_test() -> None:
+    faults = [Fault(rank=1, step=99, kind="kill")]
+    with pytest.raises(AssertionError, match="never reached"):
+        run_failing_ranks(_caught, faults, nproc=2, faults=faults)
+
+
+def _leaves(job: Any) -> list[Any]:
+    inside = os.environ.get("GLOO_SOCKET_IFNAME")
+    job.leave()
+    job.leave()  # once more does nothing
+    return [inside, os.environ.get("GLOO_SOCKET_IFNAME"), dist.is_initialized(), job.alive]
+
+
+def test_leaving_takes_everything_back() -> None:
+    assert run_ranks(_leaves, nproc=2) == [["lo", None, False, False]] * 2
+
+
+def _joins_twice(job: Any) -> str:
+    try:
+        paceline.join()
+    except ConfigError as error:
+        return error.what
+    return "joined twice"
+
+
+def test_a_second_join_is_refused() -> None:
+    assert run_ranks(_joins_twice, nproc=1) == ["this process has joined a job already."]
+
+
+@pytest.mark.parametrize("wrong", [{"seed": "7"}, {"seed": True}, {"timeout_s": 0}, {"device": "tpux"}])
+def test_wrong_arguments_of_join(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        paceline.join(**wrong)
+
+
+def test_one_process_without_a_launcher_needs_no_group() -> None:
+    with paceline.join(seed=3) as job:
+        assert (job.rank, job.world_size, job.launcher) == (0, 1, "none")
+        assert job.group is None
+        assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("nproc", [0, -1, True, 1.5])
+def test_spawn_needs_a_number_of_processes(nproc: Any) -> None:
+    with pytest.raises(ConfigError):
+        paceline.spawn(_facts, nproc=nproc)
+
+
+def test_the_results_of_a_lambda_come_back() -> None:
+    offset = 10
+    assert paceline.spawn(lambda job, x: job.rank + x + offset, 1, nproc=2) == [11, 12]
+
+
+class _Where:
+    local_rank = 1
+    local_world_size = 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a host without GPU lacks")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="none is visible"):
+        choose_device("cuda", _Where)  # type: ignore[arg-type]
+
+
+def test_backends() -> None:
+    assert choose_backend(None, torch.device("cpu")) == "gloo"
+    if not dist.is_mpi_available():
+        with pytest.raises(ConfigError) as caught:
+            choose_backend("mpi", torch.device("cpu"))
+        assert caught.value.backend == "mpi"
+    with pytest.raises(ConfigError):
+        choose_backend("carrier-pigeon", torch.device("cpu"))

@@ -1,0 +1,73 @@
+"""Run the command in a process of its own, with a deadline, and see what it leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import paceline
+
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a run of the command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This environment, in which the command finds the package under test."""
+    # What a developer's shell has set must not change what the tests see.
+    dropped = ("OMP_NUM_THREADS", "PACELINE_THREADS", "GLOO_SOCKET_IFNAME")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    source = str(Path(paceline.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [source, kept.get("PYTHONPATH", "")]))
+    return kept | {"PYTHONPATH": path} | more
+
+
+def start(words: Sequence[str], cwd: Path, **more: str) -> subprocess.Popen[str]:
+    """Start `paceline` with these words."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline", *words],
+        cwd=cwd,
+        env=environment(**more),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+
+
+def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Finished:
+    """Wait for the end; kill it and fail when that is late."""
+    try:
+        out, err = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"not finished in {deadline_s} s:\n{out}\n{err}") from None
+    return Finished(process.returncode, out, err)
+
+
+def run(words: str, script: str, tmp_path: Path, **more: str) -> Finished:
+    """Run `paceline run WORDS train.py` with this script."""
+    (tmp_path / "train.py").write_text(script)
+    return finish(start(["run", *words.split(), "train.py"], tmp_path, **more))
+
+
+def alive(pid: int) -> bool:
+    """Whether this process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

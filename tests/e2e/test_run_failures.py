@@ -1,0 +1,213 @@
+"""When a rank fails: the first original error comes first and once, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import alive, environment, finish, run, start
+
+CRASH = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+log = open(f"log{dist.get_rank()}.txt", "w")
+log.write("last words")
+def work(rank):
+    if rank == 1:
+        raise ValueError("bad sample 17")
+    dist.all_reduce(torch.ones(1000))
+work(dist.get_rank())
+"""
+
+
+def test_the_original_error_comes_first(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=3", CRASH, tmp_path)
+    assert done.code == 1
+    lines = done.err.splitlines()[1:]
+    assert lines[0] == "[1] Traceback (most recent call last):"
+    assert re.fullmatch(r'\[1\]   File "[^"]*train\.py", line 12, in <module>', lines[1])
+    assert lines.count("[1] ValueError: bad sample 17") == 1
+    assert done.err.count("Traceback") == 1
+    assert "paceline: rank 1 of 3 failed: ValueError: bad sample 17" in lines
+    assert "site-packages" not in done.err
+    assert "paceline/launch" not in done.err
+    assert (tmp_path / "log1.txt").read_text() == "last words"
+
+
+def test_equal_errors_of_all_ranks_are_one(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=2", "raise KeyError('x')", tmp_path, PACELINE_PRELOAD="0")
+    # A rank that is slower than the window for failures is stopped and counts as neither.
+    assert re.search(r"ranks? (0-1|0|1) of 2 failed: KeyError: 'x'", done.err)
+    assert done.err.count("Traceback") == 1
+    assert done.code == 1
+
+
+def test_a_users_hook_shows_the_error_itself(tmp_path: Path) -> None:
+    script = "import sys\nsys.excepthook = lambda *a: print('my hook', a[1])\nraise OSError('x')"
+    done = run("", script, tmp_path, PACELINE_PRELOAD="0")
+    assert done.out == "my hook x\n"
+    assert "Traceback" not in done.err
+    assert "rank 0 of 1 failed: OSError: x" in done.err
+
+
+ENDS = [
+    ("os._exit(7)", 7, "exit code 7"),
+    ("sys.exit(3)", 3, "exit code 3"),
+    ("os.kill(os.getpid(), 9)", 137, "killed by SIGKILL"),
+    ("ctypes.string_at(0)", 139, "killed by SIGSEGV"),
+]
+
+
+@pytest.mark.parametrize(("end", "code", "said"), ENDS)
+def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, said: str) -> None:
+    script = f"import ctypes, os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(60)"
+    done = run("--nproc-per-node=2", script, tmp_path, PACELINE_PRELOAD="0")
+    assert done.code == code
+    assert f"rank 1 of 2 failed: {said}" in done.err
+
+
+def test_a_rank_may_end_early(tmp_path: Path) -> None:
+    # Rank 1 goes on until the process of rank 0, whose number it was told, has ended.
+    script = """
+import os
+if os.environ["RANK"] == "0":
+    with open("pid", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename("pid", "told")
+    raise SystemExit
+while not os.path.exists("told"):
+    pass
+pid = open("told").read()
+while os.path.exists(f"/proc/{pid}"):
+    pass
+print("went on")
+"""
+    done = run("--nproc-per-node=2", script, tmp_path, PACELINE_PRELOAD="0")
+    assert (done.code, done.out) == (0, "[1] went on\n")
+
+
+WAITS = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"])
+if "TRAP":
+    signal.signal(signal.Signals["TRAP"], lambda *a: (print("saved", flush=True), sys.exit(0)))
+print("pids", os.getpid(), child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def _started(process: subprocess.Popen[str], ranks: int) -> list[int]:
+    assert process.stdout is not None
+    pids: list[int] = []
+    for line in process.stdout:
+        pids += [int(word) for word in line.split() if word.isdigit()]
+        if len(pids) == 2 * ranks:
+            return pids
+    raise AssertionError(f"ended early: {process.communicate()}")
+
+
+def _wait_gone(pids: list[int]) -> list[int]:
+    """Wait on processes that are no children of ours, by their pidfds; those that stay."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        select.select([fd], [], [], 10)
+        os.close(fd)
+    return [pid for pid in pids if alive(pid)]
+
+
+@pytest.mark.parametrize(
+    ("number", "trap"), [("SIGTERM", "SIGTERM"), ("SIGINT", ""), ("SIGKILL", "")]
+)
+def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, number: str, trap: str) -> None:
+    (tmp_path / "train.py").write_text(WAITS.replace("TRAP", trap))
+    process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path, PACELINE_PRELOAD="0")
+    pids = _started(process, 2)
+    sent = signal.Signals[number]
+    process.send_signal(sent)
+    done = finish(process)
+    assert done.code == (-9 if sent is signal.SIGKILL else 128 + sent)
+    assert _wait_gone(pids) == []
+    if trap:
+        assert done.out.count("saved") == 2
+    if sent is signal.SIGINT:
+        assert "train.py:7 in <module>" in done.err
+        assert "Traceback" not in done.err
+
+
+RESTARTS = """
+import os, signal
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+for step in range(10):
+    total = torch.ones(1000)
+    dist.all_reduce(total)
+    if (step, os.environ["RANK"], attempt) == (5, "1", "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+print("done", attempt, total[0].item())
+"""
+RECOVERED = ["[0] done 1 2.0", "[1] done 1 2.0"]
+
+
+@pytest.mark.parametrize("more", ["", "--master-port={port}"])
+def test_restart_after_a_kill(tmp_path: Path, more: str, free_port: int) -> None:
+    words = f"--nproc-per-node=2 --max-restarts=3 {more.format(port=free_port)}"
+    done = run(words, RESTARTS, tmp_path)
+    assert done.code == 0, done
+    assert sorted(done.out.splitlines()) == RECOVERED
+    assert done.err.count("rank 1 failed: killed by SIGKILL") == 1
+    assert done.err.count("restart 1 of 3 begins") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_restart_after_a_kill_every_time(tmp_path: Path) -> None:
+    for _ in range(10):
+        done = run("--nproc-per-node=2 --max-restarts=3", RESTARTS, tmp_path)
+        assert sorted(done.out.splitlines()) == RECOVERED, done
+
+
+def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+    done = run("--max-restarts=1", "raise OSError('again')", tmp_path, PACELINE_PRELOAD="0")
+    assert done.code == 1
+    assert done.err.count("Traceback") == 1
+    assert "restart 1 of 1 begins" in done.err
+    assert done.err.rstrip().endswith("This was after 1 of 1 restarts.")
+
+
+def test_two_nodes_restart_together(tmp_path: Path, free_port: int) -> None:
+    (tmp_path / "train.py").write_text(RESTARTS)
+    words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port}"]
+    words += ["--rdzv-id=job", "--max-restarts=3", "train.py"]
+    nodes = [start(["run", *words], tmp_path) for _ in range(2)]
+    ends = [finish(node) for node in nodes]
+    assert [end.code for end in ends] == [0, 0], ends
+    assert sorted(line for end in ends for line in end.out.splitlines()) == RECOVERED
+
+
+def test_a_program_may_call_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
+    program = (
+        "import paceline.launch as l; print(l.run(['train.py', '4']), l.run(['train.py', '0']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment(PACELINE_PRELOAD="0"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "4 0\n", done

@@ -1,0 +1,89 @@
+"""What ranks write: whole lines with their rank, a terminal for rank 0, files as torchrun lays them out."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+from launching import environment, run
+
+MUCH = """
+import os, sys
+rank = os.environ["RANK"]
+sys.stdout.buffer.write(b"\\xff\\x00\\n")
+for number in range(200_000):
+    sys.stdout.write(f"{number} {'x' * (number % 90)}\\n")
+sys.stderr.write("end without newline")
+"""
+
+
+def test_much_output_arrives_whole(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=2", MUCH, tmp_path, PACELINE_PRELOAD="0")
+    assert done.code == 0
+    for rank in ("0", "1"):
+        mine = [line[4:] for line in done.out.splitlines() if line.startswith(f"[{rank}] ")]
+        assert mine[1:] == [f"{number} {'x' * (number % 90)}" for number in range(200_000)]
+        assert f"[{rank}] end without newline" in done.err.splitlines()
+
+
+def test_rank_0_has_a_terminal_where_the_launcher_has_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import os, sys
+print("terminal", sys.stdout.isatty(), sys.stderr.isatty())
+if os.environ["RANK"] == "0":
+    print("size", os.get_terminal_size().columns)
+    print("\\r\\x1b[2K 50% ###", end="", flush=True)
+    print("\\r\\x1b[2K100% ######")
+""")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 77, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "run", "--nproc-per-node=2", "train.py"],
+        cwd=tmp_path,
+        env=environment(PACELINE_PRELOAD="0"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    # A pseudo-terminal whose other end has closed is an error to read.
+    with contextlib.suppress(OSError):
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    text = shown.decode().replace("\r\n", "\n")
+    assert "[0] terminal True True\n" in text
+    assert "[1] terminal False False\n" in text
+    assert "[0] size 77\n" in text
+    assert "\r\x1b[2K100% ######\n" in text
+
+
+def test_log_files_are_where_torchrun_puts_them(tmp_path: Path) -> None:
+    script = "import os, sys; print('out'); print('err', file=sys.stderr)"
+    done = run(
+        "--nproc-per-node=2 --log-dir logs --redirects 1 --tee 0:2",
+        script,
+        tmp_path,
+        PACELINE_PRELOAD="0",
+    )
+    assert done.code == 0
+    assert done.out == ""
+    assert sorted(line for line in done.err.splitlines() if "err" in line) == ["[0] err", "[1] err"]
+    files = {
+        str(path.relative_to(tmp_path / "logs")).split("/", 1)[1]: path.read_text()
+        for path in (tmp_path / "logs").rglob("*.log")
+    }
+    assert files == {
+        "attempt_0/0/stdout.log": "out\n",
+        "attempt_0/0/stderr.log": "err\n",
+        "attempt_0/1/stdout.log": "out\n",
+    }

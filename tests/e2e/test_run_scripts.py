@@ -1,0 +1,164 @@
+"""`paceline run` runs scripts made for torchrun, as an interpreter of their own would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import finish, run, start
+
+PLAIN = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MASTER_ADDR OMP_NUM_THREADS"
+print(total.item(), *(os.environ[name] for name in names.split()), sys.argv, __name__, __spec__)
+listening = [line.split() for line in open("/proc/net/tcp")][1:]
+port = int(os.environ["MASTER_PORT"])
+print("store", [f[1] for f in listening if f[3] == "0A" and int(f[1].split(":")[1], 16) == port])
+"""
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    done = finish(start(["run", "--nproc-per-node=2", "train.py", "--lr", "1"], tmp_path))
+    assert done.code == 0, done
+    lines = sorted(done.out.splitlines())
+    for rank in (0, 1):
+        shown = f"[{rank}] 2.0 {rank} {rank} 2 2 0 {rank} 127.0.0.1 "
+        assert any(line.startswith(shown) for line in lines), lines
+    assert lines[0].endswith("['train.py', '--lr', '1'] __main__ None")
+    # 0100007F is 127.0.0.1: the store listens there and nowhere else.
+    assert [line for line in lines if "store" in line and "0100007F" in line]
+    assert done.err.count("\n") == 1
+    assert done.err.startswith("paceline: 2 ranks on localhost, ")
+
+
+AS_ITSELF = """
+import atexit, multiprocessing, os, pickle, sys, threading
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+
+class Item:
+    def __len__(self): return 4
+    def __getitem__(self, i): return i
+
+class Last:
+    def __del__(self): print("finalised with", os.sep)
+
+def double(x): return 2 * x
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    last = Last()
+    atexit.register(lambda: print("atexit", double(1)))
+    gate = threading.Event()
+    threading.Thread(target=lambda: (gate.wait(30), print("joined"))).start()
+    assert pickle.loads(pickle.dumps(double)) is double
+    for context in ("spawn", "fork"):
+        loader = DataLoader(Item(), num_workers=1, multiprocessing_context=context)
+        print(context, sum(int(x) for x in loader))
+    log = open("log.txt", "w")
+    log.write("not flushed by the script")
+    print("end of script")
+    threading.Timer(0.1, gate.set).start()
+"""
+
+
+def test_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    done = run("", AS_ITSELF, tmp_path)
+    assert done.code == 0, done
+    expected = ["spawn 6", "fork 6", "end of script", "joined", "atexit 2", "finalised with /"]
+    assert done.out.splitlines() == expected
+    assert (tmp_path / "log.txt").read_text() == "not flushed by the script"
+
+
+def test_module_and_exit_codes(tmp_path: Path) -> None:
+    package = tmp_path / "box"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "tool.py").write_text("import sys; print(__spec__.name, sys.argv[1:]); sys.exit(5)")
+    done = finish(start(["run", "-m", "box.tool", "a"], tmp_path, PACELINE_PRELOAD="0"))
+    assert (done.code, done.out) == (5, "box.tool ['a']\n")
+    assert "rank 0 of 1 failed: exit code 5" in done.err
+
+
+THREADS = """
+import os
+os.environ["OMP_NUM_THREADS"] = "3"
+import torch
+print(torch.get_num_threads())
+"""
+
+
+def test_a_script_chooses_its_threads(tmp_path: Path) -> None:
+    assert run("", THREADS, tmp_path).out == "3\n"
+
+
+def test_a_users_choice_of_threads_stays(tmp_path: Path) -> None:
+    script = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ.get('PACELINE_THREADS'))"
+    done = run("", script, tmp_path, OMP_NUM_THREADS="5", PACELINE_PRELOAD="0")
+    assert done.out == "5 None\n"
+    assert "5 threads each (OMP_NUM_THREADS, set outside)" in done.err
+
+
+def test_programs_without_python(tmp_path: Path) -> None:
+    (tmp_path / "show.sh").write_text('echo "$RANK of $WORLD_SIZE: $1"; exit $RANK')
+    words = ["run", "--nproc-per-node=2", "--no-python", "sh", "show.sh", "x"]
+    done = finish(start(words, tmp_path))
+    assert sorted(done.out.splitlines()) == ["[0] 0 of 2: x", "[1] 1 of 2: x"]
+    assert done.code == 1
+    assert "--no-python" in done.err
+
+
+CLEAN = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+for _ in range(3):
+    model(torch.randn(4, 8)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("repeat", range(3))
+def test_a_clean_script_ends_cleanly(tmp_path: Path, repeat: int) -> None:
+    done = run("--nproc-per-node=2", CLEAN, tmp_path)
+    assert (done.code, done.out) == (0, ""), done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_clean_script_ends_cleanly_every_time(tmp_path: Path) -> None:
+    ends = [run("--nproc-per-node=2", CLEAN, tmp_path).code for _ in range(100)]
+    assert ends == [0] * 100
+
+
+BAD = [
+    ("no.py", 2, "there is no script 'no.py'"),
+    (".", 2, "is a directory"),
+    ("bad.py", 1, "SyntaxError"),
+    ("--nproc-per-node=0 good.py", 2, "--nproc-per-node must be at least 1"),
+    ("--no-such good.py", 2, "unrecognized arguments: --no-such"),
+    ("", 2, "training_script"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "said"), BAD)
+def test_bad_input_is_said_in_a_sentence(tmp_path: Path, words: str, code: int, said: str) -> None:
+    (tmp_path / "bad.py").write_text("x = = 1")
+    (tmp_path / "good.py").write_text("print('ran')")
+    done = finish(start(["run", *words.split()], tmp_path, PACELINE_PRELOAD="0"))
+    assert done.code == code
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert done.out == ""
+
+
+def test_help_and_version(tmp_path: Path) -> None:
+    assert finish(start(["--version"], tmp_path)).out.startswith("paceline ")
+    done = finish(start(["--help"], tmp_path, PYTHONPROFILEIMPORTTIME="1"))
+    assert "run" in done.out
+    assert "torch" not in done.err
+    assert "--nproc-per-node" in finish(start(["run", "--help"], tmp_path)).out
