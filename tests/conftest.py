@@ -7,12 +7,14 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 SHM = Path("/dev/shm")
+_SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # pytest; torch's compiler
 _OURS = ("torch_", "paceline", "sem.mp-", "psm_")
 
 
@@ -70,26 +72,29 @@ def _in_use(name: str) -> bool:
     return bool(pids) and int(pids[0]) != os.getpid() and Path(f"/proc/{pids[0]}").exists()
 
 
+def _state() -> dict[str, set[Any]]:
+    return {
+        "threads": {t for t in threading.enumerate() if t.is_alive()},
+        "processes": _children(),
+        "ports": _listening(),
+        "shared memory": _shared_memory(),
+        "process group": {"default"} if dist.is_initialized() else set(),
+        "torch threads": {torch.get_num_threads()},
+    }
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing() -> Iterator[None]:
-    environ, threads = dict(os.environ), set(threading.enumerate())
-    children, ports, shm = _children(), _listening(), _shared_memory()
-    num_threads = torch.get_num_threads()
+    environ, before = dict(os.environ), _state()
     yield
-    gc.collect()  # sockets of stores close with their objects
-    left = {
-        "environment": {
-            k for k in environ.keys() | os.environ.keys() if environ.get(k) != os.environ.get(k)
-        }
-        - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"},  # set by torch's compiler on import
-        "threads": {t.name for t in threading.enumerate() if t not in threads and t.is_alive()},
-        "processes": _children() - children,
-        "ports": _listening() - ports,
-        "shared memory": _shared_memory() - shm,
-        "process group": {"default"} if dist.is_initialized() else set(),
-        "torch threads": {torch.get_num_threads()} - {num_threads},
-    }
+    after = _state()
+    if after != before:
+        gc.collect()  # sockets of stores close with their objects
+        after = _state()
+    left: dict[str, set[Any]] = {name: after[name] - before[name] for name in before}
+    changed = {k for k in environ.keys() | os.environ.keys() if environ.get(k) != os.environ.get(k)}
+    left["environment"] = changed - _SET_BY_OTHERS
     os.environ.clear()
     os.environ.update(environ)
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(min(before["torch threads"]))
     assert not any(left.values()), f"left behind: { {k: v for k, v in left.items() if v} }"

@@ -26,6 +26,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -40,6 +41,7 @@ from paceline.errors import DataError, PacelineError
 from paceline.job import Job
 
 _PREFETCH = 2
+_DYING_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 _pools: weakref.WeakSet[Workers] = weakref.WeakSet()
@@ -92,6 +94,7 @@ class Workers:
         self._loader: DataLoader[Any] | None = None
         self._results: Iterator[Any] | None = None
         self._processes: list[BaseProcess] = []
+        self._death: DataError | None = None
 
     def start(self, tasks: Iterable[Any] = ()) -> None:
         """Begin with these tasks; what was still under way is dropped, the processes are kept."""
@@ -135,7 +138,10 @@ class Workers:
             result = next(self._results)
         except StopIteration:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:
+            # A tensor whose worker dies before it was fetched fails as a connection does, maybe a
+            # moment before the process is gone.
+            wait([process.sentinel for process in self._processes], timeout=_DYING_S)
             if death := self.death():
                 raise death from error
             raise
@@ -148,15 +154,21 @@ class Workers:
 
         The pool is of no use after a death, and its other workers are ended.
         """
-        for number, process in enumerate(self._processes):
-            if process.exitcode is None:
-                continue
-            # The dead one may have held a lock of the queue that the others wait for at their end.
-            for other in self._processes:
-                with contextlib.suppress(RuntimeError):  # torch's SIGCHLD handler, on what we end
-                    other.kill()
-            return self._died(number, process.exitcode)
-        return None
+        if self._death is None:
+            for number, process in enumerate(self._processes):
+                if process.exitcode is not None:
+                    self._death = self._died(number, process.exitcode)
+                    self._end_others()
+                    break
+        return self._death
+
+    def _end_others(self) -> None:
+        # The dead one may have held a lock of the queue that the others wait for at their end.
+        for process in self._processes:
+            with contextlib.suppress(
+                RuntimeError, DataError
+            ):  # the SIGCHLD handler, on what we end
+                process.kill()
 
     def _died(self, worker: int, code: int) -> DataError:
         how, why, fix = _explained(code)
@@ -179,6 +191,7 @@ class Workers:
         self._results = None
         self._loader = None
         self._processes.clear()
+        self._death = None
 
 
 def _explain_deaths() -> None:

@@ -1,0 +1,84 @@
+"""What a newcomer runs: every example, alone and on two ranks, through the installed command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACELINE = [sys.executable, "-m", "paceline", "run", "--nproc-per-node"]
+
+
+def _run(command: list[str], folder: Path, timeout_s: float = 100) -> str:
+    environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _accuracy(output: str) -> float:
+    found = re.search(r"accuracy ([\d.]+) % on 360 images$", output.strip().splitlines()[-1])
+    assert found, output
+    return float(found[1])
+
+
+def _example(name: str) -> str:
+    return str(ROOT / "examples" / name)
+
+
+def test_the_demo(tmp_path: Path) -> None:
+    output = _run([*PACELINE, "2", _example("digits.py")], tmp_path)
+    assert _accuracy(output) >= 97
+    lines = [json.loads(x) for x in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert (tmp_path / "runs/demo/model.pth").exists()
+
+
+def test_the_demo_trains_anew_whatever_the_last_run_left(tmp_path: Path) -> None:
+    command = [*PACELINE, "2", _example("digits.py"), "--epochs", "1"]
+    first = _run(command, tmp_path)
+    (tmp_path / "runs/demo/metrics.jsonl").write_text('{"step": 1, "cut off')
+    (tmp_path / "runs/demo/checkpoints/unfinished-23").mkdir()
+    (tmp_path / "runs/demo/checkpoints/step-99").mkdir()
+    assert _run(command, tmp_path) == first
+    assert len((tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()) == 23
+
+
+def test_the_demo_on_one_process_without_a_launcher(tmp_path: Path) -> None:
+    output = _run([sys.executable, _example("digits.py"), "--epochs", "3"], tmp_path)
+    assert _accuracy(output) >= 90
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_own_loop_resumes(nproc: str, tmp_path: Path) -> None:
+    run = [*PACELINE, nproc, _example("own_loop.py"), "--epochs"]
+    assert _accuracy(_run([*run, "2"], tmp_path)) >= 30
+    assert _accuracy(_run([*run, "8"], tmp_path)) >= 95
+    text = (tmp_path / "runs/own_loop/metrics.jsonl").read_text()
+    steps = [json.loads(line)["step"] for line in text.splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_plain_torchrun_script(tmp_path: Path) -> None:
+    assert _accuracy(_run([*PACELINE, "2", _example("plain_torchrun.py")], tmp_path)) >= 90
+
+
+def test_char_lm_learns(tmp_path: Path) -> None:
+    output = _run([*PACELINE, "2", _example("char_lm.py"), "--epochs", "2"], tmp_path)
+    losses = [float(x) for x in re.findall(r"epoch \d+: ([\d.]+) nats", output)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 4.6  # log 100: it knows more than which characters there are
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 150

@@ -1,0 +1,35 @@
+"""What importing costs in modules, not in seconds: nothing heavy that the user did not ask for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def _loaded(code: str) -> set[str]:
+    show = f"import sys; {code}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_paceline_imports_nothing_else() -> None:
+    new = _loaded("import paceline") - _loaded("import typing")
+    assert {name for name in new if not name.startswith("paceline")} <= {"__future__"}
+
+
+def test_join_brings_no_part_of_torch_that_is_slow_to_import() -> None:
+    base = _loaded("import torch, torch.distributed")
+    new = _loaded("import torch, torch.distributed, paceline; paceline.join") - base
+    heavy = ("torch.distributed.checkpoint", "torch._dynamo", "torch._inductor", "rich", "sympy")
+    assert not [name for name in new if name.startswith(heavy)]
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import contextlib, io, sys; sys.argv = ['paceline', '--help']\n"
+        "from paceline.cli.main import main\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): main()\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "torch" not in done.stdout.split()
