@@ -74,12 +74,11 @@ def by_hand(
         model = wrap(make_model())
         optimizer = optimizer_of(model)
         times = []
-        mean = 1 / BATCH
         for i in range(steps):
             began = time.perf_counter()
             ids = order[i * BATCH : (i + 1) * BATCH]
             x, y = x_all[ids], y_all[ids]
-            loss = F.cross_entropy(model(x), y, reduction="sum") * mean
+            loss = F.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -101,7 +100,6 @@ def with_paceline(job: Any, data: TensorDataset) -> Side:
                 loss = F.cross_entropy(model(x), y, reduction="sum")
                 step.backward(loss, count=len(y))
             step.update()
-            training.log(loss=step.loss)
             now = time.perf_counter()
             times.append(now - began)
             began = now
@@ -124,7 +122,7 @@ def with_accelerate(data: TensorDataset, order: torch.Tensor) -> Side:
             ids = order[i * BATCH : (i + 1) * BATCH]
             x, y = x_all[ids], y_all[ids]
             with accelerator.accumulate(model):
-                loss = F.cross_entropy(model(x), y, reduction="sum") * (1 / BATCH)
+                loss = F.cross_entropy(model(x), y)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -147,7 +145,7 @@ def with_fabric(data: TensorDataset, order: torch.Tensor) -> Side:
             began = time.perf_counter()
             ids = order[i * BATCH : (i + 1) * BATCH]
             x, y = x_all[ids], y_all[ids]
-            loss = F.cross_entropy(model(x), y, reduction="sum") * (1 / BATCH)
+            loss = F.cross_entropy(model(x), y)
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -175,7 +173,7 @@ def with_trainer(data: TensorDataset, order: torch.Tensor) -> Side:
                 self.times.append(now - self.began)
             self.began = now
             x, y = batch
-            return F.cross_entropy(self.model(x), y, reduction="sum") * (1 / BATCH)
+            return F.cross_entropy(self.model(x), y)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer_of(self.model)
@@ -275,7 +273,6 @@ def two_ranks(job: Any, steps: int, rounds: int) -> list[dict[str, Any]]:
     rows = paceline.Batches(job, TensorDataset(torch.arange(len(data))), global_batch=BATCH)
     mine = [m.batch[0] for s in rows.iterate(Position(job.seed, 0, 0), epochs=1) for m in s]
     x_all, y_all = data.tensors
-    scale = job.world_size / BATCH
 
     def hand(steps: int) -> tuple[list[float], nn.Module]:
         model = DistributedDataParallel(
@@ -286,7 +283,7 @@ def two_ranks(job: Any, steps: int, rounds: int) -> list[dict[str, Any]]:
         for i in range(steps):
             began = time.perf_counter()
             x, y = x_all[mine[i]], y_all[mine[i]]
-            loss = F.cross_entropy(model(x), y, reduction="sum") * scale
+            loss = F.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -96,8 +96,11 @@ class Job:
     ) -> None:
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.leave()
-        else:
-            self.abandon(error)
+            return
+        explained = self.explained(error) if isinstance(error, RuntimeError) else error
+        self.abandon(error)
+        if explained is not error:
+            raise explained from error
 
     def leave(self) -> None:
         """Leave the job cleanly: wait for the other ranks, then close the groups.

@@ -74,7 +74,8 @@ class Peers:
         None where no peer has said anything; a killed rank leaves no mark.
         """
         try:
-            return self.failure(wait_s=1.0)
+            # A rank that fails leaves its mark before its connections close, so this is for a slow store.
+            return self.failure(wait_s=0.1)
         except RuntimeError:
             return None  # the store is gone with rank 0: nothing more is known than `error` says
 

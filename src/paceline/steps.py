@@ -19,22 +19,18 @@ from paceline.errors import CountError, StepError, place
 from paceline.job import Job
 from paceline.parallel import ddp as parallel
 from paceline.parallel import syncbn
-from paceline.rng import key
 from paceline.step import clip, weight
 from paceline.tracks import Track
 
 if TYPE_CHECKING:
     from paceline.training import Training
 
-# Losses and gradients are looked at closely in the first steps only: what is wrong with them is wrong
-# from the start, or when the model is changed, which is looked at once an epoch.
-CLOSE_LOOKS = 3
-
 
 @dataclass(slots=True, eq=False)
 class _Tally:
     """What one optimizer has gathered in this step."""
 
+    track: Track
     loss: torch.Tensor | None = None
     count: float | torch.Tensor = 0
     backwards: int = 0
@@ -90,12 +86,12 @@ class Step:
 
     __slots__ = (
         "_job",
+        "_left",
         "_micro",
         "_owed",
         "_planned",
         "_seen",
         "_tallies",
-        "_tracks",
         "_training",
         "ends_epoch",
         "epoch",
@@ -107,14 +103,12 @@ class Step:
     def __init__(self, training: Training, planned: PlannedStep, number: int) -> None:
         self._training = training
         self._job = training.job
-        self._tracks: dict[torch.optim.Optimizer, Track] = training.tracks
         self._planned = planned
-        self._tallies: dict[torch.optim.Optimizer, _Tally] = {
-            optimizer: _Tally() for optimizer in training.tracks
-        }
+        self._tallies = [_Tally(track) for track in training.tracks.values()]
+        self._left = len(self._tallies)
         self._micro: MicroBatch | None = None
         self._owed = False
-        self._seen = -1
+        self._seen = 0
         self.number = number
         self.epoch = planned.epoch
         self.num_samples = planned.num_samples
@@ -127,10 +121,7 @@ class Step:
         Collective: none.
         """
         training = self._training
-        if self._seen >= 0:
-            raise StepError("a step's micro-batches can be iterated once.", where=self._where())
-        self._seen = 0
-        layers = training.syncbn_layers
+        layers, precision = training.syncbn_layers, training.precision
         for micro in self._planned:
             self._seen += 1
             self._micro = micro
@@ -140,10 +131,10 @@ class Step:
                 if layers:
                     syncbn.set_ghost(layers, micro.is_ghost)
             self._owed = True
-            training.seed_dropout(key(training.dropout_stem, self.number, micro.offset))
-            training.precision.enter()
+            training.seed_dropout(self.number, micro.offset)
+            precision.enter()
             yield micro.batch
-            training.precision.leave()
+            precision.leave()
             self._micro = None
             if self._owed:
                 raise StepError(
@@ -175,7 +166,8 @@ class Step:
 
         Collective: all ranks, for each of their micro-batches.
         """
-        training, track, micro = self._training, self._track(optimizer), self._micro
+        training, micro = self._training, self._micro
+        tally = self._tally(optimizer)
         training.precision.leave()
         if micro is None:
             raise StepError(
@@ -183,28 +175,24 @@ class Step:
                 where=self._where(),
                 step=self.number,
             )
-        if self.number - training.first_step < CLOSE_LOOKS:
+        if self.number < training.close_look_until:
             host_count = count if isinstance(count, int) else None
             weight.check_loss(loss, host_count, self._where())
-        if isinstance(count, int):
+        if count != micro.count:
             weight.check_count(count, micro.count, training.count, self._where())
-        tally = self._tallies[track.optimizer]
         tally.backwards += 1
         self._owed = False
         scaled = training.precision.scaled(loss)
-        weigh = training.weight_for(track, self.num_samples, scaled, ghost=micro.is_ghost)
+        weigh = training.weight_for(tally.track, self.num_samples, scaled, ghost=micro.is_ghost)
         if not micro.is_ghost:
+            own = loss.detach()
+            tally.loss = own if tally.loss is None else tally.loss + own
             tally.count = tally.count + count
-            detached = loss.detach()
-            tally.loss = detached if tally.loss is None else tally.loss + detached
         if micro.is_last and training.count == "tokens":
             tally.total = training.start_total(tally.count)
+        inputs = None if len(self._tallies) == 1 else tally.track.parameters
         try:
-            torch.autograd.backward(
-                scaled,
-                weigh,
-                inputs=None if len(self._tracks) == 1 else track.parameters,
-            )
+            torch.autograd.backward(scaled, weigh, inputs=inputs)
         except RuntimeError as error:
             explained = self._job.explained(error)
             if explained is error:
@@ -231,21 +219,21 @@ class Step:
 
         Collective: all ranks, once for each optimizer.
         """
-        training, track = self._training, self._track(optimizer)
-        tally = self._tallies[track.optimizer]
-        self._refuse_unfinished(tally)
-        try:
-            if tally.backwards == 0:
-                self._take_part_empty(track, tally)
-        except RuntimeError as error:
-            raise self._job.explained(error) from error
-        if self.number - training.first_step < CLOSE_LOOKS and training.distributed:
+        training = self._training
+        tally = self._tally(optimizer)
+        track = tally.track
+        planned = self._planned.num_micro_batches
+        if self._seen != planned or self._owed or tally.backwards < planned or tally.updated:
+            raise self._unfinished(tally)
+        if tally.backwards == 0:
+            self._take_part_empty(tally)
+        if self.number < training.close_look_until and training.distributed:
             for model in track.models:
                 parallel.refuse_unused(self._job, model)
         training.precision.unscale(track.optimizer)
         factor = None
         if training.count == "tokens":
-            factor = self._token_factor(track, tally)
+            factor = self._token_factor(tally)
         if factor is not None or clip_norm is not None:
             gradients = [p.grad for p in track.parameters if p.grad is not None]
             self.grad_norm = clip.scale_and_clip(gradients, factor=factor, clip_norm=clip_norm)
@@ -253,12 +241,12 @@ class Step:
                 training.check_norm(self.grad_norm, track, self._where)
         training.precision.step(track.optimizer)
         tally.updated = True
-        if all(other.updated for other in self._tallies.values()):
-            taken = training.precision.end_step()
-            for each in self._tracks.values():
-                if each.schedule is not None and taken:
-                    each.schedule.step()
-        track.optimizer.zero_grad()
+        self._left -= 1
+        if not self._left and training.precision.end_step():
+            for each in self._tallies:
+                if each.track.schedule is not None:
+                    each.track.schedule.step()
+        track.clear_gradients()
 
     def stop(self) -> None:
         """Ask that the training ends: all ranks stop after the same step, for one rank's asking.
@@ -273,79 +261,72 @@ class Step:
     @property
     def loss(self) -> StepLoss:
         """The mean loss of this step over all ranks, of the first optimizer. See `StepLoss`."""
-        tally = next(iter(self._tallies.values()))
+        tally = self._tallies[0]
         return StepLoss(self._job, self.number, tally.loss, tally.count)
 
     def local_loss(self) -> tuple[torch.Tensor | None, Any]:
         """This rank's loss sum and count, for the control word. Collective: none."""
-        tally = next(iter(self._tallies.values()))
+        tally = self._tallies[0]
         return tally.loss, tally.count
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every optimizer was updated. Collective: none."""
-        return all(tally.updated for tally in self._tallies.values())
 
     def refuse_unless_done(self) -> None:
         """Raise StepError where `update` was forgotten. Collective: none."""
-        if not self.is_done:
+        if self._left:
             raise StepError(
                 "the step was left without `step.update()`.",
                 where=self._where(),
                 fix="call step.update() after the loop over micro-batches"
-                + (", once for each optimizer." if len(self._tracks) > 1 else "."),
+                + ("." if len(self._tallies) == 1 else ", once for each optimizer."),
                 step=self.number,
             )
 
-    def _track(self, optimizer: torch.optim.Optimizer | None) -> Track:
+    def _tally(self, optimizer: torch.optim.Optimizer | None) -> _Tally:
         if optimizer is None:
-            if len(self._tracks) > 1:
-                raise StepError(
-                    f"this training has {len(self._tracks)} optimizers; say which one.",
-                    where=self._where(),
-                    fix="step.backward(loss, count=n, optimizer=...), step.update(optimizer).",
-                )
-            return next(iter(self._tracks.values()))
-        if optimizer not in self._tracks:
+            if len(self._tallies) == 1:
+                return self._tallies[0]
             raise StepError(
-                "this optimizer was not given to Training.",
+                f"this training has {len(self._tallies)} optimizers; say which one.",
                 where=self._where(),
-                fix="Training(job, models, [optimizer, ...], batches).",
+                fix="step.backward(loss, count=n, optimizer=...), step.update(optimizer).",
             )
-        return self._tracks[optimizer]
+        for tally in self._tallies:
+            if tally.track.optimizer is optimizer:
+                return tally
+        raise StepError(
+            "this optimizer was not given to Training.",
+            where=self._where(),
+            fix="Training(job, models, [optimizer, ...], batches).",
+        )
 
-    def _refuse_unfinished(self, tally: _Tally) -> None:
+    def _unfinished(self, tally: _Tally) -> StepError:
+        """What to say where `update` comes too early, or twice."""
         planned = self._planned.num_micro_batches
-        seen = max(self._seen, 0)
+        what = f"{planned} micro-batches, but {tally.backwards} calls of `step.backward`."
+        why, fix = "", "call step.backward(loss, count=...) for each micro-batch."
         if tally.updated:
-            raise StepError("this step was updated already.", where=self._where())
-        if seen < planned:
-            raise StepError(
-                f"`update` was called after {seen} of {planned} micro-batches.",
-                where=self._where(),
-                why="the loop over the step was not run, or was left by `break`.",
-                fix="let `for batch in step` run to its end; samples cannot be left out.",
-                step=self.number,
+            what, fix = (
+                "this step was updated already.",
+                "call step.update once for each optimizer.",
             )
-        if self._owed or tally.backwards < planned:
-            raise StepError(
-                f"{planned} micro-batches, but {tally.backwards} calls of `step.backward`.",
-                where=self._where(),
-                fix="call step.backward(loss, count=...) for each micro-batch.",
-                step=self.number,
-            )
+        elif self._seen < planned:
+            what = f"`update` was called after {self._seen} of {planned} micro-batches."
+            why = "the loop over the step was not run, or was left by `break`."
+            fix = "let `for batch in step` run to its end; samples cannot be left out."
+        return StepError(what, where=self._where(), why=why, fix=fix, step=self.number)
 
-    def _take_part_empty(self, track: Track, tally: _Tally) -> None:
+    def _take_part_empty(self, tally: _Tally) -> None:
         """A rank without samples still sums gradients, of zeros, or the others would wait for it."""
         training = self._training
         if training.count == "tokens":
             tally.total = training.start_total(0)
-        if training.distributed:
-            for model in track.models:
+        try:
+            for model in tally.track.models if training.distributed else ():
                 parallel.set_sync(model, True)
                 parallel.zero_backward(model)
+        except RuntimeError as error:
+            raise self._job.explained(error) from error
 
-    def _token_factor(self, track: Track, tally: _Tally) -> torch.Tensor:
+    def _token_factor(self, tally: _Tally) -> torch.Tensor:
         assert tally.total is not None
         total, work = tally.total
         if work is not None:
@@ -358,7 +339,7 @@ class Step:
                 fix="leave such samples out of the dataset, or use a larger global_batch.",
                 step=self.number,
             )
-        return (track.divisor / total).to(
+        return (tally.track.divisor / total).to(
             torch.float32 if total.device.type != "cpu" else total.dtype
         )
 

@@ -18,12 +18,13 @@ from paceline import collectives, log
 from paceline.checkpoint.manager import Checkpoints, write_file
 from paceline.data.batches import Batches
 from paceline.data.plan import Position
+from paceline.data.steps import PlannedStep
 from paceline.errors import CheckpointError, ConfigError, StepError
 from paceline.job import Job
 from paceline.parallel import ddp as parallel
 from paceline.parallel import syncbn
 from paceline.report.report import Report
-from paceline.rng import MICRO_BATCH, default_generator, key
+from paceline.rng import MICRO_BATCH, default_generator, key, pair_seed
 from paceline.step import clip, weight
 from paceline.step.control import Control, Word
 from paceline.step.precision import Precision
@@ -37,6 +38,9 @@ from paceline.tracks import (
 )
 
 _STATE_VERSION = 1
+# Losses and gradients are looked at closely in the first steps only: what is wrong with them is wrong
+# from the start, or when the model is changed, which is looked at once an epoch.
+CLOSE_LOOKS = 3
 _ENDLESS = 2**40  # epochs
 
 
@@ -91,12 +95,14 @@ class Training:
         layers = [layer for model in self.models for layer in syncbn.layers(model)]
         self.syncbn_layers = layers if self.distributed else []
         self.control = Control(job)
-        self.position = Position(job.seed, 0, 0)
         self.number = 0
-        self.first_step = 1
-        self.dropout_stem = key(job.seed, MICRO_BATCH)
+        self._start = Position(job.seed, 0, 0)
+        self._last: PlannedStep | None = None
+        self.close_look_until = 0
+        self._dropout_stem = key(job.seed, MICRO_BATCH)
         self._generator = default_generator(job.device)
-        self._weights: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        self._divisor = 0.0
+        self._weight = torch.zeros(())
         self._kept: dict[str, Any] = {}
         self._checkpoints = checkpoints
         self._resumed = checkpoints is None
@@ -104,6 +110,12 @@ class Training:
         self._stopping = False
         self._open_step: Step | None = None
         job.on_leave(self._close)
+
+    @property
+    def position(self) -> Position:
+        """Where in the data the next step starts. Collective: none."""
+        # Made when asked for: most steps are never asked.
+        return self._start if self._last is None else self._last.next_position
 
     def keep(self, **objects: Any) -> None:
         """Have objects with `state_dict` and `load_state_dict` join the checkpoints.
@@ -158,7 +170,7 @@ class Training:
             equal=bool(self.syncbn_layers),
         ):
             step = Step(self, planned, self.number + 1)
-            if step.epoch != self.position.epoch or self.position.offset == 0:
+            if planned.offset == 0:
                 self._check_parameters()
             if self.count == "tokens":
                 for track in self.tracks.values():
@@ -175,7 +187,7 @@ class Training:
                 self.job.left_loop_after = step.number
                 raise
             self._open_step = None
-            self._commit(step, planned.next_position, now=step.ends_epoch or step.number >= last)
+            self._commit(step, planned, now=step.ends_epoch or step.number >= last)
             if self._stopping or self.number >= last:
                 break
         self._finish()
@@ -245,7 +257,8 @@ class Training:
         for name, thing in self._kept.items():
             thing.load_state_dict(state["kept"][name])
         self.number = state["step"]
-        self.position = Position(*state["position"])
+        self._start = Position(*state["position"])
+        self._last = None
 
     def export(self, path: str | Path) -> None:
         """Write the weights alone to one file, under the model's own names, for `torch.load` anywhere.
@@ -260,23 +273,25 @@ class Training:
 
     # What a step calls. Not for users.
 
-    def seed_dropout(self, seed: int) -> None:
-        """Key the model's random draws by (seed, step, sample), whatever the rank. Collective: none."""
-        self._generator.manual_seed(seed >> 1)
+    def seed_dropout(self, step: int, offset: int) -> None:
+        """Key the model's random draws by (seed, step, first sample), whatever the rank.
+
+        Collective: none.
+        """
+        self._generator.manual_seed(pair_seed(self._dropout_stem, step, offset))
 
     def weight_for(
         self, track: Track, num_samples: int, loss: torch.Tensor, *, ghost: bool
     ) -> torch.Tensor:
         """What a backward starts from in place of 1, shape (). Collective: none."""
         divisor = track.divisor if self.count == "tokens" else num_samples
-        value = 0.0 if ghost else self.job.world_size / divisor
-        found = self._weights.get((value, loss.dtype))
-        if found is None:
-            if len(self._weights) > 64:
-                self._weights.clear()
-            found = torch.tensor(value, dtype=loss.dtype, device=loss.device)
-            self._weights[value, loss.dtype] = found
-        return found
+        if ghost:
+            return torch.zeros_like(loss)
+        if divisor != self._divisor or loss.dtype != self._weight.dtype:
+            value = self.job.world_size / divisor
+            self._weight = torch.tensor(value, dtype=loss.dtype, device=loss.device)
+            self._divisor = divisor
+        return self._weight
 
     def start_total(
         self, count: int | float | torch.Tensor
@@ -309,7 +324,7 @@ class Training:
     def _begin(self, epochs: int | None, until: int | None) -> None:
         for track in self.tracks.values():
             track.refresh()
-        self.first_step = self.number + 1
+        self.close_look_until = self.number + 1 + CLOSE_LOOKS
         self._stopping = False
         self.control.begin(self.number)
         for model in self.models:
@@ -325,15 +340,15 @@ class Training:
         for model in self.models:
             parallel.check_parameters(self.job, model, list(self.tracks))
 
-    def _commit(self, step: Step, position: Position, *, now: bool) -> None:
+    def _commit(self, step: Step, planned: PlannedStep, *, now: bool) -> None:
         step.refuse_unless_done()
         self.number = step.number
-        self.position = position
+        self._last = planned
         loss, count = step.local_loss()
         for word in self.control.end_step(step.number, loss, count, now=now):
             self._take(word)
         if self._checkpoints is not None and self._checkpoints.is_due(
-            step.number, epoch=position.epoch, ends_epoch=step.ends_epoch
+            step.number, epoch=self.position.epoch, ends_epoch=step.ends_epoch
         ):
             self._save()
 

@@ -18,7 +18,13 @@ PACELINE = [sys.executable, "-m", "paceline", "run", "--nproc-per-node"]
 def _run(command: list[str], folder: Path, timeout_s: float = 100) -> str:
     environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False
+        command,
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

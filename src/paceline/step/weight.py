@@ -77,8 +77,15 @@ def _is_mean(node: Any, count: int | None) -> bool:
     return False
 
 
-def check_count(count: int, samples: int, kind: str, where: str) -> None:
-    """Raise CountError unless `count` fits a micro-batch of `samples`. Collective: none."""
+def check_count(count: int | torch.Tensor, samples: int, kind: str, where: str) -> None:
+    """Raise CountError unless `count` fits a micro-batch of `samples`.
+
+    A tensor of tokens on a device is believed: reading it would wait for the device.
+
+    Collective: none.
+    """
+    if isinstance(count, torch.Tensor) and count.device.type != "cpu" and kind == "tokens":
+        return
     if count < 0:
         raise CountError(f"count must not be negative, got {count}.", where=where, count=count)
     if kind == "samples" and count != samples:
