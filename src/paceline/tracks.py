@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,23 +25,21 @@ class Track:
     models: list[torch.nn.Module]
     schedule: LRScheduler | None
     divisor: float = 0.0
-    parameters: list[torch.Tensor] = field(default_factory=list)
 
-    own_zero_grad: bool = False
-
-    def refresh(self) -> None:
-        """Read the parameters anew; groups may have been added."""
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.own_zero_grad = type(self.optimizer).zero_grad is not Optimizer.zero_grad
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """What the optimizer updates; read each time, since groups may be added on the way."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def clear_gradients(self) -> None:
         """Forget the gradients, so that the next backward starts anew."""
-        if self.own_zero_grad:
+        if type(self.optimizer).zero_grad is not Optimizer.zero_grad:
             self.optimizer.zero_grad()
             return
         # What torch's does, without the profiler's record, which costs several us a step.
-        for p in self.parameters:
-            p.grad = None
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
 
 
 def check_models(job: Job, models: list[torch.nn.Module], optimizers: list[Optimizer]) -> None:
@@ -94,9 +92,7 @@ def make_tracks(
         if each is not None and each.optimizer is not optimizer:
             raise ConfigError("the schedule belongs to another optimizer.")
         own_models = [m for m in models if any(id(p) in owned for p in m.parameters())]
-        track = Track(optimizer, own_models, each)
-        track.refresh()
-        tracks[optimizer] = track
+        tracks[optimizer] = Track(optimizer, own_models, each)
     return tracks
 
 

@@ -322,8 +322,6 @@ class Training:
             raise clip.non_finite(named, where())
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
-        for track in self.tracks.values():
-            track.refresh()
         self.close_look_until = self.number + 1 + CLOSE_LOOKS
         self._stopping = False
         self.control.begin(self.number)
