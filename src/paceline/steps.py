@@ -189,7 +189,7 @@ class Step:
             tally.loss = own if tally.loss is None else tally.loss + own
             tally.count = tally.count + count
         if micro.is_last and training.count == "tokens":
-            tally.total = training.start_total(tally.count)
+            tally.total = self._start_total(tally.count)
         inputs = None if len(self._tallies) == 1 else tally.track.parameters
         try:
             torch.autograd.backward(scaled, weigh, inputs=inputs)
@@ -318,13 +318,20 @@ class Step:
         """A rank without samples still sums gradients, of zeros, or the others would wait for it."""
         training = self._training
         if training.count == "tokens":
-            tally.total = training.start_total(0)
+            tally.total = self._start_total(0)
         try:
             for model in tally.track.models if training.distributed else ():
                 parallel.set_sync(model, True)
                 parallel.zero_backward(model)
         except RuntimeError as error:
             raise self._job.explained(error) from error
+
+    def _start_total(self, count: float | torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+        """Start adding up the counts of all ranks; the sum is read by `update`."""
+        job = self._job
+        total = torch.as_tensor(count, dtype=torch.float64, device=job.device).reshape(()).clone()
+        group = job.control if total.device.type == "cpu" else job.group
+        return total, dist.all_reduce(total, group=group, async_op=True) if group else None
 
     def _token_factor(self, tally: _Tally) -> torch.Tensor:
         assert tally.total is not None

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline import collectives, log
 from paceline.checkpoint.manager import Checkpoints, write_file
@@ -292,17 +291,6 @@ class Training:
             self._weight = torch.tensor(value, dtype=loss.dtype, device=loss.device)
             self._divisor = divisor
         return self._weight
-
-    def start_total(
-        self, count: int | float | torch.Tensor
-    ) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start adding up the counts of all ranks. Collective: all ranks, once a step and optimizer."""
-        total = torch.as_tensor(count, dtype=torch.float64, device=self.job.device).reshape(())
-        if not self.distributed:
-            return total, None
-        group = self.job.control if total.device.type == "cpu" else self.job.group
-        total = total.clone()
-        return total, dist.all_reduce(total, group=group, async_op=True)
 
     def check_norm(self, norm: torch.Tensor, track: Track, where: Callable[[], str]) -> None:
         """Refuse a norm that is not finite, where reading it costs no wait for a device.
