@@ -18,21 +18,27 @@ from paceline.errors import PeerFailed, StepError, place
 
 _FAILED = "failed"
 _LEFT = "left"
+_AT = "at"
 _POLL_S = 0.25
 
 
 class Peers:
-    """The marks of one job. `step` is kept by the training loop: the step this rank is in.
+    """The marks of one job.
+
+    Attributes:
+        step: the step this rank is in; kept by the training loop.
+        passed: the last step after which this rank asked for another.
 
     Collective: none; every method may be called by one rank alone, unless it says otherwise.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self.step = 0
+        self.passed = 0
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._left: int | None = None
+        self._departures = 0  # from loops, in this job: each has its own keys
         self._stop = threading.Event()
         # The main thread may sit in a blocking call of the store, which holds its client's lock.
         own_client: dist.Store = store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
@@ -87,24 +93,22 @@ class Peers:
 
         Collective: all ranks, when they leave the loop by `break`.
         """
-        self._left = step
-        self._store.set(f"{_LEFT}/{self._rank}", str(step))
+        left, at = f"{_LEFT}/{self._departures}", f"{_AT}/{self._departures}"
+        self._departures += 1
+        self._store.set(f"{left}/{self._rank}", str(step))
         deadline = time.monotonic() + timeout_s
         for rank in range(self._world_size):
-            while not self._store.check([f"{_LEFT}/{rank}"]):
-                self._refuse_if_going_on(rank, step)
+            while not self._store.check([f"{left}/{rank}"]):
+                if self._store.check([f"{at}/{rank}"]):
+                    passed = int(self._store.get(f"{at}/{rank}"))
+                    if passed >= step:
+                        raise self._left_alone(rank, step, f"went on after step {passed}")
                 if time.monotonic() > deadline:
                     raise self._left_alone(rank, step, f"did not leave within {timeout_s:g} s")
                 time.sleep(_POLL_S / 4)
-            their = int(self._store.get(f"{_LEFT}/{rank}"))
+            their = int(self._store.get(f"{left}/{rank}"))
             if their != step:
                 raise self._left_alone(rank, step, f"left after step {their}")
-
-    def _refuse_if_going_on(self, rank: int, step: int) -> None:
-        if self._store.check([f"at/{rank}"]):
-            at = int(self._store.get(f"at/{rank}"))
-            if at > step:
-                raise self._left_alone(rank, step, f"is in step {at}")
 
     def _left_alone(self, rank: int, step: int, instead: str) -> StepError:
         return StepError(
@@ -116,10 +120,11 @@ class Peers:
         )
 
     def _answer(self, store: dist.Store) -> None:
-        keys = [f"{_LEFT}/{rank}" for rank in range(self._world_size) if rank != self._rank]
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
         try:
             while not self._stop.wait(_POLL_S):
-                if self._left is None and any(store.check([key]) for key in keys):
-                    store.set(f"at/{self._rank}", str(self.step))
+                number = self._departures
+                if any(store.check([f"{_LEFT}/{number}/{rank}"]) for rank in others):
+                    store.set(f"{_AT}/{number}/{self._rank}", str(self.passed))
         except RuntimeError:
             return  # rank 0 and its store are gone; the main thread says what that means

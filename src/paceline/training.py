@@ -327,6 +327,8 @@ class Training:
             parallel.check_parameters(self.job, model, list(self.tracks))
 
     def _commit(self, step: Step, planned: PlannedStep, *, now: bool) -> None:
+        if self.job.peers is not None:
+            self.job.peers.passed = step.number
         step.refuse_unless_done()
         self.number = step.number
         self._last = planned

@@ -238,6 +238,33 @@ def test_a_break_on_all_ranks_is_no_error() -> None:
     assert len(run_ranks(_break, [0, 1, 2], nproc=3)) == 3
 
 
+def _break_twice(job: Any) -> int:
+    for _ in range(3):
+        _break(job, [0, 1, 2])
+        job.settle()
+    return 3
+
+
+def test_loops_may_be_left_again_and_again() -> None:
+    assert run_ranks(_break_twice, nproc=3) == [3, 3, 3]
+
+
+def _break_in_the_last_step(job: Any) -> None:
+    training = _training(job)
+    for step in training.steps(until=3):
+        for x, y in step:
+            loss = F.cross_entropy(training.models[0](x), y, reduction="sum")
+            step.backward(loss, count=len(y))
+        step.update()
+        if step.number == 3 and job.rank == 1:
+            break
+
+
+def test_a_break_where_the_others_finish_is_an_error_on_all() -> None:
+    for outcome in run_failing_ranks(_break_in_the_last_step, nproc=2):
+        assert "rank 1 left the training loop after step 3, rank 0 went on" in str(outcome.error)
+
+
 @pytest.mark.parametrize("who", [0, 2])
 def test_a_break_on_one_rank_is_an_error_on_all(who: int) -> None:
     outcomes = run_failing_ranks(_break, [who], nproc=3)
