@@ -87,6 +87,9 @@ def _state() -> dict[str, set[Any]]:
 def _leaves_nothing() -> Iterator[None]:
     environ, before = dict(os.environ), _state()
     yield
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(timeout=5)  # of torch's loader; it ends a moment after its workers
     after = _state()
     if after != before:
         gc.collect()  # sockets of stores close with their objects

@@ -302,7 +302,8 @@ def choose_device(asked: str | torch.device | None, where: environment.Place) ->
     # A scheduler may show each rank its own device alone, which is then number 0.
     own = where.local_rank if count > 1 else 0
     index = own if device.index is None else device.index  # torch's stubs: never None
-    if index >= count:
+    # On all ranks of the host, not only on those that are left over.
+    if index >= count or (1 < count < where.local_world_size and device.index is None):
         raise ConfigError(
             f"{where.local_world_size} ranks on this host, {count} {device.type} devices.",
             where=f"local rank {where.local_rank}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,15 +19,6 @@ from paceline.errors import AuditError
 from paceline.job import Job
 
 NOTHING = np.zeros(0, dtype=np.int64)
-
-
-@pytest.fixture(autouse=True)
-def _queues_end() -> Iterator[None]:
-    """The threads of queues to workers that have ended end by themselves, a little later."""
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "QueueFeederThread":
-            thread.join(10)
 
 
 @pytest.fixture

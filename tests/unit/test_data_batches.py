@@ -27,15 +27,6 @@ from paceline.errors import ConfigError, DataError, SampleError, StepError
 from paceline.job import Job
 
 
-@pytest.fixture(autouse=True)
-def _queues_end() -> Iterator[None]:
-    """The threads of queues to workers that have ended end by themselves, a little later."""
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "QueueFeederThread":
-            thread.join(10)
-
-
 @pytest.fixture
 def job() -> Iterator[Job]:
     with paceline.join(seed=7) as job:

@@ -6,7 +6,6 @@ import itertools
 import logging
 import multiprocessing
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,15 +22,6 @@ from paceline.errors import DataError, SampleError
 from paceline.job import Job
 
 START = Position(7)
-
-
-@pytest.fixture(autouse=True)
-def _queues_end() -> Iterator[None]:
-    """The threads of queues to workers that have ended end by themselves, a little later."""
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "QueueFeederThread":
-            thread.join(10)
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 
 PLAIN_EVERY_S = 5.0
 
@@ -38,14 +38,16 @@ class Progress:
         self._said_at = time.monotonic()
         if not self._console.is_terminal:
             return
+        # The values give way where the line is too long for the terminal, not how far it is.
+        whole, rest = Column(no_wrap=True, overflow="crop"), Column(ratio=1, no_wrap=True)
         self._bar = RichProgress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[values]}"),
+            TextColumn("step", table_column=whole.copy()),
+            MofNCompleteColumn(table_column=whole.copy()),
+            BarColumn(bar_width=20, table_column=whole.copy()),
+            TimeRemainingColumn(table_column=whole.copy()),
+            TextColumn("{task.fields[values]}", table_column=rest),
             console=self._console,
+            expand=True,
         )
         self._task = self._bar.add_task("train", total=total, completed=step, values="")
         self._bar.start()
