@@ -32,7 +32,8 @@ class Place:
     """Where this process stands in its job, as the launcher says.
 
     `master` is "host:port" where the launcher or user named it; else `job_key` identifies the job on
-    this host, and the ranks meet through a file. `one_host` says that all ranks share this host.
+    this host, and the ranks meet through a file. A launcher that names no job (MPICH) leaves it None;
+    what started the rank identifies the job then. `one_host` says that all ranks share this host.
     """
 
     launcher: str
@@ -120,13 +121,15 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Place:
-    job_key = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
-    return _mpi(environ, OPEN_MPI, job_key)
+    name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+    # OpenMPI 4 hashes its names to 16 bits; the port of its server tells apart what lives at one time.
+    server = environ.get("PMIX_SERVER_URI2", "")
+    return _mpi(environ, OPEN_MPI, f"{name} {server}" if name else None)
 
 
 def _hydra(environ: Mapping[str, str]) -> Place:
-    job_key = environ.get("PMI_JOBID") or environ.get("HYDI_CONTROL_FD") or environ.get("PMI_ID")
-    return _mpi(environ, HYDRA, job_key)
+    # Nothing that Hydra exports names the job: HYDI_CONTROL_FD is 7 in all of them.
+    return _mpi(environ, HYDRA, None)
 
 
 def _mpi(environ: Mapping[str, str], names: tuple[str, ...], job_key: str | None) -> Place:
@@ -146,7 +149,7 @@ def _mpi(environ: Mapping[str, str], names: tuple[str, ...], job_key: str | None
             local_rank=local_rank,
             local_world_size=local_world_size,
             master=master,
-            job_key=job_key or "mpi",
+            job_key=job_key,
         ),
         names,
     )

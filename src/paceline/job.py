@@ -6,6 +6,7 @@ path nothing waits for peers: the failure is marked, connections are closed, and
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import weakref
@@ -150,6 +151,16 @@ class Job:
             distributed_c10d._abort_process_group()
         self._close()
 
+    def _end_unleft(self) -> None:
+        """At the end of a process that forgot to leave, before the interpreter shuts down.
+
+        A thread of ours or of Gloo that asks for the lock of an interpreter that has gone aborts the
+        process; and ranks that still wait for this one shall hear why it went.
+        """
+        self.abandon(
+            StepError("its process ended without leaving the job (`with paceline.join() as job`).")
+        )
+
     def explained(self, error: BaseException) -> BaseException:
         """The error to raise where a collective raised `error`: a peer's failure if one is known.
 
@@ -192,6 +203,7 @@ class Job:
     def _close(self) -> None:
         global _current
         self.alive = False
+        atexit.unregister(self._end_unleft)
         if self.peers is not None:
             self.peers.close()
         self.group = self.control = self.store = self.peers = None
@@ -275,6 +287,7 @@ def _connect(job: Job, where: environment.Place, backend: str) -> None:
     job.control = dist.new_group(backend="gloo", timeout=timeout)
     job.peers = Peers(dist.PrefixStore("peers", job.store), job.rank, job.world_size)
     hooks.install(job.peers)
+    atexit.register(job._end_unleft)
 
 
 def choose_device(asked: str | torch.device | None, where: environment.Place) -> torch.device:

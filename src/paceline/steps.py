@@ -7,7 +7,7 @@ collectives however many micro-batches it has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,13 +121,30 @@ class Step:
         Collective: none.
         """
         training = self._training
+        if training.reproducing is None:
+            yield from self._give(self._planned)
+            self._start_totals()
+            return
+        # A step whose gradients outgrew what was foreseen is run again, so its samples are kept.
+        training.reproducing.begin(self.num_samples)
+        kept = list(self._planned)
+        yield from self._give(kept)
+        while not training.reproducing.agree():
+            training.reproducing.begin(self.num_samples)
+            self._seen = 0
+            self._tallies = [_Tally(tally.track) for tally in self._tallies]
+            yield from self._give(kept)
+        self._start_totals()
+
+    def _give(self, micros: Iterable[MicroBatch]) -> Iterator[Any]:
+        training = self._training
         layers, precision = training.syncbn_layers, training.precision
-        for micro in self._planned:
+        for micro in micros:
             self._seen += 1
             self._micro = micro
             if training.distributed:
                 for model in training.models:
-                    parallel.set_sync(model, micro.is_last)
+                    parallel.set_sync(model, micro.is_last and training.reproducing is None)
                 if layers:
                     syncbn.set_ghost(layers, micro.is_ghost)
             self._owed = True
@@ -186,10 +203,12 @@ class Step:
         weigh = training.weight_for(tally.track, self.num_samples, scaled, ghost=micro.is_ghost)
         if not micro.is_ghost:
             own = loss.detach()
+            if training.reproducing is not None:
+                own = training.reproducing.rounded(own)
             tally.loss = own if tally.loss is None else tally.loss + own
             tally.count = tally.count + count
-        if micro.is_last and training.count == "tokens":
-            tally.total = self._start_total(tally.count)
+        if micro.is_last and len(self._tallies) == 1 and training.reproducing is None:
+            self._start_totals()  # while the gradients are summed
         inputs = None if len(self._tallies) == 1 else tally.track.parameters
         try:
             torch.autograd.backward(scaled, weigh, inputs=inputs)
@@ -198,6 +217,9 @@ class Step:
             if explained is error:
                 raise
             raise explained from error
+        if training.reproducing is not None:
+            number = (micro.offset - self._planned.offset) // training.batches.micro_batch
+            training.reproducing.added(tally.track, number)
 
     def update(
         self,
@@ -227,13 +249,18 @@ class Step:
             raise self._unfinished(tally)
         if tally.backwards == 0:
             self._take_part_empty(tally)
-        if self.number < training.close_look_until and training.distributed:
+        if training.reproducing is not None:
+            training.reproducing.sums[id(track)].finish()
+        elif self.number < training.close_look_until and training.distributed:
             for model in track.models:
                 parallel.refuse_unused(self._job, model)
         training.precision.unscale(track.optimizer)
         factor = None
         if training.count == "tokens":
             factor = self._token_factor(tally)
+        if training.after_backward != 1:
+            undo = torch.tensor(float(training.after_backward), device=self._job.device)
+            factor = undo if factor is None else factor * undo
         if factor is not None or clip_norm is not None:
             gradients = [p.grad for p in track.parameters if p.grad is not None]
             self.grad_norm = clip.scale_and_clip(gradients, factor=factor, clip_norm=clip_norm)
@@ -317,21 +344,30 @@ class Step:
     def _take_part_empty(self, tally: _Tally) -> None:
         """A rank without samples still sums gradients, of zeros, or the others would wait for it."""
         training = self._training
-        if training.count == "tokens":
-            tally.total = self._start_total(0)
+        self._start_totals()
         try:
-            for model in tally.track.models if training.distributed else ():
+            by_ddp = training.distributed and training.reproducing is None
+            for model in tally.track.models if by_ddp else ():
                 parallel.set_sync(model, True)
                 parallel.zero_backward(model)
         except RuntimeError as error:
             raise self._job.explained(error) from error
 
-    def _start_total(self, count: float | torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start adding up the counts of all ranks; the sum is read by `update`."""
+    def _start_totals(self) -> None:
+        """Start adding up the tokens of all ranks; the sums are read by `update`.
+
+        All ranks come here after their last micro-batch and before anything else, those without
+        samples too, and take the optimizers in one order.
+        """
+        if self._training.count != "tokens" or self._tallies[0].total is not None:
+            return
         job = self._job
-        total = torch.as_tensor(count, dtype=torch.float64, device=job.device).reshape(()).clone()
-        group = job.control if total.device.type == "cpu" else job.group
-        return total, dist.all_reduce(total, group=group, async_op=True) if group else None
+        for tally in self._tallies:
+            count = torch.as_tensor(tally.count, dtype=torch.float64, device=job.device)
+            total = count.reshape(()).clone()
+            group = job.control if total.device.type == "cpu" else job.group
+            work = dist.all_reduce(total, group=group, async_op=True) if group else None
+            tally.total = (total, work)
 
     def _token_factor(self, tally: _Tally) -> torch.Tensor:
         assert tally.total is not None

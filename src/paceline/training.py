@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from paceline import collectives, log
+from paceline import collectives, log, state
 from paceline.checkpoint.manager import Checkpoints, write_file
 from paceline.data.batches import Batches
 from paceline.data.plan import Position
 from paceline.data.steps import PlannedStep
-from paceline.errors import CheckpointError, ConfigError, StepError
+from paceline.errors import ConfigError, StepError
 from paceline.job import Job
 from paceline.parallel import ddp as parallel
 from paceline.parallel import syncbn
 from paceline.report.report import Report
+from paceline.reproducing import Reproducing
 from paceline.rng import MICRO_BATCH, default_generator, key, pair_seed
 from paceline.step import clip, weight
 from paceline.step.control import Control, Word
@@ -36,7 +37,6 @@ from paceline.tracks import (
     refuse_non_finite_weights,
 )
 
-_STATE_VERSION = 1
 # Losses and gradients are looked at closely in the first steps only: what is wrong with them is wrong
 # from the start, or when the model is changed, which is looked at once an epoch.
 CLOSE_LOOKS = 3
@@ -57,6 +57,8 @@ class Training:
         precision: "fp32", "bf16" or "fp16" autocast.
         count: What `step.backward(count=...)` counts: "samples", whose number is checked, or "tokens".
         checkpoints: Where and when to save; None saves nothing.
+        reproducible: Whether weights, optimizer state and logged losses are to be equal to the last bit on
+            any number of ranks; see docs/reproducible.md for what that costs.
 
     Raises:
         ConfigError: on all ranks, before the first step: a model that is not wrapped, has nothing to
@@ -77,6 +79,7 @@ class Training:
         precision: str = "fp32",
         count: str = "samples",
         checkpoints: Checkpoints | None = None,
+        reproducible: bool = False,
     ) -> None:
         job.refuse_if_left()
         weight.check_count_kind(count)
@@ -91,6 +94,11 @@ class Training:
         )
         check_models(job, self.models, optimizers)
         self.tracks = make_tracks(self.models, optimizers, schedule)
+        self.reproducing = (
+            Reproducing(job, self.models, list(self.tracks.values()), batches)
+            if reproducible
+            else None
+        )
         layers = [layer for model in self.models for layer in syncbn.layers(model)]
         self.syncbn_layers = layers if self.distributed else []
         self.control = Control(job)
@@ -100,6 +108,11 @@ class Training:
         self.close_look_until = 0
         self._dropout_stem = key(job.seed, MICRO_BATCH)
         self._generator = default_generator(job.device)
+        # DDP takes the mean over ranks; the exact sum does not. In fp16 the mean is undone afterwards:
+        # a gradient that is `world_size` times larger would overflow on many ranks and not on one.
+        undo = 1 if reproducible else job.world_size
+        late = self.precision.scaler is not None
+        self._before_backward, self.after_backward = (1, undo) if late else (undo, 1)
         self._divisor = 0.0
         self._weight = torch.zeros(())
         self._kept: dict[str, Any] = {}
@@ -208,19 +221,9 @@ class Training:
 
         Collective: none.
         """
-        tracks = list(self.tracks.values())
-        return {
-            "version": _STATE_VERSION,
-            "step": self.number,
-            "position": [self.position.seed, self.position.epoch, self.position.offset],
-            "models": [parallel.unwrap(model).state_dict() for model in self.models],
-            "optimizers": [track.optimizer.state_dict() for track in tracks],
-            "schedules": [t.schedule.state_dict() if t.schedule else {} for t in tracks],
-            "scaler": self.precision.state_dict(),
-            "kept": {name: thing.state_dict() for name, thing in self._kept.items()},
-        }
+        return state.save(self, self._kept)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take up the state of an earlier run, of any number of ranks.
 
         Raises:
@@ -228,35 +231,7 @@ class Training:
 
         Collective: all ranks, same state.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise CheckpointError(
-                f"this is no state of a training: version {state.get('version')}."
-            )
-        if state["position"][0] != self.job.seed:
-            raise CheckpointError(
-                f"the checkpoint was trained with seed {state['position'][0]}, this job has seed "
-                f"{self.job.seed}.",
-                fix="join with the same seed, or start anew with resume='never'.",
-            )
-        missing = sorted(set(self._kept) ^ set(state["kept"]))
-        if missing or len(state["models"]) != len(self.models):
-            raise CheckpointError(
-                f"the checkpoint holds another set of objects; {', '.join(missing)} differ.",
-                fix="keep() the same objects as the run that saved it.",
-            )
-        for model, saved in zip(self.models, state["models"], strict=True):
-            parallel.unwrap(model).load_state_dict(saved)
-        for track, optimizer, schedule in zip(
-            self.tracks.values(), state["optimizers"], state["schedules"], strict=True
-        ):
-            track.optimizer.load_state_dict(optimizer)
-            if track.schedule is not None:
-                track.schedule.load_state_dict(schedule)
-        self.precision.load_state_dict(state["scaler"])
-        for name, thing in self._kept.items():
-            thing.load_state_dict(state["kept"][name])
-        self.number = state["step"]
-        self._start = Position(*state["position"])
+        self.number, self._start = state.load(self, saved, self._kept)
         self._last = None
 
     def export(self, path: str | Path) -> None:
@@ -287,7 +262,7 @@ class Training:
         if ghost:
             return torch.zeros_like(loss)
         if divisor != self._divisor or loss.dtype != self._weight.dtype:
-            value = self.job.world_size / divisor
+            value = self._before_backward / divisor
             self._weight = torch.tensor(value, dtype=loss.dtype, device=loss.device)
             self._divisor = divisor
         return self._weight
@@ -313,7 +288,7 @@ class Training:
         self.close_look_until = self.number + 1 + CLOSE_LOOKS
         self._stopping = False
         self.control.begin(self.number)
-        for model in self.models:
+        for model in self.models if self.reproducing is None else ():
             syncbn.warn_plain_batchnorm(self.job, model)
         total = None
         if epochs is not None and self.batches.steps_per_epoch is not None:
@@ -342,7 +317,7 @@ class Training:
 
     def _take(self, word: Word) -> None:
         self._stopping = self._stopping or word.stop
-        if self.count == "tokens" and word.totals and word.totals[-1].count > 0:
+        if self.count == "tokens" and word.totals[-1].count > 0 and self.reproducing is None:
             # Of the first optimizer; for others any power of two gives the same bits.
             divisor = weight.divisor_for_tokens(word.totals[-1].count)
             for track in self.tracks.values():
@@ -369,9 +344,9 @@ class Training:
             return
         self._resumed = True
         assert self._checkpoints is not None
-        state = self._checkpoints.resume(self.job)
-        if state is not None:
-            self.load_state_dict(state)
+        saved = self._checkpoints.resume(self.job)
+        if saved is not None:
+            self.load_state_dict(saved)
             log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
 
     def _is_finished(self, epochs: int | None, until: int | None) -> bool:

@@ -112,6 +112,21 @@ def test_every_precision_learns_on_cpu(precision: str) -> None:
         assert two == pytest.approx(one, rel=1e-2)
 
 
+def _fewer_samples_than_ranks(job: Any, precision: str) -> list[float]:
+    model = paceline.ddp(job, _model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, _data(), global_batch=2)
+    training = paceline.Training(job, model, optimizer, batches, precision=precision)
+    return _run(training, until=4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_ranks_without_samples_from_the_first_step_on(precision: str) -> None:
+    want = run_ranks(_fewer_samples_than_ranks, precision, nproc=1)[0]
+    for got in run_ranks(_fewer_samples_than_ranks, precision, nproc=4):
+        assert got == pytest.approx(want, rel=1e-5 if precision == "fp32" else 1e-2)
+
+
 def _collectives_per_step(job: Any, micro_batch: int) -> list[int]:
     counted: list[int] = []
     model = paceline.ddp(job, _model())

@@ -7,6 +7,7 @@ workers, and to streams. It deliberately knows nothing of models, losses or step
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,21 @@ class Batches:
     def steps_per_epoch(self) -> int | None:
         """Steps of an epoch, the smaller last one included; None for a stream."""
         return None if self._plan is None else self._plan.steps_per_epoch
+
+    def align(self) -> None:
+        """Cut each step into the same micro-batches whatever the world, and deal those to the ranks.
+
+        Raises:
+            ConfigError: the data is a stream.
+
+        Collective: all ranks, before `iterate`.
+        """
+        if self._plan is None or isinstance(self._loader, StreamLoader):
+            raise ConfigError(
+                "the micro-batches of a stream are not the same in any world.",
+                fix="reproducible training wants a map-style dataset.",
+            )
+        self._plan = self._loader.plan = replace(self._plan, aligned=True)
 
     def iterate(
         self, position: Position, *, epochs: int, equal: bool = False

@@ -26,13 +26,14 @@ class LocalLoader:
 
     Attributes:
         audit: where to note what was handed out; None notes nothing.
+        plan: which samples are this rank's.
 
     Collective: none.
     """
 
     def __init__(self, job: Job, plan: Plan, samples: Samples) -> None:
         self.audit: Audit | None = None
-        self._plan = plan
+        self.plan = plan
         self._samples = samples
         self._device = job.device
         at_home = samples.tensors[0].device if samples.tensors else torch.device("cpu")
@@ -42,15 +43,15 @@ class LocalLoader:
 
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         """The steps from `position` to the end of epoch `epochs`."""
-        plan, seed = self._plan, position.seed
-        rank, world_size, size = plan.rank, plan.world_size, plan.num_samples
+        plan, seed = self.plan, position.seed
+        size = plan.num_samples
         offset = position.offset
         for epoch in range(position.epoch, epochs):
             order = plan.order(seed, epoch)
             while offset < size:
                 for ids in plan.block(order, offset, self._ids_device):
                     n = min(plan.global_batch, size - offset)
-                    first = offset + n * rank // world_size
+                    first = offset + plan.share(n)[0]
                     pieces = plan.pieces_count(n, equal)
                     micros = self._micros(seed, epoch, offset, first, ids, pieces, order)
                     end = offset + n
@@ -69,7 +70,7 @@ class LocalLoader:
         order: Permutation | None,
     ) -> Iterator[MicroBatch]:
         """The micro-batches of one step: `ids`, whose first is at place `first`, then ghosts."""
-        size = self._plan.micro_batch
+        size = self.plan.micro_batch
         count = len(ids)
         for at in range(0, count, size):
             pieces -= 1
@@ -96,13 +97,14 @@ class WorkerLoader:
 
     Attributes:
         audit: where to note what was handed out; None notes nothing.
+        plan: which samples are this rank's.
 
     Collective: none.
     """
 
     def __init__(self, job: Job, plan: Plan, samples: Samples, workers: int) -> None:
         self.audit: Audit | None = None
-        self._plan = plan
+        self.plan = plan
         self._device = job.device
         self._workers = Workers(job, SampleWork(samples, plan), workers, tasks=True)
         self._received = 0
@@ -110,7 +112,7 @@ class WorkerLoader:
 
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         """The steps from `position` to the end of epoch `epochs`."""
-        plan, seed = self._plan, position.seed
+        plan, seed = self.plan, position.seed
         self._workers.start(_tasks(plan, position, epochs, equal))
         self._received = 0
         self._run = run = self._run + 1

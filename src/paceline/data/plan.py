@@ -132,6 +132,16 @@ class Plan:
     shuffle: bool
     rank: int
     world_size: int
+    aligned: bool = False
+
+    def share(self, num_samples: int) -> tuple[int, int]:
+        """The places `[begin, end)` of a step that are this rank's: samples split evenly, or, where
+        the plan is aligned, whole micro-batches, which are then the same in any world."""
+        if not self.aligned:
+            return share(num_samples, self.rank, self.world_size)
+        size = self.micro_batch
+        begin, end = share(micro_batches(num_samples, size), self.rank, self.world_size)
+        return min(begin * size, num_samples), min(end * size, num_samples)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -160,7 +170,7 @@ class Plan:
         With `equal`, every rank gets as many as the one with most; what it lacks is filled with the
         step's first sample.
         """
-        begin, end = share(num_samples, self.rank, self.world_size)
+        begin, end = self.share(num_samples)
         for at in range(begin, end, self.micro_batch):
             yield offset + at, offset + min(at + self.micro_batch, end), False
         for _ in range(self.pieces_count(num_samples, equal) - self.pieces_count(num_samples)):
@@ -170,7 +180,7 @@ class Plan:
         """How many `pieces` a step of `num_samples` has for this rank."""
         if equal:
             return micro_batches(-(-num_samples // self.world_size), self.micro_batch)
-        begin, end = share(num_samples, self.rank, self.world_size)
+        begin, end = self.share(num_samples)
         return micro_batches(end - begin, self.micro_batch)
 
     def block(
@@ -183,7 +193,7 @@ class Plan:
         """
         left = self.num_samples - offset
         size = min(self.global_batch, left)
-        begin, end = share(size, self.rank, self.world_size)
+        begin, end = self.share(size)
         steps = max(1, min(left // self.global_batch, _BLOCK // max(1, end - begin)))
         starts = offset + np.arange(steps, dtype=np.int64) * self.global_batch
         places = starts[:, None] + np.arange(begin, end, dtype=np.int64)

@@ -28,6 +28,9 @@ class Precision:
             )
         self.name = name
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        if self.scaler is not None:
+            # It is set up by its first use, which a rank without samples in the first step lacks.
+            self.scaler.scale(torch.zeros((), device=device))
         self._autocast = None
         if name != "fp32":
             dtype = torch.bfloat16 if name == "bf16" else torch.float16

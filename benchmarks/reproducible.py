@@ -1,0 +1,126 @@
+"""What `reproducible=True` costs, on one and on two ranks: a step that is mostly exchange, one mostly compute.
+
+    python benchmarks/reproducible.py [--steps 20] [--rounds 7]
+
+**comm**: MLP 4 x 1024, batch 128 (16.8 MB of gradients). **comp**: transformer d 256, 4 layers, 8 x 128 tokens. One
+micro-batch a rank, one thread a rank, AdamW. Normal and reproducible mode run in turn in one process tree; the
+table shows medians over rounds and the ratio with the middle half of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.testing import run_ranks
+
+
+def mlp() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(1024, 1024), nn.GELU()]
+    return nn.Sequential(*layers)
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+WORKLOADS: dict[str, tuple[Any, int, tuple[int, ...]]] = {
+    "comm": (mlp, 128, (1024,)),
+    "comp": (Transformer, 8, (128, 256)),
+}
+
+
+def run_side(job: Any, name: str, reproducible: bool, steps: int) -> float:
+    """The median step time of one side, in ms."""
+    make, batch, shape = WORKLOADS[name]
+    torch.manual_seed(0)
+    model = paceline.ddp(job, make())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    data = TensorDataset(torch.randn(batch * 2, *shape), torch.randn(batch * 2, *shape))
+    batches = paceline.Batches(
+        job, data, global_batch=batch, micro_batch=batch // job.world_size, sample_randomness=False
+    )
+    training = paceline.Training(job, model, optimizer, batches, reproducible=reproducible)
+    times, began = [], time.perf_counter()
+    for step in training.steps(until=steps):
+        for x, y in step:
+            step.backward(F.mse_loss(model(x), y, reduction="sum"), count=len(y))
+        step.update()
+        now = time.perf_counter()
+        times.append(now - began)
+        began = now
+    return 1e3 * statistics.median(times[3:])
+
+
+def measure(job: Any, steps: int, rounds: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    rows = []
+    for name in WORKLOADS:
+        pairs = []
+        for number in range(rounds + 1):
+            pair = [run_side(job, name, reproducible, steps) for reproducible in (False, True)]
+            if number:  # the first round warms up
+                pairs.append(pair)
+        ratios = sorted(exact / normal for normal, exact in pairs)
+        rows.append(
+            {
+                "workload": name,
+                "ranks": job.world_size,
+                "normal_ms": statistics.median(normal for normal, _ in pairs),
+                "reproducible_ms": statistics.median(exact for _, exact in pairs),
+                "ratio": statistics.median(ratios),
+                "middle_half": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--out", type=Path, default=Path("benchmarks/results/reproducible.json"))
+    args = options.parse_args()
+    rows = []
+    for nproc in (1, 2):
+        rows += run_ranks(
+            measure, args.steps, args.rounds, nproc=nproc, timeout_s=600, deadline_s=3600
+        )[0]
+    print(
+        f"{'workload':<10}{'ranks':>6}{'normal ms':>12}{'repr. ms':>12}{'ratio':>8}   middle half"
+    )
+    for row in rows:
+        low, high = row["middle_half"]
+        print(
+            f"{row['workload']:<10}{row['ranks']:>6}{row['normal_ms']:>12.1f}"
+            f"{row['reproducible_ms']:>12.1f}{row['ratio']:>8.2f}   {low:.2f} to {high:.2f}"
+        )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    about = {"torch": torch.__version__, "cores": os.cpu_count()}
+    args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

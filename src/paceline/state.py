@@ -1,0 +1,116 @@
+"""The state of a training: what a checkpoint holds, and how it is taken up again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.data.plan import Position
+from paceline.errors import CheckpointError
+from paceline.parallel import ddp as parallel
+
+if TYPE_CHECKING:
+    from paceline.training import Training
+
+_VERSION = 1
+
+
+def save(training: Training, kept: dict[str, Any]) -> dict[str, Any]:
+    """Everything that a later run needs, under the models' own names; equal on all ranks.
+
+    Collective: none.
+    """
+    tracks = list(training.tracks.values())
+    at = training.position
+    return {
+        "version": _VERSION,
+        "step": training.number,
+        "position": [at.seed, at.epoch, at.offset],
+        "models": [parallel.unwrap(model).state_dict() for model in training.models],
+        "optimizers": [track.optimizer.state_dict() for track in tracks],
+        "schedules": [t.schedule.state_dict() if t.schedule else {} for t in tracks],
+        "divisors": [track.divisor for track in tracks],
+        "scaler": training.precision.state_dict(),
+        "exact": training.reproducing.state_dict() if training.reproducing else None,
+        "threads": torch.get_num_threads(),
+        "kept": {name: thing.state_dict() for name, thing in kept.items()},
+    }
+
+
+def load(training: Training, saved: dict[str, Any], kept: dict[str, Any]) -> tuple[int, Position]:
+    """Take up a state; the number of steps done, and where the next one starts.
+
+    Raises:
+        CheckpointError: the state is of another kind of training; nothing was changed then.
+
+    Collective: none.
+    """
+    _refuse_other(training, saved, kept)
+    for model, state in zip(training.models, saved["models"], strict=True):
+        parallel.unwrap(model).load_state_dict(state)
+    for track, optimizer, schedule, divisor in zip(
+        training.tracks.values(),
+        saved["optimizers"],
+        saved["schedules"],
+        saved["divisors"],
+        strict=True,
+    ):
+        track.optimizer.load_state_dict(optimizer)
+        track.divisor = divisor
+        if track.schedule is not None:
+            track.schedule.load_state_dict(schedule)
+    training.precision.load_state_dict(saved["scaler"])
+    if training.reproducing is not None:
+        training.reproducing.load_state_dict(saved["exact"])
+        torch.set_num_threads(saved["threads"])
+    for name, thing in kept.items():
+        thing.load_state_dict(saved["kept"][name])
+    return saved["step"], Position(*saved["position"])
+
+
+def _refuse_other(training: Training, saved: dict[str, Any], kept: dict[str, Any]) -> None:
+    job = training.job
+    if saved.get("version") != _VERSION:
+        raise CheckpointError(f"this is no state of a training: version {saved.get('version')}.")
+    if saved["position"][0] != job.seed:
+        raise CheckpointError(
+            f"the checkpoint was trained with seed {saved['position'][0]}, this job has {job.seed}.",
+            fix="join with the same seed, or start anew with resume='never'.",
+        )
+    differing = sorted(set(kept) ^ set(saved["kept"]))
+    if differing:
+        raise CheckpointError(
+            f"the checkpoint holds another set of objects; {', '.join(differing)} differ.",
+            fix="keep() the same objects as the run that saved it.",
+        )
+    if len(saved["models"]) != len(training.models) or len(saved["optimizers"]) != len(
+        training.tracks
+    ):
+        raise CheckpointError("the checkpoint holds other numbers of models or optimizers.")
+    if (saved["exact"] is None) != (training.reproducing is None):
+        raise CheckpointError(
+            "the checkpoint and this training differ in `reproducible`.",
+            why="the bits of a training depend on it from the first step.",
+            fix="use the setting of the run that saved it, or resume='never'.",
+        )
+    _refuse_other_shapes(training, saved)
+
+
+def _refuse_other_shapes(training: Training, saved: dict[str, Any]) -> None:
+    for model, state in zip(training.models, saved["models"], strict=True):
+        own = parallel.unwrap(model).state_dict()
+        for name in sorted(set(own) | set(state)):
+            ours, theirs = (_shape(d.get(name)) for d in (own, state))
+            if ours != theirs:
+                raise CheckpointError(
+                    f"{name}: the model has {ours}, the checkpoint has {theirs}.",
+                    fix="build the model that was saved, or resume='never'.",
+                    parameter=name,
+                )
+
+
+def _shape(value: Any) -> str:
+    if value is None:
+        return "nothing of that name"
+    return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

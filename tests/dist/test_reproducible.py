@@ -1,0 +1,253 @@
+"""`reproducible=True`: one sha256 of weights, optimizer state and losses on 1, 2, 3, 4 and 8 processes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import paceline
+from paceline.errors import CheckpointError, ConfigError, NonFinite
+from paceline.testing import run_failing_ranks, run_ranks
+
+WORLDS = (1, 2, 3, 4, 8)
+
+
+def digest(value: Any) -> str:
+    """sha256 over tensors and plain values, nested."""
+    sha = hashlib.sha256()
+
+    def add(x: Any) -> None:
+        if isinstance(x, torch.Tensor):
+            sha.update(str((x.dtype, tuple(x.shape))).encode())
+            sha.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, dict):
+            for name in sorted(x, key=str):
+                sha.update(str(name).encode())
+                add(x[name])
+        elif isinstance(x, list | tuple):
+            for each in x:
+                add(each)
+        else:
+            sha.update(repr(x).encode())
+
+    add(value)
+    return sha.hexdigest()
+
+
+def _data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(62, 6, generator=generator)
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def _net(*, batchnorm: bool, momentum: float | None = 0.1) -> nn.Module:
+    norm = [nn.BatchNorm1d(24, momentum=momentum)] if batchnorm else []
+    return nn.Sequential(nn.Linear(6, 24), *norm, nn.Tanh(), nn.Dropout(0.3), nn.Linear(24, 3))
+
+
+def _training(job: Any, setting: dict[str, Any], **options: Any) -> paceline.Training:
+    torch.manual_seed(0)
+    net = _net(batchnorm=setting.get("batchnorm", True), momentum=setting.get("momentum", 0.1))
+    model = paceline.ddp(job, net)
+    optimizer: torch.optim.Optimizer
+    if setting.get("optimizer") == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = paceline.Batches(
+        job,
+        _data(),
+        global_batch=22,  # 62 samples: the last step of an epoch has 18
+        micro_batch=setting.get("micro_batch", 4),
+        workers=setting.get("workers", 0),
+    )
+    return paceline.Training(
+        job,
+        model,
+        optimizer,
+        batches,
+        precision=setting.get("precision", "fp32"),
+        count=setting.get("count", "samples"),
+        reproducible=True,
+        **options,
+    )
+
+
+def _loop(training: paceline.Training, *, grow: float = 1.0, **how: Any) -> list[float]:
+    losses = []
+    for step in training.steps(**how):
+        for x, y in step:
+            loss = F.cross_entropy(training.models[0](x), y, reduction="sum")
+            factor = grow if step.number == 4 else 1.0
+            step.backward(loss * factor, count=len(y))
+        step.update(clip_norm=1.0)
+        losses.append(float(step.loss))
+    return losses
+
+
+def _digests(training: paceline.Training, losses: list[float]) -> dict[str, str]:
+    optimizer = next(iter(training.tracks))
+    return {
+        "weights": digest(paceline.unwrap(training.models[0]).state_dict()),
+        "optimizer": digest(optimizer.state_dict()),
+        "losses": digest(losses),
+    }
+
+
+def _train(job: Any, setting: dict[str, Any]) -> dict[str, str]:
+    training = _training(job, setting)
+    losses = _loop(training, epochs=2, grow=setting.get("grow", 1.0))
+    return _digests(training, losses)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"optimizer": "sgd", "batchnorm": False, "micro_batch": 5},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"count": "tokens"},
+        {"momentum": None},
+        {"micro_batch": 22},
+        {"grow": 1e6},  # a gradient that outgrows what was foreseen: the step is done again
+    ],
+    ids=str,
+)
+def test_the_same_bits_on_any_number_of_processes(setting: dict[str, Any]) -> None:
+    found = [d for nproc in WORLDS for d in run_ranks(_train, setting, nproc=nproc)]
+    assert all(d == found[0] for d in found)
+
+
+def test_loader_workers_change_no_bit() -> None:
+    want = run_ranks(_train, {}, nproc=1)[0]
+    assert run_ranks(_train, {"workers": 2}, nproc=2) == [want, want]
+
+
+def test_another_seed_gives_other_bits() -> None:
+    assert run_ranks(_train, {}, nproc=1) != run_ranks(_train, {}, nproc=1, seed=1)
+
+
+def _changing(job: Any, folder: str, until: int) -> dict[str, str]:
+    checkpoints = paceline.Checkpoints(folder, every_steps=1)
+    training = _training(job, {}, checkpoints=checkpoints)
+    losses = _loop(training, until=until)
+    return _digests(training, losses[-1:])
+
+
+def test_the_number_of_processes_may_change_on_the_way(tmp_path: Path) -> None:
+    want = run_ranks(_changing, str(tmp_path / "a"), 6, nproc=1)[0]
+    for nproc, until in ((3, 1), (2, 3), (4, 5), (1, 6)):
+        got = run_ranks(_changing, str(tmp_path / "b"), until, nproc=nproc)[0]
+    assert got == want
+
+
+def _close_to_normal(job: Any, reproducible: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = paceline.ddp(job, _net(batchnorm=False).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = _data().tensors
+    batches = paceline.Batches(job, TensorDataset(x.double(), y), global_batch=22, micro_batch=4)
+    training = paceline.Training(job, model, optimizer, batches, reproducible=reproducible)
+    _loop(training, epochs=2)
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def test_it_is_the_same_training_but_for_rounding() -> None:
+    # One process: the micro-batches are the same then, and so is dropout.
+    normal, exact = (run_ranks(_close_to_normal, r, nproc=1)[0] for r in (False, True))
+    # Whole numbers of 45 bits stand for gradients of 53.
+    assert exact == pytest.approx(normal, rel=1e-9)
+
+
+def _restores(job: Any) -> tuple[bool, bool, int]:
+    torch.set_num_threads(2)
+    training = _training(job, {})
+    _loop(training, until=2)
+    inside = torch.are_deterministic_algorithms_enabled()
+    job.leave()
+    return inside, torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+
+
+def test_what_was_pinned_is_given_back() -> None:
+    assert run_ranks(_restores, nproc=2) == [(True, False, 2)] * 2
+
+
+class _Numbers(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter((torch.zeros(6), 0) for _ in range(8))
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def _refused(job: Any, kind: str) -> None:
+    model: nn.Module = _Counting() if kind == "buffer" else _net(batchnorm=True)
+    if kind == "syncbn":
+        model = paceline.sync_batchnorm(job, model)
+    if kind == "nan":
+        model = _net(batchnorm=False)
+    model = paceline.ddp(job, model)
+    data: Any = _Numbers() if kind == "stream" else _data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, data, global_batch=8, micro_batch=4)
+    training = paceline.Training(job, model, optimizer, batches, reproducible=True)
+    _loop_once(training, nan=kind == "nan" and job.rank == 0)
+
+
+def _loop_once(training: paceline.Training, *, nan: bool) -> None:
+    for step in training.steps(until=3):
+        for x, y in step:
+            loss = F.cross_entropy(training.models[0](x), y, reduction="sum")
+            step.backward(loss * float("nan") if nan else loss, count=len(y))
+        step.update(clip_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("stream", ConfigError),
+        ("syncbn", ConfigError),
+        ("buffer", ConfigError),
+        ("nan", NonFinite),
+    ],
+)
+def test_what_cannot_be_reproducible_is_refused_on_all_ranks(
+    kind: str, error: type[Exception]
+) -> None:
+    for outcome in run_failing_ranks(_refused, kind, nproc=2):
+        assert isinstance(outcome.error, error), outcome.text
+
+
+def _saves(job: Any, folder: str) -> None:
+    _loop(_training(job, {}, checkpoints=paceline.Checkpoints(folder)), until=1)
+
+
+def _resumes_normally(job: Any, folder: str) -> None:
+    model = paceline.ddp(job, _net(batchnorm=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = paceline.Batches(job, _data(), global_batch=22, micro_batch=4)
+    checkpoints = paceline.Checkpoints(folder)
+    _loop(paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints), until=2)
+
+
+def test_a_checkpoint_of_the_other_mode_is_refused(tmp_path: Path) -> None:
+    run_ranks(_saves, str(tmp_path), nproc=1)
+    for outcome in run_failing_ranks(_resumes_normally, str(tmp_path), nproc=2):
+        assert isinstance(outcome.error, CheckpointError)
