@@ -1,10 +1,10 @@
-"""What `reproducible=True` costs, on one and on two ranks: a step that is mostly exchange, one mostly compute.
+"""What `reproducible=True` costs, on one and two ranks: a step that is mostly exchange, one mostly compute.
 
     python benchmarks/reproducible.py [--steps 20] [--rounds 7]
 
-**comm**: MLP 4 x 1024, batch 128 (16.8 MB of gradients). **comp**: transformer d 256, 4 layers, 8 x 128 tokens. One
-micro-batch a rank, one thread a rank, AdamW. Normal and reproducible mode run in turn in one process tree; the
-table shows medians over rounds and the ratio with the middle half of the rounds.
+**comm**: MLP 4 x 1024, batch 128 (16.8 MB of gradients). **comp**: transformer d 256, 4 layers, 8 x 128
+tokens. One micro-batch a rank, one thread a rank, AdamW. Normal and reproducible mode run in turn in one
+process tree; the table shows medians over rounds and the ratio with the middle half of the rounds.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
 from paceline.peers import Peers
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -46,6 +49,9 @@ def install(peers: Peers) -> None:
         previous(kind, error, trace)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        if dist.is_initialized():
+            distributed_c10d._abort_process_group()  # the others' collectives break now, and they ask
+        peers.linger()
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = end

@@ -149,6 +149,8 @@ class Job:
         if self.group is not None:
             # torch's public `destroy_process_group` may wait for work that will never end.
             distributed_c10d._abort_process_group()
+        if self.peers is not None:
+            self.peers.linger()
         self._close()
 
     def _end_unleft(self) -> None:

@@ -1,14 +1,16 @@
 """What ranks tell each other when something goes wrong, through the store, apart from collectives.
 
 A rank that fails leaves a mark before it closes its connections; the others, whose collectives break
-because of that, read the mark and name it. A rank that leaves the training loop waits here until all
-others have left it too, or one of them is seen to go on; a thread on every rank answers that question
-while the main thread may be stuck in a collective.
+because of that, read the mark and name it. Rank 0, with whose process the store may end, goes a moment
+later. A rank that leaves the training loop waits here until all others have left it too, or one of them
+is seen to go on; a thread on every rank answers that question while the main thread may be stuck in a
+collective.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 
@@ -17,9 +19,11 @@ import torch.distributed as dist
 from paceline.errors import PeerFailed, StepError, place
 
 _FAILED = "failed"
+_HEARD = "heard"
 _LEFT = "left"
 _AT = "at"
 _POLL_S = 0.25
+_LINGER_S = 1.0
 
 
 class Peers:
@@ -39,6 +43,7 @@ class Peers:
         self._rank = rank
         self._world_size = world_size
         self._departures = 0  # from loops, in this job: each has its own keys
+        self._lingered = False
         self._stop = threading.Event()
         # The main thread may sit in a blocking call of the store, which holds its client's lock.
         own_client: dist.Store = store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
@@ -56,6 +61,18 @@ class Peers:
         """Say that this rank failed, and with what, unless another was first."""
         mark = json.dumps({"rank": self._rank, "step": self.step, "text": text})
         self._store.compare_set(_FAILED, "", mark)
+        self._store.set(f"{_HEARD}/{self._rank}", "")
+
+    def linger(self) -> None:
+        """Where the store ends with this process, wait a moment for those that have yet to read the mark."""
+        hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._rank != 0 or hosted_by_launcher or self._lingered:
+            return
+        self._lingered = True
+        keys = [f"{_HEARD}/{rank}" for rank in range(self._world_size)]
+        deadline = time.monotonic() + _LINGER_S
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def failure(self, *, wait_s: float = 0.0) -> PeerFailed | None:
         """The error to raise because another rank failed first; None if none has."""

@@ -110,6 +110,7 @@ class Trainer:
         precision: "fp32", "bf16" or "fp16".
         validation: What to evaluate after epochs.
         schedule: A function from an optimizer to a scheduler of torch.
+        reproducible: Whether the result is equal to the last bit on any number of ranks.
 
     Collective: none to make it.
     """
@@ -125,6 +126,7 @@ class Trainer:
         precision: str = "fp32",
         validation: Validation | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        reproducible: bool = False,
     ) -> None:
         if not callable(optimizer):
             raise ConfigError(
@@ -139,6 +141,7 @@ class Trainer:
         self._precision = precision
         self._validation = validation
         self._schedule = schedule
+        self._reproducible = reproducible
 
     def fit(
         self,
@@ -196,7 +199,7 @@ class Trainer:
     ) -> Training:
         module = self._model if isinstance(self._model, nn.Module) else self._model()
         module = module.to(job.device)
-        if job.world_size > 1 and plain_batchnorms(module):
+        if job.world_size > 1 and plain_batchnorms(module) and not self._reproducible:
             module = sync_batchnorm(job, module)
         model = ddp(job, module)
         optimizer = self._optimizer(model.parameters())
@@ -212,6 +215,7 @@ class Trainer:
             precision=self._precision,
             count="tokens" if isinstance(self._loss, PerToken) else "samples",
             checkpoints=checkpoints,
+            reproducible=self._reproducible,
         )
         training.report(None if folder is None else str(folder), progress=True)
         return training

@@ -149,6 +149,44 @@ def test_the_number_of_processes_may_change_on_the_way(tmp_path: Path) -> None:
     assert got == want
 
 
+def _by_trainer(job: Any) -> str:
+    trainer = paceline.Trainer(
+        lambda: torch.manual_seed(0) and _net(batchnorm=True),
+        F.cross_entropy,
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        _data(),
+        global_batch=22,
+        reproducible=True,
+    )
+    return digest(trainer.fit(2, micro_batch=4, clip_norm=1.0).model.state_dict())
+
+
+def test_the_trainer_gives_the_same_bits() -> None:
+    want = run_ranks(_train, {}, nproc=1)[0]["weights"]
+    for nproc in (1, 3):
+        assert set(run_ranks(_by_trainer, nproc=nproc)) == {want}
+
+
+def _redone(job: Any) -> list[int]:
+    """How often each step's micro-batches were asked for."""
+    training = _training(job, {"micro_batch": 11})
+    asked = []
+    for step in training.steps(until=5):
+        asked.append(0)
+        for x, y in step:
+            asked[-1] += 1
+            loss = F.cross_entropy(training.models[0](x), y, reduction="sum")
+            step.backward(loss * (1e6 if step.number == 3 else 1), count=len(y))
+        step.update()
+    return asked
+
+
+def test_a_step_that_outgrows_what_was_foreseen_is_done_again() -> None:
+    # Two micro-batches a step. The first is always run twice: nothing is foreseen yet. The third
+    # step's gradients are 2^20 times larger.
+    assert run_ranks(_redone, nproc=1) == [[4, 2, 4, 2, 2]]
+
+
 def _close_to_normal(job: Any, reproducible: bool) -> list[float]:
     torch.manual_seed(0)
     model = paceline.ddp(job, _net(batchnorm=False).double())

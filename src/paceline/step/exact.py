@@ -37,7 +37,8 @@ class ExactSum:
         parameters: What has gradients; the same on all ranks.
         most_micro_batches: How many micro-batches a step may have, over all ranks.
 
-    Memory: 8 bytes for each element of the parameters, and 8 more while ranks exchange.
+    Memory: 8 bytes for each element of the parameters and one gradient, and 8 bytes more while ranks
+    exchange.
 
     Collective: as the methods say.
     """
@@ -52,17 +53,20 @@ class ExactSum:
         # Shards of equal size for the exchange.
         elements = sum(p.numel() for p in self._parameters)
         self._shard = -(-elements // job.world_size)
-        device = self._parameters[0].device
-        self._sums = torch.zeros(self._shard * job.world_size, dtype=torch.int64, device=device)
+        device, dtype = self._parameters[0].device, _widest(self._parameters)
+        whole = self._shard * job.world_size
+        self._sums = torch.zeros(whole, dtype=torch.int64, device=device)
+        self._gradient = torch.empty(whole, dtype=dtype, device=device)
         self._floats = torch.empty(_CHUNK, dtype=torch.float64, device=device)
-        self._whole = torch.empty(_CHUNK, dtype=torch.int64, device=device)
+        self._integers = torch.empty(_CHUNK, dtype=torch.int64, device=device)
         self._room = math.ceil(math.log2(max(1, most_micro_batches)))
-        self.exponents: list[int] | None = None
+        self._fresh = [True] * len(self._parameters)
         self._seen = [_UNKNOWN] * len(self._parameters)
+        self.exponents: list[int] | None = None
 
     def begin(self) -> None:
         """Forget what was added; a step, or its repetition, begins. Collective: none."""
-        self._sums.zero_()
+        self._fresh = [True] * len(self._parameters)
         self._seen = [_UNKNOWN] * len(self._parameters)
 
     def add(self) -> None:
@@ -70,29 +74,33 @@ class ExactSum:
 
         Collective: none.
         """
-        present = [(i, p) for i, p in enumerate(self._parameters) if p.grad is not None]
-        gradients = [p.grad for _, p in present if p.grad is not None]
-        largest = torch._foreach_norm(gradients, float("inf"))
+        gradients = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
+        largest = torch._foreach_norm([gradient for _, gradient in gradients], float("inf"))
         # One transfer for all, since a device would be waited for at each.
-        for (i, _), value in zip(present, _to_list(largest), strict=True):
+        for (i, _), value in zip(gradients, _to_list(largest), strict=True):
             self._seen[i] = max(self._seen[i], exponent_of(value))
         if self.exponents is not None:
             offset = 0
-            for p, exponent in zip(self._parameters, self.exponents, strict=True):
+            for i, p in enumerate(self._parameters):
                 if p.grad is not None:
-                    self._add(p.grad.reshape(-1), offset, self._shift(exponent))
+                    scale = 2.0 ** self._shift(self.exponents[i])
+                    self._add(p.grad.reshape(-1), offset, scale, first=self._fresh[i])
+                    self._fresh[i] = False
                 offset += p.numel()
-        for _, p in present:
-            p.grad = None
+        for i, _ in gradients:
+            self._parameters[i].grad = None
 
-    def _add(self, gradient: torch.Tensor, offset: int, shift: int) -> None:
-        scale = 2.0**shift
+    def _add(self, gradient: torch.Tensor, offset: int, scale: float, *, first: bool) -> None:
         for at in range(0, len(gradient), _CHUNK):
             part = gradient[at : at + _CHUNK]
-            floats, whole = self._floats[: len(part)], self._whole[: len(part)]
+            floats = self._floats[: len(part)]
             torch.mul(part, scale, out=floats)
-            whole.copy_(floats)  # cut towards zero, which is the same everywhere
-            self._sums[offset + at : offset + at + len(part)].add_(whole)
+            into = self._sums[offset + at : offset + at + len(part)]
+            # A copy cuts towards zero, which is the same everywhere.
+            if first:
+                into.copy_(floats)
+            else:
+                into.add_(self._integers[: len(part)].copy_(floats))
 
     def _shift(self, exponent: int) -> int:
         # Within what a float64 can scale by.
@@ -130,31 +138,54 @@ class ExactSum:
         """
         assert self.exponents is not None
         job, size = self._job, self._shard
-        own = self._sums
-        if job.group is not None:
-            own = torch.empty(size, dtype=torch.int64, device=self._sums.device)
-            _reduce_scatter(own, self._sums, group=job.group)
-        dtype = _widest(self._parameters)
-        mine = own.to(torch.float64)
-        offset, first = 0, job.rank * size
-        for p, exponent in zip(self._parameters, self.exponents, strict=True):
-            begin, end = max(offset, first), min(offset + p.numel(), first + size)
-            if begin < end:
-                mine[begin - first : end - first].mul_(2.0 ** -self._shift(exponent))
+        offset = 0
+        for p, fresh in zip(self._parameters, self._fresh, strict=True):
+            if fresh:
+                self._sums[offset : offset + p.numel()] = 0
             offset += p.numel()
-        flat = mine.to(dtype)
+        own = self._sums if job.group is None else self._exchanged()
+        mine = self._gradient[job.rank * size : (job.rank + 1) * size]
+        self._to_floats(own, mine, first=job.rank * size)
         if job.group is not None:
-            whole = torch.empty(size * job.world_size, dtype=dtype, device=flat.device)
-            _all_gather(whole, flat, group=job.group)
-            flat = whole
-        self._hand_out(flat)
+            _all_gather(self._gradient, mine.clone(), group=job.group)
+        self._hand_out()
         self.exponents = foreseen(self._seen, self.exponents)
 
-    def _hand_out(self, flat: torch.Tensor) -> None:
+    def _exchanged(self) -> torch.Tensor:
+        """The sums of all ranks over this rank's shard."""
+        job, size = self._job, self._shard
+        if self._sums.device.type != "cpu":
+            own = torch.empty(size, dtype=torch.int64, device=self._sums.device)
+            _reduce_scatter(own, self._sums, group=job.group)
+            return own
+        # Gloo's reduce-scatter sends everything to everyone; this sends each shard once.
+        parts = torch.empty_like(self._sums)
+        dist.all_to_all_single(parts, self._sums, group=job.group)
+        shards = parts.view(job.world_size, size)
+        for other in shards[1:]:
+            shards[0].add_(other)
+        return shards[0]
+
+    def _to_floats(self, own: torch.Tensor, mine: torch.Tensor, *, first: int) -> None:
+        """Turn the sums of a shard, which starts at element `first`, into gradients."""
+        assert self.exponents is not None
+        offset = 0
+        for p, exponent in zip(self._parameters, self.exponents, strict=True):
+            begin = max(offset, first) - first
+            end = min(offset + p.numel(), first + len(mine)) - first
+            scale = 2.0 ** -self._shift(exponent)
+            for at in range(begin, end, _CHUNK):
+                stop = min(at + _CHUNK, end)
+                floats = self._floats[: stop - at]
+                floats.copy_(own[at:stop])
+                mine[at:stop].copy_(floats.mul_(scale))
+            offset += p.numel()
+
+    def _hand_out(self) -> None:
         offset = 0
         for p, seen in zip(self._parameters, self._seen, strict=True):
             if seen != _UNKNOWN:
-                gradient = flat[offset : offset + p.numel()].view_as(p).to(p.dtype)
+                gradient = self._gradient[offset : offset + p.numel()].view_as(p).to(p.dtype)
                 p.grad = gradient if seen != _INFINITE else torch.full_like(p, math.nan)
             offset += p.numel()
 

@@ -1,0 +1,382 @@
+"""`join` under the launchers themselves: OpenMPI, MPICH, Slurm, torchrun and none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import Finished, environment
+
+BIN = Path(sys.executable).parent
+DEADLINE_S = 50.0
+MPI = {
+    "openmpi": ("mpirun.openmpi", ["--allow-run-as-root", "--oversubscribe", "-np"]),
+    "mpich": ("mpiexec.hydra", ["-n"]),
+}
+FACTS = """
+import os, sys, tempfile
+import torch
+import torch.distributed as dist
+import paceline
+if os.environ.get("NOT_HERE") and "NOT_HERE" in os.environ and sys.argv[1:] == ["absent"]:
+    pass
+for _ in range(2):  # who joined, left and joins again meets the others again
+    with paceline.join(device="cpu", timeout_s=30) as job:
+        total = torch.ones(1)
+        if job.group is not None:
+            dist.all_reduce(total, group=job.group)
+        ranks = list(paceline.gather(job, f"{job.rank}{os.environ.get('JOB', '')}"))
+        notices = os.listdir(tempfile.gettempdir() + f"/paceline-{os.getuid()}") if job.peers else []
+line = f"{job.launcher} {job.rank}/{job.world_size} sum {total.item():g} {' '.join(ranks)} {notices}"
+os.write(1, (line + chr(10)).encode())
+"""
+LOOP = """
+import os, sys
+import torch
+from torch.utils.data import TensorDataset
+import paceline
+x = torch.ones(4096, 4)
+how = sys.argv[1]
+def train(job):
+    model = paceline.ddp(job, torch.nn.Linear(4, 1))
+    batches = paceline.Batches(job, TensorDataset(x, x[:, :1]), global_batch=8)
+    training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), lr=0.01), batches)
+    for step in training.steps(epochs=100):
+        for a, b in step:
+            step.backward((model(a) - b).square().sum(), count=len(b))
+        step.update()
+        if job.rank == 1 and step.number == 5:
+            if how == "raise":
+                raise ValueError("bad sample 17")
+            sys.exit(0)
+job = paceline.join(device="cpu", timeout_s=30)
+if how == "unleft":
+    train(job)
+with job:
+    train(job)
+"""
+UNLEFT = """
+import torch
+import paceline
+job = paceline.join(device="cpu", timeout_s=30)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), process_group=job.group)
+model(torch.ones(4, 8)).sum().backward()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # so that notices can be counted
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def launch(words: list[str], cwd: Path, **more: str) -> subprocess.Popen[str]:
+    """Start a launcher in a process group of its own."""
+    # The threads of two cores' worth of ranks are not what is tested here.
+    return subprocess.Popen(
+        words,
+        cwd=cwd,
+        env=environment(OMP_NUM_THREADS="1", **more),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Finished:
+    """Wait for the end; end its whole group and fail when that is late."""
+    try:
+        out, err = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            out, err = process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+        raise AssertionError(f"not finished in {deadline_s} s:\n{out}\n{err}") from None
+    return Finished(process.returncode, out, err)
+
+
+def script(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
+
+
+def mpi(kind: str, count: int) -> list[str]:
+    """How to start `count` ranks with this MPI."""
+    name, words = MPI[kind]
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed (.ci/packages installs it)")
+    return [found, *words, str(count)]
+
+
+def expected(launcher: str, count: int, job: str = "") -> list[str]:
+    everybody = " ".join(f"{rank}{job}" for rank in range(count))
+    return [f"{launcher} {rank}/{count} sum {count} {everybody} []" for rank in range(count)]
+
+
+def lines(done: Finished, launcher: str) -> list[str]:
+    assert done.code == 0, done.err
+    return sorted(line for line in done.out.splitlines() if line.startswith(launcher))
+
+
+def notices(tmp_path: Path) -> list[str]:
+    return [path.name for path in (tmp_path / "tmp").glob("paceline-*/*")]
+
+
+@pytest.mark.parametrize("kind", MPI)
+def test_mpi(tmp_path: Path, kind: str) -> None:
+    words = mpi(kind, 3) + script(tmp_path, FACTS)
+    assert lines(finish(launch(words, tmp_path)), "mpi") == expected("mpi", 3)
+    assert notices(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", MPI)
+def test_two_mpi_jobs_at_once_behind_shells_do_not_mix(tmp_path: Path, kind: str) -> None:
+    # A shell that must come back after the rank stays between launcher and rank.
+    wrapped = ["bash", "-c", " ".join(script(tmp_path, FACTS)) + "; exit $?"]
+    jobs = {name: launch(mpi(kind, 2) + wrapped, tmp_path, JOB=name) for name in "ab"}
+    done = {name: finish(process) for name, process in jobs.items()}
+    for name in "ab":
+        assert [line[:24] for line in lines(done[name], "mpi")] == [
+            line[:24] for line in expected("mpi", 2, name)
+        ]
+
+
+def test_an_address_that_the_user_names(tmp_path: Path, free_port: int) -> None:
+    words = mpi("openmpi", 2) + script(tmp_path, FACTS.replace("range(2)", "range(1)"))
+    more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    # Without a meeting by file there is no folder for it.
+    text = (tmp_path / "script.py").read_text().replace("if job.peers", "if False")
+    (tmp_path / "script.py").write_text(text)
+    assert lines(finish(launch(words, tmp_path, **more)), "mpi") == expected("mpi", 2)
+    assert not list((tmp_path / "tmp").glob("paceline-*"))
+
+
+def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path) -> None:
+    text = "import os\nif os.environ['PMI_RANK'] == '1': raise SystemExit(0)\n"
+    text += "import paceline\npaceline.join(device='cpu', timeout_s=2)"
+    done = finish(launch(mpi("mpich", 3) + script(tmp_path, text), tmp_path))
+    assert done.code != 0
+    assert done.err.count("rank 1 of 3 did not come within 2 s") >= 1
+    assert notices(tmp_path) == []
+
+
+def test_a_notice_of_a_killed_job_is_passed_over(tmp_path: Path) -> None:
+    # Rank 0 is killed while it waits. Its job's key is used again, as a job that is requeued does.
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    words = script(tmp_path, FACTS)
+    ranks = [{**step, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)]
+    killed = launch(words, tmp_path, **ranks[0])
+    deadline = time.monotonic() + DEADLINE_S
+    while not notices(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(killed.pid, signal.SIGKILL)
+    finish(killed)
+    assert len(notices(tmp_path)) == 1
+    early = launch(words, tmp_path, **ranks[1])
+    time.sleep(1.5)
+    late = launch(words, tmp_path, **ranks[0])
+    assert (
+        lines(finish(early), "slurm") + lines(finish(late), "slurm") == expected("slurm", 2)[::-1]
+    )
+    assert notices(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", MPI)
+def test_an_error_of_one_mpi_rank_ends_all(tmp_path: Path, kind: str) -> None:
+    words = [*mpi(kind, 2), *script(tmp_path, LOOP), "raise"]
+    done = finish(launch(words, tmp_path))
+    assert done.code != 0
+    # The launcher may end the other rank before it has said that it follows.
+    assert "ValueError: bad sample 17" in done.err
+
+
+def test_torchrun_ends_with_0_though_nobody_left(tmp_path: Path) -> None:
+    script(tmp_path, UNLEFT)
+    words = [str(BIN / "torchrun"), "--nproc-per-node=2", "--standalone", "script.py"]
+    done = finish(launch(words, tmp_path))
+    assert done.code == 0, done.err
+    assert "without an active exception" not in done.err
+
+
+def test_nothing(tmp_path: Path) -> None:
+    assert lines(finish(launch(script(tmp_path, FACTS), tmp_path)), "none") == expected("none", 1)
+
+
+CONFIGURATION = """
+ClusterName=paceline
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+MpiDefault=none
+SwitchType=switch/none
+SlurmdParameters=config_overrides
+NodeName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+def _free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(listener.getsockname()[1]) for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def _find(name: str) -> str:
+    found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    if found is None:
+        pytest.skip(f"{name} is not installed (.ci/packages installs it)")
+    return found
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A cluster of this host alone; what its commands need in the environment."""
+    if os.getuid() != 0:
+        pytest.skip("Slurm's daemons are started by root alone")
+    munged, slurmctld, slurmd, _ = (_find(n) for n in ("munged", "slurmctld", "slurmd", "srun"))
+    folder = tmp_path_factory.mktemp("slurm")
+    host = socket.gethostname().partition(".")[0]
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(host=host, folder=folder, ports=_free_ports(2))
+    )
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    (folder / "key").write_bytes(os.urandom(128))
+    (folder / "key").chmod(0o400)
+    options = ("socket=munge.socket", "key-file=key", "pid-file=munge.pid", "log-file=munge.log")
+    named = [f"--{o.replace('=', f'={folder}/')}" for o in (*options, "seed-file=munge.seed")]
+    configured = ["-D", "-f", str(folder / "slurm.conf")]
+    daemons: list[subprocess.Popen[bytes]] = []
+    with (folder / "log").open("wb") as log:
+
+        def serve(words: list[str]) -> None:
+            daemons.append(subprocess.Popen(words, stdout=log, stderr=log, cwd=folder))
+
+        try:
+            serve([munged, "--foreground", "--force", *named])
+            _wait(lambda: (folder / "munge.socket").exists(), folder)
+            serve([slurmctld, "-c", *configured])
+            serve([slurmd, "-N", host, *configured])
+            variables = {"SLURM_CONF": str(folder / "slurm.conf")}
+            _wait(lambda: _is_idle(variables), folder)
+            yield variables
+        finally:
+            for daemon in reversed(daemons):
+                daemon.terminate()
+            for daemon in reversed(daemons):
+                try:
+                    daemon.wait(timeout=5)
+                except subprocess.TimeoutExpired:
+                    daemon.kill()
+                    daemon.wait()
+
+
+def _is_idle(variables: dict[str, str]) -> bool:
+    words = ["sinfo", "--noheader", "--format=%T"]
+    done = subprocess.run(words, env=os.environ | variables, capture_output=True, timeout=10)
+    return b"idle" in done.stdout
+
+
+def _wait(until: Any, folder: Path) -> None:
+    deadline = time.monotonic() + 15
+    while not until():
+        if time.monotonic() > deadline:
+            pytest.skip("Slurm does not start here: " + (folder / "log").read_text()[-600:])
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("words", [["-n", "3"], ["-n", "2", "--mpi=pmi2"]])
+def test_a_slurm_step(tmp_path: Path, slurm: dict[str, str], words: list[str]) -> None:
+    done = finish(launch(["srun", *words, *script(tmp_path, FACTS)], tmp_path, **slurm))
+    assert lines(done, "slurm") == expected("slurm", int(words[1]))
+    assert notices(tmp_path) == []
+
+
+def test_a_shell_in_an_allocation_is_one_process(tmp_path: Path, slurm: dict[str, str]) -> None:
+    command = " ".join(script(tmp_path, FACTS))
+    done = finish(launch(["salloc", "-n", "2", "bash", "-c", command], tmp_path, **slurm))
+    assert lines(done, "none") == expected("none", 1)
+
+
+def test_a_batch_script_and_its_step(tmp_path: Path, slurm: dict[str, str]) -> None:
+    command = " ".join(script(tmp_path, FACTS))
+    (tmp_path / "batch").write_text(f"#!/bin/bash\n{command}\nsrun {command}\n")
+    finish(launch(["sbatch", "--wait", "-n", "2", "-o", "log", "batch"], tmp_path, **slurm))
+    said = sorted((tmp_path / "log").read_text().splitlines())
+    assert said == expected("none", 1) + expected("slurm", 2)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        [str(BIN / "torchrun"), "--standalone"],
+        [sys.executable, "-m", "paceline", "run"],
+    ],
+)
+def test_torchrun_inside_a_step_wins(
+    tmp_path: Path, slurm: dict[str, str], inner: list[str]
+) -> None:
+    text = FACTS.replace("if job.peers", "if False")
+    script(tmp_path, text)
+    words = ["srun", "-n", "1", *inner, "--nproc-per-node=2", "script.py"]
+    done = finish(launch(words, tmp_path, **slurm))
+    assert done.code == 0, done.err
+    # `paceline run` puts the rank before each line.
+    said = sorted(
+        line.partition("] ")[2] if line[0] == "[" else line for line in done.out.splitlines()
+    )
+    assert said == expected("torchrun", 2)
+
+
+@pytest.mark.parametrize("how", ["raise", "exit", "unleft"])
+def test_the_end_of_one_rank_of_a_step_is_told_to_the_others(
+    tmp_path: Path, slurm: dict[str, str], how: str
+) -> None:
+    # srun lets the others go on, so all of them are heard.
+    words = ["srun", "-n", "3", *script(tmp_path, LOOP), how]
+    done = finish(launch(words, tmp_path, **slurm))
+    assert done.code != 0
+    first = {
+        "raise": "ValueError: bad sample 17",
+        "exit": "StepError: rank 1 left the training loop after step 5",
+        "unleft": "StepError: its process ended without leaving the job",
+    }[how]
+    followers = [
+        line for line in done.err.splitlines() if "PeerFailed: rank 1 failed first" in line
+    ]
+    assert [line[:7] for line in sorted(followers)] == ["[rank0]", "[rank2]"], done.err
+    assert all(first in line for line in followers)
