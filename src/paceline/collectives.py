@@ -27,9 +27,10 @@ def gather(job: Job, value: Any) -> list[Any]:
 
     Collective: all ranks, same order as the job's other collectives.
     """
+    text = json.dumps(value)
     if job.control is None:
-        return [value]
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(text)]  # as it comes from others: tuples are lists
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     sizes = [int(n) for n in gather_tensor(job, torch.tensor([len(data)]))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(data)] = data

@@ -21,6 +21,7 @@ from paceline.errors import EvaluationError, place
 from paceline.job import Job
 from paceline.merge import concatenate_ranks, merge_metric
 from paceline.parallel import ddp as parallel
+from paceline.parallel.buffers import equalize_buffers
 
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 
@@ -94,7 +95,7 @@ def evaluate(
     """
     job.refuse_if_left()
     job.settle()
-    parallel.equalize_buffers(job, model)
+    equalize_buffers(job, model)
     asked = metrics or {}
     own = {name: _fresh(m, job.device) for name, m in asked.items() if m != "rows"}
     kept: dict[str, list[torch.Tensor]] = {name: [] for name in asked if name not in own}

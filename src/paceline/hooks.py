@@ -20,7 +20,35 @@ from paceline.peers import Peers
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-_previous: Hook | None = None
+
+class End:
+    """The hook: tells the others, shows the error as the hook before it did, and ends the process.
+
+    Args:
+        peers: Whom it tells.
+        previous: The hook that it stands before.
+
+    Collective: none.
+    """
+
+    def __init__(self, peers: Peers, previous: Hook) -> None:
+        self.peers = peers
+        self.previous = previous
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        mark(self.peers, error)
+        self.previous(kind, error, trace)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        if dist.is_initialized():
+            distributed_c10d._abort_process_group()  # the others' collectives break now, and they ask
+        self.peers.linger()
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+_installed: End | None = None
 
 
 def mark(peers: Peers, error: BaseException) -> None:
@@ -39,27 +67,15 @@ def interactive() -> bool:
 
 def install(peers: Peers) -> None:
     """End the process when an exception reaches the top. Collective: none."""
-    global _previous
-    if interactive() or _previous is not None:
+    global _installed
+    if interactive() or _installed is not None:
         return
-    _previous = previous = sys.excepthook
-
-    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        mark(peers, error)
-        previous(kind, error, trace)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        if dist.is_initialized():
-            distributed_c10d._abort_process_group()  # the others' collectives break now, and they ask
-        peers.linger()
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    sys.excepthook = end
+    sys.excepthook = _installed = End(peers, sys.excepthook)
 
 
 def uninstall() -> None:
     """Undo `install`. Collective: none."""
-    global _previous
-    if _previous is not None:
-        sys.excepthook = _previous
-        _previous = None
+    global _installed
+    if _installed is not None:
+        sys.excepthook = _installed.previous
+        _installed = None

@@ -65,7 +65,7 @@ class Job:
         self.peers: Peers | None = None
         self.threads_chosen = False
         self.alive = True
-        self.left_loop_after: int | None = None
+        self.left_loop: tuple[int, bool] | None = None  # the step, and whether it was updated
         self._on_leave: list[Callable[[], None]] = []
         self._variables: list[str] = []
         self._handler = log.show(self.rank, self.world_size)
@@ -180,11 +180,12 @@ class Job:
 
         Collective: all ranks, if one of them does; nothing where no loop was left early.
         """
-        step, self.left_loop_after = self.left_loop_after, None
-        if step is None:
+        left, self.left_loop = self.left_loop, None
+        if left is None:
             return
+        step, updated = left
         if self.peers is not None:
-            self.peers.leave_loop(step, timeout_s=self.timeout_s)
+            self.peers.leave_loop(step, updated=updated, timeout_s=self.timeout_s)
         log.logger.warning(
             "the training loop was left in step %d by `break` or an exception: what was not saved or "
             "logged by then is not; `step.stop()` ends it whole.",

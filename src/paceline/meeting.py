@@ -59,7 +59,7 @@ def meet(where: Place, *, timeout_s: float) -> dist.Store:
         # An agent may keep its store over restarts; without a prefix a restarted rank reads the
         # addresses of dead ones (seen on torch 2.13 with plain torchrun). The same holds for a process
         # that joins, leaves and joins again.
-        own = dist.PrefixStore(f"paceline/{where.restarts}/{next(_joins)}", store)
+        own = dist.PrefixStore(f"paceline/{where.restarts}{_nth_join()}", store)
         if where.rank == 0:
             _wait_for_ranks(own, where, timeout_s)
     if where.rank == 0:
@@ -67,6 +67,11 @@ def meet(where: Place, *, timeout_s: float) -> dist.Store:
     else:
         _wait_for_rank0(own, where, timeout_s)
     return own
+
+
+def _nth_join() -> str:
+    count = next(_joins)
+    return f"/again {count}" if count else ""
 
 
 def serve(host: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:

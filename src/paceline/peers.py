@@ -20,9 +20,10 @@ from paceline.errors import PeerFailed, StepError, place
 
 _FAILED = "failed"
 _HEARD = "heard"
-_LEFT = "left"
+_ASKED = "asked"
 _AT = "at"
 _POLL_S = 0.25
+_LATE_S = 5.0  # by which ranks may come to the same place one after the other
 _LINGER_S = 1.0
 
 
@@ -42,7 +43,7 @@ class Peers:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._departures = 0  # from loops, in this job: each has its own keys
+        self._scopes = 0
         self._lingered = False
         self._stop = threading.Event()
         # The main thread may sit in a blocking call of the store, which holds its client's lock.
@@ -102,30 +103,62 @@ class Peers:
         except RuntimeError:
             return None  # the store is gone with rank 0: nothing more is known than `error` says
 
-    def leave_loop(self, step: int, *, timeout_s: float) -> None:
+    def new_scope(self) -> int:
+        """A number for names that are used once. Collective: all ranks, as often as each other."""
+        self._scopes += 1
+        return self._scopes
+
+    def leave_loop(self, step: int, *, updated: bool, timeout_s: float) -> None:
         """Wait until all ranks have left the loop after the same step.
+
+        Args:
+            updated: Whether this rank's update of the step was done; if not, no other can finish it,
+                and is waited for only as long as one may be late for the same `break`.
 
         Raises:
             StepError: another rank goes on, or left after another step.
 
-        Collective: all ranks, when they leave the loop by `break`.
+        Collective: all ranks, when they leave the loop early.
         """
-        left, at = f"{_LEFT}/{self._departures}", f"{_AT}/{self._departures}"
-        self._departures += 1
-        self._store.set(f"{left}/{self._rank}", str(step))
-        deadline = time.monotonic() + timeout_s
-        for rank in range(self._world_size):
-            while not self._store.check([f"{left}/{rank}"]):
-                if self._store.check([f"{at}/{rank}"]):
-                    passed = int(self._store.get(f"{at}/{rank}"))
-                    if passed >= step:
-                        raise self._left_alone(rank, step, f"went on after step {passed}")
-                if time.monotonic() > deadline:
-                    raise self._left_alone(rank, step, f"did not leave within {timeout_s:g} s")
-                time.sleep(_POLL_S / 4)
-            their = int(self._store.get(f"{left}/{rank}"))
+        scope = self.new_scope()
+        wait_s = timeout_s if updated else min(timeout_s, _LATE_S)
+        steps, missing = self.exchange(f"left/{scope}", step, step, timeout_s=wait_s)
+        for rank, went_on in missing.items():
+            instead = f"went on after step {went_on}" if went_on >= step else "did not"
+            raise self._left_alone(rank, step, instead)
+        for rank, their in enumerate(steps):
             if their != step:
                 raise self._left_alone(rank, step, f"left after step {their}")
+
+    def exchange(
+        self, name: str, value: float, step: int, *, timeout_s: float
+    ) -> tuple[list[float], dict[int, int]]:
+        """Tell a number under a name that is used once; everyone's, through the store.
+
+        Returns:
+            The numbers in rank order, and the ranks that did not come: seen to have passed `step`,
+            or late. The values are the steps that they have passed.
+
+        Collective: all ranks, but a rank that comes alone gets an answer.
+        """
+        self._store.set(f"{name}/{self._rank}", json.dumps(value))
+        self._store.set(_ASKED, "")
+        deadline = time.monotonic() + timeout_s
+        missing: dict[int, int] = {}
+        for rank in range(self._world_size):
+            while not self._store.check([f"{name}/{rank}"]):
+                passed = self._passed_by(rank)
+                if passed >= step or time.monotonic() > deadline:
+                    missing[rank] = passed
+                    break
+                time.sleep(_POLL_S / 50)
+        if missing:
+            return [], missing
+        return [json.loads(self._store.get(f"{name}/{r}")) for r in range(self._world_size)], {}
+
+    def _passed_by(self, rank: int) -> int:
+        key = f"{_AT}/{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def _left_alone(self, rank: int, step: int, instead: str) -> StepError:
         return StepError(
@@ -137,11 +170,9 @@ class Peers:
         )
 
     def _answer(self, store: dist.Store) -> None:
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
         try:
             while not self._stop.wait(_POLL_S):
-                number = self._departures
-                if any(store.check([f"{_LEFT}/{number}/{rank}"]) for rank in others):
-                    store.set(f"{_AT}/{number}/{self._rank}", str(self.passed))
+                if store.check([_ASKED]):
+                    store.set(f"{_AT}/{self._rank}", str(self.passed))
         except RuntimeError:
             return  # rank 0 and its store are gone; the main thread says what that means

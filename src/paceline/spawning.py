@@ -2,18 +2,20 @@
 
 A front to `multiprocessing` with its fork server, which imports torch once, so that a rank starts in
 milliseconds; for real training `paceline run` is the way. Functions travel by cloudpickle, so they may
-live in a notebook's cell.
+live in a notebook's cell or a script, and no rank imports the main module, which would run it again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -30,6 +32,7 @@ from paceline.errors import ConfigError, LaunchFailed, PeerFailed
 from paceline.job import join
 
 _GRACE_S = 5.0
+_main_hidden = threading.Lock()
 # Imported once, by the fork server. torch imports its compiler when the first optimizer or DDP object is
 # made, which alone takes a second.
 _PRELOADED = [
@@ -135,7 +138,8 @@ def run_outcomes(
             process = context.Process(
                 target=_serve, args=(theirs, payload, environ, options), daemon=False
             )
-            process.start()
+            with _hidden_main():
+                process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
@@ -144,6 +148,25 @@ def run_outcomes(
         _end(processes)
         for pipe in pipes:
             pipe.close()
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from finding the main module, which its children would run anew.
+
+    They do not need it: cloudpickle sends what the main module defines by value. One thread at a time,
+    or a second would find, and restore, what the first has hidden.
+    """
+    main = vars(sys.modules["__main__"])
+    with _main_hidden:
+        kept = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+        try:
+            main.update(__spec__=None)
+            main.pop("__file__", None)
+            yield
+        finally:
+            main.pop("__spec__")
+            main.update(kept)
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:

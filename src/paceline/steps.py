@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from paceline.data.steps import MicroBatch, PlannedStep
 from paceline.errors import CountError, StepError, place
-from paceline.job import Job
 from paceline.parallel import ddp as parallel
 from paceline.parallel import syncbn
 from paceline.step import clip, weight
+from paceline.steploss import StepLoss
 from paceline.tracks import Track
 
 if TYPE_CHECKING:
@@ -31,46 +31,12 @@ class _Tally:
     """What one optimizer has gathered in this step."""
 
     track: Track
+    owed: bool = False
     loss: torch.Tensor | None = None
     count: float | torch.Tensor = 0
     backwards: int = 0
     total: tuple[torch.Tensor, dist.Work | None] | None = None
     updated: bool = False
-
-
-class StepLoss:
-    """The loss of a step: its sum over the samples (or tokens) of all ranks, over their count.
-
-    `training.log` takes it as it is and writes the value once the ranks have exchanged it, which costs
-    nothing. `float()` exchanges it now.
-
-    Collective: none to hold it; `float()` is for all ranks, once, in the same place.
-    """
-
-    __slots__ = ("_count", "_job", "_sum", "_value", "step")
-
-    def __init__(self, job: Job, step: int, loss: torch.Tensor | None, count: Any) -> None:
-        self._job = job
-        self._sum = loss
-        self._count = count
-        self._value: float | None = None
-        self.step = step
-
-    def __float__(self) -> float:
-        if self._value is None:
-            local = 0.0 if self._sum is None else float(self._sum)
-            pair = torch.tensor([local, float(self._count)], dtype=torch.float64)
-            if self._job.control is not None:
-                dist.all_reduce(pair, group=self._job.control)
-            total, count = pair.tolist()
-            self._value = total / count
-        return self._value
-
-    def __format__(self, spec: str) -> str:
-        return format(float(self), spec)
-
-    def __repr__(self) -> str:
-        return f"StepLoss(step={self.step})"
 
 
 class Step:
@@ -88,10 +54,10 @@ class Step:
         "_job",
         "_left",
         "_micro",
-        "_owed",
         "_planned",
         "_seen",
         "_tallies",
+        "_took_part",
         "_training",
         "ends_epoch",
         "epoch",
@@ -107,7 +73,7 @@ class Step:
         self._tallies = [_Tally(track) for track in training.tracks.values()]
         self._left = len(self._tallies)
         self._micro: MicroBatch | None = None
-        self._owed = False
+        self._took_part = False
         self._seen = 0
         self.number = number
         self.epoch = planned.epoch
@@ -122,8 +88,10 @@ class Step:
         """
         training = self._training
         if training.reproducing is None:
+            for model in training.models if training.distributed else ():
+                parallel.disarm(model)
             yield from self._give(self._planned)
-            self._start_totals()
+            self._take_part()
             return
         # A step whose gradients outgrew what was foreseen is run again, so its samples are kept.
         training.reproducing.begin(self.num_samples)
@@ -134,7 +102,7 @@ class Step:
             self._seen = 0
             self._tallies = [_Tally(tally.track) for tally in self._tallies]
             yield from self._give(kept)
-        self._start_totals()
+        self._take_part()
 
     def _give(self, micros: Iterable[MicroBatch]) -> Iterator[Any]:
         training = self._training
@@ -147,18 +115,20 @@ class Step:
                     parallel.set_sync(model, micro.is_last and training.reproducing is None)
                 if layers:
                     syncbn.set_ghost(layers, micro.is_ghost)
-            self._owed = True
+            for tally in self._tallies:
+                tally.owed = True
             training.seed_dropout(self.number, micro.offset)
             precision.enter()
             yield micro.batch
             precision.leave()
             self._micro = None
-            if self._owed:
+            if any(tally.owed for tally in self._tallies):
                 raise StepError(
                     f"micro-batch {self._seen} of {self._planned.num_micro_batches} had no "
                     "`step.backward`.",
                     where=self._where(),
-                    fix="call step.backward(loss, count=...) for each micro-batch.",
+                    fix="call step.backward(loss, count=...) for each micro-batch"
+                    + (" and optimizer." if len(self._tallies) > 1 else "."),
                     step=self.number,
                 )
 
@@ -193,12 +163,15 @@ class Step:
                 step=self.number,
             )
         if self.number < training.close_look_until:
-            host_count = count if isinstance(count, int) else None
+            known = isinstance(count, int) or count.device.type == "cpu"
+            host_count = int(count) if known else None
             weight.check_loss(loss, host_count, self._where())
         if count != micro.count:
             weight.check_count(count, micro.count, training.count, self._where())
+        if not tally.owed or (len(self._tallies) > 1 and self._out_of_turn(tally)):
+            raise self._wrong_backward(tally)
+        tally.owed = False
         tally.backwards += 1
-        self._owed = False
         scaled = training.precision.scaled(loss)
         weigh = training.weight_for(tally.track, self.num_samples, scaled, ghost=micro.is_ghost)
         if not micro.is_ghost:
@@ -245,13 +218,16 @@ class Step:
         tally = self._tally(optimizer)
         track = tally.track
         planned = self._planned.num_micro_batches
-        if self._seen != planned or self._owed or tally.backwards < planned or tally.updated:
+        if self._seen != planned or tally.backwards < planned or tally.updated:
             raise self._unfinished(tally)
+        if clip_norm is not None:
+            clip.check_clip_norm(clip_norm)
         if tally.backwards == 0:
-            self._take_part_empty(tally)
+            self._take_part()
         if training.reproducing is not None:
             training.reproducing.sums[id(track)].finish()
-        elif self.number < training.close_look_until and training.distributed:
+        elif training.distributed:
+            track.refuse_changes(training.check_parameters)
             for model in track.models:
                 parallel.refuse_unused(self._job, model)
         training.precision.unscale(track.optimizer)
@@ -289,12 +265,17 @@ class Step:
     def loss(self) -> StepLoss:
         """The mean loss of this step over all ranks, of the first optimizer. See `StepLoss`."""
         tally = self._tallies[0]
-        return StepLoss(self._job, self.number, tally.loss, tally.count)
+        scope = self._training.scope
+        return StepLoss(self._job, scope, self.number, tally.loss, tally.count)
 
     def local_loss(self) -> tuple[torch.Tensor | None, Any]:
         """This rank's loss sum and count, for the control word. Collective: none."""
-        tally = self._tallies[0]
-        return tally.loss, tally.count
+        return self._tallies[0].loss, self._tallies[0].count
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every optimizer was updated. Collective: none."""
+        return not self._left
 
     def refuse_unless_done(self) -> None:
         """Raise StepError where `update` was forgotten. Collective: none."""
@@ -341,15 +322,42 @@ class Step:
             fix = "let `for batch in step` run to its end; samples cannot be left out."
         return StepError(what, where=self._where(), why=why, fix=fix, step=self.number)
 
-    def _take_part_empty(self, tally: _Tally) -> None:
-        """A rank without samples still sums gradients, of zeros, or the others would wait for it."""
+    def _out_of_turn(self, tally: _Tally) -> bool:
+        """Whether an optimizer that was given before has not had its backward for this micro-batch."""
+        before = self._tallies[: self._tallies.index(tally)]
+        return any(other.owed for other in before)
+
+    def _wrong_backward(self, tally: _Tally) -> StepError:
+        what, fix = (
+            "the optimizers' backwards came in another order than the optimizers were given in.",
+            "give Training the optimizers in the order of their backwards: ranks without samples take "
+            "part in that order.",
+        )
+        if not tally.owed:
+            what = "this micro-batch had its `step.backward` already."
+            fix = (
+                "add the losses up, and call step.backward once for each micro-batch and optimizer."
+            )
+        return StepError(what, where=self._where(), fix=fix, step=self.number)
+
+    def _take_part(self) -> None:
+        """A rank without samples still sums gradients, of zeros, or the others would wait for it.
+
+        Right after its micro-batches would have been, and in the order of the optimizers, so that
+        all ranks meet in the same collectives in the same order.
+        """
         training = self._training
+        if self._took_part:
+            return
+        self._took_part = True
         self._start_totals()
+        if self._planned.num_micro_batches or not training.distributed or training.reproducing:
+            return
         try:
-            by_ddp = training.distributed and training.reproducing is None
-            for model in tally.track.models if by_ddp else ():
-                parallel.set_sync(model, True)
-                parallel.zero_backward(model)
+            for tally in self._tallies:
+                for model in tally.track.models:
+                    parallel.set_sync(model, True)
+                    parallel.zero_backward(model)
         except RuntimeError as error:
             raise self._job.explained(error) from error
 
@@ -382,9 +390,11 @@ class Step:
                 fix="leave such samples out of the dataset, or use a larger global_batch.",
                 step=self.number,
             )
-        return (tally.track.divisor / total).to(
-            torch.float32 if total.device.type != "cpu" else total.dtype
-        )
+        if total.device.type == "cpu":
+            return tally.track.divisor / total
+        # Not read here, which would wait for the device; the next control word refuses a total of 0.
+        factor = torch.where(total > 0, tally.track.divisor / total, 0.0)
+        return factor.to(torch.float32)
 
     def _where(self) -> str:
         return place(self._job.rank, self._job.world_size, step=self.number)

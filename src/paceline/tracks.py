@@ -25,6 +25,15 @@ class Track:
     models: list[torch.nn.Module]
     schedule: LRScheduler | None
     divisor: float = 0.0
+    shape: tuple[int, int] = (0, 0)
+
+    def refuse_changes(self, check: Callable[[], None]) -> None:
+        """Call `check` where parameters were added, frozen or unfrozen since the last call."""
+        parameters = self.parameters
+        shape = (len(parameters), sum(p.grad is not None for p in parameters))
+        if shape != self.shape:
+            check()
+            self.shape = shape
 
     @property
     def parameters(self) -> list[torch.Tensor]:

@@ -22,7 +22,8 @@ from paceline.errors import ConfigError, StepError
 from paceline.job import Job
 from paceline.parallel import ddp as parallel
 from paceline.parallel import syncbn
-from paceline.report.report import Report
+from paceline.parallel.buffers import equalize_buffers
+from paceline.report.report import Report, refuse_values
 from paceline.reproducing import Reproducing
 from paceline.rng import MICRO_BATCH, default_generator, key, pair_seed
 from paceline.step import clip, weight
@@ -106,6 +107,7 @@ class Training:
         self._start = Position(job.seed, 0, 0)
         self._last: PlannedStep | None = None
         self.close_look_until = 0
+        self.scope = 0
         self._dropout_stem = key(job.seed, MICRO_BATCH)
         self._generator = default_generator(job.device)
         # DDP takes the mean over ranks; the exact sum does not. In fp16 the mean is undone afterwards:
@@ -183,7 +185,7 @@ class Training:
         ):
             step = Step(self, planned, self.number + 1)
             if planned.offset == 0:
-                self._check_parameters()
+                self.check_parameters()
             if self.count == "tokens":
                 for track in self.tracks.values():
                     track.divisor = track.divisor or weight.divisor_for_tokens(step.num_samples)
@@ -196,7 +198,7 @@ class Training:
                 # A `break`, or an exception on its way out. Nothing can be raised from here, since
                 # Python drops what a generator raises while it is closed: `job.settle` looks at it.
                 self._open_step = None
-                self.job.left_loop_after = step.number
+                self.job.left_loop = (step.number, step.is_done)
                 raise
             self._open_step = None
             self._commit(step, planned, now=step.ends_epoch or step.number >= last)
@@ -214,6 +216,7 @@ class Training:
         step = self._open_step
         if step is None:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
+        refuse_values(values)
         self._report.note(step.number, step.epoch, step.num_samples, values)
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,7 +243,7 @@ class Training:
         Collective: all ranks, between steps or after them.
         """
         for model in self.models:
-            parallel.equalize_buffers(self.job, model)
+            equalize_buffers(self.job, model)
         states = [parallel.unwrap(model).state_dict() for model in self.models]
         weights = states[0] if len(states) == 1 else states
         collectives.on_rank0(self.job, lambda: write_file(Path(path), weights))
@@ -253,6 +256,11 @@ class Training:
         Collective: none.
         """
         self._generator.manual_seed(pair_seed(self._dropout_stem, step, offset))
+
+    def check_parameters(self) -> None:
+        """Refuse parameters that ranks do not share, as far as they are known now. Collective: none."""
+        for model in self.models:
+            parallel.check_parameters(self.job, model, list(self.tracks))
 
     def weight_for(
         self, track: Track, num_samples: int, loss: torch.Tensor, *, ghost: bool
@@ -287,7 +295,8 @@ class Training:
     def _begin(self, epochs: int | None, until: int | None) -> None:
         self.close_look_until = self.number + 1 + CLOSE_LOOKS
         self._stopping = False
-        self.control.begin(self.number)
+        self.scope = 0 if self.job.peers is None else self.job.peers.new_scope()
+        self.control.begin(self.number, anew=True)
         for model in self.models if self.reproducing is None else ():
             syncbn.warn_plain_batchnorm(self.job, model)
         total = None
@@ -296,10 +305,6 @@ class Training:
         if until is not None:
             total = until if total is None else min(total, until)
         self._report.begin(self.number, total)
-
-    def _check_parameters(self) -> None:
-        for model in self.models:
-            parallel.check_parameters(self.job, model, list(self.tracks))
 
     def _commit(self, step: Step, planned: PlannedStep, *, now: bool) -> None:
         if self.job.peers is not None:
@@ -330,13 +335,15 @@ class Training:
             self._take(word)
         if self._checkpoints is not None and self._checkpoints.last_saved != self.number:
             self._save()
+        else:
+            refuse_non_finite_weights(self.job, self.models, self.number)
         self._report.end()
 
     def _save(self) -> None:
         assert self._checkpoints is not None
         refuse_non_finite_weights(self.job, self.models, self.number)
         for model in self.models:
-            parallel.equalize_buffers(self.job, model)
+            equalize_buffers(self.job, model)
         self._checkpoints.save(self.job, self.number, self.state_dict())
 
     def _resume(self) -> None:
@@ -358,7 +365,7 @@ class Training:
         """Leave the thread's autocast state, and note a loop that the user left by `break`."""
         self.precision.leave()
         if self._open_step is not None:
-            self.job.left_loop_after = self._open_step.number
+            self.job.left_loop = (self._open_step.number, self._open_step.is_done)
         self._report.end()
 
 

@@ -15,6 +15,7 @@ import paceline
 from paceline.errors import ConfigError, GradientError, PeerFailed, RankDisagreement
 from paceline.job import Job
 from paceline.parallel import ddp as parallel
+from paceline.parallel.buffers import equalize_buffers
 from paceline.testing import run_failing_ranks, run_ranks
 
 State = dict[str, torch.Tensor]
@@ -135,7 +136,7 @@ def _construct(job: Job) -> dict[str, Any]:
     net.norm.num_batches_tracked.fill_(job.rank + 2**40)
     net.flags.fill_(job.rank > 0)
     net.table.fill_(job.rank)
-    parallel.equalize_buffers(job, model)
+    equalize_buffers(job, model)
     facts["buffers"] = dict(net.named_buffers())
     with pytest.raises(ConfigError, match="wrapped by DDP already"):
         paceline.ddp(job, model)

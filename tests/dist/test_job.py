@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,17 @@ def test_leaving_takes_everything_back() -> None:
     assert run_ranks(_leaves, nproc=2) == [["lo", None, False, False]] * 2
 
 
+def _hook(job: Any) -> list[Any]:
+    hook: Any = sys.excepthook
+    inside = [hook.peers is job.peers, callable(hook.previous)]
+    job.leave()
+    return [*inside, sys.excepthook is hook.previous]
+
+
+def test_the_hook_says_whom_it_tells_and_what_it_replaces() -> None:
+    assert run_ranks(_hook, nproc=2) == [[True, True, True]] * 2
+
+
 def _joins_twice(job: Any) -> str:
     try:
         paceline.join()
@@ -174,7 +186,9 @@ def test_a_second_join_is_refused() -> None:
     assert run_ranks(_joins_twice, nproc=1) == ["this process has joined a job already."]
 
 
-@pytest.mark.parametrize("wrong", [{"seed": "7"}, {"seed": True}, {"timeout_s": 0}, {"device": "tpux"}])
+@pytest.mark.parametrize(
+    "wrong", [{"seed": "7"}, {"seed": True}, {"timeout_s": 0}, {"device": "tpux"}]
+)
 def test_wrong_arguments_of_join(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         paceline.join(**wrong)

@@ -162,9 +162,10 @@ def _gan(job: Any) -> list[float]:
     critic = paceline.ddp(job, nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double())
     opt_g = torch.optim.SGD(generator.parameters(), lr=0.05)
     opt_c = torch.optim.SGD(critic.parameters(), lr=0.05)
-    data = TensorDataset(_data().tensors[0].double())
-    batches = paceline.Batches(job, data, global_batch=6, micro_batch=2)
-    training = paceline.Training(job, [generator, critic], [opt_g, opt_c], batches)
+    data = TensorDataset(_data(25).tensors[0].double())
+    # Ranks have different numbers of micro-batches, and in the last step some have none.
+    batches = paceline.Batches(job, data, global_batch=7, micro_batch=2)
+    training = paceline.Training(job, [generator, critic], [opt_c, opt_g], batches)
     for step in training.steps(epochs=2):
         for (real,) in step:
             fake = generator(real[:, :2])

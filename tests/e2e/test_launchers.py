@@ -23,12 +23,10 @@ MPI = {
     "mpich": ("mpiexec.hydra", ["-n"]),
 }
 FACTS = """
-import os, sys, tempfile
+import os, tempfile
 import torch
 import torch.distributed as dist
 import paceline
-if os.environ.get("NOT_HERE") and "NOT_HERE" in os.environ and sys.argv[1:] == ["absent"]:
-    pass
 for _ in range(2):  # who joined, left and joins again meets the others again
     with paceline.join(device="cpu", timeout_s=30) as job:
         total = torch.ones(1)
@@ -77,12 +75,10 @@ model(torch.ones(4, 8)).sum().backward()
 def _short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # so that notices can be counted
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def launch(words: list[str], cwd: Path, **more: str) -> subprocess.Popen[str]:
     """Start a launcher in a process group of its own."""
-    # The threads of two cores' worth of ranks are not what is tested here.
     return subprocess.Popen(
         words,
         cwd=cwd,
@@ -141,22 +137,16 @@ def notices(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", MPI)
-def test_mpi(tmp_path: Path, kind: str) -> None:
-    words = mpi(kind, 3) + script(tmp_path, FACTS)
-    assert lines(finish(launch(words, tmp_path)), "mpi") == expected("mpi", 3)
-    assert notices(tmp_path) == []
-
-
-@pytest.mark.parametrize("kind", MPI)
 def test_two_mpi_jobs_at_once_behind_shells_do_not_mix(tmp_path: Path, kind: str) -> None:
     # A shell that must come back after the rank stays between launcher and rank.
     wrapped = ["bash", "-c", " ".join(script(tmp_path, FACTS)) + "; exit $?"]
     jobs = {name: launch(mpi(kind, 2) + wrapped, tmp_path, JOB=name) for name in "ab"}
     done = {name: finish(process) for name, process in jobs.items()}
     for name in "ab":
-        assert [line[:24] for line in lines(done[name], "mpi")] == [
-            line[:24] for line in expected("mpi", 2, name)
-        ]
+        # What they see of notices may be the other job's.
+        said = [line.partition(" [")[0] for line in lines(done[name], "mpi")]
+        assert said == [line.removesuffix(" []") for line in expected("mpi", 2, name)]
+    assert notices(tmp_path) == []
 
 
 def test_an_address_that_the_user_names(tmp_path: Path, free_port: int) -> None:
@@ -199,9 +189,8 @@ def test_a_notice_of_a_killed_job_is_passed_over(tmp_path: Path) -> None:
     assert notices(tmp_path) == []
 
 
-@pytest.mark.parametrize("kind", MPI)
-def test_an_error_of_one_mpi_rank_ends_all(tmp_path: Path, kind: str) -> None:
-    words = [*mpi(kind, 2), *script(tmp_path, LOOP), "raise"]
+def test_an_error_of_one_mpi_rank_ends_all(tmp_path: Path) -> None:
+    words = [*mpi("openmpi", 2), *script(tmp_path, LOOP), "raise"]
     done = finish(launch(words, tmp_path))
     assert done.code != 0
     # The launcher may end the other rank before it has said that it follows.

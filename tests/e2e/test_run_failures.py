@@ -74,6 +74,46 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, said: s
     assert f"rank 1 of 2 failed: {said}" in done.err
 
 
+LEAVES = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(10):
+    dist.all_reduce(torch.ones(10))
+    if step == 3 and dist.get_rank() == 1:
+        END
+"""
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit()"])
+def test_a_rank_that_leaves_the_others_is_named(tmp_path: Path, end: str) -> None:
+    done = run("--nproc-per-node=3", LEAVES.replace("END", end), tmp_path)
+    assert done.code == 1
+    said = "paceline: rank 1 ended with exit code 0 while the others went on"
+    assert said in done.err.splitlines()
+    assert "another host" not in done.err
+    # Followers' errors are shown as well: one of them may say more.
+    assert done.err.count("Traceback") == 1
+
+
+JOINED = """
+import sys
+import paceline
+sys.excepthook = lambda *a: print("my hook", a[1], flush=True)
+job = paceline.join(device="cpu", timeout_s=30)
+if job.rank == 1:
+    raise OSError("disk is gone")
+paceline.agree(job, "a thing", 1)
+"""
+
+
+def test_a_job_hears_of_an_error_and_the_users_hook_too(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=2", JOINED, tmp_path)
+    assert done.code == 1
+    assert "[1] my hook disk is gone" in done.out
+    assert "paceline: rank 1 of 2 failed: OSError: disk is gone" in done.err
+
+
 def test_a_rank_may_end_early(tmp_path: Path) -> None:
     # Rank 1 goes on until the process of rank 0, whose number it was told, has ended.
     script = """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 from launching import finish, run, start
 
 PLAIN = """
@@ -140,6 +142,9 @@ BAD = [
     (".", 2, "is a directory"),
     ("bad.py", 1, "SyntaxError"),
     ("--nproc-per-node=0 good.py", 2, "--nproc-per-node must be at least 1"),
+    ("--nproc-per-node=x good.py", 2, "--nproc-per-node must be a number, and is 'x'"),
+    ("--nnodes=2 --node-rank=5 good.py", 2, "--node-rank is 5, and there are 2 nodes"),
+    ("--nnodes=2 --node-rank=-1 good.py", 2, "--node-rank is -1, and there are 2 nodes"),
     ("--no-such good.py", 2, "unrecognized arguments: --no-such"),
     ("", 2, "training_script"),
 ]
@@ -154,6 +159,33 @@ def test_bad_input_is_said_in_a_sentence(tmp_path: Path, words: str, code: int, 
     assert said in done.err
     assert "Traceback" not in done.err
     assert done.out == ""
+
+
+@pytest.mark.parametrize(("word", "kind"), [("gpu", "cuda"), ("xpu", "xpu")])
+def test_ranks_by_devices_that_are_not_there(tmp_path: Path, word: str, kind: str) -> None:
+    if getattr(torch, kind).is_available():
+        pytest.skip("asks for what this host does not lack")
+    done = run(f"--nproc-per-node={word}", "print('ran')", tmp_path)
+    assert (done.code, done.out) == (2, "")
+    lines = done.err.splitlines()
+    assert lines[0].startswith(f"paceline: --nproc-per-node={word}, and torch finds no ")
+    assert [line.split()[0] for line in lines[1:]] == ["where:", "why:", "fix:"]
+    assert "--nproc-per-node=cpu" in lines[3]
+
+
+@pytest.mark.parametrize("more", [[], ["--rdzv-backend=c10d"]])
+def test_waiting_for_nodes_is_said(tmp_path: Path, more: list[str], free_port: int) -> None:
+    (tmp_path / "good.py").write_text("print('ran')")
+    address = "--rdzv-endpoint=127.0.0.1" if more else "--master-port"
+    words = ["run", "--nnodes=2", *more, f"{address}{':' if more else '='}{free_port}", "good.py"]
+    process = start(words, tmp_path, PACELINE_PRELOAD="0")
+    assert process.stderr is not None
+    said = process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert said.startswith(f"paceline: waiting for 2 nodes at 127.0.0.1:{free_port}")
+    assert "--rdzv-endpoint" in said  # nobody else can reach this address
+    assert (done.code, done.out) == (128 + signal.SIGTERM, "")
 
 
 def test_help_and_version(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 import paceline
 from paceline.errors import ConfigError
 from paceline.parallel import ddp as parallel
+from paceline.parallel.buffers import equalize_buffers
 
 
 def test_one_process_gets_its_own_module_back() -> None:
@@ -19,7 +20,7 @@ def test_one_process_gets_its_own_module_back() -> None:
         assert not parallel.is_ddp(net)
         parallel.set_sync(net, True)
         parallel.zero_backward(net)
-        parallel.equalize_buffers(job, net)
+        equalize_buffers(job, net)
         parallel.refuse_unused(job, net)
         assert parallel.unused_parameters(net) == []
         assert net.weight.grad is None

@@ -54,7 +54,15 @@ def test_mpi_on_one_host(environ: dict[str, str]) -> None:
     place = read(environ)
     assert (place.launcher, place.rank, place.world_size, place.one_host) == ("mpi", 1, 2, True)
     assert place.master is None
-    assert place.job_key
+
+
+def test_only_what_names_a_job_is_its_key() -> None:
+    # OpenMPI 4 has 65,536 names; two jobs of MPICH see the same values of everything.
+    one, two = ({**OPEN_MPI, "PMIX_SERVER_URI2": f"1.0;tcp4://127.0.0.1:{port}"} for port in (1, 2))
+    assert read(one).job_key == read({**one, "OMPI_COMM_WORLD_RANK": "0"}).job_key
+    assert read(one).job_key != read(two).job_key
+    assert read({**HYDRA, "HYDI_CONTROL_FD": "7"}).job_key is None
+    assert read({**SLURM, "SLURM_STEP_ID": "1"}).job_key != read(SLURM).job_key
 
 
 def test_mpi_on_several_hosts_needs_a_master() -> None:

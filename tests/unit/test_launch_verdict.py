@@ -10,6 +10,7 @@ from paceline.launch.report import Shape, render_failure, render_restart
 from paceline.launch.verdict import Error, Fact, judge, name_ranks, ranges
 
 SHAPE = Shape(world_size=4, restarts=0, max_restarts=3)
+NODES = Shape(world_size=4, restarts=0, max_restarts=3, nodes=2)
 
 
 def error(kind: str = "ValueError", message: str = "bad", module: str = "__main__") -> Error:
@@ -79,7 +80,48 @@ def test_only_followers_make_an_uncertain_verdict() -> None:
     verdict = judge([fact(0, 1.0, error=lost_peer()), fact(1, 1.1, error=lost_peer())])
     assert verdict is not None
     assert not verdict.certain
-    assert "another host" in render_failure(verdict, SHAPE)
+    assert "another host" in render_failure(verdict, NODES)
+    assert "host," not in render_failure(verdict, SHAPE).partition("why:")[2]
+
+
+def test_a_rank_that_ended_with_0_is_the_cause_of_those_that_lost_it() -> None:
+    facts = [
+        fact(0, 1.1, error=lost_peer()),
+        fact(1, 1.0, returncode=0),
+        fact(2, 1.05, error=lost_peer()),
+        fact(3, 2.0, returncode=0, stopped=True),
+    ]
+    verdict = judge(facts)
+    assert verdict is not None
+    # A cause may still be on its way, so the launcher goes on listening.
+    assert (verdict.original.rank, verdict.certain, verdict.exit_code) == (1, False, 1)
+    assert render_failure(verdict, SHAPE).splitlines() == [
+        "[2] Traceback",
+        "[2] RuntimeError: connection closed",
+        "paceline: rank 1 ended with exit code 0 while the others went on",
+        "  where: rank 1, host h, pid 1",
+        "  why:   it came to its end, or called sys.exit(0) or os._exit(0), before the others were done.",
+        "  fix:   let all ranks do as many steps and end together.",
+        "  ranks 0,2 only followed: they lost their peer.",
+    ]
+    assert "or the cause is on another host" in render_failure(verdict, NODES)
+    assert render_restart(verdict, SHAPE) == (
+        "paceline: rank 1 ended with exit code 0 while the others went on (host h, pid 1); "
+        "restart 1 of 3 begins\n"
+    )
+
+
+def test_a_failure_wins_over_a_rank_that_ended_with_0() -> None:
+    ended, follower = fact(1, 1.0, returncode=0), fact(0, 1.1, error=lost_peer())
+    verdict = judge([ended, follower, fact(2, 1.3, error=error())])
+    assert verdict is not None
+    assert (verdict.original.rank, verdict.alike, verdict.followers) == (2, (2,), (0,))
+
+
+def test_a_rank_that_ended_long_after_the_loss_did_not_cause_it() -> None:
+    verdict = judge([fact(0, 1.0, error=lost_peer()), fact(1, 9.0, returncode=0)])
+    assert verdict is not None
+    assert verdict.original.rank == 0
 
 
 def test_equal_errors_are_one() -> None:

@@ -28,6 +28,7 @@ FLOOR_1 = [
 ]
 FLOOR_2 = ["data", "step", "parallel", "checkpoint", "watch", "clock"]
 FLOOR_3 = [
+    "steploss",
     "report",
     "merge",
     "evaluation",

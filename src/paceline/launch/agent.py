@@ -201,6 +201,7 @@ class Agent(LocalElasticAgent):
             world_size=self._worker_group.workers[0].world_size,
             restarts=self._restarts,
             max_restarts=self._worker_group.spec.max_restarts,
+            nodes=self._worker_group.group_world_size or 1,
         )
         render = render_restart if self._remaining_restarts > 0 else render_failure
         crew.say(render(verdict, shape))

@@ -15,9 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import (
+    config_from_args,
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
 
 from paceline.cores import usable_cores
 from paceline.errors import ConfigError
@@ -28,6 +34,7 @@ GRACE_S = 5.0
 SIGNAL_GRACE_S = 30.0
 _DEFAULT_PORT = 29500
 _C10D_PORT = 29400
+_DEVICES = {"gpu": "GPU", "xpu": "XPU"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,20 @@ class Options:
         return self.config.rdzv_backend in ("c10d", "static") and is_loopback(
             parse_rendezvous_endpoint(endpoint, _C10D_PORT)[0]
         )
+
+    @property
+    def waiting(self) -> str:
+        """Whom this node will wait for, and where; empty if nobody. Collective: none."""
+        if self.address is not None:
+            return ""
+        low, high = self.config.min_nodes, self.config.max_nodes
+        nodes = _count(high, "node") if low == high else f"{low} to {high} nodes"
+        endpoint = self.config.rdzv_endpoint
+        if self.config.rdzv_backend not in ("c10d", "static"):
+            return f"waiting for {nodes} at {endpoint}"
+        host, port = parse_rendezvous_endpoint(endpoint, _C10D_PORT)
+        alone = " (which this host alone can reach; --rdzv-endpoint names another)"
+        return f"waiting for {nodes} at {host}:{port}{alone if is_loopback(host) else ''}"
 
 
 def parser() -> ArgumentParser:
@@ -145,7 +166,41 @@ def _configure(args: Namespace, uses_logs: bool) -> LaunchConfig:
     return config
 
 
+def _check_nproc(word: str) -> None:
+    """Have torch count the ranks, and say in our words what it cannot count."""
+    try:
+        determine_local_world_size(word)
+    except (ValueError, AssertionError, RuntimeError, AttributeError) as error:
+        device = _DEVICES.get(word)
+        if device is None:
+            raise ConfigError(
+                f"--nproc-per-node must be a number, and is {word!r}.",
+                where="the command line, or PET_NPROC_PER_NODE",
+                why="besides numbers it takes `gpu` or `xpu`, one rank for each; `cpu`, one for each "
+                "core; and `auto`.",
+                fix="give the number of ranks on this node, such as --nproc-per-node=2.",
+            ) from error
+        kinds = {"gpu": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
+        built = kinds[word] is not None
+        raise ConfigError(
+            f"--nproc-per-node={word}, and torch finds no {device} on this host.",
+            where=f"host {socket.gethostname()}, torch {torch.__version__}",
+            why=f"no {device} is visible, or its driver does not answer."
+            if built
+            else f"this torch was built without support for a {device}.",
+            fix=(
+                "see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+                if word == "gpu" and built
+                else f"see that the driver shows the {device}"
+                if built
+                else f"install a torch for this {device}"
+            )
+            + "; without one, give a number, or --nproc-per-node=cpu.",
+        ) from error
+
+
 def _check(args: Namespace) -> None:
+    _check_nproc(args.nproc_per_node)
     if args.start_method != "spawn":
         raise ConfigError(
             f"--start-method={args.start_method} has no effect here.",
@@ -183,12 +238,17 @@ def _local_address(args: Namespace, notes: list[str]) -> tuple[str, int] | None:
         if args.rdzv_endpoint or args.rdzv_backend != "static" or args.master_port is not None:
             notes.append("--standalone: the rendezvous options and --master-port are not used")
         return args.local_addr or "127.0.0.1", 0
+    if args.rdzv_backend == "static" and not 0 <= args.node_rank < max_nodes:
+        there = "is 1 node" if max_nodes == 1 else f"are {max_nodes} nodes"
+        raise ConfigError(
+            f"--node-rank is {args.node_rank}, and there {there}.",
+            why="nodes count from 0, and the others would wait for one that never comes.",
+            fix=f"give a --node-rank from 0 to {max_nodes - 1}."
+            if max_nodes > 1
+            else "give --nnodes, or leave it out.",
+        )
     if max_nodes != 1:
         return None
-    if args.node_rank and args.rdzv_backend == "static":
-        raise ConfigError(
-            f"--node-rank is {args.node_rank} of 1 node.", fix="give --nnodes, or leave it out."
-        )
     endpoint = args.rdzv_endpoint.strip()
     if args.rdzv_backend == "static" and not endpoint:
         return host, args.master_port or 0

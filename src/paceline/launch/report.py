@@ -41,18 +41,24 @@ class Shape:
     world_size: int
     restarts: int
     max_restarts: int
+    nodes: int = 1
 
 
 def render_failure(verdict: Verdict, shape: Shape) -> str:
     """The end of a job: the original traceback, then the summary. Collective: none."""
     original = verdict.original
     lines: list[str] = []
-    if original.error is not None and not original.error.shown:
-        lines += _prefixed(original.error.traceback, original.rank, shape.world_size)
+    # A rank that left has none; that of a follower shows where it was missed, and may say more.
+    told = verdict.first_follower or original
+    if told.error is not None and not told.error.shown:
+        lines += _prefixed(told.error.traceback, told.rank, shape.world_size)
+    who = name_ranks(verdict.alike)
     failure = LaunchFailed(
-        f"{name_ranks(verdict.alike)} of {shape.world_size} failed: {original.how}",
+        f"{who} {original.how}"
+        if original.left
+        else f"{who} of {shape.world_size} failed: {original.how}",
         where=_where(original, several=len(verdict.alike) > 1),
-        why=_why(verdict),
+        why=_why(verdict, shape),
         fix=_fix(original),
     )
     lines += f"paceline: {failure}".splitlines()
@@ -71,7 +77,7 @@ def render_restart(verdict: Verdict, shape: Shape) -> str:
     original = verdict.original
     place = original.error.place if original.error is not None else original.exit_place
     return (
-        f"paceline: {name_ranks(verdict.alike)} failed: {original.how}"
+        f"paceline: {name_ranks(verdict.alike)} {'' if original.left else 'failed: '}{original.how}"
         f"{f' at {place}' if place else ''} (host {original.host}, pid {original.pid}); "
         f"restart {shape.restarts + 1} of {shape.max_restarts} begins\n"
     )
@@ -91,12 +97,23 @@ def _where(fact: Fact, *, several: bool) -> str:
     return ", ".join([*parts, place] if place else parts)
 
 
-def _why(verdict: Verdict) -> str:
+def _why(verdict: Verdict, shape: Shape) -> str:
     fact = verdict.original
-    if not verdict.certain:
+    if fact.left:
+        elsewhere = "; or the cause is on another host" if shape.nodes > 1 else ""
+        return (
+            "it came to its end, or called sys.exit(0) or os._exit(0), before the others were done"
+            f"{elsewhere}."
+        )
+    if not verdict.certain and shape.nodes > 1:
         return (
             "it lost a peer, and no rank of this host failed by itself: the cause is on another "
             "host, or the connection between them."
+        )
+    if not verdict.certain:
+        return (
+            "it failed where ranks wait for each other, and no rank failed elsewhere: the error "
+            "above is the cause, or the connection between ranks broke."
         )
     if fact.error is not None:
         return ""
@@ -108,6 +125,8 @@ def _why(verdict: Verdict) -> str:
 
 
 def _fix(fact: Fact) -> str:
+    if fact.left:
+        return "let all ranks do as many steps and end together."
     if fact.error is None and fact.returncode is not None and fact.returncode < 0:
         return _FIX_SIGNAL.get(-fact.returncode, "")  # type: ignore[call-overload,no-any-return]
     return ""

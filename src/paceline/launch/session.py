@@ -111,6 +111,8 @@ def _run(options: Options, task: Task, crew: Crew) -> int:
     forced = getattr(config, "signals_to_handle", signals.DEFAULT) != signals.DEFAULT
     with inbox.handled(numbers, force=forced):
         try:
+            if options.waiting:
+                crew.say(f"paceline: {options.waiting}\n")
             with inbox.interruptible():
                 meeting = _rendezvous(options)
         except SignalException as error:

@@ -2,6 +2,7 @@
 
 When one rank fails, its peers fail a moment later because they lost it. Only the first failure is worth
 reading. Followers are told apart by where their error was raised and by its type, never by its text.
+A rank that ended with 0 failed nothing, but may be the peer that the followers lost.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 # Raised where a rank waits for others.
 _WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
+
+# An error is dated by its rank and an end by the launcher, which may see it a moment late.
+_SEEN_LATE_S = 0.5
 
 # The traceback has the whole text; Gloo's is a paragraph.
 _HOW_CHARS = 160
@@ -78,6 +82,11 @@ class Fact:
         return error.kinds[:1] == ("builtins.RuntimeError",) and error.module.startswith(_WAITING)
 
     @property
+    def left(self) -> bool:
+        """Whether the rank ended well, and not because it was told to. Collective: none."""
+        return not self.stopped and self.error is None and self.returncode == 0
+
+    @property
     def how(self) -> str:
         """The failure in a few words, equal for ranks that failed alike. Collective: none."""
         if self.error is not None:
@@ -87,6 +96,8 @@ class Fact:
             return f"{self.error.type}: {text}" if text else self.error.type
         if self.returncode is not None and self.returncode < 0:
             return f"killed by {signal_name(-self.returncode)}"
+        if self.returncode == 0:
+            return "ended with exit code 0 while the others went on"
         return f"exit code {self.returncode}"
 
 
@@ -95,11 +106,12 @@ class Verdict:
     """The first failure and what the others were.
 
     Args:
-        original: The failure that the job ended of.
+        original: What the job ended of: a failure, or a rank that left while others needed it.
         alike: All ranks that failed in the same way, the original's among them.
         followers: Ranks that only lost a peer.
         others: Ranks that failed by themselves, later, and in another way.
-        certain: False where all ranks here only followed, so that the cause is elsewhere.
+        certain: False where all ranks that failed here only followed.
+        first_follower: The first of them; None where `certain`.
 
     Collective: none.
     """
@@ -109,6 +121,7 @@ class Verdict:
     followers: tuple[int, ...]
     others: tuple[Fact, ...]
     certain: bool
+    first_follower: Fact | None = None
 
     @property
     def exit_code(self) -> int:
@@ -121,12 +134,15 @@ class Verdict:
 
 def judge(facts: Iterable[Fact]) -> Verdict | None:
     """The verdict on one round; None if no rank failed. Collective: none."""
-    failures = sorted((fact for fact in facts if fact.failed), key=lambda fact: fact.time)
+    in_time = sorted(facts, key=lambda fact: fact.time)
+    failures = [fact for fact in in_time if fact.failed]
     if not failures:
         return None
     causes = [fact for fact in failures if not fact.follows]
-    original = (causes or failures)[0]
-    alike = [fact for fact in failures if fact.how == original.how]
+    latest = failures[0].time + _SEEN_LATE_S
+    left = [] if causes else [fact for fact in in_time if fact.left and fact.time <= latest]
+    original = (causes or left or failures)[0]
+    alike = left or [fact for fact in failures if fact.how == original.how]
     rest = [fact for fact in failures if fact.how != original.how]
     return Verdict(
         original=original,
@@ -134,6 +150,7 @@ def judge(facts: Iterable[Fact]) -> Verdict | None:
         followers=tuple(sorted(fact.rank for fact in rest if fact.follows)),
         others=tuple(fact for fact in rest if not fact.follows),
         certain=bool(causes),
+        first_follower=None if causes else failures[0],
     )
 
 

@@ -288,8 +288,8 @@ def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., 
             inner = _closed_over(hook, "old_hook")
         elif home == "paceline.hooks":
             # join()'s: it would end the process before the launcher heard of the error.
-            sys.modules[home].mark(_closed_over(hook, "peers"), error)
-            inner = _closed_over(hook, "previous")
+            sys.modules[home].mark(hook.peers, error)  # type: ignore[attr-defined]
+            inner = hook.previous  # type: ignore[attr-defined]
         else:
             return None if hook in (ours, sys.__excepthook__) else hook
         hook = ours if inner is None else inner

@@ -5,9 +5,9 @@ hang during it, a bucket layout that is the same in a resumed run, and a part in
 that has no samples. It deliberately does not reduce gradients itself, does not weigh them (the training
 loop does, by a factor on the loss), and moves no module.
 
-torch's DDP has no public way to be told of a backward that never ran. Four of its private names are used
-for that, here and nowhere else: `_pre_forward` and `_post_forward`, and of its reducer `_autograd_hook`
-and `_rebuild_buckets`.
+torch's DDP has no public way to be told of a backward that never ran. Five of its private names are used
+for that, here and nowhere else: `_pre_forward` and `_post_forward`, and of its reducer `_autograd_hook`,
+`_rebuild_buckets` and `_reset_state`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline import log
 from paceline.errors import ConfigError, GradientError, place
 from paceline.job import Job
+from paceline.parallel.buffers import equalize_buffers
 from paceline.parallel.preflight import agree_on_parameters, listed, refuse_module
 
 Known: TypeAlias = tuple[tuple[str, nn.Parameter], ...]
@@ -122,6 +122,19 @@ def set_sync(model: nn.Module, on: bool) -> None:
         wrapper.__dict__["require_backward_grad_sync"] = on
 
 
+def disarm(model: nn.Module) -> None:
+    """Have DDP forget forwards that no backward followed; before the first forward of a step.
+
+    A forward with gradients enabled, for a printed accuracy or another loss, makes the reducer expect a
+    backward; the next one, of a micro-batch that must not be reduced, would be taken for it.
+
+    Collective: none.
+    """
+    wrapper = _wrapper(model)
+    if wrapper is not None:
+        wrapper.reducer._reset_state()
+
+
 def zero_backward(model: nn.Module) -> None:
     """Take part in the gradient reduction without a backward: for a rank that has no samples.
 
@@ -179,33 +192,6 @@ class _Backward(torch.autograd.Function):
         for index in reversed(range(ctx.count)):
             ctx.reducer._autograd_hook(index)
         return None, None, None
-
-
-def equalize_buffers(job: Job, model: nn.Module) -> None:
-    """Give all ranks the buffers of rank 0, such as BatchNorm's running statistics, bit for bit.
-
-    One collective for each device, whatever the number of buffers. Nothing to do without buffers.
-
-    Collective: all ranks, same order as the job's other collectives.
-    """
-    if job.group is None:
-        return
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for buffer in unwrap(model).buffers():
-        if buffer.numel():
-            by_device.setdefault(buffer.device, []).append(buffer.detach())
-    for buffers in by_device.values():
-        # They travel as bytes, so that one message carries all types. The widest first: then each
-        # starts at a multiple of its own size, as `view` demands.
-        buffers.sort(key=lambda b: -b.element_size())
-        packed = torch.cat([b.contiguous().view(-1).view(torch.uint8) for b in buffers])
-        try:
-            dist.broadcast(packed, src=0, group=job.group)
-        except RuntimeError as error:
-            raise job.explained(error) from error
-        pieces = torch.split(packed, [b.numel() * b.element_size() for b in buffers])
-        for buffer, piece in zip(buffers, pieces, strict=True):
-            buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
 
 
 def check_parameters(

@@ -55,7 +55,7 @@ class Progress:
     def show(self, line: dict[str, Any], samples_per_s: float) -> None:
         """Show the newest line of metrics and the rate since the one before."""
         values = "  ".join(
-            f"{name} {value:.4g}"
+            f"{name} {value}" if isinstance(value, str) else f"{name} {value:.4g}"
             for name, value in line.items()
             if name not in ("step", "time_s", "epoch")
         )

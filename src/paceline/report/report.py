@@ -7,17 +7,24 @@ so nothing waits. A line of metrics.jsonl holds step, epoch, time_s since the st
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import IO, Any
+
+import torch
 
 from paceline.errors import ConfigError
 from paceline.job import Job
 from paceline.report.monitor import DeviceMonitor
 from paceline.report.progress import Progress
 from paceline.step.control import Word
+from paceline.steploss import StepLoss
 
 _RATE_WINDOW_S = 1.0  # shorter ones jump about
+
+
+_OWN_NAMES = ("step", "epoch", "time_s")
 
 
 class Report:
@@ -53,7 +60,13 @@ class Report:
             return
         if folder is not None:
             self._path = Path(folder) / "metrics.jsonl"
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"the folder {folder} cannot be made: {error.strerror}.",
+                    fix="report to a folder that rank 0 may write to.",
+                ) from error
         if progress:
             self._progress = Progress()
         if tensorboard:
@@ -68,6 +81,8 @@ class Report:
         self._began = self._window_began = time.perf_counter()
         if self._path is not None:
             keep = _lines_up_to(self._path, step) if step else []
+            if keep:  # time goes on where it was
+                self._began -= json.loads(keep[-1])["time_s"]
             scratch = self._path.with_suffix(".jsonl.new")
             scratch.write_text("".join(keep))
             scratch.replace(self._path)
@@ -79,6 +94,9 @@ class Report:
         """Keep the values of a step until its loss is known."""
         if not self._active:
             return
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = value.detach().clone()  # it is read later, and may change till then
         if step in self._noted:
             self._noted[step][2].update(values)
         else:
@@ -130,14 +148,30 @@ class Report:
             self._file.flush()
         if self._board is not None:
             for name, value in line.items():
-                if name not in ("step", "epoch", "time_s"):
+                if name not in _OWN_NAMES and not isinstance(value, str):
                     self._board.add_scalar(name, value, line["step"])
 
 
-def _number(value: Any, mean: float) -> float | int:
-    if type(value).__name__ == "StepLoss":
+def refuse_values(values: dict[str, Any]) -> None:
+    """Raise ConfigError, on every rank, for values that cannot be logged. Collective: none."""
+    for name, value in values.items():
+        if name in _OWN_NAMES:
+            raise ConfigError(f"{name!r} is written by itself.", fix="log it under another name.")
+        size = value.numel() if isinstance(value, torch.Tensor) else 1
+        if size != 1 or not hasattr(value, "__float__"):
+            got = f"{size} numbers" if size != 1 else type(value).__name__
+            raise ConfigError(
+                f"{name!r} must be one number, got {got}.",
+                fix="log its mean, or its parts under names of their own.",
+            )
+
+
+def _number(value: Any, mean: float) -> float | int | str:
+    if isinstance(value, StepLoss):
         return mean
-    return value if isinstance(value, int) else float(value)
+    number = value if isinstance(value, int) else float(value)
+    # JSON has no NaN and no infinity.
+    return number if math.isfinite(number) else str(number)
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:

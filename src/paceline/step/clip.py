@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.utils import get_total_norm
 
-from paceline.errors import NonFinite
+from paceline.errors import ConfigError, NonFinite
 
 
 def scale_and_clip(
@@ -42,6 +42,12 @@ def scale_and_clip(
         coefficient = coefficient * factor
     torch._foreach_mul_(list(gradients), coefficient)
     return norm
+
+
+def check_clip_norm(clip_norm: float) -> None:
+    """Raise ConfigError unless it is a bound that a norm can have. Collective: none."""
+    if not clip_norm > 0:
+        raise ConfigError(f"clip_norm must be more than 0, got {clip_norm}.")
 
 
 def non_finite(names: Sequence[tuple[str, torch.Tensor]], where: str) -> NonFinite:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paceline.errors import NonFinite
+from paceline.errors import CountError, NonFinite
 from paceline.job import Job
 
 WORDS_PER_S = 10.0
@@ -58,8 +58,10 @@ class Control:
         self._began = time.perf_counter()
         self._flight: tuple[dist.Work | None, torch.Tensor, int, int] | None = None
 
-    def begin(self, step: int) -> None:
-        """Forget what was collected; the next step is `step` + 1."""
+    def begin(self, step: int, *, anew: bool = False) -> None:
+        """Forget what was collected, and with `anew` requests too; the next step is `step` + 1."""
+        if anew:
+            self._stop = False
         self._losses, self._counts = [], []
         self._first = step + 1
         self._due = step + self._every
@@ -132,6 +134,12 @@ class Control:
         step_s = numbers[1] / self._job.world_size
         sums, counts = numbers[2 : 2 + size], numbers[2 + size : 2 + 2 * size]
         for i, total in enumerate(sums):
+            if counts[i] == 0:
+                raise CountError(
+                    f"the counts of all ranks in step {first + i} sum to 0.",
+                    why="every token of the step's samples is masked.",
+                    step=first + i,
+                )
             if not math.isfinite(total):
                 raise _non_finite(first + i, total, int(numbers[2 + 2 * size + i]))
         totals = [StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)]

@@ -66,14 +66,21 @@ def check_loss(loss: Any, count: int | None, where: str) -> None:
 
 
 def _is_mean(node: Any, count: int | None) -> bool:
-    if count is None or count < 2:
+    """Whether a loss comes from a mean over samples, as far as its last operations tell.
+
+    What is multiplied afterwards is believed: `mean * len(y)` is a sum.
+    """
+    if count is not None and count < 2:
         return False  # over one sample, mean and sum are the same
+    kind = type(node).__name__
     if getattr(node, "_saved_reduction", None) == _MEAN_REDUCTION:
         return True
-    if type(node).__name__ == "MeanBackward0":
+    if kind in ("MeanBackward0", "MeanBackward1"):
         sizes = node._saved_self_sym_sizes
         # A mean over features of what was summed over samples before is a legal loss.
         return len(sizes) > 0 and sizes[0] == count
+    if kind == "AddBackward0":
+        return any(_is_mean(term, count) for term, _ in node.next_functions)
     return False
 
 
@@ -86,8 +93,8 @@ def check_count(count: int | torch.Tensor, samples: int, kind: str, where: str) 
     """
     if isinstance(count, torch.Tensor) and count.device.type != "cpu" and kind == "tokens":
         return
-    if count < 0:
-        raise CountError(f"count must not be negative, got {count}.", where=where, count=count)
+    if not count >= 0:
+        raise CountError(f"count must be 0 or more, got {count}.", where=where, count=count)
     if kind == "samples" and count != samples:
         raise CountError(
             f"count is {count}, but this micro-batch holds {samples} samples.",

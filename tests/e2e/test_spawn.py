@@ -1,0 +1,95 @@
+"""`paceline.spawn` from every kind of `__main__`: no child runs it again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import Finished, environment
+
+import paceline.spawning
+
+SCRIPT = """
+import os, sys, threading
+import paceline
+import helper
+
+print("script begins")
+
+class Bad(Exception):
+    pass
+
+class Value:
+    def __init__(self, number):
+        self.number = number
+
+def work(job, scale):
+    if scale < 0 and job.rank == 1:
+        raise Bad("scale", scale)
+    return Value(helper.double(job.rank) * scale)
+
+before = dict(vars(sys.modules["__main__"]))
+values = paceline.spawn(work, 10, nproc=2)
+print([value.number for value in values], type(values[0]) is Value)
+try:
+    paceline.spawn(work, -1, nproc=2)
+except Bad as error:
+    print("caught", error.args, "on rank 1" in error.__notes__[0])
+results = {}
+threads = [
+    threading.Thread(target=lambda n=n: results.update({n: len(paceline.spawn(work, n, nproc=1))}))
+    for n in (1, 2)
+]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+after = vars(sys.modules["__main__"])
+print(results[1], results[2], all(after[name] is before[name] for name in before))
+"""
+SAID = ["script begins", "[0, 20] True", "caught ('scale', -1) True", "1 1 True"]
+
+
+def _python(words: list[str], cwd: Path, text: str = "") -> Finished:
+    (cwd / "helper.py").write_text("def double(x):\n    return 2 * x\n")
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd,
+        env=environment(),
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("kind", ["stdin", "script", "module", "command", "guarded"])
+def test_spawn_from_any_main(tmp_path: Path, kind: str) -> None:
+    script = SCRIPT
+    if kind == "guarded":
+        head, line, body = SCRIPT.partition("before =")
+        body = "\n".join(f"    {row}" for row in (line + body).splitlines())
+        script = f"{head}if __name__ == '__main__':\n{body}\n"
+    (tmp_path / "train.py").write_text(script)
+    words = {"stdin": ["-"], "module": ["-m", "train"], "command": ["-c", script]}
+    done = _python(words.get(kind, ["train.py"]), tmp_path, script if kind == "stdin" else "")
+    assert done.out.splitlines() == SAID, done
+    assert (done.code, done.err) == (0, "")
+
+
+def test_main_is_itself_again_when_a_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    before = dict(vars(main))
+
+    def start(process: object) -> None:
+        assert getattr(main, "__file__", None) is None
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", start)
+    with pytest.raises(OSError, match="no more processes"):
+        paceline.spawning.spawn(len, nproc=1)
+    assert vars(main) == before
