@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from paceline import environment, hooks, log, meeting
 from paceline.cores import usable_cores
-from paceline.errors import ConfigError, PacelineError, StepError
+from paceline.errors import ConfigError, PacelineError, StepError, place
 from paceline.peers import Peers
 from paceline.rng import INIT, key
 
@@ -191,6 +191,11 @@ class Job:
             "logged by then is not; `step.stop()` ends it whole.",
             step,
         )
+
+    def where(self) -> str:
+        """This rank, host and step, for errors. Collective: none."""
+        step = self.peers.step if self.peers is not None else 0
+        return place(self.rank, self.world_size, step=step or None)
 
     def refuse_if_left(self) -> None:
         """Raise where something of this job is used after its end. Collective: none."""

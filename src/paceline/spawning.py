@@ -159,13 +159,15 @@ def _hidden_main() -> Iterator[None]:
     """
     main = vars(sys.modules["__main__"])
     with _main_hidden:
-        kept = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+        kept: dict[str, Any] = {
+            name: main[name] for name in ("__file__", "__spec__") if name in main
+        }
         try:
             main.update(__spec__=None)
             main.pop("__file__", None)
             yield
         finally:
-            main.pop("__spec__")
+            del main["__spec__"]
             main.update(kept)
 
 

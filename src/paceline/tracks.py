@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,3 +122,20 @@ def refuse_non_finite_weights(job: Job, models: list[torch.nn.Module], step: int
                     parameters=[name],
                     step=step,
                 )
+
+
+def refuse_static_accumulation(
+    job: Job, models: list[torch.nn.Module], global_batch: int, micro_batch: int
+) -> None:
+    """Raise ConfigError for a static graph with several micro-batches, which torch's DDP cannot do.
+
+    It records the graph in its first backward, which must be one that is reduced.
+
+    Collective: none.
+    """
+    most = math.ceil(math.ceil(global_batch / job.world_size) / micro_batch)
+    if most > 1 and any(getattr(model, "static_graph", False) for model in models):
+        raise ConfigError(
+            f"static_graph=True with {most} micro-batches a rank: torch's DDP cannot accumulate then.",
+            fix="leave static_graph out, or make micro_batch the rank's whole share.",
+        )

@@ -36,6 +36,7 @@ from paceline.tracks import (
     check_models,
     make_tracks,
     refuse_non_finite_weights,
+    refuse_static_accumulation,
 )
 
 # Losses and gradients are looked at closely in the first steps only: what is wrong with them is wrong
@@ -94,6 +95,7 @@ class Training:
             [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         )
         check_models(job, self.models, optimizers)
+        refuse_static_accumulation(job, self.models, batches.global_batch, batches.micro_batch)
         self.tracks = make_tracks(self.models, optimizers, schedule)
         self.reproducing = (
             Reproducing(job, self.models, list(self.tracks.values()), batches)

@@ -34,7 +34,6 @@ GRACE_S = 5.0
 SIGNAL_GRACE_S = 30.0
 _DEFAULT_PORT = 29500
 _C10D_PORT = 29400
-_DEVICES = {"gpu": "GPU", "xpu": "XPU"}
 
 
 @dataclass(frozen=True)
@@ -171,32 +170,33 @@ def _check_nproc(word: str) -> None:
     try:
         determine_local_world_size(word)
     except (ValueError, AssertionError, RuntimeError, AttributeError) as error:
-        device = _DEVICES.get(word)
-        if device is None:
-            raise ConfigError(
-                f"--nproc-per-node must be a number, and is {word!r}.",
-                where="the command line, or PET_NPROC_PER_NODE",
-                why="besides numbers it takes `gpu` or `xpu`, one rank for each; `cpu`, one for each "
-                "core; and `auto`.",
-                fix="give the number of ranks on this node, such as --nproc-per-node=2.",
-            ) from error
-        kinds = {"gpu": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
-        built = kinds[word] is not None
+        if word in ("gpu", "xpu"):
+            raise _no_device(word) from error
         raise ConfigError(
-            f"--nproc-per-node={word}, and torch finds no {device} on this host.",
-            where=f"host {socket.gethostname()}, torch {torch.__version__}",
-            why=f"no {device} is visible, or its driver does not answer."
-            if built
-            else f"this torch was built without support for a {device}.",
-            fix=(
-                "see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
-                if word == "gpu" and built
-                else f"see that the driver shows the {device}"
-                if built
-                else f"install a torch for this {device}"
-            )
-            + "; without one, give a number, or --nproc-per-node=cpu.",
+            f"--nproc-per-node must be a number, and is {word!r}.",
+            where="the command line, or PET_NPROC_PER_NODE",
+            why="besides numbers it takes `gpu` or `xpu`, one rank for each; `cpu`, one for each "
+            "core; and `auto`.",
+            fix="give the number of ranks on this node, such as --nproc-per-node=2.",
         ) from error
+
+
+def _no_device(word: str) -> ConfigError:
+    kind = word.upper()
+    versions = (torch.version.cuda, torch.version.hip) if word == "gpu" else (torch.version.xpu,)
+    if not any(versions):
+        why, mend = f"this torch was built without {kind}s.", f"install a torch for this {kind}"
+    elif word == "gpu":
+        why = "none is visible, or its driver does not answer."
+        mend = "see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    else:
+        why, mend = "none is visible, or its driver does not answer.", "see that its driver runs"
+    return ConfigError(
+        f"--nproc-per-node={word}, and torch finds no {kind} on this host.",
+        where=f"host {socket.gethostname()}, torch {torch.__version__}",
+        why=why,
+        fix=f"{mend}; to go on without, give a number or --nproc-per-node=cpu.",
+    )
 
 
 def _check(args: Namespace) -> None:

@@ -280,7 +280,7 @@ def _place(trace: types.TracebackType | None) -> str:
 
 def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., Any] | None:
     """The script's own sys.excepthook; None if it has none."""
-    hook = sys.excepthook
+    hook: Any = sys.excepthook
     while True:
         home = getattr(hook, "__module__", "")
         if home == "torch.distributed.distributed_c10d":
@@ -288,8 +288,8 @@ def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., 
             inner = _closed_over(hook, "old_hook")
         elif home == "paceline.hooks":
             # join()'s: it would end the process before the launcher heard of the error.
-            sys.modules[home].mark(hook.peers, error)  # type: ignore[attr-defined]
-            inner = hook.previous  # type: ignore[attr-defined]
+            sys.modules[home].mark(hook.peers, error)
+            inner = hook.previous
         else:
             return None if hook in (ours, sys.__excepthook__) else hook
         hook = ours if inner is None else inner

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import log
-from paceline.errors import ConfigError, GradientError, place
+from paceline.errors import ConfigError, GradientError
 from paceline.job import Job
 from paceline.parallel.buffers import equalize_buffers
 from paceline.parallel.preflight import agree_on_parameters, listed, refuse_module
@@ -223,7 +223,7 @@ def check_parameters(
         if frozen:
             raise GradientError(
                 f"frozen after they were wrapped by DDP: {listed(frozen)}.",
-                where=place(job.rank, job.world_size),
+                where=job.where(),
                 why="DDP waits for the gradient of each parameter that could be trained then.",
                 fix="call requires_grad_(False) before paceline.ddp(...).",
                 parameters=frozen,
@@ -246,7 +246,7 @@ def _loose_error(job: Job, names: list[str], *, wrapped: bool) -> GradientError:
         fix = "model = paceline.ddp(job, model)."
     return GradientError(
         f"DDP does not know {listed(names)}: the gradients would differ over ranks.",
-        where=place(job.rank, job.world_size),
+        where=job.where(),
         why=why,
         fix=fix,
         parameters=names,
@@ -294,7 +294,7 @@ def refuse_unused(job: Job, model: nn.Module) -> None:
         what = "the last backward of the step did not use all parameters that earlier ones used"
     raise GradientError(
         f"{what}.",
-        where=place(job.rank, job.world_size),
+        where=job.where(),
         why="DDP waits for the gradient of each trainable parameter in the step's last backward.",
         fix="freeze what is never used with requires_grad_(False) before ddp(...), or "
         + ("leave static_graph out." if wrapper.static_graph else "ddp(..., find_unused=True)."),
