@@ -36,11 +36,12 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow"
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -q -m "slow"
+	$(BIN)/python -m pytest -q
 
 bench: $(STAMP)
 	$(PIP) -e '.[bench]'
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/reproducible.py
 
 clean:
 	rm -rf $(VENV) runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,7 +2,8 @@
 
     python benchmarks/overhead.py [--steps 400] [--rounds 9] [--only one|two]
 
-A tiny MLP (32-32-8, batch 16), data in memory, per-sample randomness off, one thread. All sides run in
+**tiny**: MLP 32-32-8, batch 16, AdamW. **comm**: MLP 4 x 1024, batch 128 (16.8 MB of gradients), SGD, on two
+ranks only. Data in memory, per-sample randomness off, one thread. All sides run in
 one process, in turn, round after round; each gives the median of its step times per round, and the table
 shows medians over rounds, the difference to the hand-written loop and its spread. Accelerate, Lightning
 Fabric and Lightning's Trainer take part where they are installed (`pip install 'paceline[bench]'`), at
@@ -34,31 +35,39 @@ import paceline
 from paceline.data.plan import Position
 from paceline.testing import run_ranks
 
-BATCH = 16
 Side = Callable[[int], tuple[list[float], nn.Module]]
 
 
-def make_model() -> nn.Module:
+WIDTH, CLASSES, BATCH = 32, 8, 16
+COMM_WIDTH, COMM_BATCH = 1024, 128
+
+
+def make_model(*, comm: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    if comm:
+        layers = [nn.Linear(COMM_WIDTH, COMM_WIDTH) for _ in range(4)]
+        return nn.Sequential(*[part for layer in layers for part in (layer, nn.GELU())])
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
 
 
-def make_data(steps: int) -> TensorDataset:
+def make_data(steps: int, *, comm: bool = False) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    size = BATCH * steps
+    size, width = (COMM_BATCH, COMM_WIDTH) if comm else (BATCH, WIDTH)
+    size *= steps
     return TensorDataset(
-        torch.randn(size, 32, generator=generator),
-        torch.randint(0, 8, (size,), generator=generator),
+        torch.randn(size, width, generator=generator),
+        torch.randint(0, CLASSES, (size,), generator=generator),
     )
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, *, comm: bool = False) -> torch.optim.Optimizer:
+    if comm:
+        return torch.optim.SGD(model.parameters(), lr=0.01)
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def order_of(job: Any, data: TensorDataset) -> torch.Tensor:
     """The order in which Paceline's batches go through the data, so that all sides do the same work."""
-    batches = paceline.Batches(job, data, global_batch=BATCH)
     rows = TensorDataset(torch.arange(len(data)))
     batches = paceline.Batches(job, rows, global_batch=BATCH)
     steps = batches.iterate(Position(job.seed, 0, 0), epochs=1)
@@ -88,11 +97,13 @@ def by_hand(
     return run
 
 
-def with_paceline(job: Any, data: TensorDataset) -> Side:
+def with_paceline(job: Any, data: TensorDataset, *, comm: bool = False) -> Side:
     def run(steps: int) -> tuple[list[float], nn.Module]:
-        model = paceline.ddp(job, make_model())
-        batches = paceline.Batches(job, data, global_batch=BATCH, sample_randomness=False)
-        training = paceline.Training(job, model, optimizer_of(model), batches)
+        model = paceline.ddp(job, make_model(comm=comm))
+        batches = paceline.Batches(
+            job, data, global_batch=COMM_BATCH if comm else BATCH, sample_randomness=False
+        )
+        training = paceline.Training(job, model, optimizer_of(model, comm=comm), batches)
         times = []
         began = time.perf_counter()
         for step in training.steps(until=steps):
@@ -266,19 +277,19 @@ def one_process(steps: int, rounds: int) -> list[dict[str, Any]]:
         return rows_of(measure(sides, steps, rounds))
 
 
-def two_ranks(job: Any, steps: int, rounds: int) -> list[dict[str, Any]]:
+def two_ranks(job: Any, steps: int, rounds: int, comm: bool) -> list[dict[str, Any]]:
     """Against DDP by hand at the same settings; each rank takes its half of every batch."""
     torch.set_num_threads(1)
-    data = make_data(steps)
-    rows = paceline.Batches(job, TensorDataset(torch.arange(len(data))), global_batch=BATCH)
+    data = make_data(steps, comm=comm)
+    rows = paceline.Batches(
+        job, TensorDataset(torch.arange(len(data))), global_batch=COMM_BATCH if comm else BATCH
+    )
     mine = [m.batch[0] for s in rows.iterate(Position(job.seed, 0, 0), epochs=1) for m in s]
     x_all, y_all = data.tensors
 
     def hand(steps: int) -> tuple[list[float], nn.Module]:
-        model = DistributedDataParallel(
-            make_model(), gradient_as_bucket_view=True, broadcast_buffers=False
-        )
-        optimizer = optimizer_of(model)
+        model = DistributedDataParallel(make_model(comm=comm), gradient_as_bucket_view=True)
+        optimizer = optimizer_of(model, comm=comm)
         times = []
         for i in range(steps):
             began = time.perf_counter()
@@ -290,7 +301,8 @@ def two_ranks(job: Any, steps: int, rounds: int) -> list[dict[str, Any]]:
             times.append(time.perf_counter() - began)
         return times, model.module
 
-    return rows_of(measure({"by hand": hand, "paceline": with_paceline(job, data)}, steps, rounds))
+    sides = {"by hand": hand, "paceline": with_paceline(job, data, comm=comm)}
+    return rows_of(measure(sides, steps, rounds))
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
@@ -313,16 +325,23 @@ def main() -> None:
     args = options.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    os.environ.setdefault("POSSIBLE_USER_WARNINGS", "0")
     tables = {}
     if args.only != "two":
         tables["one process"] = one_process(args.steps, args.rounds)
         show("one process, tiny MLP", tables["one process"])
     if args.only != "one":
-        tables["two ranks"] = run_ranks(
-            two_ranks, args.steps, args.rounds, nproc=2, timeout_s=300, deadline_s=1200
-        )[0]
-        show("two ranks, tiny MLP, against DDP by hand", tables["two ranks"])
+        for name, steps in (("tiny", args.steps), ("comm", max(10, args.steps // 20))):
+            title = f"two ranks, {name} MLP, against DDP by hand"
+            tables[title] = run_ranks(
+                two_ranks,
+                steps,
+                args.rounds,
+                name == "comm",
+                nproc=2,
+                timeout_s=300,
+                deadline_s=1200,
+            )[0]
+            show(title, tables[title])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     about = {"torch": torch.__version__, "machine": platform.processor(), "cores": os.cpu_count()}
     args.out.write_text(json.dumps({"about": about, "tables": tables}, indent=2) + "\n")

@@ -185,7 +185,10 @@ def _no_device(word: str) -> ConfigError:
     kind = word.upper()
     versions = (torch.version.cuda, torch.version.hip) if word == "gpu" else (torch.version.xpu,)
     if not any(versions):
-        why, mend = f"this torch was built without {kind}s.", f"install a torch for this {kind}"
+        why, mend = (
+            "this torch was built without support for it.",
+            f"install a torch for this {kind}",
+        )
     elif word == "gpu":
         why = "none is visible, or its driver does not answer."
         mend = "see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
@@ -247,22 +250,31 @@ def _local_address(args: Namespace, notes: list[str]) -> tuple[str, int] | None:
             if max_nodes > 1
             else "give --nnodes, or leave it out.",
         )
-    if max_nodes != 1:
-        return None
     endpoint = args.rdzv_endpoint.strip()
+    if max_nodes != 1:
+        if args.rdzv_backend in ("static", "c10d"):
+            _parse_endpoint(endpoint)
+        return None
     if args.rdzv_backend == "static" and not endpoint:
         return host, args.master_port or 0
     if args.rdzv_backend not in ("static", "c10d") or args.rdzv_conf:
         return None
     if not endpoint:
         return "127.0.0.1", 0
-    try:
-        host, port = parse_rendezvous_endpoint(endpoint, _C10D_PORT)
-    except ValueError as error:
-        raise ConfigError(f"--rdzv-endpoint is no address: {endpoint!r}.") from error
+    host, port = _parse_endpoint(endpoint)
     if not is_loopback(host) and args.rdzv_backend == "c10d":
         return None
     return "127.0.0.1" if host == "localhost" else host, port
+
+
+def _parse_endpoint(endpoint: str) -> tuple[str, int]:
+    try:
+        host, port = parse_rendezvous_endpoint(endpoint, _C10D_PORT)
+    except ValueError as error:
+        raise ConfigError(
+            f"--rdzv-endpoint is no address: {endpoint!r}.", fix="give HOST:PORT."
+        ) from error
+    return host, port
 
 
 def choose_threads(nproc: int) -> tuple[str | None, str]:
