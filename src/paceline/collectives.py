@@ -156,4 +156,4 @@ def _run(job: Job, collective: Callable[[], Any]) -> None:
     try:
         collective()
     except RuntimeError as error:
-        raise job.explained(error) from error
+        job.reraise(error)

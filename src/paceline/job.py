@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from torch.distributed import distributed_c10d
 
 from paceline import environment, hooks, log, meeting
 from paceline.cores import usable_cores
-from paceline.errors import ConfigError, PacelineError, StepError, place
+from paceline.devices import choose_backend, choose_device
+from paceline.errors import ConfigError, PacelineError, PeerFailed, StepError, place
 from paceline.peers import Peers
 from paceline.rng import INIT, key
 
@@ -98,10 +99,11 @@ class Job:
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.leave()
             return
-        explained = self.explained(error) if isinstance(error, RuntimeError) else error
+        # The user's own collectives break too where a peer fails.
+        known = self._behind(error) if isinstance(error, RuntimeError) else None
         self.abandon(error)
-        if explained is not error:
-            raise explained from error
+        if known is not None:
+            raise known from error
 
     def leave(self) -> None:
         """Leave the job cleanly: wait for the other ranks, then close the groups.
@@ -131,7 +133,7 @@ class Job:
             try:
                 dist.barrier(group=self.control)
             except RuntimeError as error:
-                raise self.explained(error) from error
+                self.reraise(error)
 
     def abandon(self, error: BaseException) -> None:
         """Leave the job because of `error`, waiting for nobody.
@@ -163,14 +165,20 @@ class Job:
             StepError("its process ended without leaving the job (`with paceline.join() as job`).")
         )
 
-    def explained(self, error: BaseException) -> BaseException:
-        """The error to raise where a collective raised `error`: a peer's failure if one is known.
+    def reraise(self, error: BaseException) -> NoReturn:
+        """Raise what is behind `error` of a collective: a peer's failure if one is known, else it.
 
         Collective: none.
         """
+        known = self._behind(error)
+        if known is None:
+            raise error
+        raise known from error
+
+    def _behind(self, error: BaseException) -> PeerFailed | None:
         if self.peers is None or isinstance(error, PacelineError):
-            return error
-        return self.peers.explain(error) or error
+            return None
+        return self.peers.explain()
 
     def settle(self) -> None:
         """Wait for the others where this rank left a training loop early; before other collectives.
@@ -296,71 +304,6 @@ def _connect(job: Job, where: environment.Place, backend: str) -> None:
     job.peers = Peers(dist.PrefixStore("peers", job.store), job.rank, job.world_size)
     hooks.install(job.peers)
     atexit.register(job._end_unleft)
-
-
-def choose_device(asked: str | torch.device | None, where: environment.Place) -> torch.device:
-    """The device of this rank: what was asked for, else the best there is; index by local rank.
-
-    Raises:
-        ConfigError: the device is not there, or there are fewer than local ranks.
-
-    Collective: none.
-    """
-    if asked is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        kind = accelerator.type if accelerator and accelerator.type in ("cuda", "xpu") else "cpu"
-        asked = torch.device(kind)
-    try:
-        device = torch.device(asked)
-    except RuntimeError as error:
-        raise ConfigError(f"no such device: {asked!r}.", fix='"cpu", "cuda" or "xpu".') from error
-    if device.type == "cpu":
-        return device
-    module = torch.get_device_module(device)
-    count = module.device_count() if module.is_available() else 0
-    if count == 0:
-        raise ConfigError(f"device {device.type!r} asked for, none is visible to this process.")
-    # A scheduler may show each rank its own device alone, which is then number 0.
-    own = where.local_rank if count > 1 else 0
-    index = own if device.index is None else device.index  # torch's stubs: never None
-    # On all ranks of the host, not only on those that are left over.
-    if index >= count or (1 < count < where.local_world_size and device.index is None):
-        raise ConfigError(
-            f"{where.local_world_size} ranks on this host, {count} {device.type} devices.",
-            where=f"local rank {where.local_rank}",
-            fix=f"start at most {count} ranks here, or pass device='cpu'.",
-        )
-    return torch.device(device.type, index)
-
-
-def choose_backend(asked: str | None, device: torch.device) -> str:
-    """The backend string for torch: what was asked for, else by device.
-
-    Raises:
-        ConfigError: torch was built without it.
-
-    Collective: none.
-    """
-    if asked is None:
-        by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "gloo"}
-        asked = by_device[device.type]
-    for part in asked.split(","):
-        name = part.rpartition(":")[2]
-        available = {
-            "nccl": dist.is_nccl_available,
-            "mpi": dist.is_mpi_available,
-            "gloo": dist.is_gloo_available,
-            "xccl": dist.is_xccl_available,
-        }.get(name, lambda name=name: dist.is_backend_available(name))
-        if not available():
-            raise ConfigError(
-                f"this build of torch {torch.__version__} has no backend {name!r}.",
-                fix="build torch from source against the cluster's MPI, or leave `backend` out."
-                if name == "mpi"
-                else "leave `backend` out to choose by device.",
-                backend=name,
-            )
-    return asked
 
 
 def _refuse_shared_device(job: Job) -> None:

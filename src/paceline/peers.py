@@ -92,8 +92,8 @@ class Peers:
             rank=mark["rank"],
         )
 
-    def explain(self, error: BaseException) -> PeerFailed | None:
-        """What to raise instead of `error`, an error of a collective: the peer's failure behind it.
+    def explain(self) -> PeerFailed | None:
+        """What to raise instead of an error of a collective: the peer's failure behind it.
 
         None where no peer has said anything; a killed rank leaves no mark.
         """
@@ -101,7 +101,7 @@ class Peers:
             # A rank that fails leaves its mark before its connections close, so this is for a slow store.
             return self.failure(wait_s=0.1)
         except RuntimeError:
-            return None  # the store is gone with rank 0: nothing more is known than `error` says
+            return None  # the store is gone with rank 0: nothing more is known than the error says
 
     def new_scope(self) -> int:
         """A number for names that are used once. Collective: all ranks, as often as each other."""

@@ -186,10 +186,7 @@ class Step:
         try:
             torch.autograd.backward(scaled, weigh, inputs=inputs)
         except RuntimeError as error:
-            explained = self._job.explained(error)
-            if explained is error:
-                raise
-            raise explained from error
+            self._job.reraise(error)
         if training.reproducing is not None:
             number = (micro.offset - self._planned.offset) // training.batches.micro_batch
             training.reproducing.added(tally.track, number)
@@ -359,7 +356,7 @@ class Step:
                     parallel.set_sync(model, True)
                     parallel.zero_backward(model)
         except RuntimeError as error:
-            raise self._job.explained(error) from error
+            self._job.reraise(error)
 
     def _start_totals(self) -> None:
         """Start adding up the tokens of all ranks; the sums are read by `update`.

@@ -23,7 +23,7 @@ from paceline.errors import (
     PeerFailed,
     RankDisagreement,
 )
-from paceline.job import choose_backend, choose_device
+from paceline.devices import choose_backend, choose_device
 from paceline.testing import Fault, inject, run_failing_ranks, run_ranks
 
 

@@ -21,6 +21,7 @@ FLOOR_1 = [
     "peers",
     "hooks",
     "meeting",
+    "devices",
     "job",
     "collectives",
     "mesh",

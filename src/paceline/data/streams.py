@@ -156,7 +156,7 @@ class StreamLoader:
             try:
                 step.work.wait()
             except RuntimeError as error:
-                raise self._job.explained(error) from error
+                self._job.reraise(error)
         seen: list[int] = step.seen[:, 0].tolist()
         if self._reader.sharded:
             return sum(seen)

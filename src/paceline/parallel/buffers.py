@@ -30,7 +30,7 @@ def equalize_buffers(job: Job, model: nn.Module) -> None:
         try:
             dist.broadcast(packed, src=0, group=job.group)
         except RuntimeError as error:
-            raise job.explained(error) from error
+            job.reraise(error)
         pieces = torch.split(packed, [b.numel() * b.element_size() for b in buffers])
         for buffer, piece in zip(buffers, pieces, strict=True):
             buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))

@@ -89,7 +89,7 @@ def ddp(
         if not static_graph and not find_unused:
             _rebuild_buckets_now(wrapper)
     except RuntimeError as error:
-        raise job.explained(error) from error
+        job.reraise(error)
     equalize_buffers(job, wrapper)
     return wrapper
 

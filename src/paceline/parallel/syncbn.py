@@ -148,7 +148,7 @@ class _Statistics:
         try:
             dist.all_gather(list(rows.unbind()), packed, group=self.job.group)
         except RuntimeError as error:
-            raise self.job.explained(error) from error
+            self.job.reraise(error)
         return rows
 
     def _refuse_single_value(self) -> None:
@@ -248,7 +248,7 @@ def _summed_over_ranks(job: Job, sums: torch.Tensor) -> torch.Tensor:
     try:
         dist.all_reduce(total, group=job.group)
     except RuntimeError as error:
-        raise job.explained(error) from error
+        job.reraise(error)
     return total
 
 

@@ -129,7 +129,7 @@ class Control:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._job.explained(error) from error
+                self._job.reraise(error)
         numbers = word.tolist()
         step_s = numbers[1] / self._job.world_size
         sums, counts = numbers[2 : 2 + size], numbers[2 + size : 2 + 2 * size]
