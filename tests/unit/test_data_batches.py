@@ -460,6 +460,19 @@ def test_a_death_is_told_at_once_also_where_no_data_is_awaited(job: Job) -> None
     batches.close()
 
 
+def test_what_a_killed_worker_held_in_shared_memory_goes_with_it(job: Job) -> None:
+    batches = Batches(job, Pids(), global_batch=1, workers=1)
+    run = batches.iterate(Position(0), epochs=9)
+    pid = next(iter(next(run))).batch.item()
+    held = Path(f"/dev/shm/torch_{pid}_1_0")
+    held.touch()  # as torch does between making a file and unlinking it
+    with pytest.raises(DataError):  # noqa: PT012
+        os.kill(pid, signal.SIGKILL)
+        threading.Event().wait(60)
+    batches.close()
+    assert not held.exists()
+
+
 def test_a_batch_that_cannot_be_sent_is_an_error_and_no_hang(job: Job) -> None:
     batches = Batches(
         job, Augmented(), global_batch=2, workers=1, collate=lambda rows: [lambda: rows]

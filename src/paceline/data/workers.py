@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -190,8 +191,17 @@ class Workers:
             self._results._shutdown_workers()  # type: ignore[attr-defined]
         self._results = None
         self._loader = None
+        for process in self._processes:
+            if process.exitcode is not None and process.exitcode < 0:
+                _sweep(process.pid)
         self._processes.clear()
         self._death = None
+
+
+def _sweep(pid: int | None) -> None:
+    """Remove the shared memory of a worker that was killed between making it and sending it off."""
+    for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        path.unlink(missing_ok=True)
 
 
 def _explain_deaths() -> None:
