@@ -88,3 +88,13 @@ def test_char_lm_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_the_first_program_of_the_readme(nproc: str, tmp_path: Path) -> None:
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    (tmp_path / "train.py").write_text(program)
+    output = _run([*PACELINE, nproc, "train.py"], tmp_path)
+    found = re.search(r"accuracy (0\.\d+) on 500 samples", output)
+    assert found, output
+    assert float(found[1]) > 0.9
