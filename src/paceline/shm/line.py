@@ -1,0 +1,347 @@
+"""The operations of a group in the order of issue, and who carries them on.
+
+A call that blocks carries its line on itself. An asynchronous one tries for a moment, which is enough where
+the others have come already; what is left is carried on by whoever waits for it, and by a thread, so that
+groups started in different orders get through.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import CollectiveTimeout, PacelineError, PeerFailed, RankDisagreement, place
+from paceline.shm.rounds import Mismatch, Rounds, Steps
+
+_LEFT, _FAILED = 1, 2  # in `Segment.gone`; the second plus the rank that it failed because of
+_SPINS, _YIELDS = 20, 1500  # looks without, then with giving the core away: about 0.2 and 2 ms
+_LINGER_S = 0.5e-3  # how long an asynchronous call tries by itself
+_NAP_S, _LONG_NAP_S = 50e-6, 1e-3
+_LOOK_S = 0.05  # how often a waiting rank asks whether the others live
+# Python's own gives up the interpreter's lock only since 3.12.
+_yield_core = ctypes.CDLL(None).sched_yield
+
+
+class Operation(dist.Work):
+    """One collective of a group, finished or not. What torch calls a work.
+
+    Collective: none.
+    """
+
+    def __init__(
+        self, line: Line, steps: Steps, outputs: Sequence[torch.Tensor], timeout_s: float
+    ) -> None:
+        super().__init__()
+        self.done = False
+        self.error: BaseException | None = None
+        self.steps = steps
+        self.timeout_s = timeout_s
+        self.issued = time.monotonic()
+        self._line = line
+        self._outputs = list(outputs)
+        self._source: Any = None
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the result is there. Raises what `Line` raises."""
+        if not self.done:
+            self._line.finish(self, timeout.total_seconds())
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def get_future(self) -> Any:
+        """A future of the output tensors; DDP waits for nothing else."""
+        with self._line.lock:
+            if self._future is None:
+                self._source = torch.futures.Future()
+                # Only an exception raised in a callback reaches those who wait in C++.
+                self._future = self._source.then(self._give)
+        if self.done:
+            self.settle()
+        return self._future
+
+    def settle(self) -> None:
+        """Set the future, if somebody asked for one."""
+        with self._line.lock:
+            source, self._source = self._source, None
+        if source is not None:
+            source.set_result(None)
+
+    def _give(self, _: Any) -> list[torch.Tensor]:
+        if self.error is not None:
+            raise self.error
+        return self._outputs
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not."""
+        if not self.done:
+            self._line.advance()
+        return self.done
+
+    def is_success(self) -> bool:
+        """Whether it is over and the result is there."""
+        return self.done and self.error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, if something did."""
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """Wait, as CPU tensors are ready when an operation is over."""
+        self.wait()
+
+
+class Line:
+    """The operations of one group that are not over, first issued first.
+
+    Raises, in `start` and `finish`, each also a RuntimeError:
+        PeerFailed: a rank died, left, or gave up.
+        CollectiveTimeout: a rank did not come in time.
+        RankDisagreement: the ranks called different collectives, or with different tensors.
+    After any of these the group stays broken and every operation raises it.
+
+    Collective: none; the operations are.
+    """
+
+    def __init__(self, rounds: Rounds, ranks: Sequence[int], *, spin: bool) -> None:
+        self.lock = threading.Lock()
+        self._rounds = rounds
+        self._segment = rounds.segment
+        self._ranks = ranks
+        self._spins = _SPINS if spin else 0
+        self._waiting: deque[Operation] = deque()
+        self._over: deque[Operation] = deque()
+        self._error: BaseException | None = None
+        self._wake = threading.Event()
+        self._closed = False
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        _lines.add(self)
+
+    def start(
+        self, steps: Steps, outputs: Sequence[torch.Tensor], timeout_s: float, *, blocking: bool
+    ) -> Operation:
+        """Issue an operation; it is over on return if `blocking`, else perhaps."""
+        operation = Operation(self, steps, outputs, timeout_s)
+        with self.lock:
+            if self._error is not None:
+                raise self._error
+            alone = not self._waiting
+            self._waiting.append(operation)
+        if blocking:
+            operation.wait()
+            return operation
+        if alone:
+            self._carry(operation, time.monotonic() + _LINGER_S)
+        if not operation.done:
+            self._call_thread()
+        elif operation.error is not None:
+            raise operation.error
+        return operation
+
+    def finish(self, operation: Operation, timeout_s: float) -> None:
+        """Carry the line on until `operation` is over."""
+        if timeout_s > 0:
+            operation.timeout_s = time.monotonic() - operation.issued + timeout_s
+        self._carry(operation, None)
+
+    def _carry(self, operation: Operation, until: float | None) -> None:
+        looks, looked = 0, time.monotonic()
+        with torch.inference_mode():
+            while not operation.done:
+                if self.advance():
+                    looks = 0
+                    continue
+                looks += 1
+                if looks <= self._spins:
+                    continue
+                now = time.monotonic()
+                if until is not None and now > until:
+                    return
+                if looks <= self._spins + _YIELDS:
+                    _yield_core()
+                else:
+                    time.sleep(_NAP_S if looks < 2 * _YIELDS else _LONG_NAP_S)
+                if now - looked > _LOOK_S:
+                    looked = now
+                    self._look_around(now)
+
+    def advance(self) -> bool:
+        """Carry the line on as far as it goes without waiting; whether the ranks met."""
+        with self.lock:
+            before = self._rounds.turn
+            while self._waiting:
+                head = self._waiting[0]
+                try:
+                    next(head.steps)
+                    break
+                except StopIteration:
+                    self._end(head)
+                except Mismatch as error:
+                    self._break(self._disagreement(error.args[0]), self._segment.rank)
+                except Exception as error:  # whatever it is, the ranks are no longer in step
+                    self._break(error, self._segment.rank)
+            met = self._rounds.turn != before
+        while self._over:
+            self._over.popleft().settle()
+        return met
+
+    def _end(self, operation: Operation) -> None:
+        self._waiting.popleft()
+        operation.done = True
+        self._over.append(operation)
+
+    def _break(self, error: BaseException, culprit: int) -> None:
+        """With the lock held: this group is of no use any more."""
+        self._error = error
+        self._segment.gone[self._segment.rank] = _FAILED + culprit
+        while self._waiting:
+            self._waiting[0].error = error
+            self._waiting[0].steps.close()
+            self._end(self._waiting[0])
+
+    def _look_around(self, now: float) -> None:
+        """Give the line up where a rank is gone, or late."""
+        with self.lock:
+            if not self._waiting:
+                return
+            head, segment = self._waiting[0], self._segment
+            turn = segment.posted[segment.rank]
+            missing = [r for r in range(segment.size) if segment.posted[r] < turn]
+            for rank in missing:
+                gone = segment.gone[rank]
+                condition = segment.condition(rank)
+                # It may have come, finished and left between our two looks.
+                if (gone or condition == "dead") and segment.posted[rank] < turn:
+                    self._break(self._failure(rank, gone, condition), rank)
+                    break
+            else:
+                waited_s = now - head.issued
+                if missing and waited_s > head.timeout_s:
+                    self._break(self._lateness(missing, waited_s), missing[0])
+        self.advance()
+
+    def _failure(self, rank: int, gone: int, condition: str) -> PeerFailed:
+        who = self._ranks[rank]
+        if gone >= _FAILED:
+            culprit = self._ranks[gone - _FAILED]
+            did = "gave this group up" + (f" because of rank {culprit}" if culprit != who else "")
+        elif gone == _LEFT:
+            did = "left this group"
+        else:
+            did = f"died (process {self._segment.pid(rank)})"
+        assert gone or condition == "dead"
+        return PeerFailed(
+            f"rank {who} {did} while this rank waited for it.",
+            where=self._where(),
+            rank=who,
+            cause_known=False,
+        )
+
+    def _lateness(self, missing: Sequence[int], waited_s: float) -> CollectiveTimeout:
+        names = [
+            f"rank {self._ranks[r]} ({self._segment.condition(r)}, process {self._segment.pid(r)})"
+            for r in missing
+        ]
+        return CollectiveTimeout(
+            f"after {waited_s:.0f} s in a collective, these did not come: {', '.join(names)}.",
+            where=self._where(),
+            missing=[self._ranks[r] for r in missing],
+            waited_s=waited_s,
+            cause_known=False,
+        )
+
+    def _disagreement(self, said: Sequence[str]) -> PacelineError:
+        texts = [f"rank {self._ranks[r]} {text}" for r, text in enumerate(said)]
+        return RankDisagreement(
+            f"ranks called different collectives: {'; '.join(texts)}.",
+            where=self._where(),
+            fix="call the same collectives in the same order with the same shapes on all ranks.",
+            values=list(said),
+            cause_known=False,
+        )
+
+    def _where(self) -> str:
+        return place(self._ranks[self._segment.rank], len(self._ranks), detail="backend shm")
+
+    def _call_thread(self) -> None:
+        with self.lock:
+            if self._thread is None and not self._closed:
+                # It must not keep a group alive that nobody uses.
+                self._thread = threading.Thread(
+                    target=_serve,
+                    args=(weakref.ref(self), self._wake),
+                    name="paceline-shm",
+                    daemon=True,
+                )
+                self._thread.start()
+        self._wake.set()
+
+    def serve(self) -> bool:
+        """For the thread: carry on until all is over. Whether there may be more."""
+        self._wake.clear()
+        looks, looked = 0, time.monotonic()
+        with torch.inference_mode():
+            while self._waiting and not self._closed:
+                looks = 0 if self.advance() else looks + 1
+                if looks:
+                    time.sleep(_NAP_S if looks < 20 else _LONG_NAP_S)
+                if (now := time.monotonic()) - looked > _LOOK_S:
+                    looked = now
+                    self._look_around(now)
+        return not self._closed
+
+    def close(self) -> None:
+        """Take no part any more; those that still wait for this rank are told so."""
+        if os.getpid() != self._pid:
+            return  # a forked child has the memory but is no rank
+        with self.lock:
+            if not self._closed:
+                self._closed = True
+                error = PeerFailed("this group was left.", where=self._where(), rank=self._ranks[self._segment.rank])
+                if self._error is None:
+                    self._break(error, 0)
+                    self._segment.gone[self._segment.rank] = _LEFT
+        self._wake.set()
+        while self._over:
+            self._over.popleft().settle()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _serve(line: weakref.ref[Line], wake: threading.Event) -> None:
+    while True:
+        wake.wait()
+        found = line()
+        if found is None or not found.serve():
+            return
+        del found
+
+
+_lines: weakref.WeakSet[Line] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that asks for the lock of an interpreter that has gone aborts the process."""
+    for line in list(_lines):
+        line.close()
