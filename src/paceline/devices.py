@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
 from paceline import environment
 from paceline.errors import ConfigError
+from paceline.shm import group as shm
 
 
 def choose_device(asked: str | torch.device | None, where: environment.Place) -> torch.device:
@@ -44,16 +47,19 @@ def choose_device(asked: str | torch.device | None, where: environment.Place) ->
     return torch.device(device.type, index)
 
 
-def choose_backend(asked: str | None, device: torch.device) -> str:
-    """The backend string for torch: what was asked for, else by device.
+def choose_backend(asked: str | None, device: torch.device, *, one_host: bool) -> str:
+    """The backend string for torch: what was asked for, here or by `PACELINE_BACKEND`, else by device.
 
     Raises:
         ConfigError: torch was built without it.
 
     Collective: none.
     """
+    shm.register()
+    asked = asked or os.environ.get("PACELINE_BACKEND")
     if asked is None:
-        by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "gloo"}
+        on_cpu = shm.NAME if one_host else "gloo"
+        by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": on_cpu}
         asked = by_device[device.type]
     for part in asked.split(","):
         name = part.rpartition(":")[2]

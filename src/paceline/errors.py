@@ -14,9 +14,9 @@
     |-- GradientError                parameters that would silently not be trained together
     |-- EvaluationError              a validation that did not see each sample once
     |-- CheckpointError              a checkpoint that cannot be written or read
-    |-- RankDisagreement             ranks hold different values of what must be equal
-    |-- PeerFailed                   another rank failed first; this one only follows
-    `-- CollectiveTimeout            a rank did not arrive in time
+    |-- RankDisagreement (RuntimeError)   ranks hold different values of what must be equal
+    |-- PeerFailed (RuntimeError)    another rank failed first; this one only follows
+    `-- CollectiveTimeout (RuntimeError)  a rank did not arrive in time
 
 Facts are attributes; the text is rendered from them, in four parts, and a part that is not known is
 left out:
@@ -121,15 +121,15 @@ class CheckpointError(PacelineError):
     """A checkpoint that cannot be written or read (`path`)."""
 
 
-class RankDisagreement(PacelineError):
+class RankDisagreement(PacelineError, RuntimeError):
     """Ranks hold different values of what must be equal (`values`: one per rank)."""
 
 
-class PeerFailed(PacelineError):
+class PeerFailed(PacelineError, RuntimeError):
     """Another rank failed first; this one only follows (`rank` that failed)."""
 
 
-class CollectiveTimeout(PacelineError):
+class CollectiveTimeout(PacelineError, RuntimeError):
     """A rank did not arrive in time (`missing`: ranks, `waited_s`)."""
 
 

@@ -176,7 +176,9 @@ class Job:
         raise known from error
 
     def _behind(self, error: BaseException) -> PeerFailed | None:
-        if self.peers is None or isinstance(error, PacelineError):
+        # Our own errors say what is known, but for those of a group that heard nothing of its peer.
+        known = isinstance(error, PacelineError) and error.facts.get("cause_known", True)
+        if self.peers is None or known:
             return None
         return self.peers.explain()
 
@@ -243,7 +245,7 @@ def join(
             seeded too, so that weights drawn next are the same everywhere.
         device: "cpu", "cuda", "xpu", or None for the best there is. An index is chosen by local rank.
         backend: A backend of torch.distributed; None chooses by device ("nccl" and "gloo" on CUDA,
-            "xccl" and "gloo" on XPU, "gloo" on CPU).
+            "xccl" and "gloo" on XPU, "shm" on CPU, "gloo" where its ranks are on several hosts).
         timeout_s: How long a collective may wait, in seconds.
 
     Raises:
@@ -262,7 +264,7 @@ def join(
         raise ConfigError(f"timeout_s must be more than 0, got {timeout_s}.")
     where = environment.read(os.environ)
     chosen = choose_device(device, where)
-    names = choose_backend(backend, chosen)
+    names = choose_backend(backend, chosen, one_host=where.one_host)
     job = Job(where, chosen, seed=seed, timeout_s=timeout_s)
     try:
         if chosen.type != "cpu":

@@ -21,11 +21,11 @@ FLOOR_1 = [
     "peers",
     "hooks",
     "meeting",
+    "shm",
     "devices",
     "job",
     "collectives",
     "mesh",
-    "shm",
 ]
 FLOOR_2 = ["data", "step", "parallel", "checkpoint", "watch", "clock"]
 FLOOR_3 = [

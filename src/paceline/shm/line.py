@@ -314,7 +314,11 @@ class Line:
         with self.lock:
             if not self._closed:
                 self._closed = True
-                error = PeerFailed("this group was left.", where=self._where(), rank=self._ranks[self._segment.rank])
+                error = PeerFailed(
+                    "this group was left.",
+                    where=self._where(),
+                    rank=self._ranks[self._segment.rank],
+                )
                 if self._error is None:
                     self._break(error, 0)
                     self._segment.gone[self._segment.rank] = _LEFT

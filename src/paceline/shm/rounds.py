@@ -32,9 +32,7 @@ KINDS = (
     "reduce_scatter",
     "all_to_all",
 )
-_DTYPES = tuple(
-    sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
-)
+_DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str))
 _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _COUNT_BITS, _ROOT_BITS, _OP_BITS, _DTYPE_BITS = 34, 12, 4, 8
 _SMALL_BYTES = 32 << 10  # up to here all ranks fold everything, which saves a meeting
@@ -257,7 +255,10 @@ class Rounds:
         given, taken = table[:, :size], table[:, size:]
         if not torch.equal(given, taken.T):
             raise Mismatch(
-                [f"all_to_all of {g.tolist()}, takes {t.tolist()}" for g, t in zip(given, taken, strict=True)]
+                [
+                    f"all_to_all of {g.tolist()}, takes {t.tolist()}"
+                    for g, t in zip(given, taken, strict=True)
+                ]
             )
         return int(given.max())
 
