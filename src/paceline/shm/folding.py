@@ -1,4 +1,4 @@
-"""Reductions of parts that lie in different ranks' memory: always in rank order, so that all get the same bits."""
+"""Reductions of what different ranks gave: always in rank order, so that all get the same bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-_KIND = ReduceOp.RedOpType
+_KIND: Any = ReduceOp.RedOpType  # its members are missing in torch's stubs
 _FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     _KIND.SUM: torch.add,
     _KIND.AVG: torch.add,

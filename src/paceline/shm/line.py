@@ -64,11 +64,12 @@ class Operation(dist.Work):
     def get_future(self) -> Any:
         """A future of the output tensors; DDP waits for nothing else."""
         with self._line.lock:
-            if self._future is None:
+            made = self._future is None
+            if made:
                 self._source = torch.futures.Future()
                 # Only an exception raised in a callback reaches those who wait in C++.
                 self._future = self._source.then(self._give)
-        if self.done:
+        if made and self.done:
             self.settle()
         return self._future
 
@@ -163,28 +164,28 @@ class Line:
 
     def _carry(self, operation: Operation, until: float | None) -> None:
         looks, looked = 0, time.monotonic()
-        with torch.inference_mode():
-            while not operation.done:
-                if self.advance():
-                    looks = 0
-                    continue
-                looks += 1
-                if looks <= self._spins:
-                    continue
-                now = time.monotonic()
-                if until is not None and now > until:
-                    return
-                if looks <= self._spins + _YIELDS:
-                    _yield_core()
-                else:
-                    time.sleep(_NAP_S if looks < 2 * _YIELDS else _LONG_NAP_S)
-                if now - looked > _LOOK_S:
-                    looked = now
-                    self._look_around(now)
+        while not operation.done:
+            if self.advance():
+                looks = 0
+                continue
+            looks += 1
+            if looks <= self._spins:
+                continue
+            now = time.monotonic()
+            if until is not None and now > until:
+                return
+            if looks <= self._spins + _YIELDS:
+                _yield_core()
+            else:
+                time.sleep(_NAP_S if looks < 2 * _YIELDS else _LONG_NAP_S)
+            if now - looked > _LOOK_S:
+                looked = now
+                self._look_around(now)
 
     def advance(self) -> bool:
         """Carry the line on as far as it goes without waiting; whether the ranks met."""
-        with self.lock:
+        # Inference mode takes tensors of every mode; callbacks, below, must not run in it.
+        with self.lock, torch.inference_mode():
             before = self._rounds.turn
             while self._waiting:
                 head = self._waiting[0]
@@ -297,14 +298,13 @@ class Line:
         """For the thread: carry on until all is over. Whether there may be more."""
         self._wake.clear()
         looks, looked = 0, time.monotonic()
-        with torch.inference_mode():
-            while self._waiting and not self._closed:
-                looks = 0 if self.advance() else looks + 1
-                if looks:
-                    time.sleep(_NAP_S if looks < 20 else _LONG_NAP_S)
-                if (now := time.monotonic()) - looked > _LOOK_S:
-                    looked = now
-                    self._look_around(now)
+        while self._waiting and not self._closed:
+            looks = 0 if self.advance() else looks + 1
+            if looks:
+                time.sleep(_NAP_S if looks < 20 else _LONG_NAP_S)
+            if (now := time.monotonic()) - looked > _LOOK_S:
+                looked = now
+                self._look_around(now)
         return not self._closed
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ Tensors are flat and contiguous. Raises `Mismatch` where ranks want different th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _COUNT_BITS, _ROOT_BITS, _OP_BITS, _DTYPE_BITS = 34, 12, 4, 8
 _SMALL_BYTES = 32 << 10  # up to here all ranks fold everything, which saves a meeting
 _POLLS = 40
-_OPS = {int(kind): name.lower() for name, kind in ReduceOp.RedOpType.__members__.items()}
+_KINDS_OF_OP: Mapping[str, Any] = ReduceOp.RedOpType.__members__
+_OPS = {int(kind): name.lower() for name, kind in _KINDS_OF_OP.items()}
 _move = ctypes.memmove
 
 
@@ -119,9 +120,8 @@ class Rounds:
             else:
                 yield from self._meet_for(kind, dtype, total, int(op), root)
             if count and root in (-1, rank):
-                views = [segment.view(turn, r, dtype) for r in range(self._size)]
-                parts = views if count == most else [view[:count] for view in views]
                 out = flat if count == total else flat[begin : begin + count]
+                parts = list(segment.views(turn, dtype, 0, count))
                 if self._size == 2:
                     parts[rank] = out  # just read, so nearer than the slot
                 fold(op, parts, out)
@@ -150,8 +150,8 @@ class Rounds:
                 )
             first, last = (min(count, s * share) for s in (rank, rank + 1))
             if last > first:
-                parts = [segment.view(turn, r, dtype)[first:last] for r in range(size)]
-                out = segment.view(turn + 1, rank, dtype)[chunk : chunk + last - first]
+                parts = segment.views(turn, dtype, first, last)
+                out = segment.views(turn + 1, dtype, chunk, chunk + last - first)[rank]
                 fold(op, parts, out)
             before = (begin, count)
 
@@ -171,8 +171,7 @@ class Rounds:
             else:
                 yield from self._meet_for("reduce_scatter", dtype, piece, int(op), -1)
             if count:
-                at = slice(rank * most, rank * most + count)
-                parts = [segment.view(turn, r, dtype)[at] for r in range(size)]
+                parts = segment.views(turn, dtype, rank * most, rank * most + count)
                 fold(op, parts, out[begin : begin + count])
 
     def share(
@@ -248,10 +247,10 @@ class Rounds:
         rank, size, segment, turn = self._rank, self._size, self.segment, self.turn
         gives = [piece.numel() for piece in pieces]
         takes = [0 if to is None else to.numel() for to in into]
-        segment.view(turn, rank, torch.int64)[: 2 * size] = torch.tensor(gives + takes)
+        rows = segment.views(turn, torch.int64, 0, 2 * size)
+        rows[rank].copy_(torch.tensor(gives + takes))
         yield from self._meet_for("all_to_all", torch.int64, 2 * size, 0, -1)
-        rows = [segment.view(turn, r, torch.int64)[: 2 * size] for r in range(size)]
-        table = torch.stack(rows)
+        table = torch.stack(list(rows))
         given, taken = table[:, :size], table[:, size:]
         if not torch.equal(given, taken.T):
             raise Mismatch(

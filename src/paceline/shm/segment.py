@@ -16,6 +16,7 @@ import os
 import platform
 import secrets
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +27,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ALIGN = 4096
 _TOTAL_BYTES = 16 << 20  # of all slots of a group, as far as the smallest slot allows
 _SLOT_BYTES = (64 << 10, 1 << 20)
+_MOST_VIEWS = 256  # kept, as making one takes longer than reading what is small
 
 
 class Unavailable(Exception):
@@ -64,22 +66,30 @@ class Segment:
         self.notes = (columns[4], columns[5])
         self._data = _board_bytes(size)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + self._data
-        self._views: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+        self._views: dict[tuple[int, torch.dtype, int, int], Sequence[torch.Tensor]] = {}
         pid = os.getpid()
         self._pids[rank], self._starts[rank] = pid, _status(pid)[1]
 
     def address(self, turn: int, rank: int) -> int:
         """Where the slot of `rank` for `turn` begins."""
-        return self._base + ((turn & 1) * self.size + rank) * self.slot_bytes
+        return self._base + self._slot(turn, rank)
 
-    def view(self, turn: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
-        """That slot as a flat tensor."""
-        key = (dtype, turn & 1, rank)
+    def _slot(self, turn: int, rank: int) -> int:
+        return ((turn & 1) * self.size + rank) * self.slot_bytes
+
+    def views(self, turn: int, dtype: torch.dtype, first: int, last: int) -> Sequence[torch.Tensor]:
+        """Elements `first` to `last` of the slots for `turn`, in rank order."""
+        key = (turn & 1, dtype, first, last)
         found = self._views.get(key)
         if found is None:
-            offset = self._data + (key[1] * self.size + rank) * self.slot_bytes
-            count = self.slot_bytes // dtype.itemsize
-            found = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            count, width = last - first, dtype.itemsize
+            starts = [self._data + self._slot(turn, r) + first * width for r in range(self.size)]
+            found = [
+                torch.frombuffer(self.memory, dtype=dtype, count=count, offset=start)
+                for start in starts
+            ]
             self._views[key] = found
         return found
 
