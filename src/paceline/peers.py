@@ -105,6 +105,7 @@ class Peers:
 
     def new_scope(self) -> int:
         """A number for names that are used once. Collective: all ranks, as often as each other."""
+        self.passed = 0  # before the number, as the thread reads them the other way round
         self._scopes += 1
         return self._scopes
 
@@ -120,9 +121,9 @@ class Peers:
 
         Collective: all ranks, when they leave the loop early.
         """
-        scope = self.new_scope()
+        loop, scope = self._scopes, self.new_scope()
         wait_s = timeout_s if updated else min(timeout_s, _LATE_S)
-        steps, missing = self.exchange(f"left/{scope}", step, step, timeout_s=wait_s)
+        steps, missing = self.exchange(f"left/{scope}", step, step, loop=loop, timeout_s=wait_s)
         for rank, went_on in missing.items():
             instead = f"went on after step {went_on}" if went_on >= step else "did not"
             raise self._left_alone(rank, step, instead)
@@ -131,9 +132,12 @@ class Peers:
                 raise self._left_alone(rank, step, f"left after step {their}")
 
     def exchange(
-        self, name: str, value: float, step: int, *, timeout_s: float
+        self, name: str, value: float, step: int, *, loop: int, timeout_s: float
     ) -> tuple[list[float], dict[int, int]]:
         """Tell a number under a name that is used once; everyone's, through the store.
+
+        Args:
+            loop: The scope in which `step` counts.
 
         Returns:
             The numbers in rank order, and the ranks that did not come: seen to have passed `step`,
@@ -147,7 +151,7 @@ class Peers:
         missing: dict[int, int] = {}
         for rank in range(self._world_size):
             while not self._store.check([f"{name}/{rank}"]):
-                passed = self._passed_by(rank)
+                passed = self._passed_by(rank, loop)
                 if passed >= step or time.monotonic() > deadline:
                     missing[rank] = passed
                     break
@@ -156,9 +160,12 @@ class Peers:
             return [], missing
         return [json.loads(self._store.get(f"{name}/{r}")) for r in range(self._world_size)], {}
 
-    def _passed_by(self, rank: int) -> int:
+    def _passed_by(self, rank: int, loop: int) -> int:
         key = f"{_AT}/{rank}"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        if not self._store.check([key]):
+            return 0
+        scope, passed = map(int, self._store.get(key).split())
+        return passed if scope >= loop else 0  # an answer from an earlier loop says nothing
 
     def _left_alone(self, rank: int, step: int, instead: str) -> StepError:
         return StepError(
@@ -173,6 +180,7 @@ class Peers:
         try:
             while not self._stop.wait(_POLL_S):
                 if store.check([_ASKED]):
-                    store.set(f"{_AT}/{self._rank}", str(self.passed))
+                    scope = self._scopes
+                    store.set(f"{_AT}/{self._rank}", f"{scope} {self.passed}")
         except RuntimeError:
             return  # rank 0 and its store are gone; the main thread says what that means

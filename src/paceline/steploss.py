@@ -48,7 +48,11 @@ class StepLoss:
         columns = []
         for name, value in (("loss", loss), ("count", count)):
             numbers, missing = peers.exchange(
-                f"{name}/{self._scope}/{self.step}", value, self.step, timeout_s=self._job.timeout_s
+                f"{name}/{self._scope}/{self.step}",
+                value,
+                self.step,
+                loop=self._scope,
+                timeout_s=self._job.timeout_s,
             )
             if missing:
                 raise StepError(

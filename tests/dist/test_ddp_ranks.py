@@ -38,8 +38,8 @@ def _train(job: Job, ours: bool, steps: range, state: State | None) -> tuple[str
         net.load_state_dict(state)
     if ours:
         model = paceline.ddp(job, net, bucket_mb=0.008)
-    else:
-        model = DistributedDataParallel(net, process_group=job.group, bucket_cap_mb=0.008)
+    else:  # on Gloo; the bits of shm do not depend on the layout
+        model = DistributedDataParallel(net, process_group=job.control, bucket_cap_mb=0.008)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + job.rank)
@@ -262,7 +262,7 @@ def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, boo
         try:
             model(torch.ones(1, 2), heads).sum().backward()
         except RuntimeError as error:
-            raise job.explained(error) from error
+            job.reraise(error)
         parallel.refuse_unused(job, model)
         model.zero_grad(set_to_none=True)
 
