@@ -196,8 +196,10 @@ class Line:
                     self._end(head)
                 except Mismatch as error:
                     self._break(self._disagreement(error.args[0]), self._segment.rank)
-                except Exception as error:  # whatever it is, the ranks are no longer in step
+                except BaseException as error:  # an interrupt, too, leaves the ranks out of step
                     self._break(error, self._segment.rank)
+                    if not isinstance(error, Exception):
+                        raise
             met = self._rounds.turn != before
         while self._over:
             self._over.popleft().settle()
@@ -311,17 +313,18 @@ class Line:
         """Take no part any more; those that still wait for this rank are told so."""
         if os.getpid() != self._pid:
             return  # a forked child has the memory but is no rank
-        with self.lock:
-            if not self._closed:
-                self._closed = True
-                error = PeerFailed(
-                    "this group was left.",
-                    where=self._where(),
-                    rank=self._ranks[self._segment.rank],
-                )
-                if self._error is None:
-                    self._break(error, 0)
-                    self._segment.gone[self._segment.rank] = _LEFT
+        rank = self._segment.rank
+        # A signal's handler may have interrupted the thread that holds the lock.
+        held = self.lock.acquire(timeout=1)
+        if not self._closed and self._error is None:
+            error = PeerFailed("this rank left.", where=self._where(), rank=self._ranks[rank])
+            if held:
+                self._break(error, rank)
+            self._error = error
+            self._segment.gone[rank] = _LEFT
+        self._closed = True
+        if held:
+            self.lock.release()
         self._wake.set()
         while self._over:
             self._over.popleft().settle()

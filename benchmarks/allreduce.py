@@ -1,0 +1,128 @@
+"""All-reduce on one host: the shared-memory backend against Gloo, and against MPI where mpi4py is installed.
+
+    python benchmarks/allreduce.py [--ranks 2 4] [--rounds 15]
+
+All sides run in the same processes, in turn, round after round, one thread a rank; a barrier of Gloo comes
+before each. Each side gives its median time of a call per round, of the slowest rank; the table shows
+medians over rounds and the ratio of each round to the shared memory of the same round, with its spread. The
+sums are checked after every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.cores import usable_cores
+from paceline.testing import run_ranks
+
+SIZES = {4 << 10: 300, 1 << 20: 60, 25 << 20: 6}  # bytes: calls in a round
+
+
+def median_call(reduce: Callable[[torch.Tensor], Any], job: Any, size: int, calls: int) -> float:
+    """The median of `calls` calls in us, of the slowest rank."""
+    tensor = torch.ones(size // 4)
+    dist.barrier(group=job.control)
+    times = []
+    for _ in range(calls):
+        tensor.fill_(1)  # as a backward does, which leaves it in the cache of its core
+        began = time.perf_counter()
+        reduce(tensor)
+        times.append(time.perf_counter() - began)
+    assert tensor.eq(job.world_size).all()
+    slowest = torch.tensor(statistics.median(times))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=job.control)
+    return 1e6 * slowest.item()
+
+
+def sides_of(job: Any) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """What is measured: a function that sums a tensor over ranks, by name."""
+    shm = dist.new_group(backend="shm")
+    gloo = dist.new_group(backend="gloo")
+    sides: dict[str, Callable[[torch.Tensor], Any]] = {
+        "shm": lambda tensor: dist.all_reduce(tensor, group=shm),
+        "gloo": lambda tensor: dist.all_reduce(tensor, group=gloo),
+    }
+    if importlib.util.find_spec("mpi4py") and "OMPI_COMM_WORLD_SIZE" in os.environ:
+        from mpi4py import MPI
+
+        sides["mpi"] = lambda tensor: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, tensor.numpy())
+    return sides
+
+
+def measure(job: Any, rounds: int) -> dict[int, dict[str, list[float]]]:
+    """For each size and side, one median per round."""
+    torch.set_num_threads(1)
+    sides = sides_of(job)
+    found: dict[int, dict[str, list[float]]] = {}
+    for size, calls in SIZES.items():
+        found[size] = {name: [] for name in sides}
+        for number in range(rounds + 1):
+            for name, reduce in sides.items():
+                took = median_call(reduce, job, size, calls)
+                if number:  # the first round warms up
+                    found[size][name].append(took)
+    return found
+
+
+def rows_of(ranks: int, found: dict[int, dict[str, list[float]]]) -> list[dict[str, Any]]:
+    rows = []
+    for size, sides in found.items():
+        for name, values in sides.items():
+            ratios = sorted(v / s for v, s in zip(values, sides["shm"], strict=True))
+            us = statistics.median(values)
+            rows.append(
+                {
+                    "ranks": ranks,
+                    "bytes": size,
+                    "side": name,
+                    "call_us": us,
+                    "gb_per_s": size / us / 1e3,
+                    "ratio_to_shm": statistics.median(ratios),
+                    "ratio_spread": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]],
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/allreduce.json"))
+    options = parser.parse_args()
+    rows = []
+    for ranks in options.ranks:
+        rows += rows_of(ranks, run_ranks(measure, options.rounds, nproc=ranks, deadline_s=900)[0])
+    print(f"{'ranks':>5} {'bytes':>9} {'side':5} {'us':>10} {'GB/s':>7} {'x shm':>7}  spread")
+    for row in rows:
+        low, high = row["ratio_spread"]
+        print(
+            f"{row['ranks']:5} {row['bytes']:9} {row['side']:5} {row['call_us']:10.1f} "
+            f"{row['gb_per_s']:7.2f} {row['ratio_to_shm']:7.2f}  {low:.2f} to {high:.2f}"
+        )
+    result = {
+        "cores": usable_cores(),
+        "load": os.getloadavg(),
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "rounds": options.rounds,
+        "rows": rows,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
