@@ -25,9 +25,10 @@ from paceline.errors import CollectiveTimeout, PacelineError, PeerFailed, RankDi
 from paceline.shm.rounds import Mismatch, Rounds, Steps
 
 _LEFT, _FAILED = 1, 2  # in `Segment.gone`; the second plus the rank that it failed because of
-_SPINS, _YIELDS = 20, 1500  # looks without, then with giving the core away: about 0.2 and 2 ms
+_SPINS, _YIELDS = 20, 300  # looks without, then with giving the core away: about 0.2 and 1 ms
+_FEW_YIELDS = 3  # where there are more ranks than cores
 _LINGER_S = 0.5e-3  # how long an asynchronous call tries by itself
-_NAP_S, _LONG_NAP_S = 50e-6, 1e-3
+_DOZE_S = (2e-3, 20e-3)  # first, later
 _LOOK_S = 0.05  # how often a waiting rank asks whether the others live
 # Python's own gives up the interpreter's lock only since 3.12.
 _yield_core = ctypes.CDLL(None).sched_yield
@@ -125,7 +126,7 @@ class Line:
         self._rounds = rounds
         self._segment = rounds.segment
         self._ranks = ranks
-        self._spins = _SPINS if spin else 0
+        self._spins, self._yields = (_SPINS, _YIELDS) if spin else (0, _FEW_YIELDS)
         self._waiting: deque[Operation] = deque()
         self._over: deque[Operation] = deque()
         self._error: BaseException | None = None
@@ -174,10 +175,10 @@ class Line:
             now = time.monotonic()
             if until is not None and now > until:
                 return
-            if looks <= self._spins + _YIELDS:
+            if looks <= self._spins + self._yields:
                 _yield_core()
             else:
-                time.sleep(_NAP_S if looks < 2 * _YIELDS else _LONG_NAP_S)
+                self._doze(looks > self._spins + self._yields + 10)
             if now - looked > _LOOK_S:
                 looked = now
                 self._look_around(now)
@@ -204,6 +205,10 @@ class Line:
         while self._over:
             self._over.popleft().settle()
         return met
+
+    def _doze(self, long: bool) -> None:
+        segment = self._segment
+        segment.doze(segment.posted[segment.rank], _DOZE_S[long])
 
     def _end(self, operation: Operation) -> None:
         self._waiting.popleft()
@@ -303,7 +308,7 @@ class Line:
         while self._waiting and not self._closed:
             looks = 0 if self.advance() else looks + 1
             if looks:
-                time.sleep(_NAP_S if looks < 20 else _LONG_NAP_S)
+                self._doze(looks > 10)
             if (now := time.monotonic()) - looked > _LOOK_S:
                 looked = now
                 self._look_around(now)
@@ -323,6 +328,7 @@ class Line:
             self._error = error
             self._segment.gone[rank] = _LEFT
         self._closed = True
+        self._segment.ring(always=True)
         if held:
             self.lock.release()
         self._wake.set()

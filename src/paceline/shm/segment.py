@@ -25,8 +25,11 @@ import torch.distributed as dist
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ALIGN = 4096
-_TOTAL_BYTES = 16 << 20  # of all slots of a group, as far as the smallest slot allows
-_SLOT_BYTES = (64 << 10, 1 << 20)
+_COLUMNS = 7
+_TOTAL_BYTES = 32 << 20  # of all slots of a group, as far as the smallest slot allows
+_SLOT_BYTES = (64 << 10, 2 << 20)
+_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64, between processes
+_syscall = ctypes.CDLL(None).syscall  # gives up the interpreter's lock while it waits
 _MOST_VIEWS = 256  # kept, as making one takes longer than reading what is small
 
 
@@ -40,7 +43,13 @@ def slot_bytes(size: int) -> int:
     Collective: none.
     """
     least, most = _SLOT_BYTES
+    if size == 2:
+        return most // 2  # each rank reads one slot, which stays in the cache of its core
     return max(least, min(most, _TOTAL_BYTES // (2 * size) & -_ALIGN))
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class Segment:
@@ -61,11 +70,14 @@ class Segment:
         self.size = size
         self.slot_bytes = slot_bytes(size)
         board = memoryview(memory)[: _board_bytes(size)].cast("q")
-        columns = [board[1 + n * size : 1 + (n + 1) * size] for n in range(6)]
-        self.posted, self.gone, self._pids, self._starts = columns[:4]
-        self.notes = (columns[4], columns[5])
+        columns = [board[1 + n * size : 1 + (n + 1) * size] for n in range(_COLUMNS)]
+        self.posted, self.gone, self._pids, self._starts, self._dozing = columns[:5]
+        self.notes = (columns[5], columns[6])
+        self._bell = board[1 + _COLUMNS * size :]
         self._data = _board_bytes(size)
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + self._data
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._base = begin + self._data
+        self._bell_address = ctypes.c_void_p(begin + 8 * (1 + _COLUMNS * size))
         self._views: dict[tuple[int, torch.dtype, int, int], Sequence[torch.Tensor]] = {}
         pid = os.getpid()
         self._pids[rank], self._starts[rank] = pid, _status(pid)[1]
@@ -92,6 +104,25 @@ class Segment:
             ]
             self._views[key] = found
         return found
+
+    def doze(self, turn: int, most_s: float) -> None:
+        """Wait without a core until all have reached `turn`, or somebody rings, or time is up.
+
+        Store and load of two ranks may pass each other, so that a ring is missed: hence the time.
+        """
+        rung = self._bell[0]
+        self._dozing[self.rank] = 1
+        if min(self.posted) < turn:
+            limit = _Timespec(int(most_s), int(most_s % 1 * 1e9))
+            expected = ctypes.c_uint32(rung & 0xFFFFFFFF)
+            _syscall(_FUTEX, self._bell_address, _FUTEX_WAIT, expected, ctypes.byref(limit))
+        self._dozing[self.rank] = 0
+
+    def ring(self, *, always: bool = False) -> None:
+        """Wake those who doze, if there are any."""
+        if always or any(self._dozing):
+            self._bell[0] += 1
+            _syscall(_FUTEX, self._bell_address, _FUTEX_WAKE, ctypes.c_int(1 << 30), None)
 
     def condition(self, rank: int) -> str:
         """What the system says of the process of `rank`: "running", "stopped" or "dead"."""
@@ -134,7 +165,7 @@ def open_segment(store: dist.Store, rank: int, size: int, timeout: timedelta) ->
 
 
 def _board_bytes(size: int) -> int:
-    return -(-8 * (1 + 6 * size) // _ALIGN) * _ALIGN
+    return -(-8 * (2 + _COLUMNS * size) // _ALIGN) * _ALIGN
 
 
 def _total_bytes(size: int) -> int:
