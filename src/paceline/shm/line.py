@@ -8,7 +8,6 @@ groups started in different orders get through.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import threading
 import time
@@ -25,13 +24,9 @@ from paceline.errors import CollectiveTimeout, PacelineError, PeerFailed, RankDi
 from paceline.shm.rounds import Mismatch, Rounds, Steps
 
 _LEFT, _FAILED = 1, 2  # in `Segment.gone`; the second plus the rank that it failed because of
-_SPINS, _YIELDS = 20, 300  # looks without, then with giving the core away: about 0.2 and 1 ms
-_FEW_YIELDS = 3  # where there are more ranks than cores
-_LINGER_S = 0.5e-3  # how long an asynchronous call tries by itself
+_SPINS = 40  # looks before a rank sleeps, where each has a core: about 0.3 ms
 _DOZE_S = (2e-3, 20e-3)  # first, later
 _LOOK_S = 0.05  # how often a waiting rank asks whether the others live
-# Python's own gives up the interpreter's lock only since 3.12.
-_yield_core = ctypes.CDLL(None).sched_yield
 
 
 class Operation(dist.Work):
@@ -126,7 +121,7 @@ class Line:
         self._rounds = rounds
         self._segment = rounds.segment
         self._ranks = ranks
-        self._spins, self._yields = (_SPINS, _YIELDS) if spin else (0, _FEW_YIELDS)
+        self._most = self._spins = _SPINS if spin else 1
         self._waiting: deque[Operation] = deque()
         self._over: deque[Operation] = deque()
         self._error: BaseException | None = None
@@ -150,7 +145,7 @@ class Line:
             operation.wait()
             return operation
         if alone:
-            self._carry(operation, time.monotonic() + _LINGER_S)
+            self._carry(operation, brief=True)
         if not operation.done:
             self._call_thread()
         elif operation.error is not None:
@@ -161,25 +156,24 @@ class Line:
         """Carry the line on until `operation` is over."""
         if timeout_s > 0:
             operation.timeout_s = time.monotonic() - operation.issued + timeout_s
-        self._carry(operation, None)
+        self._carry(operation, brief=False)
 
-    def _carry(self, operation: Operation, until: float | None) -> None:
+    def _carry(self, operation: Operation, *, brief: bool) -> None:
         looks, looked = 0, time.monotonic()
         while not operation.done:
             if self.advance():
+                self._spins = min(self._most, self._spins + 1)
                 looks = 0
                 continue
             looks += 1
             if looks <= self._spins:
                 continue
-            now = time.monotonic()
-            if until is not None and now > until:
+            if looks == self._spins + 1:
+                self._spins = self._spins // 2 or 1  # looking did not pay
+            if brief:
                 return
-            if looks <= self._spins + self._yields:
-                _yield_core()
-            else:
-                self._doze(looks > self._spins + self._yields + 10)
-            if now - looked > _LOOK_S:
+            self._doze(looks > self._spins + 10)
+            if (now := time.monotonic()) - looked > _LOOK_S:
                 looked = now
                 self._look_around(now)
 

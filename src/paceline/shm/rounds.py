@@ -68,13 +68,10 @@ class Rounds:
         turn = self.turn + 1
         posted = self.segment.posted
         posted[self._rank] = turn
-        if min(posted) >= turn:
-            self.segment.ring()  # the last to come wakes the others
-            self.turn = turn
-            return
         while True:
             for _ in range(self.polls):
                 if min(posted) >= turn:
+                    self.segment.ring()  # those who sleep cannot see it
                     self.turn = turn
                     return
             yield
