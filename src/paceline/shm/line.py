@@ -24,7 +24,8 @@ from paceline.errors import CollectiveTimeout, PacelineError, PeerFailed, RankDi
 from paceline.shm.rounds import Mismatch, Rounds, Steps
 
 _LEFT, _FAILED = 1, 2  # in `Segment.gone`; the second plus the rank that it failed because of
-_SPINS = 40  # looks before a rank sleeps, where each has a core: about 0.3 ms
+_SPINS = 40  # looks before a rank sleeps, at most, where each has a core: about 0.3 ms
+_SOON_S = 0.3e-3
 _DOZE_S = (2e-3, 20e-3)  # first, later
 _LOOK_S = 0.05  # how often a waiting rank asks whether the others live
 
@@ -121,6 +122,7 @@ class Line:
         self._rounds = rounds
         self._segment = rounds.segment
         self._ranks = ranks
+        self._since = 0.0  # when this rank began to wait for the others, if it does
         self._most = self._spins = _SPINS if spin else 1
         self._waiting: deque[Operation] = deque()
         self._over: deque[Operation] = deque()
@@ -162,14 +164,11 @@ class Line:
         looks, looked = 0, time.monotonic()
         while not operation.done:
             if self.advance():
-                self._spins = min(self._most, self._spins + 1)
                 looks = 0
                 continue
             looks += 1
             if looks <= self._spins:
                 continue
-            if looks == self._spins + 1:
-                self._spins = self._spins // 2 or 1  # looking did not pay
             if brief:
                 return
             self._doze(looks > self._spins + 10)
@@ -196,9 +195,19 @@ class Line:
                     if not isinstance(error, Exception):
                         raise
             met = self._rounds.turn != before
+            if met or self._since == 0:
+                self._learn()
         while self._over:
             self._over.popleft().settle()
         return met
+
+    def _learn(self) -> None:
+        """Look longer where the others came soon, for less time where that did not pay."""
+        now = time.monotonic()
+        if self._since:
+            soon = now - self._since < _SOON_S
+            self._spins = min(self._most, 2 * self._spins) if soon else self._spins // 2 or 1
+        self._since = now if self._waiting else 0.0
 
     def _doze(self, long: bool) -> None:
         segment = self._segment
