@@ -82,9 +82,9 @@ class Progress:
             self._first_optimizer = id(optimizer)
         if self._first_optimizer == id(optimizer):
             self.steps += 1
-            if not self.is_over:
+            if self.steps <= self.plan.steps:
                 self._evaluated_before = self.evaluations
-            elif not self._fed or self.steps > self.plan.steps + _GRACE_STEPS:
+            if self.is_over and (not self._fed or self.steps > self.plan.steps + _GRACE_STEPS):
                 self.end()
             self._fed = False
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -35,7 +35,7 @@ class Recorder:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self._pid = os.getpid()
-        self._file = open(folder / f"rank{rank}.jsonl", "a", buffering=1)
+        self._file = self._open(f"rank{rank}.jsonl")
         os.register_at_fork(after_in_child=self._in_child)
 
     def write(self, kind: str, **facts: Any) -> None:
@@ -66,8 +66,11 @@ class Recorder:
         return os.getpid() != self._pid
 
     def _in_child(self) -> None:
-        name = f"rank{self._rank}.child{os.getpid()}.jsonl"
-        self._file = open(self._folder / name, "a", buffering=1)
+        self._file = self._open(f"rank{self._rank}.child{os.getpid()}.jsonl")
+
+    def _open(self, name: str) -> TextIO:
+        # Open as long as the process lives, and written out at each line.
+        return open(self._folder / name, "a", buffering=1)  # noqa: SIM115
 
 
 def place() -> str:
