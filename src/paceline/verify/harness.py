@@ -53,9 +53,9 @@ def install(control: Control) -> None:
         cores=sorted(os.sched_getaffinity(0)),
         cuda_devices=torch.cuda.device_count(),
     )
-    # So that a script that sets no seed starts every run alike; one that does is not changed by it.
-    random.seed(_SEED)
-    torch.manual_seed(_SEED)
+    if plan.mode != "ordinary":
+        # A script that sets no seed starts these runs alike; one that does is not changed by it.
+        random.seed(_SEED)
     progress = Progress(plan, recorder, rank)
     models = Models(recorder)
     watch_training.install(progress, models)

@@ -70,7 +70,7 @@ class Recorder:
 
     def _open(self, name: str) -> TextIO:
         # Open as long as the process lives, and written out at each line.
-        return open(self._folder / name, "a", buffering=1)  # noqa: SIM115
+        return open(self._folder / name, "a", buffering=1)
 
 
 def place() -> str:
@@ -162,7 +162,7 @@ def random_states(holder: Any = None) -> dict[str, str]:
             repr(numpy.random.get_state(legacy=False)["state"]["key"].tobytes())
         )
         states["numpy"] += str(numpy.random.get_state(legacy=False)["state"]["pos"])
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = digest(torch.cuda.get_rng_state())
     states.update(_held(holder, "dataset", 0))
     return states

@@ -117,7 +117,7 @@ class _Watch:
                 return fetch(fetcher, index)
             seen: list[Any] = []
             collate = fetcher.collate_fn
-            fetcher.collate_fn = lambda data: (seen.append(data), collate(data))[1]
+            fetcher.collate_fn = _showing(collate, seen)
             before = random_states(fetcher.dataset)
             try:
                 return fetch(fetcher, index)
@@ -149,7 +149,7 @@ class _Watch:
             contents=[digest(sample) for sample in samples],
             labels=[exact_parts(sample) for sample in samples],
             random=before,
-            drew=[stream for stream in after if after[stream] != before.get(stream)],
+            drew={k: v for k, v in after.items() if v != before.get(k)},
         )
 
     def _name(self, loader: DataLoader[Any]) -> str:
@@ -179,6 +179,7 @@ class _Watch:
             "iterable": isinstance(loader.dataset, IterableDataset),
             "dataset": type(loader.dataset).__name__,
             "samples": len(loader.dataset) if sized else None,  # type: ignore[arg-type]
+            "root_samples": len(_root(loader.dataset)) if sized else None,
             "batches": self._length(loader),
             "forked": loader.multiprocessing_context is None
             or loader.multiprocessing_context.get_start_method() == "fork",
@@ -189,6 +190,14 @@ class _Watch:
             return self._count(loader)
         except TypeError:
             return None  # an iterable dataset
+
+
+def _showing(collate: Callable[[Any], Any], seen: list[Any]) -> Callable[[Any], Any]:
+    def shown(data: Any) -> Any:
+        seen.append(data)
+        return collate(data)
+
+    return shown
 
 
 class _Given:
@@ -241,6 +250,12 @@ def _root_ids(dataset: Any, index: Any) -> list[Any] | None:
         ids = [dataset.indices[i] for i in ids]
         dataset = dataset.dataset
     return [int(i) if hasattr(i, "__index__") else str(i) for i in ids]
+
+
+def _root(dataset: Any) -> Any:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 def _size(batch: Any) -> int | None:

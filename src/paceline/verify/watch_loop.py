@@ -79,7 +79,7 @@ class _Watch:
             "sync": getattr(module, "require_backward_grad_sync", None),
             "random": random_states(),
         }
-        if trains and tensors:
+        if tensors:
             self._facts["rows"] = [digest(row) for row in tensors[0][:_MAX_ROWS]]
         if trains and self._looked_at != self._progress.steps:
             self._looked_at = self._progress.steps

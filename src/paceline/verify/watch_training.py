@@ -35,9 +35,11 @@ def install(progress: Progress, models: Models) -> None:
         setattr(torch.nn.utils, name, clipping)
     for name in ("scale", "unscale_", "step"):
         setattr(GradScaler, name, watch.scaling(name, getattr(GradScaler, name)))
-    lr_scheduler.LRScheduler.step = watch.scheduling(lr_scheduler.LRScheduler.step)  # type: ignore[method-assign]
-    for kind, word in ((torch.nn.Module, "model"), (Optimizer, "optimizer")):
-        kind.load_state_dict = watch.loading(word, kind.load_state_dict)  # type: ignore[attr-defined]
+    schedule: Any = lr_scheduler.LRScheduler
+    schedule.step = watch.scheduling(schedule.step)
+    kinds: list[tuple[Any, str]] = [(torch.nn.Module, "model"), (Optimizer, "optimizer")]
+    for kind, word in kinds:
+        kind.load_state_dict = watch.loading(word, kind.load_state_dict)
 
 
 class _Watch:

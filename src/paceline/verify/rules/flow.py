@@ -1,0 +1,259 @@
+"""Rules about order and time: who enters which collective, schedules, and metrics over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.verify.evidence import Event, RankLog
+from paceline.verify.rules.judgement import (
+    Case,
+    Fault,
+    Judgement,
+    Sound,
+    Unknown,
+    outliers,
+    say_ranks,
+)
+
+_SAME = 1e-4
+_SAME_RATE = 1e-3
+_METRIC_VALUES = 16
+
+
+def collectives(case: Case) -> Judgement:
+    """A collective that some ranks enter and others do not."""
+    everyone = list(range(case.world_size))
+    each = [_sequence(log, everyone) for log in case.ranks]
+    for place in range(max(map(len, each))):
+        calls = [own[place] if place < len(own) else None for own in each]
+        kinds = [_kind(call) for call in calls]
+        if len(set(kinds)) == 1:
+            continue
+        failed = [log for log in case.ranks if log.first("failed")]
+        if None in kinds and failed and not all(_followed(log) for log in failed):
+            return Unknown("the script failed before its end.")
+        return _uneven(case, each, place)
+    total = len(each[0])
+    return Sound(f"all ranks entered the same {total} collectives in the same order.")
+
+
+def _sequence(log: RankLog, everyone: list[int]) -> list[Event]:
+    """The collectives of all ranks that a rank entered, DDP's sums among them."""
+    found = []
+    forward_syncs = False
+    for event in log.of("collective", "forward-end", "backward"):
+        if event["k"] == "forward-end":
+            forward_syncs = bool(event["trains"] and event["sync"])
+        elif event["k"] == "collective" and event["group"] == everyone:
+            found.append(event)
+        elif event["k"] == "backward" and forward_syncs:
+            forward_syncs = False
+            found.append({**event, "op": "DDP's sum of gradients"})
+    return found
+
+
+def _kind(call: Event | None) -> tuple[str, str] | None:
+    return None if call is None else (call["op"], call.get("reduce", ""))
+
+
+def _followed(log: RankLog) -> bool:
+    """Whether a rank failed inside a collective, which is what happens to who waits for another."""
+    last = log.of("collective-end", "backward-end", "forward-end")[-1:]
+    return bool(last and last[0].get("raised"))
+
+
+def _uneven(case: Case, each: list[list[Event]], place: int) -> Fault:
+    calls = [own[place] if place < len(own) else None for own in each]
+    kinds = [_kind(call) for call in calls]
+    # Who made the extra call meets the others again with its next one.
+    extra = [
+        rank
+        for rank, own in enumerate(each)
+        if calls[rank] is not None
+        and (place + 1 >= len(own) or _kind(own[place + 1]) in kinds)
+        and kinds.count(kinds[rank]) < case.world_size
+    ]
+    odd = outliers(kinds)
+    ranks = extra if extra and len(extra) < case.world_size else odd
+    ranks = [rank for rank in ranks if calls[rank] is not None] or [
+        rank for rank, call in enumerate(calls) if call is not None
+    ]
+    call = calls[ranks[0]]
+    assert call is not None
+    others = [rank for rank in range(case.world_size) if rank not in ranks]
+    there = ", ".join(
+        f"rank {rank} "
+        + (f"was in {calls[rank]['op']} at {calls[rank]['at']}" if calls[rank] else "called none")  # type: ignore[index]
+        for rank in others
+    )
+    return Fault(
+        what=f"{call['op']} at {call['at']} is entered by {say_ranks(ranks, case.world_size)} only.",
+        at=call["at"],
+        ranks=ranks,
+        step=call["s"] + 1,
+        why="every rank must enter every collective, in one order; a branch such as `if rank == 0` "
+        "kept the others out, so it waits for ever or meets another one's numbers.",
+        fix="call it on every rank, and keep only what is not collective inside the branch.",
+        evidence=f"collective number {place + 1}: {there}"
+        + ("; the run hung" if case.ordinary.hung else ""),
+    )
+
+
+def schedule(case: Case) -> Judgement:
+    """A schedule that is through its course N times too early."""
+    solo, log = case.solo.ranks[0], case.ranks[0]
+    if not log.of("schedule"):
+        return Sound("no schedule was stepped.")
+    calls = [len(each.of("schedule")) / max(each.steps, 1) for each in (solo, log)]
+    if calls[1] / max(calls[0], 1e-9) < 1.5:
+        return Sound(
+            f"the schedule was stepped {calls[1]:.3g} times for each update, and {calls[0]:.3g} times "
+            "by one process."
+        )
+    length_of_one, length = _length(solo), _length(log)
+    if not length_of_one or not length:
+        return Unknown(
+            "the length of an epoch is not known, and so how far the schedule should be."
+        )
+    one, many = (_rates(each) for each in (solo, log))
+    per_step = length_of_one / length
+    early = agree = 0
+    for step, rate in many.items():
+        here = one.get(round(step * per_step))
+        ahead = one.get(round(step * per_step * case.world_size))
+        agree += here is not None and _close(here, rate)
+        early += (
+            here is not None
+            and ahead is not None
+            and _close(ahead, rate)
+            and not _close(here, rate)
+        )
+    if agree >= early:
+        return Sound("the learning rate is that of one process at the same part of an epoch.")
+    first = log.of("schedule")[0]
+    return Fault(
+        what=f"the schedule runs {case.world_size} times too fast.",
+        at=first["at"],
+        ranks=range(case.world_size),
+        step=1,
+        why=f"it is stepped {calls[1]:.3g} times for each update, and {calls[0]:.3g} times by one "
+        "process, while its length is counted in this rank's updates.",
+        fix="step it once for each optimizer step.",
+        evidence=f"in {early} steps the learning rate was that of one process {case.world_size} times "
+        "further on",
+    )
+
+
+def _length(log: RankLog) -> int | None:
+    lengths = [log.loaders[name]["batches"] for name in log.training_loaders]
+    return lengths[0] if lengths else None
+
+
+def _rates(log: RankLog) -> dict[int, float]:
+    """The first learning rate of each step, counted from 0."""
+    return {event["s"] - 1: event["lrs"][0] for event in log.of("step")}
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= _SAME_RATE * max(abs(a), abs(b))
+
+
+def metrics(case: Case) -> Judgement:
+    """A metric that ranks average, each over its own samples, though they have unequally many."""
+    if case.replay is None:
+        return Unknown(case.why_no_replay)
+    alone, together = _reduced(case.solo.ranks[0]), _reduced(case.replay.ranks[0])
+    judged = 0
+    for number in sorted(alone.keys() & together.keys()):
+        if len(alone[number]) != len(together[number]):
+            return Unknown("the runs reduced different numbers of values while evaluating.")
+        if _surplus(case, number):
+            return Unknown("samples are evaluated twice, so no metric can be right.")
+        pairs = list(zip(alone[number], together[number], strict=True))
+        judged += len(pairs)
+        for one, many in pairs:
+            if _differs(one, many, pairs, case.world_size):
+                return _metric_fault(case, one, many)
+    if not judged:
+        return Unknown("no small value was reduced over ranks while evaluating.")
+    return Sound(f"{judged} values that were reduced while evaluating are those of one process.")
+
+
+def _reduced(log: RankLog) -> dict[int, list[Event]]:
+    """The metrics that were reduced in each evaluation, with their results."""
+    found: dict[int, list[Event]] = {}
+    inside: Event | None = None
+    for event in log.of("collective", "collective-end"):
+        if event["k"] == "collective":
+            inside = event
+        elif inside is not None and inside["evaluation"] is not None and event.get("values"):
+            small = inside["op"] in ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
+            if small and len(event["values"]) <= _METRIC_VALUES:
+                found.setdefault(inside["evaluation"], []).append(
+                    {**inside, "results": event["values"]}
+                )
+    return found
+
+
+def _surplus(case: Case, number: int) -> bool:
+    assert case.replay is not None
+    counts = []
+    for run in (case.solo, case.replay):
+        counts.append(
+            [
+                sum(e["n"] or 0 for e in log.of("forward-end") if e["evaluation"] == number)
+                for log in run.ranks
+            ]
+        )
+    expected = counts[0][0]
+    return sum(counts[1]) > expected and not all(count == expected for count in counts[1])
+
+
+def _differs(one: Event, many: Event, pairs: list[tuple[Event, Event]], world_size: int) -> bool:
+    """Whether a reduced value depends on the number of ranks in a way that no division mends."""
+    a, b = one["results"], _over_ranks(many, len(one["results"]))
+    for x, y in zip(a, b, strict=False):
+        if _like(x, y) or _like(x * world_size, y):
+            continue
+        # A sum and its count may both have grown; what matters is the one over the other.
+        others = [
+            (u, v)
+            for p, q in pairs
+            for u, v in zip(p["results"], _over_ranks(q, len(p["results"])), strict=False)
+        ]
+        if any(u and v and (u, v) != (x, y) and _like(x / u, y / v) for u, v in others):
+            continue
+        return True
+    return False
+
+
+def _over_ranks(event: Event, length: int) -> list[float]:
+    """The results; those of a gather are added up over ranks."""
+    values: list[float] = event["results"]
+    if "gather" not in event["op"] or not length:
+        return values
+    return [sum(values[k::length]) for k in range(length)]
+
+
+def _like(a: Any, b: Any) -> bool:
+    return bool(abs(a - b) <= _SAME * max(abs(a), abs(b), 1e-12))
+
+
+def _metric_fault(case: Case, one: Event, many: Event) -> Fault:
+    count = case.world_size
+    expected = one["results"][0]
+    got = _over_ranks(many, len(one["results"]))[0]
+    mean = got if many["reduce"] == "AVG" else got / count
+    return Fault(
+        what="a metric depends on the number of processes: each rank takes the mean of its own samples.",
+        at=many["at"],
+        ranks=range(count),
+        step=many["s"] or None,
+        why="ranks have unequally many samples, and the mean of their means weighs them alike.",
+        fix="all_reduce the sum and the number of samples, and divide afterwards.",
+        evidence=f"with the same weights and samples: {expected:.6g} on one process, {mean:.6g} as the "
+        f"mean over {count}",
+    )
+
+
+__all__ = ["collectives", "metrics", "outliers", "schedule"]

@@ -1,0 +1,352 @@
+"""Rules about the gradient: its size, the weight of each sample in it, and whether the ranks add it up."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+from paceline.verify.evidence import Event, RankLog
+from paceline.verify.rules.judgement import (
+    Case,
+    Fault,
+    Judgement,
+    Sound,
+    Unknown,
+    outliers,
+    windows,
+)
+
+_SAME = 0.02
+_RATIO = 0.05
+_SAME_DIRECTION = 0.98
+_SAME_WEIGHT = 0.01
+
+
+def scale(case: Case) -> Judgement:
+    """The gradient of N ranks on the samples of one is not that of one, but N times or 1/N of it."""
+    run, count = case.replay, case.world_size
+    if run is None:
+        return Unknown(case.why_no_replay)
+    unlike = _unlike_start(case)
+    if unlike:
+        return Unknown(unlike)
+    ratio, likeness = _ratio(
+        case.solo.ranks[0], run.ranks[0], case.solo.plan.folder, run.plan.folder
+    )
+    if ratio is None:
+        return Unknown("the first step's gradient was 0, or not that of the same parameters.")
+    figure = f"the gradient of step 1 was {ratio:.4g} times that of one process on the same samples"
+    if abs(ratio - 1) < _SAME:
+        return Sound(figure + ".")
+    for factor in (count, 1 / count):
+        if abs(ratio / factor - 1) < _RATIO and likeness > _SAME_DIRECTION:
+            return _scale_fault(case, factor > 1, figure)
+    return Unknown(f"{figure} (cosine {likeness:.3f}), which is neither {count} nor 1/{count}.")
+
+
+def _scale_fault(case: Case, larger: bool, figure: str) -> Fault:
+    log, count = case.ranks[0], case.world_size
+    backward = log.first("backward") or {}
+    reduced = _reduction_by_hand(log)
+    if larger:
+        what, fix = (
+            f"the gradient is {count} times too large: it is summed over ranks and not averaged.",
+            "divide by the number of ranks after the all_reduce, or let DDP take the mean.",
+        )
+    else:
+        what, fix = (
+            f"the gradient is {count} times too small: it is divided by the number of ranks twice.",
+            "leave the loss undivided: DDP has averaged the gradients already.",
+        )
+    place = reduced if larger and reduced else backward
+    return Fault(
+        what=what,
+        at=place.get("at", ""),
+        ranks=range(count),
+        step=1,
+        why="a learning rate that fits one process does not fit several, and the more there are the "
+        "less.",
+        fix=fix,
+        evidence=figure,
+    )
+
+
+def _reduction_by_hand(log: RankLog) -> Event | None:
+    """An all_reduce between the first backward and the first step."""
+    for window in windows(log)[:1]:
+        begin, end = log.events.index(window[0]), log.events.index(window[-1])
+        for event in log.events[begin:end]:
+            if event["k"] == "collective" and event["op"] in ("all_reduce", "reduce"):
+                return event
+    return None
+
+
+def _unlike_start(case: Case) -> str:
+    """Why the first steps of the solo run and of the replay are not comparable; empty if they are."""
+    assert case.replay is not None
+    firsts = []
+    for log in (case.solo.ranks[0], case.replay.ranks[0]):
+        first = next((e for e in log.of("forward-end") if e["trains"]), None)
+        if first is None or "params" not in first:
+            return "no forward of training was seen."
+        firsts.append(first)
+    if firsts[0]["params"] != firsts[1]["params"]:
+        return "the weights differ between two runs before the first step: the script sets no seed."
+    rows: list[str] = []
+    for log in case.replay.ranks:
+        first = next((e for e in log.of("forward-end") if e["trains"]), {})
+        rows += first.get("rows", [])
+    if set(rows) != set(firsts[0].get("rows", [])):
+        return (
+            "the ranks could not be given the samples of the run of one process (they came from no "
+            "DataLoader, or were changed at random after it)."
+        )
+    return ""
+
+
+def _ratio(alone: RankLog, together: RankLog, one: Path, many: Path) -> tuple[float | None, float]:
+    """How much larger the first step's gradient is, and the cosine between both."""
+    clips = [_first_clip(log) for log in (alone, together)]
+    dot, squares = 0.0, [0.0, 0.0]
+    for path in sorted(one.glob("gradients-*.pt")):
+        if not (many / path.name).exists():
+            return None, 0.0
+        pair = [torch.load(folder / path.name, weights_only=True) for folder in (one, many)]
+        if pair[0].keys() != pair[1].keys():
+            return None, 0.0
+        for name in pair[0]:
+            a, b = (gradients[name].double().flatten() for gradients in pair)
+            dot += float(a @ b)
+            squares[0] += float(a @ a)
+            squares[1] += float(b @ b)
+    if not all(squares):
+        return None, 0.0
+    likeness = dot / (squares[0] * squares[1]) ** 0.5
+    if clips[0] and clips[1]:
+        # Clipping makes both alike; it says what the norm was before.
+        return clips[1] / clips[0], likeness
+    return float((squares[1] / squares[0]) ** 0.5), likeness
+
+
+def _first_clip(log: RankLog) -> float | None:
+    """The norm before clipping in the first step."""
+    for window in windows(log)[:1]:
+        for event in window:
+            if event["k"] == "clip":
+                norm: float | None = event["norm"]
+                return norm
+    return None
+
+
+def ragged_means(case: Case) -> Judgement:
+    """Means over micro-batches of unequal size are added as if they were equal."""
+    weighed = 0
+    for run in (case.solo, case.ordinary):
+        for log in run.ranks:
+            for number, window in enumerate(windows(log), 1):
+                backwards = [e for e in window if e["k"] == "backward"]
+                weighed += sum(e["weight"] is not None for e in backwards)
+                pair = _unequal(backwards)
+                if pair is not None:
+                    return _ragged(
+                        pair, [log.rank] if log.rank else range(run.plan.world_size), number
+                    )
+    for number, across in enumerate(zip(*(windows(log) for log in case.ranks), strict=False), 1):
+        firsts = [window[0] for window in across if window[0]["k"] == "backward"]
+        pair = _unequal(firsts) if _inputs_differ(case, number) else None
+        if pair is not None:
+            return _ragged(pair, range(case.world_size), number)
+    if not weighed:
+        return Unknown(
+            "the loss is not a scaled sum or mean whose weight could be read off its graph."
+        )
+    return Sound(f"in {weighed} backwards, all samples of a step had one weight.")
+
+
+def _inputs_differ(case: Case, number: int) -> bool:
+    """Whether the ranks' first micro-batches of a step had different numbers of samples."""
+    counts = set()
+    for log in case.ranks:
+        forwards = [e for e in log.of("forward-end") if e["trains"] and e["s"] == number - 1]
+        counts.add(forwards[0]["n"] if forwards else None)
+    return len(counts) > 1
+
+
+def _unequal(backwards: list[Event]) -> tuple[Event, Event] | None:
+    """Two backwards that weigh equally though they have unequal numbers of terms."""
+    known = [event for event in backwards if event["weight"] is not None]
+    for one, other in combinations(known, 2):
+        a, b = one["weight"], other["weight"]
+        same_total = abs(a["weight"] * a["count"] / (b["weight"] * b["count"]) - 1) < _SAME_WEIGHT
+        if a["count"] != b["count"] and same_total and one["at"] == other["at"]:
+            return one, other
+    return None
+
+
+def _ragged(pair: tuple[Event, Event], ranks: range | list[int], step: int) -> Fault:
+    larger, smaller = sorted((event["weight"] for event in pair), key=lambda w: -float(w["count"]))
+    return Fault(
+        what=f"a mean over {smaller['count']:g} terms counts as much as one over {larger['count']:g}.",
+        at=pair[0]["at"],
+        ranks=list(ranks),
+        step=step,
+        why="the mean of means is the mean only where all parts are equally long; here a sample of the "
+        f"shorter part weighs {larger['count'] / smaller['count']:.3g} times as much.",
+        fix="sum the losses, and divide by the number of samples of the whole step.",
+        evidence=f"weights of one term in step {step}: {larger['weight']:.4g} and "
+        f"{smaller['weight']:.4g}",
+    )
+
+
+def not_reduced_last(case: Case) -> Judgement:
+    """The last micro-batch of a step ran under `no_sync`, so the gradients stayed apart."""
+    seen = 0
+    for log in case.ranks:
+        forward: Event | None = None
+        for event in log.of("forward-end", "step"):
+            if event["k"] == "forward-end":
+                forward = event if event["trains"] and event["sync"] is not None else forward
+                continue
+            if forward is None:
+                continue
+            seen += 1
+            if forward["sync"] is False and _gradients_differ(case, event["s"]):
+                return Fault(
+                    what="the last micro-batch before the optimizer step runs under `no_sync`.",
+                    at=forward["at"],
+                    ranks=range(case.world_size),
+                    step=event["s"],
+                    why="DDP adds up the gradients in a backward outside of `no_sync`; here there was "
+                    "none, and each rank steps with its own.",
+                    fix="leave `no_sync` for the last micro-batch of each step.",
+                    evidence=f"the ranks' gradients of step {event['s']} differ",
+                )
+    if not seen:
+        return Sound("the model is not wrapped in DDP, so there is no `no_sync`.")
+    return Sound(f"{seen} steps ended with a backward that adds up the gradients.")
+
+
+def _gradients_differ(case: Case, step: int) -> bool:
+    kept = [
+        {name: value[0] for name, value in event["grads"].items()}
+        for log in case.ranks
+        for event in log.of("step")
+        if event["s"] == step
+    ]
+    return any(each != kept[0] for each in kept)
+
+
+def no_sync_too_late(case: Case) -> Judgement:
+    """`no_sync` around the backward alone does nothing: DDP decides in the forward."""
+    log = case.ranks[0]
+    forward: Event | None = None
+    late: list[Event] = []
+    for event in log.of("forward-end", "backward"):
+        if event["k"] == "forward-end":
+            forward = event if event["trains"] else forward
+        elif forward is not None and forward["sync"] and event["sync"] and not any(event["sync"]):
+            late.append(event)
+    if not late:
+        return Sound("no backward under `no_sync` had its forward outside of it.")
+    return Fault(
+        what="`no_sync` is around the backward only, so every micro-batch adds up the gradients.",
+        at=late[0]["at"],
+        ranks=range(case.world_size),
+        step=late[0]["s"] + 1,
+        why="DDP looks at it in the forward; in the backward it is too late. The result is right, the "
+        "communication is not saved.",
+        fix="put the forward inside `with model.no_sync():` too.",
+        evidence=f"{len(late)} backwards of {len(log.of('backward'))} had asked for no sum and made one",
+    )
+
+
+def unreduced_parameter(case: Case) -> Judgement:
+    """A parameter that came after DDP was built is trained by each rank for itself."""
+    log = case.ranks[0]
+    trained = {name for event in log.of("step") for name in event["grads"]}
+    for event in log.of("unreduced"):
+        if any(name == event["name"] or name.endswith(f": {event['name']}") for name in trained):
+            return Fault(
+                what=f"{event['name']} was added to the model after DDP had wrapped it.",
+                at=event["at"],
+                ranks=range(case.world_size),
+                step=1,
+                why="DDP adds up the gradients of the parameters that it saw when it was built; each "
+                "rank trains this one on its own samples.",
+                fix="build the whole model first, then wrap it.",
+                evidence="the parameter is in the optimizer and not among those DDP reduces",
+            )
+    if not log.of("ddp"):
+        return Sound("the model is not wrapped in DDP.")
+    return Sound("DDP reduces every parameter that is trained.")
+
+
+def clipped_scaled(case: Case) -> Judgement:
+    """Gradients are clipped while the loss scale is still in them."""
+    clips = 0
+    for run in (case.ordinary, case.solo):
+        for log in run.ranks:
+            for event in log.of("clip"):
+                clips += 1
+                if event["scale"] != 1:
+                    step = sum(e["k"] == "step" for e in log.events[: log.events.index(event)]) + 1
+                    return Fault(
+                        what="gradients are clipped before they are unscaled.",
+                        at=event["at"],
+                        ranks=range(run.plan.world_size),
+                        step=step,
+                        why=f"they are still {event['scale']:g} times too large, so the bound cuts off "
+                        "nearly all of them.",
+                        fix="call scaler.unscale_(optimizer) before clipping.",
+                        evidence=f"the norm at the clip was {event['norm']:.4g}, scale included"
+                        if event["norm"] is not None
+                        else f"the scale at the clip was {event['scale']:g}",
+                    )
+    return Sound(f"{clips} clips, all of unscaled gradients." if clips else "nothing is clipped.")
+
+
+def one_rank_alone(case: Case) -> Judgement:
+    """One rank clips, unscales or steps where the others do not."""
+    each = [windows(log) for log in case.ranks]
+    for number, across in enumerate(zip(*each, strict=False), 1):
+        did = [tuple(e["k"] for e in window if e["k"] != "backward") for window in across]
+        odd = outliers(did)
+        if not odd or (case.ordinary.hung and number == min(map(len, each))):
+            continue
+        one = across[odd[0]]
+        other = across[next(rank for rank in range(len(across)) if rank not in odd)]
+        extra = [
+            e
+            for e in one + other
+            if e["k"] != "backward"
+            and (e["k"] in did[odd[0]])
+            != (e["k"] in did[next(rank for rank in range(len(across)) if rank not in odd)])
+        ]
+        at = (extra or one)[0]["at"]
+        return Fault(
+            what=f"in step {number} the ranks do different things: {_did(did)}.",
+            at=at,
+            ranks=odd,
+            step=number,
+            why="gradients are equal on all ranks after their sum; what one rank alone does to them "
+            "makes its weights differ.",
+            fix="clip, unscale and step on every rank; decide on values that all ranks share.",
+            evidence="; ".join(f"rank {r}: {' '.join(d) or 'nothing'}" for r, d in enumerate(did)),
+        )
+    return Sound("all ranks unscaled, clipped and stepped alike.")
+
+
+def _did(did: list[tuple[str, ...]]) -> str:
+    words = {
+        "clip": "clipped",
+        "scaler-unscale": "unscaled",
+        "step": "updated",
+        "scaler-step": "used the scaler",
+    }
+    for kind, word in words.items():
+        having = [rank for rank, kinds in enumerate(did) if kind in kinds]
+        if 0 < len(having) < len(did):
+            return f"{'rank' if len(having) == 1 else 'ranks'} {', '.join(map(str, having))} alone {word}"
+    return "in another order or number"
