@@ -140,7 +140,7 @@ def read(folder: Path, world_size: int) -> list[RankLog]:
     for rank in range(world_size):
         events = list(_lines(folder / f"rank{rank}.jsonl"))
         fetches = [event for event in events if event["k"] == "fetch"]
-        for path in sorted(folder.glob(f"rank{rank}.child*.jsonl")):
+        for path in sorted(folder.glob(f"child{rank}-*.jsonl")):
             fetches += _lines(path)
         logs.append(RankLog(rank, events, fetches))
     return logs

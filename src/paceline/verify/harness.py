@@ -26,8 +26,9 @@ from paceline.verify import (
 )
 from paceline.verify.models import Models
 from paceline.verify.plan import RunPlan
-from paceline.verify.progress import Enough, Progress
+from paceline.verify.progress import Progress
 from paceline.verify.record import Recorder, is_users, place_of
+from paceline.verify.watch_changes import Changes
 
 _SEED = 20_260
 
@@ -58,8 +59,9 @@ def install(control: Control) -> None:
         random.seed(_SEED)
     progress = Progress(plan, recorder, rank)
     models = Models(recorder)
-    watch_training.install(progress, models)
-    watch_loop.install(progress, models)
+    changes = Changes(progress, models)
+    watch_training.install(progress, models, changes)
+    watch_loop.install(progress, models, changes)
     watch_data.install(progress)
     watch_collectives.install(progress)
     watch_paceline.install(progress)
@@ -91,6 +93,3 @@ def _watch_end(recorder: Recorder, progress: Progress, control: Control) -> None
 
     control.send = noted  # type: ignore[method-assign]
     atexit.register(lambda: recorder.write("end", steps=progress.steps))
-
-
-__all__ = ["Enough", "install"]

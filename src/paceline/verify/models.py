@@ -8,7 +8,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.verify.record import Recorder, digest, place
+from paceline.verify.record import Recorder, digest, place, plain
 
 
 class Models:
@@ -39,6 +39,12 @@ class Models:
         """Every model by its number, unwrapped. Collective: none."""
         return dict(self._roots.values())
 
+    def watched(self) -> dict[int, torch.nn.Module]:
+        """Models that were called, or wrapped and not called yet. Collective: none."""
+        known = [inner for _, inner in self._roots.values()]
+        known += [w.module for w in self.wrapped if id(w.module) not in self._roots]
+        return dict(enumerate(known))
+
     def name_of(self, parameter: torch.nn.Parameter) -> str:
         """ "1.weight", with the model's number in front of all but the first. Collective: none."""
         if id(parameter) not in self._names:
@@ -46,6 +52,15 @@ class Models:
                 for name, each in inner.named_parameters():
                     self._names[id(each)] = f"model {number}: {name}" if number else name
         return self._names.get(id(parameter), f"a tensor of shape {list(parameter.shape)}")
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that are there now, by name. Collective: none."""
+        return {
+            self.name_of(p): plain(p.grad).cpu()
+            for _, inner in self._roots.values()
+            for p in inner.parameters()
+            if p.grad is not None
+        }
 
     def wrap(self, model: DistributedDataParallel) -> None:
         """Note a model that DDP reduces from now on. Collective: none."""

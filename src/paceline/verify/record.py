@@ -66,7 +66,7 @@ class Recorder:
         return os.getpid() != self._pid
 
     def _in_child(self) -> None:
-        self._file = self._open(f"rank{self._rank}.child{os.getpid()}.jsonl")
+        self._file = self._open(f"child{self._rank}-{os.getpid()}.jsonl")
 
     def _open(self, name: str) -> TextIO:
         # Open as long as the process lives, and written out at each line.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.verify import replay
 from paceline.verify.models import Models, buffer_digests, parameter_digests, unwrap
 from paceline.verify.progress import Progress
 from paceline.verify.record import digest, leaves, place, random_states
+from paceline.verify.watch_changes import Changes
 from paceline.verify.weight import loss_weight
 
 # Set before each forward of a replayed run and of the run it replays, so that dropout is the same.
@@ -23,9 +25,9 @@ _FORWARD_SEED = 7_000_003
 _MAX_ROWS = 512
 
 
-def install(progress: Progress, models: Models) -> None:
+def install(progress: Progress, models: Models, changes: Changes) -> None:
     """Watch forwards and backwards. Collective: none."""
-    watch = _Watch(progress, models)
+    watch = _Watch(progress, models, changes)
     register_module_forward_pre_hook(watch.before_forward)
     register_module_forward_hook(watch.after_forward, always_call=True)
     DistributedDataParallel.__init__ = watch.wrapping(DistributedDataParallel.__init__)  # type: ignore[method-assign]
@@ -33,8 +35,9 @@ def install(progress: Progress, models: Models) -> None:
 
 
 class _Watch:
-    def __init__(self, progress: Progress, models: Models) -> None:
-        self._progress, self._models = progress, models
+    def __init__(self, progress: Progress, models: Models, changes: Changes) -> None:
+        self._progress, self._models, self._changes = progress, models, changes
+        self._away = ExitStack()
         self._recorder = progress.recorder
         self._building = 0
         self._root: torch.nn.Module | None = None
@@ -45,6 +48,7 @@ class _Watch:
     def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._root is None and self._is_model(module):
             self._root = module
+            self._away.enter_context(self._changes.paused())
             self._begin(module, inputs)
         if self._root is not None and module is unwrap(self._root):
             # Inside DDP's forward, which has made the buffers equal if it is to.
@@ -54,6 +58,7 @@ class _Watch:
         if module is not self._root:
             return
         self._root = None
+        self._away.close()
         drew = [k for k, v in random_states().items() if v != self._facts["random"].get(k)]
         self._recorder.write("forward-end", drew=drew, **self._facts)
 
@@ -98,6 +103,7 @@ class _Watch:
                 self._building -= 1
             self._recorder.write("ddp", at=place(), broadcast_buffers=model.broadcast_buffers)
             self._models.wrap(model)
+            self._changes.start()
 
         return watched
 
@@ -107,16 +113,23 @@ class _Watch:
             losses = [t for t in leaves(tensors) if isinstance(t, torch.Tensor)]
             weight = loss_weight(losses[0]) if len(losses) == 1 and losses[0].dim() == 0 else None
             self._progress.went_backward()
-            with self._recorder.span(
-                "backward",
-                at=place(),
-                s=self._progress.steps,
-                loss=float(losses[0].detach())
-                if len(losses) == 1 and losses[0].numel() == 1
-                else None,
-                weight=asdict(weight) if weight else None,
-                sync=[model.require_backward_grad_sync for model in self._models.wrapped],
+            with (
+                self._recorder.span(
+                    "backward",
+                    at=place(),
+                    s=self._progress.steps,
+                    loss=float(losses[0].detach())
+                    if len(losses) == 1 and losses[0].numel() == 1
+                    else None,
+                    weight=asdict(weight) if weight else None,
+                    sync=[model.require_backward_grad_sync for model in self._models.wrapped],
+                ),
+                self._changes.paused(),
             ):
                 backward(tensors, *args, **kwargs)
+            if self._progress.steps == 0 and not self._models.wrapped:
+                # Before the script itself adds them up over ranks.
+                path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
+                torch.save(self._models.gradients(), path)
 
         return watched

@@ -20,13 +20,14 @@ from torch.optim.optimizer import (
 from paceline.verify.models import Models
 from paceline.verify.progress import Progress
 from paceline.verify.record import digest, place, plain
+from paceline.verify.watch_changes import Changes
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
-def install(progress: Progress, models: Models) -> None:
+def install(progress: Progress, models: Models, changes: Changes) -> None:
     """Watch optimizers and what stands around them. Collective: none."""
-    watch = _Watch(progress, models)
+    watch = _Watch(progress, models, changes)
     register_optimizer_step_pre_hook(watch.before_step)
     register_optimizer_step_post_hook(watch.after_step)
     for name in _CLIPS:
@@ -43,13 +44,14 @@ def install(progress: Progress, models: Models) -> None:
 
 
 class _Watch:
-    def __init__(self, progress: Progress, models: Models) -> None:
-        self._progress, self._models = progress, models
+    def __init__(self, progress: Progress, models: Models, changes: Changes) -> None:
+        self._progress, self._models, self._changes = progress, models, changes
         self._recorder = progress.recorder
         self._scaler: GradScaler | None = None
         self._loading = False
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._changes.stop()
         self._models.report_unreduced()
         gradients = {
             self._models.name_of(p): p.grad
@@ -80,6 +82,7 @@ class _Watch:
         }
         self._recorder.write("stepped", s=self._progress.steps + 1, params=digests)
         self._progress.stepped(optimizer)
+        self._changes.start()
 
     def clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(clip)

@@ -26,24 +26,76 @@ _SAME_WEIGHT = 0.01
 
 def scale(case: Case) -> Judgement:
     """The gradient of N ranks on the samples of one is not that of one, but N times or 1/N of it."""
-    run, count = case.replay, case.world_size
+    run = case.replay
     if run is None:
-        return Unknown(case.why_no_replay)
+        return _scale_by_weight(case, case.why_no_replay)
     unlike = _unlike_start(case)
     if unlike:
-        return Unknown(unlike)
+        return _scale_by_weight(case, unlike)
     ratio, likeness = _ratio(
         case.solo.ranks[0], run.ranks[0], case.solo.plan.folder, run.plan.folder
     )
     if ratio is None:
         return Unknown("the first step's gradient was 0, or not that of the same parameters.")
     figure = f"the gradient of step 1 was {ratio:.4g} times that of one process on the same samples"
+    return _judge_ratio(case, ratio, figure, alike=likeness > _SAME_DIRECTION)
+
+
+def _judge_ratio(case: Case, ratio: float, figure: str, *, alike: bool) -> Judgement:
+    count = case.world_size
     if abs(ratio - 1) < _SAME:
         return Sound(figure + ".")
     for factor in (count, 1 / count):
-        if abs(ratio / factor - 1) < _RATIO and likeness > _SAME_DIRECTION:
+        if abs(ratio / factor - 1) < _RATIO and alike:
             return _scale_fault(case, factor > 1, figure)
-    return Unknown(f"{figure} (cosine {likeness:.3f}), which is neither {count} nor 1/{count}.")
+    return Unknown(f"{figure}, which is neither {count} nor 1/{count}.")
+
+
+def _scale_by_weight(case: Case, why: str) -> Judgement:
+    """Where samples cannot be replayed: the weight of all samples of step 1, whichever they are."""
+    alone = _total_weight(case.solo.ranks, case.solo.plan.folder)
+    together = _total_weight(case.ranks, case.ordinary.plan.folder)
+    if not alone or not together:
+        return Unknown(why)
+    ratio = together / alone
+    figure = f"the samples of step 1 weigh {ratio:.4g} times what those of one process weigh"
+    return _judge_ratio(case, ratio, figure, alike=True)
+
+
+def _total_weight(ranks: list[RankLog], folder: Path) -> float | None:
+    """What the losses of step 1 weigh together in the gradient that the optimizer gets."""
+    total = 0.0
+    for log in ranks:
+        for window in windows(log)[:1]:
+            for event in window:
+                if event["k"] == "backward":
+                    if event["weight"] is None:
+                        return None
+                    total += event["weight"]["weight"] * event["weight"]["count"]
+    if ranks[0].of("ddp"):
+        return total / len(ranks)
+    factor = _share(ranks[0], folder, len(ranks))
+    return None if factor is None else total * factor
+
+
+def _share(log: RankLog, folder: Path, count: int) -> float | None:
+    """What the script itself makes of the ranks' gradients: 1 is their sum, 1/N their mean."""
+    paths = [folder / f"local-{rank}.pt" for rank in range(count)]
+    used = sorted(folder.glob("gradients-*.pt"))
+    if len(used) != 1 or not all(path.exists() for path in paths):
+        return None
+    final = torch.load(used[0], weights_only=True)
+    each = [torch.load(path, weights_only=True) for path in paths]
+    dot = square = 0.0
+    for name, gradient in final.items():
+        if not all(name in own for own in each):
+            return None
+        summed = torch.stack([own[name].double() for own in each]).sum(0)
+        dot += float((gradient.double() * summed).sum())
+        square += float((summed * summed).sum())
+    if not square or any(event["k"] == "clip" for event in windows(log)[0]):
+        return None
+    return dot / square
 
 
 def _scale_fault(case: Case, larger: bool, figure: str) -> Fault:

@@ -162,7 +162,7 @@ def changed_outside(case: Case) -> Judgement:
         return Sound("the ranks' weights differ by what was loaded.")
     log = case.ranks[split.ranks[0] if split.ranks else 0]
     changes = [e for e in log.of("changed") if e["s"] == split.step]
-    around = [e["at"] for e in log.of("stepped", "step", "forward-end") if e.get("s") == split.step]
+    around = [e["at"] for e in log.of("step", "forward-end") if e["s"] == split.step]
     if split.step == 0 and not any(log.of("ddp") for log in case.ranks):
         return Fault(
             what="the ranks start from different weights.",
