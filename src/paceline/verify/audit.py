@@ -14,8 +14,8 @@ from typing import Any
 
 from paceline.verify.evidence import RankLog, Run
 from paceline.verify.plan import Mode, RunPlan
-from paceline.verify.refusals import refuse
-from paceline.verify.rules import DRIFT, RULES
+from paceline.verify.refusals import Refused, refuse, refuse_early_exit
+from paceline.verify.rules import COLLECTIVES, DRIFT, ONE_RANK, RULES
 from paceline.verify.rules.judgement import Case, Fault, Judgement, Sound, Unknown, say_ranks
 
 Execute = Callable[[RunPlan], Run]
@@ -82,6 +82,7 @@ def audit(solo: Run, world_size: int, execute: Execute, folder: Path, steps: int
     Collective: none.
     """
     ordinary = execute(RunPlan(folder / f"ordinary-{world_size}", "ordinary", world_size, steps))
+    refuse_early_exit(ordinary)
     mode, why = _replay_mode(solo, ordinary)
     replay = None
     if mode is not None and not ordinary.hung:
@@ -91,11 +92,41 @@ def audit(solo: Run, world_size: int, execute: Execute, folder: Path, steps: int
         replay = None if why else done
     case = Case(solo, ordinary, replay, why)
     judgements = {rule.name: rule.judge(case) for rule in RULES}
-    faults = [each for each in judgements.values() if isinstance(each, Fault)]
-    if not faults:
+    found = Audit(case, _without_consequences(judgements))
+    if not found.faults:
         refuse(ordinary)
+        _refuse_uncommon(case)
         judgements[DRIFT.name] = DRIFT.judge(case)
-    return Audit(case, judgements)
+    return found
+
+
+def _without_consequences(judgements: dict[str, Judgement]) -> dict[str, Judgement]:
+    """Ranks that skipped a step end at different moments, which must not count as a second fault."""
+    alone, entered = judgements[ONE_RANK.name], judgements[COLLECTIVES.name]
+    if isinstance(alone, Fault) and isinstance(entered, Fault):
+        judgements[COLLECTIVES.name] = Unknown("the ranks did not take the same steps.")
+    return judgements
+
+
+def _refuse_uncommon(case: Case) -> None:
+    """Refuse a script whose number of steps depends on the number of processes.
+
+    That a loader's shard is shorter for more processes is as it should be, and the replay makes up for it.
+
+    Raises:
+        Refused: with the numbers.
+    """
+    alone, together = case.solo.steps, (case.replay or case.ordinary).steps
+    by_hand = not case.ranks[0].training_loaders
+    if alone != together and (by_hand or case.replay is not None):
+        raise Refused(
+            f"the script takes {alone} steps with 1 process and {together} with {case.world_size}.",
+            where=case.solo.ranks[0].of("step")[-1]["at"],
+            why="what is trained differs from the start, so no comparison says anything.",
+            fix=f"make the number of steps independent of it, or compare fewer: --steps "
+            f"{min(alone, together)}.",
+            output=[],
+        )
 
 
 def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
@@ -124,9 +155,7 @@ def _first_size(log: RankLog) -> int | None:
 def _why_not(replay: Run, solo: Run) -> str:
     if replay.returncode or replay.hung:
         return f"{replay.name} failed: the script does not take the batches of one process."
-    if replay.steps == solo.steps:
-        return ""
-    return f"{replay.name} took {replay.steps} steps, that of one process {solo.steps}."
+    return ""
 
 
 def _fault_words(name: str, fault: Fault, world_size: int) -> list[str]:

@@ -13,7 +13,7 @@ import random
 import socket
 import sys
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -24,10 +24,10 @@ from paceline.verify import (
     watch_paceline,
     watch_training,
 )
-from paceline.verify.models import Models
+from paceline.verify.models import Models, buffer_digests
 from paceline.verify.plan import RunPlan
 from paceline.verify.progress import Progress
-from paceline.verify.record import Recorder, is_users, place_of
+from paceline.verify.record import Recorder, is_users, place, place_of
 from paceline.verify.watch_changes import Changes
 
 _SEED = 20_260
@@ -66,7 +66,7 @@ def install(control: Control) -> None:
     watch_collectives.install(progress)
     watch_paceline.install(progress)
     os.register_at_fork(before=lambda: _note_fork(recorder))
-    _watch_end(recorder, progress, control)
+    _watch_end(recorder, progress, models, control)
 
 
 def _note_fork(recorder: Recorder) -> None:
@@ -82,7 +82,7 @@ def _note_fork(recorder: Recorder) -> None:
         frame = frame.f_back
 
 
-def _watch_end(recorder: Recorder, progress: Progress, control: Control) -> None:
+def _watch_end(recorder: Recorder, progress: Progress, models: Models, control: Control) -> None:
     """Note how the script ended; an end without a note is a kill or `os._exit`."""
     send = control.send
 
@@ -91,5 +91,15 @@ def _watch_end(recorder: Recorder, progress: Progress, control: Control) -> None
             recorder.write("failed", steps=progress.steps, **event)
         return send(event)
 
+    def noted_exit(code: object = None) -> NoReturn:
+        recorder.write("exit", at=place())
+        leave(code)  # type: ignore[arg-type]
+
     control.send = noted  # type: ignore[method-assign]
-    atexit.register(lambda: recorder.write("end", steps=progress.steps))
+    leave, sys.exit = sys.exit, noted_exit
+    atexit.register(lambda: _note_end(recorder, progress, models))
+
+
+def _note_end(recorder: Recorder, progress: Progress, models: Models) -> None:
+    buffers = {number: buffer_digests(model) for number, model in models.all().items()}
+    recorder.write("end", steps=progress.steps, buffers=buffers)

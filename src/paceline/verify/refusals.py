@@ -52,6 +52,32 @@ def refuse(run: Run) -> None:
         )
 
 
+def refuse_early_exit(run: Run) -> None:
+    """Raise where a rank left in the midst of its training by `sys.exit`.
+
+    Raises:
+        Refused: with the line.
+
+    Collective: none.
+    """
+    for log in run.ranks:
+        exits = log.of("exit")
+        passes = [e for e in log.of("iter", "pass-end") if e["loader"] in log.training_loaders]
+        inside = bool(passes) and passes[-1]["k"] == "iter"
+        by_hand = not passes and " in " in (exits[0]["at"] if exits else "")
+        if exits and log.steps < run.plan.steps and (inside or by_hand):
+            who = "every rank" if all(each.of("exit") for each in run.ranks) else f"rank {log.rank}"
+            raise _refused(
+                run,
+                f"{who} exits after {log.steps} of {run.plan.steps} steps, in {run.name}.",
+                where=exits[0]["at"],
+                why="sys.exit() ends it in the midst of its training.",
+                fix=f"let the training come to its end, or ask for --steps {log.steps}."
+                if log.steps
+                else "let the training come to its end.",
+            )
+
+
 def _failed(log: RankLog, steps: int) -> bool:
     return log.first("failed") is not None and not _watched(log, steps)
 
@@ -77,6 +103,8 @@ def _refuse_failed(run: Run, failed: list[RankLog]) -> None:
             fix="give the value as an argument.",
         )
     if _wants_gpu(failed[0]) and not start.get("cuda_devices"):
+        init = failed[0].first("init") or {}
+        where = init["at"] if "nccl" in str(init.get("backend")) else where
         raise _refused(
             run,
             f"the script needs a GPU, at {where}, and this host has none.",

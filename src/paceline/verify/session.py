@@ -73,6 +73,7 @@ def verify(options: Options, say: Callable[[str], None]) -> Verdict:
             )
 
         solo = run(RunPlan(folder / "solo", "solo", 1, options.steps, bitwise=options.bitwise))
+        refusals.refuse_early_exit(solo)
         refusals.refuse(solo)
         if solo.ranks[0].of("training"):
             return _compare(options, solo, run, folder)

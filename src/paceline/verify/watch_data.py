@@ -105,6 +105,10 @@ class _Watch:
         if self._progress.plan.mode == "solo" and not self._progress.is_over:
             replay.keep_batch(self._progress, name, lap, number, batch)
 
+    def passed(self, name: str, lap: int) -> None:
+        """Note the end of a pass. Collective: none."""
+        self._recorder.write("pass-end", loader=name, lap=lap)
+
     def is_over(self, name: str) -> bool:
         """Whether this loader is to end now. Collective: none."""
         return self._progress.is_over and name in self._progress.training_loaders
@@ -214,9 +218,13 @@ class _Given:
         return self
 
     def __next__(self) -> Any:
-        if self._watch.is_over(self._name):
-            raise StopIteration
-        batch = next(self._inner)
+        try:
+            if self._watch.is_over(self._name):
+                raise StopIteration
+            batch = next(self._inner)
+        except StopIteration:
+            self._watch.passed(self._name, self._lap)
+            raise
         indices = (
             self._inner.__dict__.get("_paceline_indices") if self._loader is not None else None
         )

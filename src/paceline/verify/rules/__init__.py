@@ -5,10 +5,13 @@ from __future__ import annotations
 from paceline.verify.rules import data, flow, gradient, state
 from paceline.verify.rules.judgement import Rule
 
+COLLECTIVES = Rule("collective on some ranks only", flow.collectives)
+ONE_RANK = Rule("clipped or stepped on one rank", gradient.one_rank_alone)
+
 # In the order in which faults are shown: what came first in a training stands first.
 RULES = (
     Rule("same device for all ranks", state.devices),
-    Rule("collective on some ranks only", flow.collectives),
+    COLLECTIVES,
     Rule("no shards", data.same_samples),
     Rule("shards overlap", data.overlapping_shards),
     Rule("set_epoch forgotten", data.set_epoch),
@@ -20,7 +23,7 @@ RULES = (
     Rule("no_sync around backward only", gradient.no_sync_too_late),
     Rule("parameter added after wrapping", gradient.unreduced_parameter),
     Rule("clipping before unscaling", gradient.clipped_scaled),
-    Rule("clipped or stepped on one rank", gradient.one_rank_alone),
+    ONE_RANK,
     Rule("checkpoint loaded on one rank", state.loaded_on_one_rank),
     Rule("weights changed outside the optimizer", state.changed_outside),
     Rule("statistics drift apart", state.statistics),

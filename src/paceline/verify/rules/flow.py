@@ -32,8 +32,15 @@ def collectives(case: Case) -> Judgement:
         failed = [log for log in case.ranks if log.first("failed")]
         if None in kinds and failed and not all(_followed(log) for log in failed):
             return Unknown("the script failed before its end.")
-        return _uneven(case, each, place)
+        return _uneven(case, each, _first_astray(each, place))
     total = len(each[0])
+    for place in range(total):
+        calls_at = {own[place]["at"] for own in each}
+        if len(calls_at) > 1 and each[0][place]["op"] == "all_reduce":
+            return Unknown(
+                f"ranks entered one all_reduce at {' and '.join(sorted(calls_at))}; whether they mean the "
+                "same there cannot be seen."
+            )
     return Sound(f"all ranks entered the same {total} collectives in the same order.")
 
 
@@ -62,18 +69,29 @@ def _followed(log: RankLog) -> bool:
     return bool(last and last[0].get("raised"))
 
 
+def _first_astray(each: list[list[Event]], place: int) -> int:
+    """Where the ranks began to be in different calls: an extra one may have met another of its kind."""
+    while place and len({own[place - 1]["at"] for own in each}) > 1:
+        place -= 1
+    return place
+
+
+def _call(call: Event | None) -> tuple[str, ...] | None:
+    return None if call is None else (call["op"], call.get("reduce", ""), call["at"])
+
+
 def _uneven(case: Case, each: list[list[Event]], place: int) -> Fault:
     calls = [own[place] if place < len(own) else None for own in each]
-    kinds = [_kind(call) for call in calls]
+    keys = [_call(call) for call in calls]
     # Who made the extra call meets the others again with its next one.
     extra = [
         rank
         for rank, own in enumerate(each)
         if calls[rank] is not None
-        and (place + 1 >= len(own) or _kind(own[place + 1]) in kinds)
-        and kinds.count(kinds[rank]) < case.world_size
+        and (place + 1 >= len(own) or _call(own[place + 1]) in keys)
+        and keys.count(keys[rank]) < case.world_size
     ]
-    odd = outliers(kinds)
+    odd = outliers(keys)
     ranks = extra if extra and len(extra) < case.world_size else odd
     ranks = [rank for rank in ranks if calls[rank] is not None] or [
         rank for rank, call in enumerate(calls) if call is not None

@@ -15,6 +15,7 @@ from paceline.verify.rules.judgement import (
     Sound,
     Unknown,
     outliers,
+    updates,
     windows,
 )
 
@@ -361,27 +362,21 @@ def clipped_scaled(case: Case) -> Judgement:
 
 def one_rank_alone(case: Case) -> Judgement:
     """One rank clips, unscales or steps where the others do not."""
-    each = [windows(log) for log in case.ranks]
+    each = [updates(log) for log in case.ranks]
     for number, across in enumerate(zip(*each, strict=False), 1):
-        did = [tuple(e["k"] for e in window if e["k"] != "backward") for window in across]
+        did = [tuple(e["k"] for e in after[1:]) for after in across]
         odd = outliers(did)
-        if not odd or (case.ordinary.hung and number == min(map(len, each))):
-            continue
-        one = across[odd[0]]
-        other = across[next(rank for rank in range(len(across)) if rank not in odd)]
-        extra = [
-            e
-            for e in one + other
-            if e["k"] != "backward"
-            and (e["k"] in did[odd[0]])
-            != (e["k"] in did[next(rank for rank in range(len(across)) if rank not in odd)])
-        ]
-        at = (extra or one)[0]["at"]
+        if not odd or number == min(map(len, each)):
+            continue  # equal, or the last one seen, in whose midst the run may have ended
+        usual = next(did[rank] for rank in range(len(did)) if rank not in odd)
+        calls = [e for after in across for e in after[1:]]
+        differing = [e for e in calls if (e["k"] in did[odd[0]]) != (e["k"] in usual)]
+        step = 1 + sum(e["k"] == "step" for after in each[0][: number - 1] for e in after)
         return Fault(
-            what=f"in step {number} the ranks do different things: {_did(did)}.",
-            at=at,
+            what=f"in step {step} the ranks do different things: {_did(did)}.",
+            at=(differing or calls)[0]["at"],
             ranks=odd,
-            step=number,
+            step=step,
             why="gradients are equal on all ranks after their sum; what one rank alone does to them "
             "makes its weights differ.",
             fix="clip, unscale and step on every rank; decide on values that all ranks share.",

@@ -119,3 +119,20 @@ def windows(log: RankLog) -> list[list[Event]]:
             found.append([])
         found[-1].append(event)
     return found
+
+
+def updates(log: RankLog) -> list[list[Event]]:
+    """What a rank did after each backward that all ranks share: clips, scaler calls, steps.
+
+    Micro-batches under `no_sync` are no such backward. Collective: none.
+    """
+    found: list[list[Event]] = []
+    shared = True
+    for event in log.of("forward-end", "backward", "scaler-unscale", "clip", "scaler-step", "step"):
+        if event["k"] == "forward-end":
+            shared = event["sync"] is not False
+        elif event["k"] == "backward" and shared:
+            found.append([event])
+        elif event["k"] != "backward" and found:
+            found[-1].append(event)
+    return found
