@@ -53,6 +53,7 @@ MAY_DEFER = {
     "report/monitor.py": "nvidia-ml-py is optional",
     "cli/main.py": "`paceline --help` without torch",
     "cli/run.py": "`paceline --help` without torch",
+    "cli/verify.py": "`paceline --help` without torch",
     "launch/__init__.py": "`paceline --help` without torch",
     "launch/worker.py": "torch is imported while the launcher does",
 }

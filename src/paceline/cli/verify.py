@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from paceline.errors import ConfigError, PacelineError
+from paceline.launch.early import ScriptError, check_script
 
 HELP = "run a script at several process counts and say whether it trains the same"
 
@@ -30,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         counts = _counts(given.nproc)
         _check(given)
-    except ConfigError as error:
+        check_script(given.script, module=given.module)
+    except (ConfigError, ScriptError) as error:
         print(f"paceline verify: {error}", file=sys.stderr)
         return _USAGE_ERROR
     # Torch is imported here and not for --help.
