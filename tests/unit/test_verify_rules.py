@@ -84,10 +84,16 @@ def test_an_extra_collective_is_found_where_it_began() -> None:
 
 def test_the_last_of_three_ranks_stays_away() -> None:
     usual = [call("barrier", 9, 3)]
-    judged = flow.collectives(case(usual, usual, [], hung=True))
+    judged = flow.collectives(case(usual, usual, [{"k": "end"}], hung=True))
     assert isinstance(judged, Fault)
     assert (judged.at, list(judged.ranks)) == ("t.py:9", [0, 1])
     assert "rank 2 called none" in judged.evidence
+
+
+def test_a_rank_that_is_at_work_elsewhere_is_not_accused() -> None:
+    usual = [call("barrier", 9)]
+    judged = flow.collectives(case(usual, [{"k": "iter"}], hung=True))
+    assert judged == Unknown("a rank was at work elsewhere when the run was stopped.")
 
 
 def test_collectives_of_a_part_of_the_ranks_are_left_alone() -> None:

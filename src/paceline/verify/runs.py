@@ -67,10 +67,11 @@ def _watch(
         now = time.monotonic()
         if now - started > timeout_s:
             return False, True
-        written = sum(path.stat().st_size for path in plan.folder.glob("*.jsonl"))
-        ticks = _ticks(plan.folder)
+        logs = list(plan.folder.glob("rank*.jsonl"))
+        written = sum(path.stat().st_size for path in logs)
+        ticks = sum(_ticks(path) for path in logs)
         # A rank that waits in a collective wakes now and then; less than a second is no work.
-        if written != last[0] or ticks > last[1] + busy:
+        if written != last[0] or ticks > last[1] + busy or len(logs) < plan.world_size:
             last, moved = (written, ticks), now
         if now - moved > hang_after_s:
             return True, False
@@ -78,13 +79,14 @@ def _watch(
     return False, False
 
 
-def _ticks(folder: Path) -> int:
-    """CPU time that the ranks have used, in clock ticks."""
+def _ticks(log: Path) -> int:
+    """CPU time that a rank and its loader workers have used, in clock ticks."""
     total = 0
-    for path in folder.glob("rank*.jsonl"):
-        with suppress(OSError, ValueError), open(path) as file:
-            pid = json.loads(file.readline())["pid"]
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    with suppress(OSError, ValueError, KeyError), open(log) as file:
+        pid = json.loads(file.readline())["pid"]
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for process in (pid, *children):
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
             total += int(fields[11]) + int(fields[12])
     return total
 

@@ -29,6 +29,9 @@ def collectives(case: Case) -> Judgement:
         kinds = [_kind(call) for call in calls]
         if len(set(kinds)) == 1:
             continue
+        absent = [log for log, kind in zip(case.ranks, kinds, strict=True) if kind is None]
+        if case.ordinary.hung and any(_elsewhere(log) for log in absent):
+            return Unknown("a rank was at work elsewhere when the run was stopped.")
         failed = [log for log in case.ranks if log.first("failed")]
         if None in kinds and failed and not all(_followed(log) for log in failed):
             return Unknown("the script failed before its end.")
@@ -61,6 +64,11 @@ def _sequence(log: RankLog, everyone: list[int]) -> list[Event]:
 
 def _kind(call: Event | None) -> tuple[str, str] | None:
     return None if call is None else (call["op"], call.get("reduce", ""))
+
+
+def _elsewhere(log: RankLog) -> bool:
+    """Whether a rank was neither done nor waiting: it may have come, with more time."""
+    return not log.ended and log.open_span is None and log.first("failed") is None
 
 
 def _followed(log: RankLog) -> bool:
