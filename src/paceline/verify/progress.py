@@ -26,6 +26,7 @@ class Progress:
     Attributes:
         steps: Updates taken by the first optimizer that took one.
         training_loaders: Those whose batches were followed by a backward.
+        ends_by_itself: It is a training of paceline's, which is told its number of steps.
         evaluations: Runs of forwards without gradient, after training or before.
 
     Collective: none.
@@ -35,6 +36,7 @@ class Progress:
         self.plan, self.recorder, self.rank = plan, recorder, rank
         self.steps = 0
         self.evaluations = 0
+        self.ends_by_itself = False
         self.training_loaders: set[str] = set()
         self._last_loader: str | None = None
         self._fed = False
@@ -84,7 +86,8 @@ class Progress:
             self.steps += 1
             if self.steps <= self.plan.steps:
                 self._evaluated_before = self.evaluations
-            if self.is_over and (not self._fed or self.steps > self.plan.steps + _GRACE_STEPS):
+            late = not self._fed or self.steps > self.plan.steps + _GRACE_STEPS
+            if self.is_over and late and not self.ends_by_itself:
                 self.end()
             self._fed = False
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.verify import refusals
+from paceline.verify import compare, refusals
 from paceline.verify.audit import Audit, audit
 from paceline.verify.evidence import Run
 from paceline.verify.plan import RunPlan

@@ -70,7 +70,7 @@ class _Watch:
         trains = torch.is_grad_enabled() and module.training
         if not torch.is_grad_enabled() and self._progress.begins_evaluation():
             replay.same_weights(self._progress, self._models)
-        if trains and self._progress.plan.mode != "ordinary":
+        if trains and self._seeds():
             torch.manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
         tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
@@ -92,6 +92,9 @@ class _Watch:
             self._facts["devices"] = sorted({str(p.device) for p in module.parameters()})
             self._facts["cores"] = sorted(os.sched_getaffinity(0))
         self._recorder.write("forward", m=number, at=self._facts["at"], trains=trains)
+
+    def _seeds(self) -> bool:
+        return self._progress.plan.mode != "ordinary" and not self._progress.ends_by_itself
 
     def wrapping(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
