@@ -89,7 +89,8 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
     each = [_Training(run) for run in runs]
     counts = [run.plan.world_size for run in runs]
     how = "to the last bit" if bitwise else f"within {rtol or RTOL:g}, relative"
-    compared = f"{len(each[0].steps)} steps on {', '.join(map(str, counts[:-1]))} and {counts[-1]} processes, {how}"
+    listed = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
+    compared = f"{len(each[0].steps)} steps on {listed} processes, {how}"
     for other in each[1:]:
         if len(other.steps) != len(each[0].steps):
             why = (
@@ -242,7 +243,11 @@ class _Look:
         counts = (one.count, other.count)
         for number, (a, b) in enumerate(zip(one.evaluations, other.evaluations, strict=False), 1):
             for name, value in a["values"].items():
-XX
+                theirs, label = b["values"].get(name, math.nan), f"{number}: {name}"
+                yield from self._values_in(
+                    len(one.steps), "evaluation", label, counts, value, theirs
+                )
+
 
 def _before(difference: Difference) -> str:
     """What was equal up to the difference, which narrows down where it comes from."""
