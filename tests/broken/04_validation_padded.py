@@ -29,7 +29,7 @@ def validate(model, loader):
 
 def main():
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     train, val = blobs(180, 0), blobs(101, 1)
     train_sampler = DistributedSampler(train, drop_last=True)
     val_sampler = DistributedSampler(val, shuffle=False)

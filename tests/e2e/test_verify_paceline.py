@@ -1,4 +1,4 @@
-"""`paceline verify` on scripts that use paceline: equal on any number of processes, or the first difference."""
+"""`paceline verify` on scripts that use paceline: equal at any count, or the first difference named."""
 
 from __future__ import annotations
 

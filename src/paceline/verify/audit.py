@@ -153,7 +153,7 @@ def _first_size(log: RankLog) -> int | None:
 
 
 def _why_not(replay: Run, solo: Run) -> str:
-    if replay.returncode or replay.hung:
+    if replay.hung or (replay.returncode and replay.steps < replay.plan.steps):
         return f"{replay.name} failed: the script does not take the batches of one process."
     return ""
 

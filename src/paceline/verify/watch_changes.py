@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.verify.models import Models
 from paceline.verify.progress import Progress
-from paceline.verify.record import is_users, place_of
+from paceline.verify.record import is_users, place_of, plain
 
 _ELEMENTS = 16
 
@@ -86,7 +86,7 @@ class Changes:
         found = {}
         for number, model in self._models.watched().items():
             for name, parameter in model.named_parameters():
-                flat = parameter.detach().reshape(-1)
+                flat = plain(parameter).reshape(-1)
                 stride = max(1, flat.numel() // _ELEMENTS)
                 found[f"{number}.{name}"] = flat[::stride].tolist()
         return found

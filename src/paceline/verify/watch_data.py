@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import re
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
@@ -108,6 +110,15 @@ class _Watch:
     def passed(self, name: str, lap: int) -> None:
         """Note the end of a pass. Collective: none."""
         self._recorder.write("pass-end", loader=name, lap=lap)
+
+    def run_out(self, frame: FrameType) -> None:
+        """End a script that asks by `next()`: only a loop minds that there is no more.
+
+        Collective: none.
+        """
+        asked_by = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if not asked_by.startswith(("FOR_ITER", "YIELD", "SEND")):
+            self._progress.end()
 
     def is_over(self, name: str) -> bool:
         """Whether this loader is to end now. Collective: none."""
@@ -220,6 +231,7 @@ class _Given:
     def __next__(self) -> Any:
         try:
             if self._watch.is_over(self._name):
+                self._watch.run_out(sys._getframe(1))
                 raise StopIteration
             batch = next(self._inner)
         except StopIteration:

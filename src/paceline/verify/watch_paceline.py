@@ -20,7 +20,7 @@ from paceline.data.streams import StreamLoader
 from paceline.training import Training
 from paceline.verify.models import unwrap
 from paceline.verify.progress import Progress
-from paceline.verify.record import digest, place
+from paceline.verify.record import digest, place, plain
 
 # Of each parameter so many elements are kept, evenly strided, to say how much it differs.
 _ELEMENTS = 64
@@ -153,7 +153,7 @@ def _parameters(training: Training) -> dict[str, list[Any]]:
     found = {}
     for number, model in enumerate(training.models):
         for name, parameter in unwrap(model).named_parameters():
-            flat = parameter.detach().reshape(-1).double()
+            flat = plain(parameter).reshape(-1).double()
             some = flat[:: max(1, flat.numel() // _ELEMENTS)]
             key = f"model {number}: {name}" if number else name
             found[key] = [digest(parameter), float(flat.norm()), some.tolist()]

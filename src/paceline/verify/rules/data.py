@@ -28,7 +28,7 @@ def set_epoch(case: Case) -> Judgement:
     log = case.ranks[0]
     judged = False
     for name in log.training_loaders:
-        passes = [event for event in log.of("iter") if event["loader"] == name]
+        passes = _passes(log, name)
         told = log.loaders[name]["sharding"]
         if "epoch" not in told or not told.get("shuffle", True):
             continue
@@ -51,6 +51,14 @@ def set_epoch(case: Case) -> Judgement:
     if judged:
         return Sound("the sampler's epoch was new in each pass.")
     return Sound("no sampler of the training data needs to be told the epoch.")
+
+
+def _passes(log: RankLog, name: str) -> list[Event]:
+    """The passes over a loader that were more than a look at its first batch."""
+    given = Counter(event["lap"] for event in log.of("batch") if event["loader"] == name)
+    ended = {event["lap"] for event in log.of("pass-end") if event["loader"] == name}
+    begun = [event for event in log.of("iter") if event["loader"] == name]
+    return [event for event in begun if given[event["lap"]] > 1 or event["lap"] in ended]
 
 
 def same_samples(case: Case) -> Judgement:
@@ -126,20 +134,19 @@ def _is_sharded(told: Event, world_size: int) -> bool:
 
 def _fetched(log: RankLog, name: str) -> set[Any]:
     """The samples of the first pass: place and content, so that places in different data differ."""
-    found: set[Any] = set()
-    for event in log.fetches:
-        if event["loader"] != name or event["lap"] != 0:
-            continue
-        # What was drawn at random differs from rank to rank; the label does not.
-        parts = event["labels"] if event["drew"] else event["contents"]
-        places = event["ids"] or [None] * len(parts)
-        parts = parts if len(parts) == len(places) else [""] * len(places)
-        found.update(
-            (place, part)
-            for place, part in zip(places, parts, strict=True)
-            if (place, part) != (None, "")
-        )
-    return found
+    # What was drawn at random differs from rank to rank; the label does not.
+    of_loader = [event for event in log.fetches if event["loader"] == name]
+    parts = [event["labels"] if event["drew"] else event["contents"] for event in of_loader]
+    if log.loaders[name]["iterable"]:
+        first = [p for event, p in zip(of_loader, parts, strict=True) if event["lap"] == 0]
+        return {part for each in first for part in each if part}
+    contents: dict[Any, str] = {}
+    for event, each in zip(of_loader, parts, strict=True):
+        if event["ids"] and len(event["ids"]) == len(each):
+            contents.update(zip(event["ids"], each, strict=True))
+    # A worker that outlives a pass does not know which one it is in; this process does.
+    given = [e["ids"] or [] for e in log.of("batch") if e["loader"] == name and e["lap"] == 0]
+    return {(i, contents.get(i, "")) for ids in given for i in ids if i in contents}
 
 
 def _by_hand(case: Case) -> Judgement:
@@ -168,45 +175,50 @@ def _by_hand(case: Case) -> Judgement:
 
 def evaluated_twice(case: Case) -> Judgement:
     """Samplers fill up uneven shards; in an evaluation some samples then count twice."""
-    alone, together = _evaluated(case.solo.ranks), _evaluated(case.ranks)
+    alone, together = (_evaluated(run.ranks) for run in (case.solo, case.ordinary))
     if not alone or not together:
         return Unknown("the script evaluated nothing in the watched steps.")
-    for number in sorted(alone.keys() & together.keys()):
-        expected = alone[number][0]
-        counts = [each for each in together[number] if each]
-        total = sum(counts)
-        if total == expected or all(count == expected for count in counts):
+    for key in sorted(together):
+        number, _ = key
+        each = [rows for rows in together[key] if rows]
+        if all(Counter(rows) == Counter(each[0]) for rows in each):
+            continue  # every rank evaluates all of it, or one does
+        total, distinct = sum(map(len, each)), len({row for rows in each for row in rows})
+        of_one = [row for (n, _), ranks in alone.items() if n == number for row in ranks[0]]
+        surplus = total - distinct - (len(of_one) - len(set(of_one)))
+        if surplus <= 0:
             continue
-        if total < expected:
-            continue  # a sampler that drops the tail; what remains is counted once
         if _gathers(case.ranks[0], number):
             return Unknown(
-                f"{total} samples were evaluated where there are {expected}; the script gathers its "
+                f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
                 "predictions, and may cut off the surplus."
             )
         first = next(e for e in case.ranks[0].of("forward-end") if e["evaluation"] == number)
         return Fault(
-            what=f"{total - expected} samples are evaluated twice: {total} in place of {expected}.",
+            what=f"{surplus} samples are evaluated twice: {total} in place of {total - surplus}.",
             at=first["at"],
             ranks=range(case.world_size),
             step=first["s"] or None,
             why="the sampler gives every rank equally many, and repeats samples to get there.",
             fix="evaluate the indices [rank::world_size] of the dataset, unpadded, or cut off the surplus "
             "after gathering.",
-            evidence=f"the ranks evaluated {' + '.join(map(str, counts))} samples, one process {expected}",
+            evidence=f"the ranks evaluated {' + '.join(str(len(rows)) for rows in each)} samples, "
+            f"{distinct} different ones",
         )
-    return Sound(
-        "the ranks together evaluated as many samples as one process, or each all of them."
-    )
+    return Sound("the ranks together evaluated each sample once, or each all of them.")
 
 
-def _evaluated(ranks: list[RankLog]) -> dict[int, list[int]]:
-    """Samples that each rank showed to a model, for each evaluation."""
-    found: dict[int, list[int]] = {}
+def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str], list[list[str]]]:
+    """What each rank showed to a model, for each evaluation and the loader that it came from."""
+    found: dict[tuple[int, str], list[list[str]]] = {}
     for place, log in enumerate(ranks):
-        for event in log.of("forward-end"):
-            if event["evaluation"] is not None and event["n"]:
-                found.setdefault(event["evaluation"], [0] * len(ranks))[place] += event["n"]
+        loader = ""
+        for event in log.of("batch", "forward-end"):
+            if event["k"] == "batch":
+                loader = event["loader"] if event["loader"] in log.evaluation_loaders else ""
+            elif event["evaluation"] is not None and event.get("rows"):
+                key = (event["evaluation"], loader)
+                found.setdefault(key, [[] for _ in ranks])[place] += event["rows"]
     return found
 
 

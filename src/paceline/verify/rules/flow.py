@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.verify.evidence import Event, RankLog
+from paceline.verify.evidence import Event, RankLog, Run
+from paceline.verify.rules.data import evaluated_twice
 from paceline.verify.rules.judgement import (
     Case,
     Fault,
@@ -188,15 +189,17 @@ def metrics(case: Case) -> Judgement:
     """A metric that ranks average, each over its own samples, though they have unequally many."""
     if case.replay is None:
         return Unknown(case.why_no_replay)
+    if isinstance(evaluated_twice(case), Fault):
+        return Unknown("samples are evaluated twice, so no metric can be right.")
     alone, together = _reduced(case.solo.ranks[0]), _reduced(case.replay.ranks[0])
     judged = 0
     for number in sorted(alone.keys() & together.keys()):
         if len(alone[number]) != len(together[number]):
             return Unknown("the runs reduced different numbers of values while evaluating.")
-        if _surplus(case, number):
-            return Unknown("samples are evaluated twice, so no metric can be right.")
         pairs = list(zip(alone[number], together[number], strict=True))
         judged += len(pairs)
+        if any(_like(x, _shown(case.replay, number)) for _, many in pairs for x in many["results"]):
+            continue  # the number of samples is added up beside them, so sums are what is divided
         for one, many in pairs:
             if _differs(one, many, pairs, case.world_size):
                 return _metric_fault(case, one, many)
@@ -221,18 +224,16 @@ def _reduced(log: RankLog) -> dict[int, list[Event]]:
     return found
 
 
-def _surplus(case: Case, number: int) -> bool:
-    assert case.replay is not None
-    counts = []
-    for run in (case.solo, case.replay):
-        counts.append(
-            [
-                sum(e["n"] or 0 for e in log.of("forward-end") if e["evaluation"] == number)
-                for log in run.ranks
-            ]
-        )
-    expected = counts[0][0]
-    return sum(counts[1]) > expected and not all(count == expected for count in counts[1])
+def _shown(run: Run, evaluation: int) -> int:
+    """Samples that all ranks had evaluated when they first reduced something in that evaluation."""
+    total = 0
+    for log in run.ranks:
+        for event in log.of("forward-end", "collective"):
+            if event["evaluation"] == evaluation:
+                if event["k"] == "collective":
+                    break
+                total += event["n"] or 0
+    return total
 
 
 def _differs(one: Event, many: Event, pairs: list[tuple[Event, Event]], world_size: int) -> bool:

@@ -71,6 +71,8 @@ def find_split(case: Case) -> Split | None:
                 for name in points[0][step]
                 if len({each[step].get(name) for each in points}) > 1
             ]
+            if names and not outside and _made_equal(befores, step, names):
+                continue  # an optimizer whose ranks exchange what each has updated
             if names:
                 changed = [
                     rank
@@ -83,6 +85,13 @@ def find_split(case: Case) -> Split | None:
                 ranks = changed if 0 < len(changed) < case.world_size else odd
                 return Split(step, outside, names, ranks)
     return None
+
+
+def _made_equal(befores: list[dict[int, dict[str, str]]], step: int, names: list[str]) -> bool:
+    """Whether weights that differed in an update were equal again when the model was used."""
+    if not all(step in each for each in befores):
+        return True  # the last update, whose end was not seen
+    return all(len({each[step].get(name) for each in befores}) == 1 for name in names)
 
 
 def _loads(case: Case, what: str, split: Split) -> list[tuple[int, Event]]:
