@@ -24,7 +24,7 @@ class Progress:
     """What the watchers of one rank know in common.
 
     Attributes:
-        steps: Updates taken by the first optimizer that took one.
+        steps: Rounds of updates: one of each optimizer, where there are several.
         training_loaders: Those whose batches were followed by a backward.
         ends_by_itself: It is a training of paceline's, which is told its number of steps.
         evaluations: Runs of forwards without gradient, after training or before.
@@ -41,7 +41,7 @@ class Progress:
         self._last_loader: str | None = None
         self._fed = False
         self._evaluating = False
-        self._first_optimizer: int | None = None
+        self._round: set[int] = set()
         self._evaluated_before = 0
         self._empty_laps = 0
 
@@ -72,6 +72,11 @@ class Progress:
         self.evaluations += begins
         return begins
 
+    def number_of(self, optimizer: object) -> int:
+        """The number, from 1, of the step that this optimizer takes next. Collective: none."""
+        begins = not self._round or id(optimizer) in self._round
+        return self.steps + 1 if begins else self.steps
+
     def stepped(self, optimizer: object) -> None:
         """An optimizer has stepped.
 
@@ -80,16 +85,17 @@ class Progress:
 
         Collective: none.
         """
-        if self._first_optimizer is None:
-            self._first_optimizer = id(optimizer)
-        if self._first_optimizer == id(optimizer):
-            self.steps += 1
-            if self.steps <= self.plan.steps:
-                self._evaluated_before = self.evaluations
-            late = not self._fed or self.steps > self.plan.steps + _GRACE_STEPS
-            if self.is_over and late and not self.ends_by_itself:
-                self.end()
-            self._fed = False
+        number = self.number_of(optimizer)
+        if number == self.steps:
+            self._round.add(id(optimizer))
+            return
+        self.steps, self._round = number, {id(optimizer)}
+        if self.steps <= self.plan.steps:
+            self._evaluated_before = self.evaluations
+        late = not self._fed or self.steps > self.plan.steps + _GRACE_STEPS
+        if self.is_over and late and not self.ends_by_itself:
+            self.end()
+        self._fed = False
 
     def begins_again(self) -> None:
         """A training loader is asked for another pass after the wanted steps.

@@ -43,7 +43,7 @@ class _Watch:
         self._root: torch.nn.Module | None = None
         self._facts: dict[str, Any] = {}
         self._forwards = 0
-        self._looked_at = -1
+        self._looked_at: dict[int, int] = {}
 
     def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._root is None and self._is_model(module):
@@ -86,8 +86,8 @@ class _Watch:
         }
         if tensors:
             self._facts["rows"] = [digest(row) for row in tensors[0][:_MAX_ROWS]]
-        if trains and self._looked_at != self._progress.steps:
-            self._looked_at = self._progress.steps
+        if trains and self._looked_at.get(number) != self._progress.steps:
+            self._looked_at[number] = self._progress.steps
             self._facts["params"] = parameter_digests(unwrap(module))
             self._facts["devices"] = sorted({str(p.device) for p in module.parameters()})
             self._facts["cores"] = sorted(os.sched_getaffinity(0))

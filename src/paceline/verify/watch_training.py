@@ -41,6 +41,7 @@ def install(progress: Progress, models: Models, changes: Changes) -> None:
     kinds: list[tuple[Any, str]] = [(torch.nn.Module, "model"), (Optimizer, "optimizer")]
     for kind, word in kinds:
         kind.load_state_dict = watch.loading(word, kind.load_state_dict)
+        kind.zero_grad = watch.zeroing(kind.zero_grad)
 
 
 class _Watch:
@@ -61,7 +62,7 @@ class _Watch:
         }
         self._recorder.write(
             "step",
-            s=self._progress.steps + 1,
+            s=self._progress.number_of(optimizer),
             optimizer=type(optimizer).__name__,
             at=place(),
             lrs=[float(group["lr"]) for group in optimizer.param_groups],
@@ -80,7 +81,8 @@ class _Watch:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        self._recorder.write("stepped", s=self._progress.steps + 1, params=digests)
+        number = self._progress.number_of(optimizer)
+        self._recorder.write("stepped", s=number, params=digests)
         self._progress.stepped(optimizer)
         self._changes.start()
 
@@ -133,6 +135,14 @@ class _Watch:
                     "schedule", at=place(), type=type(schedule).__name__, lrs=rates
                 )
             return result
+
+        return watched
+
+    def zeroing(self, zero: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(zero)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._recorder.write("zero")
+            return zero(*args, **kwargs)
 
         return watched
 

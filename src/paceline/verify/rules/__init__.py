@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from paceline.verify.rules import data, flow, gradient, state
+from paceline.verify.rules import data, flow, gradient, state, update
 from paceline.verify.rules.judgement import Rule
 
 COLLECTIVES = Rule("collective on some ranks only", flow.collectives)
-ONE_RANK = Rule("clipped or stepped on one rank", gradient.one_rank_alone)
+ONE_RANK = Rule("clipped or stepped on one rank", update.one_rank_alone)
 
 # In the order in which faults are shown: what came first in a training stands first.
 RULES = (
@@ -22,7 +22,7 @@ RULES = (
     Rule("no_sync on the last micro-batch", gradient.not_reduced_last),
     Rule("no_sync around backward only", gradient.no_sync_too_late),
     Rule("parameter added after wrapping", gradient.unreduced_parameter),
-    Rule("clipping before unscaling", gradient.clipped_scaled),
+    Rule("clipping before unscaling", update.clipped_scaled),
     ONE_RANK,
     Rule("checkpoint loaded on one rank", state.loaded_on_one_rank),
     Rule("weights changed outside the optimizer", state.changed_outside),

@@ -14,8 +14,6 @@ from paceline.verify.rules.judgement import (
     Judgement,
     Sound,
     Unknown,
-    outliers,
-    updates,
     windows,
 )
 
@@ -334,66 +332,3 @@ def unreduced_parameter(case: Case) -> Judgement:
     if not log.of("ddp"):
         return Sound("the model is not wrapped in DDP.")
     return Sound("DDP reduces every parameter that is trained.")
-
-
-def clipped_scaled(case: Case) -> Judgement:
-    """Gradients are clipped while the loss scale is still in them."""
-    clips = 0
-    for run in (case.ordinary, case.solo):
-        for log in run.ranks:
-            for event in log.of("clip"):
-                clips += 1
-                if event["scale"] != 1:
-                    step = sum(e["k"] == "step" for e in log.events[: log.events.index(event)]) + 1
-                    return Fault(
-                        what="gradients are clipped before they are unscaled.",
-                        at=event["at"],
-                        ranks=range(run.plan.world_size),
-                        step=step,
-                        why=f"they are still {event['scale']:g} times too large, so the bound cuts off "
-                        "nearly all of them.",
-                        fix="call scaler.unscale_(optimizer) before clipping.",
-                        evidence=f"the norm at the clip was {event['norm']:.4g}, scale included"
-                        if event["norm"] is not None
-                        else f"the scale at the clip was {event['scale']:g}",
-                    )
-    return Sound(f"{clips} clips, all of unscaled gradients." if clips else "nothing is clipped.")
-
-
-def one_rank_alone(case: Case) -> Judgement:
-    """One rank clips, unscales or steps where the others do not."""
-    each = [updates(log) for log in case.ranks]
-    for number, across in enumerate(zip(*each, strict=False), 1):
-        did = [tuple(e["k"] for e in after[1:]) for after in across]
-        odd = outliers(did)
-        if not odd or number == min(map(len, each)):
-            continue  # equal, or the last one seen, in whose midst the run may have ended
-        usual = next(did[rank] for rank in range(len(did)) if rank not in odd)
-        calls = [e for after in across for e in after[1:]]
-        differing = [e for e in calls if (e["k"] in did[odd[0]]) != (e["k"] in usual)]
-        step = 1 + sum(e["k"] == "step" for after in each[0][: number - 1] for e in after)
-        return Fault(
-            what=f"in step {step} the ranks do different things: {_did(did)}.",
-            at=(differing or calls)[0]["at"],
-            ranks=odd,
-            step=step,
-            why="gradients are equal on all ranks after their sum; what one rank alone does to them "
-            "makes its weights differ.",
-            fix="clip, unscale and step on every rank; decide on values that all ranks share.",
-            evidence="; ".join(f"rank {r}: {' '.join(d) or 'nothing'}" for r, d in enumerate(did)),
-        )
-    return Sound("all ranks unscaled, clipped and stepped alike.")
-
-
-def _did(did: list[tuple[str, ...]]) -> str:
-    words = {
-        "clip": "clipped",
-        "scaler-unscale": "unscaled",
-        "step": "updated",
-        "scaler-step": "used the scaler",
-    }
-    for kind, word in words.items():
-        having = [rank for rank, kinds in enumerate(did) if kind in kinds]
-        if 0 < len(having) < len(did):
-            return f"{'rank' if len(having) == 1 else 'ranks'} {', '.join(map(str, having))} alone {word}"
-    return "in another order or number"

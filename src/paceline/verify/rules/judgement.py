@@ -108,16 +108,22 @@ def outliers(values: Sequence[Any]) -> list[int]:
 
 
 def windows(log: RankLog) -> list[list[Event]]:
-    """A rank's backwards and what follows them up to the next backward, in order: its updates.
+    """A rank's backwards and what follows them up to the next ones, in order: its updates.
 
-    Collective: none.
+    Gradients that were set to zero without an update are in no window. Collective: none.
     """
     found: list[list[Event]] = []
-    for event in log.of("backward", "scaler-unscale", "clip", "scaler-step", "step"):
-        follows = bool(found) and found[-1][-1]["k"] == "backward"
-        if not found or (event["k"] == "backward" and not follows):
-            found.append([])
-        found[-1].append(event)
+    fresh = True
+    for event in log.of("backward", "zero", "scaler-unscale", "clip", "scaler-step", "step"):
+        if event["k"] == "zero":
+            fresh = True
+        elif event["k"] == "backward":
+            if fresh or not found or found[-1][-1]["k"] != "backward":
+                found.append([])
+            fresh = False
+            found[-1].append(event)
+        elif found:
+            found[-1].append(event)
     return found
 
 
