@@ -93,7 +93,7 @@ class Planner:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor. Collective: none."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_sharded(tensor: Any) -> bool:

@@ -197,10 +197,14 @@ class Checkpoints:
 
         Collective: all ranks, when they leave.
         """
-        if self._flight is not None and job.failed and job.world_size > 1:
-            self._flight.cancel()
+        if not job.failed:
+            self.finish(job)
+        elif (save := self._flight) is not None:
             self._flight = None
-        self.finish(job)
+            if job.world_size > 1:
+                save.cancel()
+            elif (verdict := save.wait()) is not None and verdict.kind != "saved":
+                log.logger.warning("%s", self._error(job, save, verdict))
 
     def resume(
         self,

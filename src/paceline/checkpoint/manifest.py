@@ -140,9 +140,11 @@ def parse(text: str, where: str) -> Manifest:
 
 def _is_foreign(text: str) -> bool:
     """Whether this is somebody else's JSON, rather than ours with an error in it."""
+    if text.startswith(_HEAD) or '"paceline": "checkpoint"' in text:
+        return False  # one wrong bit is in one of the two at most
     try:
-        return "checkpoint" not in json.loads(text).values()
-    except (ValueError, AttributeError):
+        return isinstance(json.loads(text), dict)
+    except ValueError:
         return False
 
 
