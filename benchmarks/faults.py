@@ -1,6 +1,6 @@
 """Kill a process while it saves, and look whether anything was lost.
 
-    python benchmarks/faults.py [--random 800] [--calls 200] [--ranks 20] [--seed 1]
+    python benchmarks/faults.py [--random 900] [--calls 200] [--ranks 20] [--seed 1]
 
 A child saves steps 1, 2, 3, ... with `keep=2` and says each that is saved; it is killed (SIGKILL). Then what
 is there must be whole, equal to what was saved, and hold the last step that the child said. **random**: after
@@ -182,7 +182,7 @@ def rank_kills(count: int, rng: random.Random) -> Counter[str]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, count in (("random", 800), ("calls", 200), ("ranks", 20)):
+    for name, count in (("random", 900), ("calls", 200), ("ranks", 20)):
         options.add_argument(f"--{name}", type=int, default=count)
     options.add_argument("--seed", type=int, default=1)
     args = options.parse_args()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ftp_server import serve
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
@@ -290,3 +291,20 @@ def test_ranks_that_see_different_folders_are_told_so(tmp_path: Path) -> None:
     for outcome in run_failing_ranks(_elsewhere, str(tmp_path), nproc=2):
         assert isinstance(outcome.error, SaveFailed | PeerFailed), outcome.text
         assert "rank-1.bin" in str(outcome.error)
+
+
+def test_ranks_save_to_a_server_and_resume_from_it(tmp_path: Path) -> None:
+    with serve(tmp_path) as url:
+        run_ranks(_saves_once, f"{url}/runs/a", nproc=2)
+        want = run_ranks(_remote, f"{url}/runs/a", 3, nproc=2)
+        assert want == [[2, 3]] * 2
+        damaged = tmp_path / "runs/a/step-3/rank-1.bin"
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        assert run_ranks(_remote, f"{url}/runs/a", 4, nproc=3) == [[3, 4]] * 3
+    assert sorted(os.listdir(tmp_path / "runs/a")) == ["damaged-3", "step-2", "step-3", "step-4"]
+
+
+def _remote(job: Any, folder: str, until: int) -> list[int]:
+    numbers: list[int] = []
+    _train(_training(job, folder, every_steps=1), lambda s: numbers.append(s.number), until=until)
+    return numbers

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.checkpoint.manifest import NAME, Damaged, Manifest
+
+_one_at_a_time = threading.RLock()
 
 
 class Store(Protocol):
@@ -132,9 +135,13 @@ class LocalStore:
 
 @contextlib.contextmanager
 def _storage_errors() -> Iterator[None]:
-    """Whatever a file system of fsspec raises is an OSError here."""
+    """Whatever a file system of fsspec raises is an OSError here; one call at a time.
+
+    Some have one connection, which instances and threads share.
+    """
     try:
-        yield
+        with _one_at_a_time:
+            yield
     except OSError:
         raise
     except Exception as error:
@@ -179,7 +186,7 @@ class RemoteStore:
     @_storage_errors()
     def write(self, path: str, parts: Iterable[memoryview | bytes]) -> None:
         full = self._path(path)
-        self._fs.makedirs(full.rpartition("/")[0], exist_ok=True)
+        self._make(full.rpartition("/")[0])
         with self._fs.open(full, "wb") as file:
             for part in parts:
                 file.write(part)
@@ -189,14 +196,28 @@ class RemoteStore:
 
     @_storage_errors()
     def rename(self, old: str, new: str) -> None:
-        self._fs.makedirs(self._path(new).rpartition("/")[0], exist_ok=True)
+        self._make(self._path(new).rpartition("/")[0])
         self._fs.mv(self._path(old), self._path(new), recursive=True)
 
     @_storage_errors()
     def remove(self, path: str) -> None:
+        if path.rsplit("/", maxsplit=1)[-1] in self.names(
+            path.rpartition("/")[0]
+        ) and self._fs.isfile(self._path(path)):
+            self._fs.rm_file(self._path(path))
+            return
         if NAME in self.names(path):
             self._fs.rm_file(self._path(f"{path}/{NAME}"))  # from here on it was never saved
         self._fs.rm(self._path(path), recursive=True)
+
+    def _make(self, folder: str) -> None:
+        for attempt in range(3):
+            try:
+                self._fs.makedirs(folder, exist_ok=True)
+            except Exception:  # mostly another rank was first, for a part of the path
+                self._fs.invalidate_cache()
+                if attempt == 2 and not self._fs.isdir(folder):
+                    raise
 
     def free_bytes(self) -> int | None:
         return None
