@@ -211,9 +211,9 @@ def test_a_last_save_that_fails_is_an_error_with_its_exit_code(tmp_path: Path) -
 
 
 def _poisoned(job: Any, folder: str) -> None:
-    training = _training(job, folder, every_steps=3)
+    training = _training(job, folder)
     model = paceline.unwrap(training.models[0])
-    for step in training.steps(until=500):
+    for step in training.steps():  # without end, so that nothing but the control word can tell
         for x, y in step:
             loss = F.mse_loss(training.models[0](x), y, reduction="sum")
             step.backward(loss, count=len(y))
@@ -221,6 +221,7 @@ def _poisoned(job: Any, folder: str) -> None:
         if step.number == 6:
             frozen = nn.Parameter(torch.tensor([1.0, float("nan")]), requires_grad=False)
             model.register_parameter("frozen", frozen)
+            training.save()
 
 
 def test_an_error_in_the_background_is_raised_on_all_ranks_soon(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_soon(tmp_path: Path) 
         assert isinstance(outcome.error, NonFinite), outcome.text
         assert outcome.error.parameters == ["frozen"]
         assert outcome.error.step == 6
-    assert committed(open_store(tmp_path)) == [3]
+    assert committed(open_store(tmp_path)) == []
 
 
 def _timed(job: Any, folder: str, every_s: Any) -> int:
