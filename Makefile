@@ -42,6 +42,8 @@ bench: $(STAMP)
 	$(PIP) -e '.[bench]'
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/reproducible.py
+	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/faults.py
 
 clean:
 	rm -rf $(VENV) runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

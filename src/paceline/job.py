@@ -41,6 +41,7 @@ class Job:
         group: the process group of all ranks, None in a job of one process.
         control: a Gloo group of all ranks for small host values, None in a job of one process.
         store: the job's key-value store, None in a job of one process.
+        failed: whether it is being left because of an error.
         threads_chosen: whether the number of threads was chosen for this rank rather than set by the
             user.
 
@@ -66,6 +67,7 @@ class Job:
         self.peers: Peers | None = None
         self.threads_chosen = False
         self.alive = True
+        self.failed = False
         self.left_loop: tuple[int, bool] | None = None  # the step, and whether it was updated
         self._on_leave: list[Callable[[], None]] = []
         self._variables: list[str] = []
@@ -145,6 +147,7 @@ class Job:
         """
         if not self.alive:
             return
+        self.failed = True
         if self.peers is not None:
             hooks.mark(self.peers, error)
         self._run_leave_actions()
