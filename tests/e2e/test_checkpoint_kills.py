@@ -32,12 +32,16 @@ def test_no_kill_tears_or_loses_a_checkpoint() -> None:
     assert _counts(100, random=20, calls=0, ranks=0)["random"] == {"whole": 20}
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+
+
+@needs_strace
 def test_no_kill_at_a_system_call_tears_or_loses_a_checkpoint() -> None:
     # The first call of each kind, and the second of those that write.
     assert _counts(100, random=0, calls=20, ranks=0)["calls"]["whole"] == 20
 
 
+@needs_strace
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_of_1000_kills_none_tears_or_loses_a_checkpoint() -> None:
