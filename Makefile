@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo check test test-all bench clean
+.PHONY: help setup demo check test test-all test-torch bench clean
 
 help:
 	@echo "make setup     build .venv with the paceline command in it"
@@ -13,6 +13,7 @@ help:
 	@echo "make check     format, lint, types, layering"
 	@echo "make test      unit, dist and e2e tests"
 	@echo "make test-all  those and the long ones"
+	@echo "make test-torch  torch's own suite of backends on shm"
 	@echo "make bench     measure against hand-written loops and other frameworks"
 
 setup: $(STAMP)
@@ -38,11 +39,16 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q
 
+test-torch: $(STAMP)
+	PACELINE_TORCH_SUITE=1 $(BIN)/python -m pytest -q tests/dist/test_shm_torch.py
+
 bench: $(STAMP)
 	$(PIP) -e '.[bench]'
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/reproducible.py
 	$(BIN)/python benchmarks/allreduce.py
+	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/faults.py
 
 clean:
 	rm -rf $(VENV) runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

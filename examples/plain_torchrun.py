@@ -34,6 +34,7 @@ def main() -> None:
     sampler = DistributedSampler(train, shuffle=True, seed=7)
     loader = DataLoader(train, batch_size=64 // world_size, sampler=sampler)
     model = DistributedDataParallel(make_model().to(device))
+    torch.manual_seed(7 + rank)  # each rank its own dropout masks
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     for epoch in range(EPOCHS):

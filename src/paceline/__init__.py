@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.parallel.ddp import unwrap as unwrap
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
     from paceline.spawning import spawn as spawn
+    from paceline.state import load_weights as load_weights
     from paceline.trainer import PerToken as PerToken
     from paceline.trainer import Trainer as Trainer
     from paceline.trainer import Validation as Validation
@@ -42,6 +43,7 @@ _HOMES = {
     "evaluate": "paceline.evaluation",
     "gather": "paceline.collectives",
     "join": "paceline.job",
+    "load_weights": "paceline.state",
     "on_rank0": "paceline.collectives",
     "spawn": "paceline.spawning",
     "sync_batchnorm": "paceline.parallel.syncbn",

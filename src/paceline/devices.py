@@ -47,7 +47,7 @@ def choose_device(asked: str | torch.device | None, where: environment.Place) ->
     return torch.device(device.type, index)
 
 
-def choose_backend(asked: str | None, device: torch.device, *, one_host: bool) -> str:
+def choose_backend(asked: str | None, device: torch.device) -> str:
     """The backend string for torch: what was asked for, here or by `PACELINE_BACKEND`, else by device.
 
     Raises:
@@ -58,8 +58,7 @@ def choose_backend(asked: str | None, device: torch.device, *, one_host: bool) -
     shm.register()
     asked = asked or os.environ.get("PACELINE_BACKEND")
     if asked is None:
-        on_cpu = shm.NAME if one_host else "gloo"
-        by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": on_cpu}
+        by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "gloo"}
         asked = by_device[device.type]
     for part in asked.split(","):
         name = part.rpartition(":")[2]

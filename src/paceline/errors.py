@@ -14,6 +14,7 @@
     |-- GradientError                parameters that would silently not be trained together
     |-- EvaluationError              a validation that did not see each sample once
     |-- CheckpointError              a checkpoint that cannot be written or read
+    |   `-- SaveFailed               the storage failed; exit code 74
     |-- RankDisagreement (RuntimeError)   ranks hold different values of what must be equal
     |-- PeerFailed (RuntimeError)    another rank failed first; this one only follows
     `-- CollectiveTimeout (RuntimeError)  a rank did not arrive in time
@@ -119,6 +120,12 @@ class EvaluationError(PacelineError):
 
 class CheckpointError(PacelineError):
     """A checkpoint that cannot be written or read (`path`)."""
+
+
+class SaveFailed(CheckpointError):
+    """The storage failed, and the state could not be saved (`path`, `step`)."""
+
+    exit_code = 74  # EX_IOERR of sysexits.h
 
 
 class RankDisagreement(PacelineError, RuntimeError):

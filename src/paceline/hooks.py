@@ -45,7 +45,7 @@ class End:
         if dist.is_initialized():
             distributed_c10d._abort_process_group()  # the others' collectives break now, and they ask
         self.peers.linger()
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else getattr(error, "exit_code", 1))
 
 
 _installed: End | None = None

@@ -41,6 +41,7 @@ class Job:
         group: the process group of all ranks, None in a job of one process.
         control: a Gloo group of all ranks for small host values, None in a job of one process.
         store: the job's key-value store, None in a job of one process.
+        failed: whether it is being left because of an error.
         threads_chosen: whether the number of threads was chosen for this rank rather than set by the
             user.
 
@@ -66,6 +67,7 @@ class Job:
         self.peers: Peers | None = None
         self.threads_chosen = False
         self.alive = True
+        self.failed = False
         self.left_loop: tuple[int, bool] | None = None  # the step, and whether it was updated
         self._on_leave: list[Callable[[], None]] = []
         self._variables: list[str] = []
@@ -145,6 +147,7 @@ class Job:
         """
         if not self.alive:
             return
+        self.failed = True
         if self.peers is not None:
             hooks.mark(self.peers, error)
         self._run_leave_actions()
@@ -245,7 +248,7 @@ def join(
             seeded too, so that weights drawn next are the same everywhere.
         device: "cpu", "cuda", "xpu", or None for the best there is. An index is chosen by local rank.
         backend: A backend of torch.distributed; None chooses by device ("nccl" and "gloo" on CUDA,
-            "xccl" and "gloo" on XPU, "shm" on CPU, "gloo" where its ranks are on several hosts).
+            "xccl" and "gloo" on XPU, "gloo" on CPU). "shm" is for CPU ranks of one host.
         timeout_s: How long a collective may wait, in seconds.
 
     Raises:
@@ -264,7 +267,7 @@ def join(
         raise ConfigError(f"timeout_s must be more than 0, got {timeout_s}.")
     where = environment.read(os.environ)
     chosen = choose_device(device, where)
-    names = choose_backend(backend, chosen, one_host=where.one_host)
+    names = choose_backend(backend, chosen)
     job = Job(where, chosen, seed=seed, timeout_s=timeout_s)
     try:
         if chosen.type != "cpu":

@@ -7,6 +7,8 @@ every training. Numpy and Python give the same numbers.
 
 from __future__ import annotations
 
+import json
+import random
 from typing import Any
 
 import numpy as np
@@ -73,3 +75,29 @@ def default_generator(device: torch.device) -> torch.Generator:
     module.init()
     generator: torch.Generator = module.default_generators[device.index]
     return generator
+
+
+def snapshot(device: torch.device) -> torch.Tensor:
+    """The state of the generators of torch (CPU and `device`), NumPy and Python; uint8, shape (n,).
+
+    Collective: none.
+    """
+    kind, words, *rest = np.random.get_state(legacy=True)
+    states = {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(words).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "device": [] if device.type == "cpu" else default_generator(device).get_state().tolist(),
+    }
+    return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
+
+
+def restore(device: torch.device, saved: torch.Tensor) -> None:
+    """Set the generators as `snapshot` found them; `device`'s where there was one. Collective: none."""
+    states = json.loads(bytes(saved.numpy()))
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if device.type != "cpu" and states["device"]:
+        default_generator(device).set_state(torch.tensor(states["device"], dtype=torch.uint8))

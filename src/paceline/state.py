@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.checkpoint.export import read_weights
 from paceline.data.plan import Position
 from paceline.errors import CheckpointError
 from paceline.parallel import ddp as parallel
@@ -69,6 +72,61 @@ def load(training: Training, saved: dict[str, Any], kept: dict[str, Any]) -> tup
     return saved["step"], Position(*saved["position"])
 
 
+def tensors(
+    models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, torch.Tensor]:
+    """What is saved of models and optimizers now, by the path that it has in a state.
+
+    Collective: none.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for number, model in enumerate(models):
+        for name, value in parallel.unwrap(model).state_dict().items():
+            if isinstance(value, torch.Tensor):
+                found[f"models.{number}.{name}"] = value
+    for number, optimizer in enumerate(optimizers):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    found[f"optimizers.{number}.state.{index}.{name}"] = value
+    return found
+
+
+def like(
+    models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> Callable[[str], torch.Tensor | None]:
+    """For a path in a state, a tensor that is sharded as what is there will be.
+
+    A new optimizer has no state yet; what it will have for a parameter is sharded as that is.
+
+    Collective: none.
+    """
+    known = tensors(models, [])
+    for number, optimizer in enumerate(optimizers):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        known |= {f"optimizers.{number}.state.{i}": p for i, p in enumerate(parameters)}
+    return lambda path: known.get(path, known.get(path.rpartition(".")[0]))
+
+
+def load_weights(model: torch.nn.Module, path: str | Path, *, number: int = 0) -> None:
+    """Give a model the weights in a file (`.pth`, `.safetensors`) or a checkpoint; nothing else.
+
+    Args:
+        model: Wrapped or not; names with and without `module.` both fit.
+        path: Of the file, of a folder of checkpoints (the newest), of one `step-N`, or its URL.
+        number: Of the model in a checkpoint that has several.
+
+    Raises:
+        CheckpointError: there are no weights, or of another model; the model is untouched then.
+
+    Collective: none; call it on all ranks.
+    """
+    weights = read_weights(path, number)
+    _refuse_other_shapes([model], [weights])
+    parallel.unwrap(model).load_state_dict(weights)
+
+
 def _refuse_other(training: Training, saved: dict[str, Any], kept: dict[str, Any]) -> None:
     job = training.job
     if saved.get("version") != _VERSION:
@@ -94,11 +152,23 @@ def _refuse_other(training: Training, saved: dict[str, Any], kept: dict[str, Any
             why="the bits of a training depend on it from the first step.",
             fix="use the setting of the run that saved it, or resume='never'.",
         )
-    _refuse_other_shapes(training, saved)
+    _refuse_other_shapes(training.models, saved["models"])
+    for number, (track, state) in enumerate(
+        zip(training.tracks.values(), saved["optimizers"], strict=True)
+    ):
+        ours, theirs = (
+            [len(group["params"]) for group in groups]
+            for groups in (track.optimizer.param_groups, state["param_groups"])
+        )
+        if ours != theirs:
+            raise CheckpointError(
+                f"optimizer {number} has groups of {ours} parameters, the checkpoint of {theirs}.",
+                fix="build the optimizer that was saved, or resume='never'.",
+            )
 
 
-def _refuse_other_shapes(training: Training, saved: dict[str, Any]) -> None:
-    for model, state in zip(training.models, saved["models"], strict=True):
+def _refuse_other_shapes(models: Sequence[torch.nn.Module], saved: Sequence[Any]) -> None:
+    for model, state in zip(models, saved, strict=True):
         own = parallel.unwrap(model).state_dict()
         for name in sorted(set(own) | set(state)):
             ours, theirs = (_shape(d.get(name)) for d in (own, state))

@@ -239,6 +239,7 @@ class Step:
             self.grad_norm = clip.scale_and_clip(gradients, factor=factor, clip_norm=clip_norm)
             if self.grad_norm is not None:
                 training.check_norm(self.grad_norm, track, self._where)
+        training.saving.staged()
         training.precision.step(track.optimizer)
         tally.updated = True
         self._left -= 1

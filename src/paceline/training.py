@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from paceline import collectives, log, state
-from paceline.checkpoint.manager import Checkpoints, write_file
+from paceline.checkpoint.export import write_file
+from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
 from paceline.data.plan import Position
 from paceline.data.steps import PlannedStep
@@ -26,6 +27,7 @@ from paceline.parallel.buffers import equalize_buffers
 from paceline.report.report import Report, refuse_values
 from paceline.reproducing import Reproducing
 from paceline.rng import MICRO_BATCH, default_generator, key, pair_seed
+from paceline.saving import Saving
 from paceline.step import clip, weight
 from paceline.step.control import Control, Word
 from paceline.step.precision import Precision
@@ -35,7 +37,6 @@ from paceline.tracks import (
     Track,
     check_models,
     make_tracks,
-    refuse_non_finite_weights,
     refuse_static_accumulation,
 )
 
@@ -120,8 +121,7 @@ class Training:
         self._divisor = 0.0
         self._weight = torch.zeros(())
         self._kept: dict[str, Any] = {}
-        self._checkpoints = checkpoints
-        self._resumed = checkpoints is None
+        self.saving = Saving(self, checkpoints)
         self._report = Report(job)
         self._stopping = False
         self._open_step: Step | None = None
@@ -239,6 +239,13 @@ class Training:
         self.number, self._start = state.load(self, saved, self._kept)
         self._last = None
 
+    def save(self, *, best: bool = False) -> None:
+        """Save after the step in progress, whatever is due; `best` keeps it until a better one is saved.
+
+        Collective: all ranks, inside the loop, in the same step.
+        """
+        self.saving.request(best=best)
+
     def export(self, path: str | Path) -> None:
         """Write the weights alone to one file, under the model's own names, for `torch.load` anywhere.
 
@@ -315,15 +322,14 @@ class Training:
         self.number = step.number
         self._last = planned
         loss, count = step.local_loss()
+        self.saving.tell()
         for word in self.control.end_step(step.number, loss, count, now=now):
             self._take(word)
-        if self._checkpoints is not None and self._checkpoints.is_due(
-            step.number, epoch=self.position.epoch, ends_epoch=step.ends_epoch
-        ):
-            self._save()
+        self.saving.step_ended(step.number, ends_epoch=step.ends_epoch)
 
     def _take(self, word: Word) -> None:
         self._stopping = self._stopping or word.stop
+        self.saving.take(word)
         if self.count == "tokens" and word.totals[-1].count > 0 and self.reproducing is None:
             # Of the first optimizer; for others any power of two gives the same bits.
             divisor = weight.divisor_for_tokens(word.totals[-1].count)
@@ -335,25 +341,11 @@ class Training:
         """End a loop that ran to its end: exchange what is left, save the last step."""
         for word in self.control.flush(self.number):
             self._take(word)
-        if self._checkpoints is not None and self._checkpoints.last_saved != self.number:
-            self._save()
-        else:
-            refuse_non_finite_weights(self.job, self.models, self.number)
+        self.saving.loop_ended()
         self._report.end()
 
-    def _save(self) -> None:
-        assert self._checkpoints is not None
-        refuse_non_finite_weights(self.job, self.models, self.number)
-        for model in self.models:
-            equalize_buffers(self.job, model)
-        self._checkpoints.save(self.job, self.number, self.state_dict())
-
     def _resume(self) -> None:
-        if self._resumed:
-            return
-        self._resumed = True
-        assert self._checkpoints is not None
-        saved = self._checkpoints.resume(self.job)
+        saved = self.saving.resume()
         if saved is not None:
             self.load_state_dict(saved)
             log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)

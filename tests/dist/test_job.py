@@ -224,11 +224,11 @@ def test_a_device_that_is_not_there() -> None:
 
 
 def test_backends() -> None:
-    assert choose_backend(None, torch.device("cpu"), one_host=True) == "shm"
-    assert choose_backend(None, torch.device("cpu"), one_host=False) == "gloo"
+    assert choose_backend(None, torch.device("cpu")) == "gloo"
+    assert choose_backend("shm", torch.device("cpu")) == "shm"
     if not dist.is_mpi_available():
         with pytest.raises(ConfigError) as caught:
-            choose_backend("mpi", torch.device("cpu"), one_host=True)
+            choose_backend("mpi", torch.device("cpu"))
         assert caught.value.backend == "mpi"
     with pytest.raises(ConfigError):
-        choose_backend("carrier-pigeon", torch.device("cpu"), one_host=True)
+        choose_backend("carrier-pigeon", torch.device("cpu"))

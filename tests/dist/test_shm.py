@@ -131,6 +131,11 @@ def _call(
     return out, dist.all_to_all_single(out[0], rows, takes, gives, **options)
 
 
+@pytest.fixture(autouse=True)
+def _on_shm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_BACKEND", "shm")
+
+
 def _groups(job: Job, backend: str) -> list[Any]:
     """All ranks; all but the last; the last and the first, in this order of creation everywhere."""
     everyone = dist.new_group(backend=backend)

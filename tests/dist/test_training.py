@@ -513,7 +513,7 @@ def test_resume_never_starts_anew_and_keeps_what_was_there(tmp_path: Path) -> No
     first = run_ranks(_resumed, folder, 4, "auto", nproc=2)[0]
     again = run_ranks(_resumed, folder, 4, "never", nproc=2)[0]
     assert again == first
-    assert (tmp_path / "before-1" / "step-4" / "state.pt").exists()
+    assert (tmp_path / "before-1" / "step-4" / "manifest.json").exists()
 
 
 def test_the_final_weights_load_anywhere(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from importlib import import_module
 
 import paceline
 
-COMMANDS = ("run",)
+COMMANDS = ("run", "verify", "ckpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

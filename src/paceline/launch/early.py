@@ -107,7 +107,7 @@ def check_script(script: str, *, module: bool) -> None:
         raise ConfigError(
             f"there is no script {script!r}.",
             where=f"seen from {os.getcwd()}",
-            fix="options of `paceline run` come before the script, its own after it.",
+            fix="paceline's options come before the script, its own after it.",
         )
     if os.path.isdir(script):
         if not os.path.exists(os.path.join(script, "__main__.py")):

@@ -114,6 +114,8 @@ def main() -> NoReturn:
     if not faulthandler.is_enabled():
         faulthandler.enable(all_threads=False)
     sys.argv = order["argv"]
+    if watcher := os.environ.pop("PACELINE_BEFORE", ""):
+        importlib.import_module(watcher).install(control)
     _status = _run(order, control)
     sys.exit(_status)
 

@@ -20,6 +20,7 @@ from paceline.job import Job
 
 WORDS_PER_S = 10.0
 MAX_STEPS_PER_WORD = 128
+_HEAD = 4  # stop, step_s, save, trouble
 _MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
 
 
@@ -37,6 +38,8 @@ class Word:
     """What all ranks know after an exchange."""
 
     stop: bool
+    save: bool
+    trouble: bool
     totals: list[StepTotal]
     step_s: float
 
@@ -44,12 +47,18 @@ class Word:
 class Control:
     """Collects what this rank has to say, and exchanges it.
 
+    Attributes:
+        save: set where it is time to save; goes out with the next word.
+        trouble: set where a save in the background failed; goes out with the next word.
+
     Collective: all ranks call `end_step` after every step, with the same numbers.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._stop = False
+        self.save = False
+        self.trouble = False
         self._losses: list[torch.Tensor | None] = []
         self._counts: list[float | torch.Tensor] = []
         self._first = 0
@@ -105,15 +114,19 @@ class Control:
     def _send(self, step: int) -> None:
         size = len(self._losses)
         elapsed = time.perf_counter() - self._began
-        word = torch.zeros(2 + 3 * size, dtype=torch.float64)
+        word = torch.zeros(_HEAD + 3 * size, dtype=torch.float64)
         sums = _to_host(self._losses)
         word[0] = float(self._stop)
         word[1] = elapsed / size
-        word[2 : 2 + size] = sums
-        word[2 + size : 2 + 2 * size] = torch.tensor([float(count) for count in self._counts])
+        word[2] = float(self.save)
+        word[3] = float(self.trouble)
+        self.save = self.trouble = False
+        losses, counts, bits = word[_HEAD:].view(3, size)
+        losses.copy_(sums)
+        counts.copy_(torch.tensor([float(count) for count in self._counts]))
         if self._job.rank < _MAX_RANKS_NAMED:
             # A NaN spreads over all ranks within a step, so who had it first is told step by step.
-            word[2 + 2 * size :] = (~torch.isfinite(sums)).double() * float(1 << self._job.rank)
+            bits += (~torch.isfinite(sums)).double() * float(1 << self._job.rank)
         work: dist.Work | None = None
         if self._job.control is not None:
             work = dist.all_reduce(word, group=self._job.control, async_op=True)
@@ -132,7 +145,7 @@ class Control:
                 self._job.reraise(error)
         numbers = word.tolist()
         step_s = numbers[1] / self._job.world_size
-        sums, counts = numbers[2 : 2 + size], numbers[2 + size : 2 + 2 * size]
+        sums, counts, bits = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(3))
         for i, total in enumerate(sums):
             if counts[i] == 0:
                 raise CountError(
@@ -141,12 +154,13 @@ class Control:
                     step=first + i,
                 )
             if not math.isfinite(total):
-                raise _non_finite(first + i, total, int(numbers[2 + 2 * size + i]))
+                raise _non_finite(first + i, total, int(bits[i]))
         totals = [StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)]
         steps = round(1 / (WORDS_PER_S * max(step_s, 1e-6)))
         self._every = min(MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
-        return [Word(stop=numbers[0] > 0, totals=totals, step_s=step_s)]
+        stop, save, trouble = (numbers[i] > 0 for i in (0, 2, 3))
+        return [Word(stop=stop, save=save, trouble=trouble, totals=totals, step_s=step_s)]
 
 
 def _non_finite(step: int, total: float, rank_bits: int) -> NonFinite:

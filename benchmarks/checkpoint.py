@@ -1,0 +1,180 @@
+"""What a save of 210 MB costs a training: Paceline against `dcp.async_save` and `torch.save`.
+
+    python benchmarks/checkpoint.py [--rounds 9] [--nproc 1 2]
+
+An MLP whose parameters and AdamW moments are 210 MB trains; every 20th step is followed by a save. **stall**:
+what the step boundary and the step after it take over the median step. **steps**: the median of the 19 steps
+after that, over the same steps of a training that does not save. **until saved**: from the step boundary to
+the end of the write, waited for between rounds, so that no side writes into another's time. The sides take
+turns in one process, round after round; medians over rounds after one that warms up. All fsync.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import paceline
+from paceline import collectives
+from paceline.testing import run_ranks
+
+WIDTH, LAYERS, STEPS = 1208, 12, 20
+Wait = Callable[[], object]
+
+
+def sides(
+    job: Any, model: nn.Module, optimizer: Any, folder: Path
+) -> dict[str, tuple[Callable[[int], Wait], Callable[[], None]]]:
+    """For each side: a function that begins a save and gives one that waits; one before each update."""
+    checkpoints = paceline.Checkpoints(folder / "paceline", keep=2)
+    checkpoints.resume(job)
+    group = dist.new_group(backend="gloo") if job.group is not None else None
+
+    def ours(step: int) -> Wait:
+        steady = [*model.parameters()]
+        for values in optimizer.state.values():
+            steady += values.values()
+        content = {
+            "models": [paceline.unwrap(model).state_dict()],
+            "optimizers": [optimizer.state_dict()],
+        }
+        checkpoints.save(job, step, content, wait=False, steady=steady, finite="models.")
+        return lambda: checkpoints.finish(job, must=True)
+
+    def torchs(step: int) -> Wait:
+        weights, moments = get_state_dict(model, optimizer)
+        future = dcp.async_save(
+            {"model": weights, "optimizer": moments},
+            checkpoint_id=str(folder / "dcp" / str(step)),
+            process_group=group,
+            no_dist=group is None,
+        )
+        return future.result  # type: ignore[union-attr]
+
+    def plain(step: int) -> Wait:
+        if job.rank == 0:
+            (folder / "plain").mkdir(exist_ok=True)
+            with (folder / "plain" / str(step)).open("wb") as file:
+                torch.save([model.state_dict(), optimizer.state_dict()], file)
+                os.fsync(file.fileno())
+        return lambda: None
+
+    def nothing(step: int) -> Wait:
+        return lambda: None
+
+    idle = lambda: None  # noqa: E731
+    return {
+        "no save": (nothing, idle),
+        "paceline": (ours, checkpoints.staged),
+        "dcp.async_save": (torchs, idle),
+        "torch.save": (plain, idle),
+    }
+
+
+def measure(job: Any, rounds: int, folder: str) -> dict[str, list[tuple[float, float, float]]]:
+    """For each side and round: stall, median of the later steps, and time until saved, in seconds."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # more would spin while other work has their cores
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    model = paceline.ddp(job, nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    x, y = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
+
+    def step(ready: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        F.mse_loss(model(x), y).backward()
+        ready()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    for _ in range(3):
+        step(lambda: None)
+    chosen = sides(job, model, optimizer, Path(folder))
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in chosen}
+    for number in range(rounds + 1):
+        for name, (save, ready) in chosen.items():
+            collectives.gather(job, 0)
+            usual = statistics.median(step(lambda: None) for _ in range(5))
+            collectives.gather(job, 0)
+            began = time.perf_counter()
+            wait = save(number + 1)
+            stall = time.perf_counter() - began + step(ready) - usual
+            later = [step(ready) for _ in range(STEPS - 1)]
+            trained = time.perf_counter()
+            wait()
+            saved = time.perf_counter() - began if time.perf_counter() - trained > 0.001 else 0.0
+            print(f"round {number} {name}: {1e3 * stall:.1f} ms", flush=True)
+            if number:
+                found[name].append((stall, statistics.median(later), saved))
+        if job.rank == 0:
+            for old in ("dcp", "plain"):
+                shutil.rmtree(Path(folder) / old, ignore_errors=True)
+    return found
+
+
+def table(found: dict[str, list[tuple[float, float, float]]]) -> list[dict[str, Any]]:
+    base = [later for _, later, _ in found["no save"]]
+    peer = [stall for stall, _, _ in found["dcp.async_save"]]
+    rows = []
+    for name, rounds in found.items():
+        stalls = [stall for stall, _, _ in rounds]
+        slower = sorted(later / b for (_, later, _), b in zip(rounds, base, strict=True))
+        rows.append(
+            {
+                "side": name,
+                "stall_ms": 1e3 * statistics.median(stalls),
+                "stall_ms_range": [1e3 * min(stalls), 1e3 * max(stalls)],
+                "of_dcp": statistics.median(s / p for s, p in zip(stalls, peer, strict=True)),
+                "later_steps": statistics.median(slower),
+                "later_steps_spread": [slower[len(slower) // 4], slower[-1 - len(slower) // 4]],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--nproc", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--out", type=Path, default=Path("benchmarks/results/checkpoint.json"))
+    args = options.parse_args()
+    tables = {}
+    for nproc in args.nproc:
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_ranks(
+                measure, args.rounds, folder, nproc=nproc, timeout_s=300, deadline_s=1200
+            )[0]
+        rows = tables[f"{nproc} ranks"] = table(found)
+        print(f"\n{nproc} ranks, 210 MB\n{'side':<16}{'stall ms':>10}{'of dcp':>8}   later steps")
+        for row in rows:
+            low, high = row["later_steps_spread"]
+            print(
+                f"{row['side']:<16}{row['stall_ms']:>10.1f}{row['of_dcp']:>8.2f}"
+                f"   x{row['later_steps']:.3f} ({low:.3f} to {high:.3f})"
+            )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    about = {"torch": torch.__version__, "machine": platform.processor(), "cores": os.cpu_count()}
+    args.out.write_text(json.dumps({"about": about, "tables": tables}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Kill a process while it saves, and look whether anything was lost.
+
+    python benchmarks/faults.py [--random 900] [--calls 200] [--ranks 20] [--seed 1]
+
+A child saves steps 1, 2, 3, ... with `keep=2` and says each that is saved; it is killed (SIGKILL). Then what
+is there must be whole, equal to what was saved, and hold the last step that the child said. **random**: after
+a random time. **calls**: by strace, on entering the N-th call of each system call that a save makes; without
+strace there are none. **ranks**: one of 3 ranks kills itself after a random time. Prints counts as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+from paceline.checkpoint.manifest import parse
+from paceline.checkpoint.reader import read
+from paceline.checkpoint.store import committed, open_store, read_manifest_text
+from paceline.testing import run_failing_ranks
+
+# Those that write come first, since a small count stops early.
+CALLS = ("openat", "write", "fsync", "rename", "mkdir", "close", "unlink", "unlinkat", "rmdir")
+CALLS += ("newfstatat", "getdents64", "lseek", "read")
+KEEP = 2
+
+
+def content(step: int) -> dict[str, Any]:
+    return {"step": step, "a": torch.full((20_000,), float(step)), "b": torch.full((7, 300), step)}
+
+
+def save_all(job: Any, folder: str, first: int, said: Any, until: int = 10**6) -> None:
+    checkpoints = paceline.Checkpoints(folder, keep=KEEP)
+    for step in range(first, until):
+        checkpoints.save(job, step, content(step))
+        said(step)
+
+
+def child(folder: str, first: int, until: int, *, stop_at: int = 0) -> tuple[int, int]:
+    """Fork a process that saves; its pid, and a pipe on which it says the steps that are saved."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(theirs)
+        return pid, ours
+    try:
+
+        def said(step: int) -> None:
+            os.write(theirs, b"%d\n" % step)
+            if step == stop_at:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        with paceline.join() as job:
+            save_all(job, folder, first, said, until)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(3)
+
+
+def last_said(pipe: int) -> int:
+    with os.fdopen(pipe) as file:
+        return max((int(line) for line in file.read().split()), default=0)
+
+
+def verdict(folder: str, said: int, started: int) -> str:
+    """What became of the folder after a kill."""
+    store = open_store(folder)
+    steps = committed(store)
+    for step in steps:
+        try:
+            found, _ = read(store, parse(read_manifest_text(store, step), folder))
+        except Exception as error:
+            return f"torn: {error}"
+        want = content(step)
+        if not all(torch.equal(torch.as_tensor(found[k]), torch.as_tensor(want[k])) for k in want):
+            return "other content"
+    newest = max(said, started)
+    if newest and newest not in steps and not (steps and steps[-1] > newest):
+        return f"lost: step {newest} was saved, there are {steps}"
+    if len(steps) < min(KEEP, newest):
+        return f"lost: older ones; {steps} are left"
+    return "whole"
+
+
+def random_kills(count: int, rng: random.Random) -> Counter[str]:
+    """Kill at random moments, again and again over the same folder, as restarts of one job would be."""
+    found: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        newest = 0
+        for _ in range(count):
+            pid, pipe = child(folder, newest + 1, 10**6)
+            os.read(pipe, 1)  # one is saved: from here on it saves without pause
+            time.sleep(rng.uniform(0, 0.05))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            found[verdict(folder, last_said(pipe), newest)] += 1
+            newest = max([newest, *committed(open_store(folder))])
+    return found
+
+
+def call_kills(count: int, rng: random.Random) -> Counter[str]:
+    """Kill on entering system calls of the third save, which also removes the first."""
+    found: Counter[str] = Counter()
+    if shutil.which("strace") is None:
+        return found
+    places = [(call, n) for n in range(1, 40) for call in CALLS]
+    beyond: dict[str, int] = {}
+    for call, n in places:
+        if sum(found.values()) >= count:
+            break
+        if n >= beyond.get(call, 10**6):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            pid, pipe = child(folder, 1, 4, stop_at=2)
+            os.waitpid(pid, os.WUNTRACED)
+            words = [
+                "strace",
+                "-f",
+                "-qq",
+                "-o",
+                "/dev/null",
+                "-p",
+                str(pid),
+                "-e",
+                f"trace={call}",
+            ]
+            tracer = subprocess.Popen([*words, "-e", f"inject={call}:signal=KILL:when={n}"])
+            while "TracerPid:\t0" in Path(f"/proc/{pid}/status").read_text():
+                if tracer.poll() is not None:
+                    raise RuntimeError("strace cannot attach")
+                time.sleep(0.002)
+            os.kill(pid, signal.SIGCONT)
+            status = os.waitpid(pid, 0)[1]
+            tracer.wait()
+            if not os.WIFSIGNALED(status):
+                beyond[call] = n
+                os.close(pipe)
+                continue
+            found[verdict(folder, last_said(pipe), 2)] += 1
+    found["system calls"] = len(CALLS)
+    return found
+
+
+def rank_saves(job: Any, folder: str, first: int, victim: int, delay_s: float) -> None:
+    def said(step: int) -> None:
+        if job.rank == 0:
+            Path(folder, "said").write_text(str(step))
+        if step == first and job.rank == victim:
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    save_all(job, f"{folder}/c", first, said)
+
+
+def rank_kills(count: int, rng: random.Random) -> Counter[str]:
+    """Kill one of 3 ranks at random moments; the others have to give up."""
+    found: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        newest = 0
+        for _ in range(count):
+            victim, delay_s = rng.randrange(3), rng.uniform(0, 0.1)
+            run_failing_ranks(rank_saves, folder, newest + 1, victim, delay_s, nproc=3)
+            said = int(Path(folder, "said").read_text() or 0)
+            found[verdict(f"{folder}/c", said, newest)] += 1
+            newest = max([newest, *committed(open_store(f"{folder}/c"))])
+    return found
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, count in (("random", 900), ("calls", 200), ("ranks", 20)):
+        options.add_argument(f"--{name}", type=int, default=count)
+    options.add_argument("--seed", type=int, default=1)
+    args = options.parse_args()
+    torch.set_num_threads(1)
+    rng = random.Random(args.seed)
+    # DCP is imported by the first save: here, once for all children.
+    with tempfile.TemporaryDirectory() as folder, paceline.join() as job:
+        save_all(job, folder, 1, lambda step: None, 2)
+    kinds = {"random": random_kills, "calls": call_kills, "ranks": rank_kills}
+    results = {name: kind(getattr(args, name), rng) for name, kind in kinds.items()}
+    print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A state as JSON and tensors, and back: no pickle, so reading one runs no code of its writer.
+
+Dictionaries with string keys, lists, numbers, strings, booleans and None are JSON of themselves. What JSON
+lacks is an object with one `$` key: tensors by name, NumPy arrays, tuples, sets, counters, bytes, and
+dictionaries with other keys.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.errors import CheckpointError
+
+_PLAIN = (type(None), bool, int, float, str)
+_LISTS: dict[str, Callable[[list[Any]], Any]] = {"$tuple": tuple, "$set": set}
+
+
+def encode(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The state as JSON can carry it, and its tensors by dotted path.
+
+    Raises:
+        CheckpointError: a value that needs a pickle; named by its path.
+
+    Collective: none.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _encode(state, "", tensors), tensors
+
+
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        # Half of a state is such dictionaries, so they come first and cost one pass.
+        items = {
+            k: _encode(v, f"{path}.{k}" if path else str(k), tensors) for k, v in value.items()
+        }
+        if isinstance(value, Counter):
+            return {"$counter": [list(item) for item in items.items()]}
+        if all(type(k) is str and not k.startswith("$") for k in items):
+            return items
+        return {"$dict": [[_encode(k, path, tensors), v] for k, v in items.items()]}
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise _refusal(path, f"a tensor of layout {value.layout} on {value.device}")
+        return {"$tensor": _add(path, value.detach(), tensors)}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return {"$numpy": _add(path, torch.from_numpy(np.array(value)), tensors)}
+    if isinstance(value, list | tuple | set | frozenset):
+        parts = [_encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
+        if isinstance(value, tuple):
+            return {"$tuple": parts}
+        return parts if isinstance(value, list) else {"$set": parts}
+    if isinstance(value, bytes | bytearray):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, int | float | str):  # enums and other subclasses
+        return next(base(value) for base in (int, float, str) if isinstance(value, base))
+    raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _add(path: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
+    name = path or "value"
+    while name in tensors:  # {"a.b": x, "a": {"b": y}}
+        name += "'"
+    tensors[name] = tensor
+    return name
+
+
+def _refusal(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path or 'the state'} is {what}, which cannot be saved without a pickle.",
+        why="unpickling a checkpoint would run whatever code its writer put in.",
+        fix="give numbers, strings, lists, dictionaries, arrays and tensors in state_dict().",
+        parameter=path,
+    )
+
+
+def decode(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """What `encode` was given, from its two results.
+
+    Raises:
+        KeyError, TypeError, ValueError: the tree is not one of `encode`.
+
+    Collective: none.
+    """
+    if isinstance(tree, list):
+        return [decode(part, tensors) for part in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) != 1 or not (key := next(iter(tree))).startswith("$"):
+        return {k: decode(v, tensors) for k, v in tree.items()}
+    inner = tree[key]
+    if key == "$tensor":
+        return tensors[inner]
+    if key == "$numpy":
+        return tensors[inner].numpy()
+    if key == "$bytes":
+        return base64.b64decode(inner, validate=True)
+    parts = decode(inner, tensors)
+    if key in _LISTS:
+        return _LISTS[key](parts)
+    pairs = {_hashable(k): v for k, v in parts}
+    return Counter(pairs) if key == "$counter" else pairs
+
+
+def _hashable(key: Any) -> Any:
+    return tuple(key) if isinstance(key, list) else key

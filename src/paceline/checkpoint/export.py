@@ -1,0 +1,119 @@
+"""Weights as one file, for other programs: torch's `.pth` or safetensors, and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.manifest import Damaged, parse
+from paceline.checkpoint.reader import read
+from paceline.checkpoint.store import committed, open_store, read_manifest_text
+from paceline.errors import CheckpointError, ConfigError
+
+_WRAPPERS = ("module.", "_orig_mod.")  # of torch's DDP and torch.compile
+
+
+def write_file(path: Path, content: Any) -> None:
+    """Write weights whole or not at all, replacing a file of that name; `.safetensors` by its name.
+
+    Raises:
+        CheckpointError: it cannot be written; what was there is untouched.
+
+    Collective: none; for one rank.
+    """
+    scratch = path.with_name(f"{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            _safetensors().save_file({k: v.contiguous() for k, v in content.items()}, scratch)
+        else:
+            torch.save(content, scratch)
+        for each in (scratch, path.parent):
+            descriptor = os.open(each, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+            if each == scratch:
+                scratch.replace(path)
+    except (
+        OSError,
+        RuntimeError,
+        AttributeError,
+    ) as error:  # torch reports a full disk as the second
+        raise CheckpointError(f"{path} cannot be written: {error}", path=str(path)) from error
+
+
+def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
+    """The weights in a file (`.pth`, `.pt`, `.safetensors`) or a checkpoint, under the model's names.
+
+    Args:
+        path: Also a folder of checkpoints, whose newest is read, or one `step-N` of it, or its URL.
+        number: Of the model, where several are saved.
+
+    Raises:
+        CheckpointError: there are no weights, they are damaged, or only a pickle could give them.
+
+    Collective: none.
+    """
+    name = os.fspath(path)
+    try:
+        if name.endswith(".safetensors"):
+            found: Any = _safetensors().load_file(name)
+        elif "://" not in name and not Path(name).is_dir():
+            found = torch.load(name, map_location="cpu", weights_only=True)
+        else:
+            found = _of_checkpoint(name, number)
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch, safetensors and file systems raise what they like
+        raise CheckpointError(
+            f"{path} cannot be read: {str(error).splitlines()[0]}",
+            fix="give a plain state_dict, saved by torch.save, or safetensors.",
+            path=name,
+        ) from error
+    for key in ("state_dict", "model"):
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not all(
+        isinstance(v, torch.Tensor) for v in found.values()
+    ):
+        raise CheckpointError(f"{path} holds no plain state_dict.", path=name)
+    for prefix in _WRAPPERS:
+        if all(key.startswith(prefix) for key in found):
+            found = {key.removeprefix(prefix): value for key, value in found.items()}
+    return dict(found)
+
+
+def _of_checkpoint(url: str, number: int) -> Any:
+    folder, _, last = url.rstrip("/").rpartition("/")
+    chosen = int(last[5:]) if last.startswith("step-") and last[5:].isdigit() else None
+    store = open_store(url if chosen is None else folder or ".")
+    steps = committed(store)
+    step = chosen if chosen is not None else steps[-1] if steps else None
+    if step is None or step not in steps:
+        raise CheckpointError(f"{url} holds no checkpoint of Paceline.", path=url)
+    try:
+        manifest = parse(read_manifest_text(store, step), f"{store.root}/step-{step}")
+        stem = f"models.{number}."
+        state, _ = read(store, manifest, wants=lambda name: name.startswith(stem))
+    except Damaged as error:
+        raise CheckpointError(
+            f"step {step} in {store.root} is damaged: {error}.", path=url
+        ) from error
+    models = state.get("models", []) if isinstance(state, dict) else []
+    if number >= len(models):
+        raise CheckpointError(f"{url} holds {len(models)} models; there is no number {number}.")
+    return models[number]
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ConfigError(
+            "safetensors is not installed.", fix="pip install 'paceline[safetensors]'"
+        ) from error
+    return safetensors.torch

@@ -1,0 +1,137 @@
+"""The subcommand `ckpt`: look at, verify, convert and remove checkpoints. Only `export` needs torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.checkpoint.digests import check
+from paceline.checkpoint.manifest import Damaged, Manifest, parse
+from paceline.checkpoint.store import Store, committed, open_store, read_manifest_text
+from paceline.errors import CheckpointError, PacelineError
+
+HELP = "list, show, check, export or remove checkpoints"
+_NO_CHECKPOINT = 65  # EX_DATAERR of sysexits.h
+_FOREIGN = {".metadata": "torch.distributed.checkpoint's", "latest": "DeepSpeed's"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `paceline ckpt` with these arguments; 0, or 65 where there is no whole checkpoint.
+
+    Collective: none.
+    """
+    args = _parser().parse_args(argv)
+    store = open_store(args.folder)
+    try:
+        return {"ls": _ls, "show": _show, "check": _check, "export": _export, "rm": _rm}[
+            args.action
+        ](store, args)
+    except (PacelineError, OSError) as error:
+        print(f"paceline ckpt: {error}", file=sys.stderr)
+        return _NO_CHECKPOINT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="paceline ckpt", description=HELP)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in (
+        ("ls", "list the checkpoints of a folder"),
+        ("show", "what one of them holds"),
+        ("check", "verify every byte of all, or of one"),
+        ("export", "write the weights to one file, .pth or .safetensors"),
+        ("rm", "remove one"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("folder", help="a path, or a URL that fsspec knows")
+        if name == "export":
+            action.add_argument("to", type=Path, help="file to write")
+            action.add_argument(
+                "--model", type=int, default=0, help="which, where several are saved"
+            )
+        if name != "ls":
+            action.add_argument(
+                "--step", type=int, required=name == "rm", help="default: the newest"
+            )
+    return parser
+
+
+def _steps(store: Store, step: int | None) -> list[int]:
+    """The steps that are meant, of which there is at least one."""
+    steps = committed(store)
+    if step is not None and step not in steps:
+        raise CheckpointError(
+            f"there is no checkpoint of step {step} in {store.root}; there are {steps}."
+        )
+    if not steps:
+        names = store.names()
+        whose = next((text for name, text in _FOREIGN.items() if name in names), "")
+        raise CheckpointError(
+            f"there is no checkpoint of Paceline in {store.root}.",
+            why=f"the folder is {whose}." if whose else "" if names else "it is empty or missing.",
+        )
+    return steps if step is None else [step]
+
+
+def _manifest(store: Store, step: int) -> Manifest:
+    return parse(read_manifest_text(store, step), f"{store.root}/step-{step}")
+
+
+def _ls(store: Store, args: argparse.Namespace) -> int:
+    print(f"{'step':>10}{'size MB':>12}{'ranks':>7}  saved")
+    for step in _steps(store, None):
+        try:
+            manifest = _manifest(store, step)
+        except (Damaged, CheckpointError) as error:
+            print(f"{step:>10}  {str(error).splitlines()[0]}")
+            continue
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
+        size, ranks = f"{manifest.size_bytes / 1e6:,.1f}", manifest.world_size
+        print(f"{step:>10}{size:>12}{ranks:>7}  {saved}{'  best' if manifest.best else ''}")
+    return 0
+
+
+def _show(store: Store, args: argparse.Namespace) -> int:
+    step = _steps(store, args.step)[-1]
+    manifest = _manifest(store, step)
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    print(f"step {step}, saved by {manifest.world_size} ranks with {versions}")
+    for name, size in manifest.files.items():
+        print(f"  {name}: {size:,} bytes")
+    for name, saved in manifest.tensors.items():
+        print(f"  {name}: {saved.dtype} {list(saved.shape)}")
+    for name, value in manifest.tree.items() if isinstance(manifest.tree, dict) else ():
+        if not isinstance(value, dict | list) or name == "position":
+            print(f"  {name}: {value}")
+    return 0
+
+
+def _check(store: Store, args: argparse.Namespace) -> int:
+    damaged = 0
+    for step in _steps(store, args.step):
+        try:
+            done = sum(check(store, _manifest(store, step)))
+            print(f"step {step}: whole, {done:,} bytes")
+        except Damaged as error:
+            damaged += 1
+            print(f"step {step}: damaged: {error}")
+    return _NO_CHECKPOINT if damaged else 0
+
+
+def _export(store: Store, args: argparse.Namespace) -> int:
+    from paceline.checkpoint.export import read_weights, write_file
+
+    step = _steps(store, args.step)[-1]
+    weights = read_weights(f"{store.root.rstrip('/')}/step-{step}", args.model)
+    write_file(args.to, weights)
+    print(f"step {step}: {len(weights)} tensors written to {args.to}")
+    return 0
+
+
+def _rm(store: Store, args: argparse.Namespace) -> int:
+    step = _steps(store, args.step)[-1]
+    store.remove(f"step-{step}")
+    print(f"step {step} removed")
+    return 0

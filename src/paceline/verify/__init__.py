@@ -1,0 +1,1 @@
+"""`paceline verify`: runs a script at several process counts and says whether they trained the same."""

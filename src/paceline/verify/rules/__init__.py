@@ -1,0 +1,36 @@
+"""The faults that the audit looks for. Each rule is pure: evidence in, a judgement out."""
+
+from __future__ import annotations
+
+from paceline.verify.rules import data, flow, gradient, state, update
+from paceline.verify.rules.judgement import Rule
+
+COLLECTIVES = Rule("collective on some ranks only", flow.collectives)
+ONE_RANK = Rule("clipped or stepped on one rank", update.one_rank_alone)
+
+# In the order in which faults are shown: what came first in a training stands first.
+RULES = (
+    Rule("same device for all ranks", state.devices),
+    COLLECTIVES,
+    Rule("no shards", data.same_samples),
+    Rule("shards overlap", data.overlapping_shards),
+    Rule("set_epoch forgotten", data.set_epoch),
+    Rule("same augmentation in workers", data.same_augmentation),
+    Rule("same dropout mask on ranks", state.same_dropout),
+    Rule("gradient N times too large or small", gradient.scale),
+    Rule("mean of means", gradient.ragged_means),
+    Rule("no_sync on the last micro-batch", gradient.not_reduced_last),
+    Rule("no_sync around backward only", gradient.no_sync_too_late),
+    Rule("parameter added after wrapping", gradient.unreduced_parameter),
+    Rule("clipping before unscaling", update.clipped_scaled),
+    ONE_RANK,
+    Rule("checkpoint loaded on one rank", state.loaded_on_one_rank),
+    Rule("weights changed outside the optimizer", state.changed_outside),
+    Rule("statistics drift apart", state.statistics),
+    Rule("schedule N times too fast", flow.schedule),
+    Rule("evaluated twice", data.evaluated_twice),
+    Rule("metric averaged per rank", flow.metrics),
+)
+
+# Judged only where none of the above has the reason.
+DRIFT = Rule("weights drift apart", state.drift)

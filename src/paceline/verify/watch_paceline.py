@@ -1,0 +1,160 @@
+"""Watches a training of paceline's own: its steps, the samples in them, their losses and weights.
+
+Its checkpoints, reports and exports go to the folder of the run: a verification must neither resume from what
+the user has trained nor write over it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import evaluation, trainer
+from paceline.checkpoint import manager
+from paceline.data.maploader import LocalLoader, WorkerLoader
+from paceline.data.streams import StreamLoader
+from paceline.training import Training
+from paceline.verify.models import unwrap
+from paceline.verify.progress import Progress
+from paceline.verify.record import digest, place, plain
+
+# Of each parameter so many elements are kept, evenly strided, to say how much it differs.
+_ELEMENTS = 64
+
+
+def install(progress: Progress) -> None:
+    """Watch every `Training`. Collective: none."""
+    watch = _Watch(progress)
+    loaders: list[Any] = [LocalLoader, WorkerLoader, StreamLoader]
+    for loader in loaders:
+        loader.audit = property(watch.spy, _keep_audit)
+    kind: Any = Training
+    kind.__init__ = watch.making(Training.__init__)
+    kind.steps = watch.stepping(Training.steps)
+    kind._commit = watch.committing(Training._commit)
+    kind.report = watch.elsewhere("report", Training.report)
+    kind.export = watch.elsewhere("export", Training.export)
+    store: Any = manager.Checkpoints
+    store.__init__ = watch.elsewhere("checkpoints", store.__init__, resume="auto")
+    modules: list[Any] = [evaluation, trainer]
+    evaluated = watch.evaluating(evaluation.evaluate)
+    for module in modules:
+        module.evaluate = evaluated
+
+
+def _keep_audit(loader: Any, audit: Any) -> None:
+    loader.__dict__["audit"] = audit
+
+
+class _Spy:
+    """Stands before a loader's audit, and notes what was handed to the loop."""
+
+    def __init__(self, ids: list[int], audit: Any) -> None:
+        self._ids, self._audit = ids, audit
+
+    def saw(self, ids: torch.Tensor) -> None:
+        self._ids += ids.tolist()
+        if self._audit is not None:
+            self._audit.saw(ids)
+
+
+class _Watch:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._recorder = progress.recorder
+        self._ids: list[int] = []
+        self._places = 0
+
+    def spy(self, loader: Any) -> _Spy:
+        return _Spy(self._ids, loader.__dict__.get("audit"))
+
+    def making(self, init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def watched(training: Training, *args: Any, **kwargs: Any) -> None:
+            self._progress.ends_by_itself = True
+            if self._progress.plan.bitwise:
+                kwargs["reproducible"] = True
+            init(training, *args, **kwargs)
+            layers = [layer for model in training.models for layer in model.modules()]
+            plain = [x for x in layers if isinstance(x, torch.nn.modules.batchnorm._BatchNorm)]
+            self._recorder.write(
+                "training",
+                at=place(),
+                reproducible=training.reproducing is not None,
+                precision=kwargs.get("precision", "fp32"),
+                batchnorm=bool(plain) and not training.syncbn_layers,
+            )
+
+        return watched
+
+    def stepping(self, steps: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        @functools.wraps(steps)
+        def watched(
+            training: Training, epochs: int | None = None, *, until: int | None = None
+        ) -> Iterator[Any]:
+            most = self._progress.plan.steps
+            self._ids.clear()
+            yield from steps(training, epochs, until=most if until is None else min(until, most))
+
+        return watched
+
+    def committing(self, commit: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(commit)
+        def watched(training: Training, step: Any, *args: Any, **kwargs: Any) -> None:
+            loss, count = step.local_loss()
+            self._recorder.write(
+                "paceline-step",
+                s=step.number,
+                epoch=step.epoch,
+                ids=list(self._ids),
+                loss=0.0 if loss is None else float(loss),
+                count=float(count),
+                params=_parameters(training),
+            )
+            self._ids.clear()
+            commit(training, step, *args, **kwargs)
+
+        return watched
+
+    def elsewhere(self, what: str, call: Callable[..., Any], **forced: Any) -> Callable[..., Any]:
+        """A function of the user's folder or file, given one of the run's in its stead."""
+
+        @functools.wraps(call)
+        def watched(target: Any, path: Any = None, *args: Any, **kwargs: Any) -> Any:
+            path = kwargs.pop("folder", kwargs.pop("path", path))
+            if path is not None:
+                self._places += 1
+                path = self._progress.plan.folder / f"{what}-{self._places}" / Path(path).name
+                if what != "checkpoints":
+                    path.parent.mkdir(parents=True, exist_ok=True)
+            return call(target, path, *args, **kwargs | forced)
+
+        return watched
+
+    def evaluating(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(evaluate)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = evaluate(*args, **kwargs)
+            numbers = {k: float(v) for k, v in result.values.items() if isinstance(v, float | int)}
+            self._recorder.write(
+                "evaluated", at=place(), values=numbers, samples=result.num_samples
+            )
+            return result
+
+        return watched
+
+
+def _parameters(training: Training) -> dict[str, list[Any]]:
+    """Of each parameter its digest, its norm, and some of its elements."""
+    found = {}
+    for number, model in enumerate(training.models):
+        for name, parameter in unwrap(model).named_parameters():
+            flat = plain(parameter).reshape(-1).double()
+            some = flat[:: max(1, flat.numel() // _ELEMENTS)]
+            key = f"model {number}: {name}" if number else name
+            found[key] = [digest(parameter), float(flat.norm()), some.tolist()]
+    return found

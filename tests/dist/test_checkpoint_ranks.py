@@ -1,0 +1,311 @@
+"""Checkpoints of several ranks: shares, other worlds and shardings, the background, faults of one rank."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ftp_server import serve
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline import state
+from paceline.checkpoint.manifest import parse
+from paceline.checkpoint.store import committed, open_store, read_manifest_text
+from paceline.errors import CheckpointError, NonFinite, PeerFailed, SaveFailed
+from paceline.testing import run_failing_ranks, run_ranks
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 37), nn.BatchNorm1d(37), nn.Linear(37, 7), nn.Linear(7, 1))
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
+    return {name: full[name].double().reshape(-1).tolist() for name in sorted(full)}
+
+
+def _make(job: Any, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer, replicated or sharded."""
+    model = _net()
+    if kind == "fsdp":
+        if job.group is None:  # FSDP needs a group; one rank alone has nothing to shard
+            kind = "ddp"
+        else:
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model)
+    model = paceline.ddp(job, model) if kind == "ddp" else model
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _content(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    models = [paceline.unwrap(model).state_dict()]
+    return {"models": models, "optimizers": [optimizer.state_dict()]}
+
+
+def _saves(job: Any, folder: str, kind: str) -> Any:
+    model, optimizer = _make(job, kind)
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
+    model(x).square().sum().backward()
+    optimizer.step()
+    paceline.Checkpoints(folder).save(job, 1, _content(model, optimizer))
+    return _digest(state.tensors([model], [optimizer]))
+
+
+def _loads(job: Any, folder: str, kind: str) -> Any:
+    model, optimizer = _make(job, kind)
+    like = state.like([model], [optimizer])
+    found = paceline.Checkpoints(folder, resume="must").resume(job, like=like)
+    paceline.unwrap(model).load_state_dict(found["models"][0])
+    optimizer.load_state_dict(found["optimizers"][0])
+    if kind == "fsdp" and job.world_size > 1:
+        # Every rank holds its shard alone; what it has read is no more.
+        loaded = optimizer.state[next(iter(model.parameters()))]["exp_avg"]
+        assert loaded.to_local().numel() < loaded.numel()
+    return _digest(state.tensors([model], [optimizer]))
+
+
+@pytest.mark.parametrize("saver", [1, 2, 3, 4])
+def test_saved_on_n_loaded_on_m(saver: int, tmp_path: Path) -> None:
+    want = run_ranks(_saves, str(tmp_path), "ddp", nproc=saver)[0]
+    assert len(want) == 8 + 3 + 8 * 3  # parameters, buffers, and AdamW's for each parameter
+    for loader in (1, 2, 3, 4):
+        assert run_ranks(_loads, str(tmp_path), "ddp", nproc=loader) == [want] * loader
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "kinds"),
+    [(3, 2, "fsdp ddp"), (2, 3, "ddp fsdp"), (4, 3, "fsdp fsdp"), (2, 1, "fsdp ddp"), (1, 4, "ddp fsdp")],
+)
+def test_from_ddp_to_fsdp_and_back(saver: int, loader: int, kinds: str, tmp_path: Path) -> None:
+    source, target = kinds.split()
+    want = run_ranks(_saves, str(tmp_path), source, nproc=saver)[0]
+    assert run_ranks(_loads, str(tmp_path), target, nproc=loader) == [want] * loader
+
+
+def _wide(job: Any, folder: str) -> None:
+    tensors = {"big": torch.ones(3000, 4096), "small": torch.ones(500), "odd": torch.ones(7, 1000)}
+    paceline.Checkpoints(folder).save(job, 1, tensors)
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 4])
+def test_each_rank_writes_its_part_of_what_all_hold(nproc: int, tmp_path: Path) -> None:
+    run_ranks(_wide, str(tmp_path), nproc=nproc)
+    sizes = [os.stat(tmp_path / f"step-1/rank-{r}.bin").st_size for r in range(nproc)]
+    # One tensor has nearly all of it: 49 MB in pieces of 16 MiB, the last one smaller.
+    assert max(sizes) <= (17 << 20) + sum(sizes) / nproc
+    assert min(sizes) > 4_000_000 * (nproc < 4)
+    manifest = parse(read_manifest_text(open_store(tmp_path), 1), "here")
+    assert manifest.world_size == nproc
+    assert set(manifest.tensors) == {"big", "small", "odd", *(f"$rng.{r}" for r in range(nproc))}
+
+
+def _unlike(job: Any, folder: str, kind: str) -> None:
+    tensors: dict[str, Any] = {"a": torch.ones(4 if kind == "shape" and job.rank == 1 else 3)}
+    if kind == "value":
+        tensors["b"] = object()
+    paceline.Checkpoints(folder).save(job, 1, {"inner": tensors})
+
+
+@pytest.mark.parametrize(("kind", "name"), [("shape", "inner.a"), ("value", "inner.b")])
+def test_what_cannot_be_saved_is_named_on_all_ranks(kind: str, name: str, tmp_path: Path) -> None:
+    for outcome in run_failing_ranks(_unlike, str(tmp_path), kind, nproc=3):
+        assert isinstance(outcome.error, CheckpointError), outcome.text
+        assert name in str(outcome.error)
+    assert committed(open_store(tmp_path)) == []
+
+
+# In a training.
+
+
+def _training(job: Any, folder: str, checkpoints: Any = None, **options: Any) -> paceline.Training:
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(48, 5, generator=generator), torch.ones(48, 1))
+    model = paceline.ddp(job, _net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batches = paceline.Batches(job, data, global_batch=8)
+    checkpoints = checkpoints or paceline.Checkpoints(folder, **options)
+    return paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
+
+
+def _train(training: paceline.Training, before: Any = lambda step: None, **how: Any) -> list[Any]:
+    """The tensors after each step."""
+    optimizer = next(iter(training.tracks))
+    found = []
+    for step in training.steps(**how):
+        before(step)
+        for x, y in step:
+            loss = F.mse_loss(training.models[0](x), y, reduction="sum")
+            step.backward(loss, count=len(y))
+        step.update()
+        found.append(_digest(state.tensors(training.models, [optimizer])))
+    return found
+
+
+def _each_step(job: Any, folder: str) -> list[Any]:
+    return _train(_training(job, folder, every_steps=1, keep=100), until=9)
+
+
+def _read_all(job: Any, folder: str) -> list[Any]:
+    found = []
+    for step in reversed(committed(open_store(folder))):
+        training = _training(job, folder)
+        assert _train(training, until=1) == []  # it resumes, and has nothing to do
+        assert training.number == step
+        optimizer = next(iter(training.tracks))
+        found.append(_digest(state.tensors(training.models, [optimizer])))
+        job._run_leave_actions()
+        if job.rank == 0:
+            open_store(folder).remove(f"step-{step}")
+        paceline.gather(job, 0)
+    return found[::-1]
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_each_save_is_the_state_of_exactly_its_step(nproc: int, tmp_path: Path) -> None:
+    # Parameters and moments are copied while the next step runs; BatchNorm's buffers change in it.
+    trained = run_ranks(_each_step, str(tmp_path), nproc=nproc)[0]
+    read = run_ranks(_read_all, str(tmp_path), nproc=1)[0]
+    assert [d.keys() for d in read] == [d.keys() for d in trained]
+    for n, (mine, theirs) in enumerate(zip(read, trained, strict=True)):
+        for name in mine:
+            if "running" not in name:  # of rank 0 alone until it is saved
+                assert mine[name] == theirs[name], (n + 1, name)
+
+
+def _limited(job: Any, folder: str, until: int) -> int:
+    checkpoints = paceline.Checkpoints(folder, every_steps=2)
+    training = _training(job, folder, checkpoints)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def before(step: Any) -> None:
+        if step.number in (3, 7):  # the saves of steps 4 and 6 fail on rank 1
+            checkpoints.finish(job)
+            soft = 100 if step.number == 3 and job.rank == 1 else limits[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, limits[1]))
+
+    _train(training, before, until=until)
+    return training.number
+
+
+def test_a_rank_whose_disk_is_full_for_a_while_harms_nothing(tmp_path: Path) -> None:
+    assert run_ranks(_limited, str(tmp_path), 10, nproc=2) == [10, 10]
+    assert committed(open_store(tmp_path)) == [2, 8, 10]
+
+
+def test_a_last_save_that_fails_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
+    for outcome in run_failing_ranks(_limited, str(tmp_path), 6, nproc=2):
+        assert isinstance(outcome.error, SaveFailed), outcome.text
+        assert outcome.error.exit_code == 74
+        assert outcome.error.where.startswith("rank 1")
+    assert committed(open_store(tmp_path)) == [2]
+
+
+def _poisoned(job: Any, folder: str) -> None:
+    training = _training(job, folder)
+    model = paceline.unwrap(training.models[0])
+    for step in training.steps():  # without end, so that nothing but the control word can tell
+        for x, y in step:
+            loss = F.mse_loss(training.models[0](x), y, reduction="sum")
+            step.backward(loss, count=len(y))
+        step.update()
+        if step.number == 6:
+            frozen = nn.Parameter(torch.tensor([1.0, float("nan")]), requires_grad=False)
+            model.register_parameter("frozen", frozen)
+            training.save()
+
+
+def test_an_error_in_the_background_is_raised_on_all_ranks_soon(tmp_path: Path) -> None:
+    for outcome in run_failing_ranks(_poisoned, str(tmp_path), nproc=3):
+        assert isinstance(outcome.error, NonFinite), outcome.text
+        assert outcome.error.parameters == ["frozen"]
+        assert outcome.error.step == 6
+    assert committed(open_store(tmp_path)) == []
+
+
+def _timed(job: Any, folder: str, every_s: Any) -> int:
+    training = _training(job, folder, every_s=every_s, keep=1000)
+    _train(training, until=400)
+    return training.number
+
+
+def test_saving_by_the_clock_is_at_the_same_step_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(_timed, str(tmp_path), 0.1, nproc=2)
+    steps = committed(open_store(tmp_path))
+    assert steps[-1] == 400
+    assert len(steps) > 2
+
+
+def _best(job: Any, folder: str) -> None:
+    training = _training(job, folder, every_epochs=1, keep=1)
+
+    def before(step: Any) -> None:
+        if step.number == 2:
+            training.save(best=True)
+
+    _train(training, before, epochs=3)
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    run_ranks(_best, str(tmp_path), nproc=2)
+    assert committed(open_store(tmp_path)) == [2, 18]
+
+
+def _other(job: Any, folder: str) -> None:
+    model = paceline.ddp(job, nn.Sequential(nn.Linear(5, 38)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batches = paceline.Batches(job, TensorDataset(torch.ones(8, 5)), global_batch=8)
+    checkpoints = paceline.Checkpoints(folder)
+    before = [p.clone() for p in model.parameters()]
+    try:
+        _train(paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints), until=9)
+    finally:
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_checkpoint_of_another_model_is_refused_whole(tmp_path: Path) -> None:
+    run_ranks(_saves_once, str(tmp_path), nproc=1)
+    for outcome in run_failing_ranks(_other, str(tmp_path), nproc=2):
+        assert isinstance(outcome.error, CheckpointError), outcome.text
+        text = "0.bias: the model has shape [38], the checkpoint has shape [37]."
+        assert outcome.error.what == text
+
+
+def _saves_once(job: Any, folder: str) -> None:
+    _train(_training(job, folder), until=1)
+
+
+def _elsewhere(job: Any, folder: str) -> None:
+    paceline.Checkpoints(f"{folder}/{job.rank}").save(job, 1, {"a": torch.ones(3), "b": torch.ones(3)})
+
+
+def test_ranks_that_see_different_folders_are_told_so(tmp_path: Path) -> None:
+    for outcome in run_failing_ranks(_elsewhere, str(tmp_path), nproc=2):
+        assert isinstance(outcome.error, SaveFailed | PeerFailed), outcome.text
+        assert "rank-1.bin" in str(outcome.error)
+
+
+def test_ranks_save_to_a_server_and_resume_from_it(tmp_path: Path) -> None:
+    with serve(tmp_path) as url:
+        run_ranks(_saves_once, f"{url}/runs/a", nproc=2)
+        want = run_ranks(_remote, f"{url}/runs/a", 3, nproc=2)
+        assert want == [[2, 3]] * 2
+        damaged = tmp_path / "runs/a/step-3/rank-1.bin"
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        assert run_ranks(_remote, f"{url}/runs/a", 4, nproc=3) == [[3, 4]] * 3
+    assert sorted(os.listdir(tmp_path / "runs/a")) == ["damaged-3", "step-2", "step-3", "step-4"]
+
+
+def _remote(job: Any, folder: str, until: int) -> list[int]:
+    numbers: list[int] = []
+    _train(_training(job, folder, every_steps=1), lambda s: numbers.append(s.number), until=until)
+    return numbers

@@ -1,0 +1,51 @@
+"""kill -9 in the midst of a save, by the tool of `benchmarks/faults.py`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import environment
+
+FAULTS = Path(__file__).resolve().parents[2] / "benchmarks/faults.py"
+
+
+def _counts(deadline_s: float, **counts: int) -> Any:
+    words = [f"--{name}={count}" for name, count in counts.items()]
+    done = subprocess.run(
+        [sys.executable, str(FAULTS), *words],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=deadline_s,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_no_kill_tears_or_loses_a_checkpoint() -> None:
+    assert _counts(100, random=20, calls=0, ranks=0)["random"] == {"whole": 20}
+
+
+needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+
+
+@needs_strace
+def test_no_kill_at_a_system_call_tears_or_loses_a_checkpoint() -> None:
+    # The first call of each kind, and the second of those that write.
+    assert _counts(100, random=0, calls=20, ranks=0)["calls"]["whole"] == 20
+
+
+@needs_strace
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_of_1000_kills_none_tears_or_loses_a_checkpoint() -> None:
+    found = _counts(3500, random=800, calls=190, ranks=10)
+    assert found["random"] == {"whole": 800}
+    assert set(found["calls"]) <= {"whole", "system calls"}
+    assert found["ranks"] == {"whole": 10}

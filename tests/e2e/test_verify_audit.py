@@ -1,0 +1,193 @@
+"""`paceline verify` on scripts that do not know paceline: each fault is named, its repaired twin is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+RULES = {
+    "01": "set_epoch forgotten",
+    "02": "no shards",
+    "03": "shards overlap",
+    "04": "evaluated twice",
+    "05": "gradient N times too large or small",
+    "06": "mean of means",
+    "07": "no_sync on the last micro-batch",
+    "08": "no_sync around backward only",
+    "09": "weights changed outside the optimizer",
+    "10": "parameter added after wrapping",
+    "11": "same dropout mask on ranks",
+    "12": "same augmentation in workers",
+    "13": "schedule N times too fast",
+    "14": "clipping before unscaling",
+    "15": "clipped or stepped on one rank",
+    "16": "statistics drift apart",
+    "17": "collective on some ranks only",
+    "18": "checkpoint loaded on one rank",
+    "19": "metric averaged per rank",
+    "20": "same device for all ranks",
+}
+# Of each kind of evidence one in the short suite; the others are long.
+QUICK = {"05_loss_divided_twice", "09_weights_clamped_on_one_rank", "17_barrier_under_rank0"}
+QUICK_SOUND = {"12_worker_seed_constant", "22_gan_two_optimizers", "15_stepped_on_one_rank"}
+QUICK_REFUSED = {"reads_stdin", "exits_early_on_one_rank", "steps_by_world_size"}
+
+
+def verify(*words: str, folder: Path, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
+    """Run the command in a folder of its own, since scripts write files."""
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", "verify", *words],
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def audit(script: Path, nproc: str, folder: Path) -> tuple[int, dict[str, Any]]:
+    """The exit code and the facts; nothing may be left in the folder for temporary files."""
+    done = verify("--json", "--nproc", nproc, str(script), folder=folder)
+    assert done.stdout, done.stderr
+    assert not list(folder.glob("paceline-verify-*"))
+    assert not _running(script)
+    return done.returncode, json.loads(done.stdout)
+
+
+def _running(script: Path) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue  # it has ended
+        if str(script) in words and "verify" not in words:
+            found.append(words)
+    return found
+
+
+def scripts(kind: str, quick: set[str]) -> list[Any]:
+    """All scripts of a folder as parameters, those that are not quick marked slow."""
+    found = []
+    for path in sorted((TESTS / kind).glob("*.py")):
+        marks = () if path.stem in quick else (pytest.mark.slow,)
+        found.append(pytest.param(path, id=path.stem, marks=marks))
+    assert len(found) >= len(quick)
+    return found
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("script", scripts("broken", QUICK))
+def test_the_fault_is_named_and_no_other(script: Path, tmp_path: Path) -> None:
+    code, facts = audit(script, "1,2", tmp_path)
+    faults = [fault for each in facts["audits"] for fault in each["faults"]]
+    assert [fault["rule"] for fault in faults] == [RULES[script.name[:2]]], facts
+    assert code == 1
+    assert (
+        faults[0]["at"].startswith(os.path.relpath(script, tmp_path))
+        or str(script) in faults[0]["at"]
+    )
+    assert all(faults[0][part] for part in ("what", "why", "fix", "evidence", "ranks"))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("script", scripts("sound", QUICK_SOUND))
+def test_a_sound_script_is_not_accused(script: Path, tmp_path: Path) -> None:
+    code, facts = audit(script, "1,2", tmp_path)
+    assert [fault for each in facts["audits"] for fault in each["faults"]] == []
+    assert code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_faults_at_three_processes(name: str, tmp_path: Path) -> None:
+    for kind in ("broken", "sound"):
+        script = sorted((TESTS / kind).glob(f"{name}_*.py"))[0]
+        code, facts = audit(script, "3", tmp_path)
+        named = [fault["rule"] for each in facts["audits"] for fault in each["faults"]]
+        assert named == ([RULES[name]] if kind == "broken" else []), (script, facts)
+        assert code == (kind == "broken")
+
+
+def test_every_fault_has_its_script_and_twin() -> None:
+    for name in RULES:
+        broken = {path.name for path in (TESTS / "broken").glob(f"{name}_*.py")}
+        assert broken
+        assert broken <= {path.name for path in (TESTS / "sound").glob("*.py")}
+
+
+SENTENCES = {
+    "exits_early": "every rank exits after 3 of 20 steps",
+    "exits_early_at_once": "ended after 3 of 20 steps without a word",
+    "exits_early_on_one_rank": "rank 1 exits after 3 of 20 steps",
+    "forks": "the script forks",
+    "forks_a_trainer": "the script forks",
+    "needs_gpu_cuda": "the script needs a GPU",
+    "needs_gpu_nccl": "the script needs a GPU",
+    "never_steps": "never took an optimizer step",
+    "raises": "RuntimeError: no disk for rank 0",
+    "reads_stdin": "the script reads its standard input",
+    "steps_by_world_size": "takes 20 steps with 1 process and 12 with 2",
+}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("script", scripts("refused", QUICK_REFUSED))
+def test_a_script_that_cannot_be_judged(script: Path, tmp_path: Path) -> None:
+    if "gpu" in script.stem and os.path.exists("/dev/nvidia0"):
+        pytest.skip("there is a GPU on this host")
+    code, facts = audit(script, "1,2", tmp_path)
+    assert code == 3
+    assert SENTENCES[script.stem] in facts["what"]
+    assert facts["fix"] or script.stem in ("raises", "exits_early_at_once")
+
+
+def test_the_report_in_words(tmp_path: Path) -> None:
+    done = verify(str(TESTS / "broken/01_set_epoch_forgotten.py"), folder=tmp_path)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("FAULT  every epoch has the same order")
+    assert [line.split(":")[0].strip() for line in lines[1:6]] == [
+        "rule",
+        "where",
+        "why",
+        "shown",
+        "fix",
+    ]
+    assert any(line.startswith("compared: the run of 1 process (20 steps)") for line in lines)
+    assert any(line.startswith("found right (") for line in lines)
+    assert lines[-1] == "1 fault found: set_epoch forgotten"
+    assert done.returncode == 1
+
+
+def test_our_own_example_is_sound(tmp_path: Path) -> None:
+    code, facts = audit(TESTS.parent / "examples/plain_torchrun.py", "1,2", tmp_path)
+    assert (code, facts["audits"][0]["faults"]) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nproc", "two", "x.py"], "--nproc must be numbers"),
+        (["--nproc", "1", "x.py"], "--nproc needs a number from 2 to 64"),
+        (["--nproc", "0,2", "x.py"], "--nproc needs a number from 2 to 64"),
+        (["--steps", "0", "x.py"], "--steps must be more than 0"),
+        (["--rtol", "2", "x.py"], "--rtol must lie between 0 and 1"),
+        (["--rtol", "0.1", "--bitwise", "x.py"], "--rtol has no effect with --bitwise"),
+        (["no-such-script.py"], "there is no script 'no-such-script.py'"),
+        ([], "required: SCRIPT"),
+    ],
+)
+def test_wrong_usage(words: list[str], said: str, tmp_path: Path) -> None:
+    done = verify(*words, folder=tmp_path)
+    assert said in done.stderr
+    assert done.returncode == 2

@@ -1,0 +1,141 @@
+"""`paceline verify` on scripts that use paceline: equal at any count, or the first difference named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+SCRIPT = """
+import torch, paceline
+from torch.utils.data import Dataset
+
+class Points(Dataset):
+    def __len__(self): return 60
+    def __getitem__(self, i):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(i))
+        {item}
+        return x, x.sum()
+
+with paceline.join(seed=3) as job:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model = paceline.ddp(job, net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batches = paceline.Batches(job, Points(), global_batch=12, micro_batch=4, workers={workers})
+    training = paceline.Training(
+        job, model, optimizer, batches, checkpoints=paceline.Checkpoints("mine", every_steps=2)
+    )
+    for step in training.steps({bound}):
+        for x, y in step:
+            loss = (model(x).squeeze(1) - y).square().sum()
+            {loss}
+            step.backward(loss, count=len(y))
+        {before}
+        step.update()
+        {after}
+    def score(model, batch):
+        return {{"error": (model(batch[0]).squeeze(1) - batch[1]).abs().sum() {score}}}
+    paceline.evaluate(job, model, Points(), score)
+    training.export("weights.pth")
+"""
+PLAIN = {
+    "item": "", "workers": 0, "bound": "epochs=9", "loss": "", "before": "", "after": "", "score": "",
+}  # fmt: skip
+
+
+def verify(folder: Path, *words: str, **parts: Any) -> tuple[int, dict[str, Any]]:
+    (folder / "train.py").write_text(SCRIPT.format(**(PLAIN | parts)))
+    return run(folder, *words, "train.py")
+
+
+def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "verify", "--json", *words],
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.timeout(120)
+def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
+    code, facts = verify(tmp_path, "--bitwise", "--nproc", "1,2,3")
+    assert (code, facts["verdict"], facts["unknown"]) == (0, "sound", [])
+    assert facts["compared"] == "20 steps on 1, 2 and 3 processes, to the last bit"
+    assert "parameter: 400 compared" in facts["equal"]  # 20 steps, 4 parameters, 2 + 3 ranks
+    # Neither resumed from, nor written to, nor exported over what is the user's.
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {name for name in left if not name.startswith("torchinductor")} == {"train.py"}
+
+
+@pytest.mark.timeout(120)
+def test_within_rounding_by_default(tmp_path: Path) -> None:
+    code, facts = verify(tmp_path, workers=2)
+    assert (code, facts["verdict"], facts["unknown"]) == (0, "sound", [])
+    assert any(line.startswith("parameter: 160 compared, the largest") for line in facts["equal"])
+
+
+FAULTS = [
+    ("parameter", 1, "0.weight", {"before": "optimizer.param_groups[0]['lr'] = 0.01 + 0.01 * job.rank"}),
+    (
+        "parameter",
+        4,
+        "2.bias",
+        {"before": "if job.rank == 1 and step.number == 4:\n            net[2].bias.data.add_(0.1)"},
+    ),
+    ("loss", 1, "", {"loss": "loss = loss * (1 + job.rank)"}),
+    ("loss", 1, "", {"item": "import os; x = x + int(os.environ.get('RANK', 0))"}),
+    ("evaluation", 20, "1: error", {"score": "* (1 + job.rank)"}),
+]  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("quantity", "step", "name", "parts"),
+    [pytest.param(*fault, id=f"{fault[0]}-{at}", marks=[] if at == 1 else [pytest.mark.slow])
+     for at, fault in enumerate(FAULTS)],
+)  # fmt: skip
+def test_the_first_difference_is_named(
+    quantity: str, step: int, name: str, parts: dict[str, str], tmp_path: Path
+) -> None:
+    code, facts = verify(tmp_path, **parts)
+    found = facts["difference"]
+    assert (code, found["quantity"], found["step"], found["name"]) == (1, quantity, step, name)
+    assert found["counts"] == [1, 2]
+    assert found["values"][0] != found["values"][1]
+    assert found["relative"] > 1e-3
+    assert facts["at"].startswith("train.py:")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_number_of_steps_that_depends_on_the_processes_is_refused(tmp_path: Path) -> None:
+    code, facts = verify(tmp_path, bound="until=12 // job.world_size")
+    assert (code, facts["verdict"]) == (3, "refused")
+    assert "takes 12 steps with 1 process and 6 with 2" in facts["why"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["own_loop", "digits", "char_lm"])
+@pytest.mark.parametrize("how", ["--bitwise", "--rtol=0.001"])
+def test_every_example_of_ours(name: str, how: str, tmp_path: Path) -> None:
+    code, facts = run(tmp_path, how, "--nproc", "1,2,3", str(EXAMPLES / f"{name}.py"))
+    assert (code, facts["verdict"]) == (0, "sound")
+    assert facts["compared"].startswith("20 steps on 1, 2 and 3 processes")
+    if how == "--bitwise":
+        assert facts["unknown"] == []
+        assert any(line.startswith("parameter: ") for line in facts["equal"])

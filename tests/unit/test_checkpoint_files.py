@@ -1,0 +1,394 @@
+"""What is on the disk: encoding, manifests, digests, damage, remote stores, the command `ckpt`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import resource
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import paceline
+from paceline.checkpoint import codec
+from paceline.checkpoint.digests import check
+from paceline.checkpoint.manifest import Damaged, parse
+from paceline.checkpoint.staging import Staging
+from paceline.checkpoint.store import committed, open_store, read_manifest_text
+from paceline.cli.main import main
+from paceline.errors import CheckpointError, NonFinite, SaveFailed
+from paceline.job import Job
+
+
+@pytest.fixture
+def job() -> Any:
+    with paceline.join(seed=3) as job:
+        yield job
+
+
+def _state(fill: float = 1.0) -> dict[str, Any]:
+    return {
+        "models": [
+            {"weight": torch.full((40, 5), fill), "short": torch.ones(7, dtype=torch.bfloat16)}
+        ],
+        "step": 3,
+        "nothing": torch.empty(0, 4),
+        "number": torch.tensor(5),
+    }
+
+
+def _save(job: Job, folder: Path | str, *steps: int, **options: Any) -> paceline.Checkpoints:
+    checkpoints = paceline.Checkpoints(folder, **options)
+    for step in steps:
+        checkpoints.save(job, step, _state(float(step)))
+    return checkpoints
+
+
+def _resume(job: Job, folder: Path | str, **options: Any) -> Any:
+    return paceline.Checkpoints(folder, **options).resume(job)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+def test_values_come_back_as_they_were() -> None:
+    state = {
+        "plain": [None, True, 1, 2.5, "x", math.inf, math.nan, 2**70],
+        "keys": {0: {"a": 1}, (1, 2): "pair", "$tensor": "no tensor"},
+        "kinds": (Counter({3: 2}), {1, 2}, b"\x00\xff"),
+        "arrays": [np.arange(3, dtype=np.int16), torch.ones(2, dtype=torch.complex64)],
+        "a.b": torch.zeros(1),
+        "a": {"b": torch.ones(1)},
+    }
+    tree, tensors = codec.encode(state)
+    assert _equal(codec.decode(json.loads(json.dumps(tree)), tensors), state)
+
+
+@pytest.mark.parametrize(
+    "value", [object(), print, torch.ones(2).to_sparse(), torch.ones(1, device="meta")]
+)
+def test_what_needs_a_pickle_is_refused_by_its_path(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"ema\.inner\.1 is a ") as caught:
+        codec.encode({"ema": {"inner": [1, value]}})
+    assert caught.value.parameter == "ema.inner.1"
+
+
+def test_a_save_is_read_back_and_its_generators_go_on(job: Job, tmp_path: Path) -> None:
+    _save(job, tmp_path, 3)
+    drawn = (torch.rand(3), np.random.rand(3), random.random())
+    assert _equal(_resume(job, tmp_path), _state(3.0))
+    assert _equal((torch.rand(3), np.random.rand(3), random.random()), drawn)
+    assert sorted(os.listdir(tmp_path)) == ["step-3"]
+
+
+def test_retention_is_by_step_and_keeps_the_best(job: Job, tmp_path: Path) -> None:
+    checkpoints = _save(job, tmp_path, 8, 9, keep=2)
+    checkpoints.save(job, 10, _state(), best=True)
+    for step in (11, 12, 100):
+        checkpoints.save(job, step, _state())
+    assert committed(open_store(tmp_path)) == [10, 12, 100]
+    checkpoints.save(job, 101, _state(), best=True)
+    assert committed(open_store(tmp_path)) == [100, 101]
+
+
+def _flip(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def test_of_1000_flipped_bits_none_is_accepted(job: Job, tmp_path: Path) -> None:
+    _save(job, tmp_path, 1, 2)
+    good = {path: path.read_bytes() for path in (tmp_path / "step-2").iterdir()}
+    assert len(good) == 2
+    rng, store = random.Random(7), open_store(tmp_path)
+    for number in range(1000):
+        path = list(good)[number % 2]
+        _flip(path, rng)
+        with pytest.raises(Damaged):
+            list(check(store, parse(read_manifest_text(store, 2), "here")))
+        if number % 20 == 0:
+            copy = tmp_path / "copy"
+            shutil.copytree(tmp_path, copy, ignore=lambda *_: ["copy"])
+            assert _equal(_resume(job, copy), _state(1.0))  # the one before
+            assert sorted(os.listdir(copy)) == ["damaged-2", "step-1"]
+            shutil.rmtree(copy)
+        path.write_bytes(good[path])
+    assert _equal(_resume(job, tmp_path), _state(2.0))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0.bin"])
+@pytest.mark.parametrize("size", [0, 10, -1])
+def test_what_is_cut_off_or_missing_is_passed_over(
+    job: Job, tmp_path: Path, name: str, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    _save(job, tmp_path, 1, 2)
+    path = tmp_path / "step-2" / name
+    path.write_bytes(path.read_bytes()[:size])
+    with caplog.at_level("WARNING", logger="paceline"):
+        assert _equal(_resume(job, tmp_path), _state(1.0))
+    assert "damaged-2" in caplog.text
+    (tmp_path / "step-1/rank-0.bin").unlink()
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+        _resume(job, tmp_path)
+
+
+def _change(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite a manifest as somebody would who means harm: the digest fits."""
+    path = folder / "manifest.json"
+    fields = json.loads(path.read_text())
+    del fields["sha256"]
+    change(fields)
+    body = json.dumps({"": "", **fields})[len('{"": "') :]
+    path.write_text('{"sha256": "' + hashlib.sha256(body.encode()).hexdigest() + body + "\n")
+
+
+def _rename_file(to: str) -> Callable[[dict[str, Any]], None]:
+    def change(fields: dict[str, Any]) -> None:
+        fields["files"] = {to: fields["files"]["rank-0.bin"]}
+        for _, _, chunks in fields["tensors"].values():
+            for chunk in chunks:
+                chunk[2] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda fields: fields.update(format=3), "format 3, and this version reads 2"),
+        (_rename_file("../../secret.bin"), "names the file '../../secret.bin'"),
+        (_rename_file("/etc/passwd"), "names the file '/etc/passwd'"),
+        (_rename_file("state.pkl"), "names the file 'state.pkl'"),
+        (lambda f: f["tensors"]["number"].__setitem__(0, "object"), "dtype 'object'"),
+        (lambda f: f["tensors"]["number"][2][0].__setitem__(3, 10**9), "lies outside"),
+        (lambda f: f["tensors"]["number"][2].clear(), "not the whole"),
+        (lambda fields: fields.pop("tree"), "fields are wrong"),
+    ],
+)
+def test_a_manifest_that_means_harm_is_refused(
+    job: Job, tmp_path: Path, change: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    _save(job, tmp_path, 1)
+    _change(tmp_path / "step-1", lambda fields: None)
+    assert _equal(_resume(job, tmp_path), _state(1.0))  # the rewriting itself is right
+    _change(tmp_path / "step-1", change)
+    with pytest.raises(CheckpointError, match=text):
+        _resume(job, tmp_path)
+    assert committed(open_store(tmp_path)) == [1]  # refused, not set aside
+
+
+def test_a_manifest_of_others_is_refused(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1/manifest.json").write_text('{"format": 1, "step": 1}')
+    with pytest.raises(CheckpointError, match="not a manifest of Paceline"):
+        _resume(job, tmp_path)
+
+
+class _Bomb:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("exploded",))
+
+
+def test_a_pickle_where_tensors_belong_is_not_run(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _save(job, tmp_path / "a", 1)
+    torch.save(_Bomb(), tmp_path / "bomb.pth")
+    shutil.copy(tmp_path / "bomb.pth", tmp_path / "a/step-1/rank-0.bin")
+    with pytest.raises(CheckpointError, match="damaged"):
+        _resume(job, tmp_path / "a")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        paceline.load_weights(model, tmp_path / "bomb.pth")
+    assert not (tmp_path / "exploded").exists()
+
+
+# Storage that fails.
+
+
+def test_a_full_disk_harms_no_older_checkpoint(job: Job, tmp_path: Path) -> None:
+    checkpoints = _save(job, tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    try:
+        with pytest.raises(SaveFailed, match="File too large") as caught:
+            checkpoints.save(job, 2, _state())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.exit_code == 74
+    assert "MB" in caught.value.why
+    assert _equal(_resume(job, tmp_path), _state(1.0))
+    assert sorted(os.listdir(tmp_path)) == ["step-1"]
+
+
+def test_in_the_background_a_full_disk_is_a_warning(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = _save(job, tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    try:
+        with caplog.at_level("WARNING", logger="paceline"):
+            checkpoints.save(job, 2, _state(), wait=False)
+            checkpoints.finish(job)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "training goes on without this checkpoint: step 2 cannot be saved" in caplog.text
+    assert checkpoints.last_saved == 1
+
+
+@pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/a"])
+def test_a_folder_that_cannot_be_written_is_found_at_the_start(job: Job, folder: str) -> None:
+    with pytest.raises(SaveFailed, match="cannot be kept"):
+        _resume(job, folder)
+
+
+def test_too_little_room_is_found_at_the_start(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(SaveFailed, match="MB are free"):
+        paceline.Checkpoints(tmp_path).resume(job, size_bytes=10**18)
+
+
+# Waiting, and what must not be saved.
+
+
+def test_what_is_steady_is_copied_later_and_must_not_change(job: Job, tmp_path: Path) -> None:
+    weight = torch.zeros(1000)
+    checkpoints = paceline.Checkpoints(tmp_path)
+    checkpoints.save(job, 1, {"w": weight}, wait=False, steady=[weight])
+    checkpoints.staged()
+    weight.add_(1)  # from here on it may
+    checkpoints.finish(job)
+    assert float(_resume(job, tmp_path)["w"].sum()) == 0
+
+
+def test_a_tensor_that_changes_while_it_is_copied_is_not_saved(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Staging._copy
+
+    def late(self: Staging, piece: Any, tensor: torch.Tensor) -> None:
+        copy(self, piece, tensor)
+        if piece.name == "w":
+            tensor.add_(1)
+
+    monkeypatch.setattr(Staging, "_copy", late)
+    weight = torch.zeros(10)
+    with pytest.raises(CheckpointError, match="w was changed outside of the optimizer"):
+        paceline.Checkpoints(tmp_path).save(job, 1, {"w": weight}, steady=[weight])
+    assert committed(open_store(tmp_path)) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_not_saved(job: Job, tmp_path: Path, value: float) -> None:
+    state = {"models": [{"ok": torch.full((9,), 3e38), "bad": torch.tensor([1.0, value])}]}
+    with pytest.raises(NonFinite, match=r"^bad holds NaN or infinity; step 4 was not saved"):
+        paceline.Checkpoints(tmp_path).save(job, 4, state, finite="models.")
+    assert committed(open_store(tmp_path)) == []
+
+
+def test_auto_saves_as_seldom_as_its_cost_demands(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("paceline.checkpoint.manager.time.monotonic", lambda: now)
+    checkpoints = paceline.Checkpoints(tmp_path, every_s="auto")
+    checkpoints.resume(job, size_bytes=30_000_000)  # guessed: 0.1 s
+    assert not checkpoints.is_time()
+    now += 0.1 / 0.035 + 0.01
+    assert checkpoints.is_time()
+    checkpoints.save(job, 1, _state())
+    checkpoints._cost_s = 7.0
+    now += 199
+    assert not checkpoints.is_time()
+    now += 2
+    assert checkpoints.is_time()
+
+
+# Elsewhere than on a disk.
+
+
+def test_a_store_without_rename(job: Job) -> None:
+    url = "memory://checkpoints/a"
+    _save(job, url, 1, 2, 3, keep=2)
+    store = open_store(url)
+    assert committed(store) == [2, 3]
+    store.write("step-9/rank-0.bin", [b"killed before the manifest"])
+    assert _equal(_resume(job, url), _state(3.0))
+    data = store.read("step-3/rank-0.bin", 0, 10**6)
+    data[5] ^= 1
+    store.write("step-3/rank-0.bin", [data])
+    assert _equal(_resume(job, url), _state(2.0))
+    assert "damaged-3" in store.names()
+    store.remove("")
+
+
+# The command.
+
+
+def _run(*words: object) -> int:
+    return main(["ckpt", *map(str, words)])
+
+
+def test_the_command_lists_shows_checks_and_removes(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("ls", tmp_path) == 65
+    assert "no checkpoint of Paceline" in capsys.readouterr().err
+    _save(job, tmp_path, 1, 20)
+    assert _run("ls", tmp_path) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step", "1", "20"]
+    assert _run("show", tmp_path) == 0
+    assert "models.0.weight: float32 [40, 5]" in capsys.readouterr().out
+    assert _run("check", tmp_path) == 0
+    _flip(tmp_path / "step-20/rank-0.bin", random.Random(1))
+    assert _run("check", tmp_path) == 65
+    assert "step 20: damaged: rank-0.bin differs" in capsys.readouterr().out
+    assert _run("rm", tmp_path, "--step", 20) == 0
+    assert committed(open_store(tmp_path)) == [1]
+    assert _run("show", tmp_path, "--step", 20) == 65
+
+
+@pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
+def test_weights_go_out_and_come_in(job: Job, tmp_path: Path, name: str) -> None:
+    _save(job, tmp_path / "a", 1, 2)
+    assert _run("export", tmp_path / "a", tmp_path / name, "--step", 1) == 0
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(40, 5))
+    model.short = torch.nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
+    for path, value in ((tmp_path / name, 1), (tmp_path / "a", 2), (tmp_path / "a/step-1", 1)):
+        paceline.load_weights(model, path)
+        assert bool((model.weight == value).all())
+    if name == "w.pth":
+        found = torch.load(tmp_path / name, weights_only=True)
+        torch.save({f"module.{key}": value for key, value in found.items()}, tmp_path / name)
+        paceline.load_weights(model, tmp_path / name)
+
+
+def test_weights_of_another_model_are_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    before = model.weight.clone()
+    torch.save({"bias": torch.ones(2), "weight": torch.ones(5, 3)}, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match=r"weight: the model has shape \[2, 3\].* \[5, 3\]"):
+        paceline.load_weights(model, tmp_path / "w.pth")
+    assert torch.equal(model.weight, before)
+    assert not bool((model.bias == 1).any())

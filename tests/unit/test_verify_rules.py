@@ -1,0 +1,163 @@
+"""The rules of `paceline verify` on recorded evidence, and what it is read from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline.verify import evidence
+from paceline.verify.evidence import RankLog, Run
+from paceline.verify.plan import RunPlan
+from paceline.verify.record import digest, exact_parts
+from paceline.verify.rules import RULES, flow, state
+from paceline.verify.rules.judgement import Case, Fault, Sound, Unknown, outliers, say_ranks
+from paceline.verify.weight import loss_weight
+
+
+def run(mode: Any, *ranks: list[dict[str, Any]], hung: bool = False) -> Run:
+    logs = [RankLog(rank, events, []) for rank, events in enumerate(ranks)]
+    return Run(RunPlan(Path("x"), mode, len(ranks), 20), logs, 0, hung=hung)
+
+
+def case(*ranks: list[dict[str, Any]], hung: bool = False) -> Case:
+    return Case(run("solo", ranks[0]), run("ordinary", *ranks, hung=hung), None, "no replay.")
+
+
+def forward(device: str, cores: list[int]) -> dict[str, Any]:
+    return {"k": "forward-end", "devices": [device], "cores": cores, "at": "t.py:1", "trains": True}
+
+
+def start(cuda: int, cores: list[int], host: str = "a") -> dict[str, Any]:
+    return {"k": "start", "host": host, "cuda_devices": cuda, "cores": cores}
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "cores", "said"),
+    [
+        (["cuda:0", "cuda:0"], 2, [[0, 1], [0, 1]], "all ranks use one device, cuda:0"),
+        (["cuda:0", "cuda:1"], 2, [[0, 1], [0, 1]], None),
+        (["cpu", "cpu"], 2, [[0, 1], [0, 1]], "2 GPUs are idle"),
+        (["cpu", "cpu"], 0, [[0, 1], [0, 1]], None),
+        (["cpu", "cpu"], 0, [[1], [1]], "all ranks run on core 1, of 2"),
+        (["cpu", "cpu"], 0, [[0], [1]], None),
+    ],
+)
+def test_devices(device: list[str], cuda: int, cores: list[list[int]], said: str | None) -> None:
+    judged = state.devices(
+        case(*([start(cuda, [0, 1]), forward(d, c)] for d, c in zip(device, cores, strict=True)))
+    )
+    if said is None:
+        assert isinstance(judged, Sound)
+    else:
+        assert isinstance(judged, Fault)
+        assert said in judged.what
+
+
+def test_the_same_device_number_on_two_hosts_is_right() -> None:
+    judged = state.devices(
+        case(
+            [start(1, [0], "a"), forward("cuda:0", [0])],
+            [start(1, [0], "b"), forward("cuda:0", [0])],
+        )
+    )
+    assert isinstance(judged, Sound)
+
+
+def call(op: str, line: int, ranks: int = 2) -> dict[str, Any]:
+    return {
+        "k": "collective", "op": op, "at": f"t.py:{line}", "s": 3, "group": list(range(ranks)),
+        "reduce": "SUM", "evaluation": None,
+    }  # fmt: skip
+
+
+def test_an_extra_collective_is_found_where_it_began() -> None:
+    usual = [call("all_reduce", 5), call("barrier", 9)]
+    judged = flow.collectives(case([call("all_reduce", 2), *usual], usual))
+    assert isinstance(judged, Fault)
+    assert (judged.at, list(judged.ranks)) == ("t.py:2", [0])
+
+
+def test_the_last_of_three_ranks_stays_away() -> None:
+    usual = [call("barrier", 9, 3)]
+    judged = flow.collectives(case(usual, usual, [{"k": "end"}], hung=True))
+    assert isinstance(judged, Fault)
+    assert (judged.at, list(judged.ranks)) == ("t.py:9", [0, 1])
+    assert "rank 2 called none" in judged.evidence
+
+
+def test_a_rank_that_is_at_work_elsewhere_is_not_accused() -> None:
+    usual = [call("barrier", 9)]
+    judged = flow.collectives(case(usual, [{"k": "iter"}], hung=True))
+    assert judged == Unknown("a rank was at work elsewhere when the run was stopped.")
+
+
+def test_collectives_of_a_part_of_the_ranks_are_left_alone() -> None:
+    pair = {**call("all_reduce", 2), "group": [0, 1]}
+    usual = [call("barrier", 9, 3)]
+    assert isinstance(flow.collectives(case([pair, *usual], [pair, *usual], usual)), Sound)
+
+
+def test_rules_that_saw_nothing_say_so() -> None:
+    empty: list[dict[str, Any]] = []
+    for rule in RULES:
+        judged = rule.judge(case(empty, empty))
+        assert isinstance(judged, Sound | Unknown), rule.name
+        assert (judged.evidence if isinstance(judged, Sound) else judged.why)[-1] == "."
+
+
+def test_who_is_out_of_line() -> None:
+    assert outliers(["a", "a", "b"]) == [2]
+    assert outliers(["b", "a", "a"]) == [0]
+    assert outliers(["a", "b"]) == [1]
+    assert outliers(["a", "a"]) == []
+    assert say_ranks([1, 3], 4) == "ranks 1 and 3"
+    assert say_ranks([0, 1], 2) == "all ranks"
+
+
+def test_a_line_cut_off_by_a_kill_ends_the_log(tmp_path: Path) -> None:
+    (tmp_path / "rank0.jsonl").write_text(json.dumps({"k": "start"}) + '\n{"k": "st')
+    assert evidence.read(tmp_path, 2)[0].events == [{"k": "start"}]
+    assert evidence.read(tmp_path, 2)[1].events == []
+
+
+LOGITS = torch.randn(6, 3, requires_grad=True)
+TARGETS = torch.tensor([0, 1, 2, -100, 1, -100])
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight", "count"),
+    [
+        (lambda: F.cross_entropy(LOGITS, TARGETS.clamp(0)), 1 / 6, 6),
+        (lambda: F.cross_entropy(LOGITS, TARGETS), 1 / 4, 4),
+        (lambda: F.cross_entropy(LOGITS, TARGETS, reduction="sum") / 10, 1 / 10, 4),
+        (lambda: F.mse_loss(LOGITS, torch.zeros(6, 3)) * 0.5, 0.5 / 18, 18),
+        (lambda: -(LOGITS**2).mean(), -1 / 18, 18),
+        (lambda: (LOGITS**2).sum() / 4 / 2, 1 / 8, 18),
+        (lambda: F.binary_cross_entropy_with_logits(LOGITS, torch.zeros(6, 3)), 1 / 18, 18),
+        (lambda: F.nll_loss(F.log_softmax(LOGITS, 1), TARGETS.clamp(0)) + (LOGITS**2).sum(), 1 / 6, 6),
+    ],
+)  # fmt: skip
+def test_the_weight_of_one_term(loss: Any, weight: float, count: float) -> None:
+    found = loss_weight(loss())
+    assert found is not None
+    assert found.weight == pytest.approx(weight)
+    assert found.count == count
+
+
+def test_a_loss_whose_weight_cannot_be_read() -> None:
+    assert loss_weight((LOGITS.mean() * LOGITS.sum()).reshape(())) is None
+    assert loss_weight(LOGITS.exp().max()) is None
+
+
+def test_digests_tell_values_shapes_and_types_apart() -> None:
+    ones = torch.ones(4)
+    values = [ones, ones.double(), ones.reshape(2, 2), [ones, ones], {"a": ones, "b": 1}, "1", 1]
+    assert len({digest(value) for value in values}) == len(values)
+    assert digest(torch.ones(4, 2).T[0]) == digest(ones)
+    assert exact_parts((torch.rand(3), 5)) == exact_parts((torch.rand(3), 5)) != ""
+    assert exact_parts(torch.rand(3)) == ""
