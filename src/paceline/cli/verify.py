@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
         verdict = session.verify(options, lambda line: print(f"verify: {line}", file=sys.stderr))
     except Refused as refused:
         return _refuse(refused, as_json=given.json)
+    except KeyboardInterrupt:
+        return 130
     if given.json:
         print(json.dumps(verdict.facts | {"exit_code": verdict.code}, indent=1, default=str))
     else:
