@@ -89,16 +89,17 @@ def test_within_rounding_by_default(tmp_path: Path) -> None:
 
 
 FAULTS = [
-    ("parameter", 1, "0.weight", {"before": "optimizer.param_groups[0]['lr'] = 0.01 + 0.01 * job.rank"}),
+    ("parameter of ranks", 1, "0.weight", {"before": "optimizer.param_groups[0]['lr'] *= 1 + job.rank"}),
+    ("parameter", 1, "0.weight", {"before": "optimizer.param_groups[0]['lr'] *= job.world_size"}),
     (
-        "parameter",
+        "parameter of ranks",
         4,
         "2.bias",
         {"before": "if job.rank == 1 and step.number == 4:\n            net[2].bias.data.add_(0.1)"},
     ),
     ("loss", 1, "", {"loss": "loss = loss * (1 + job.rank)"}),
     ("loss", 1, "", {"item": "import os; x = x + int(os.environ.get('RANK', 0))"}),
-    ("evaluation", 20, "1: error", {"score": "* (1 + job.rank)"}),
+    ("evaluation", 20, "error", {"score": "* (1 + job.rank)"}),
 ]  # fmt: skip
 
 
@@ -114,9 +115,10 @@ def test_the_first_difference_is_named(
     code, facts = verify(tmp_path, **parts)
     found = facts["difference"]
     assert (code, found["quantity"], found["step"], found["name"]) == (1, quantity, step, name)
-    assert found["counts"] == [1, 2]
+    between_ranks = quantity == "parameter of ranks"
+    assert found["counts"] == ([0, 1] if between_ranks else [1, 2])
     assert found["values"][0] != found["values"][1]
-    assert found["relative"] > 1e-3
+    assert between_ranks or found["relative"] > 1e-3
     assert facts["at"].startswith("train.py:")
 
 
@@ -131,8 +133,9 @@ def test_a_number_of_steps_that_depends_on_the_processes_is_refused(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["own_loop", "digits", "char_lm"])
-@pytest.mark.parametrize("how", ["--bitwise", "--rtol=0.001"])
+@pytest.mark.parametrize("how", ["--bitwise", "--rtol=0.02"])
 def test_every_example_of_ours(name: str, how: str, tmp_path: Path) -> None:
+    # 0.02, since one of them trains in bf16, where each rounding is by up to 0.004.
     code, facts = run(tmp_path, how, "--nproc", "1,2,3", str(EXAMPLES / f"{name}.py"))
     assert (code, facts["verdict"]) == (0, "sound")
     assert facts["compared"].startswith("20 steps on 1, 2 and 3 processes")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline import evaluation, trainer
 from paceline.checkpoint import manager
@@ -29,6 +30,7 @@ _ELEMENTS = 64
 def install(progress: Progress) -> None:
     """Watch every `Training`. Collective: none."""
     watch = _Watch(progress)
+    register_optimizer_step_pre_hook(watch.before_update)
     loaders: list[Any] = [LocalLoader, WorkerLoader, StreamLoader]
     for loader in loaders:
         loader.audit = property(watch.spy, _keep_audit)
@@ -67,6 +69,8 @@ class _Watch:
         self._progress = progress
         self._recorder = progress.recorder
         self._ids: list[int] = []
+        self._numbers: dict[int, int] = {}
+        self._gradients: dict[int, tuple[float, list[float]]] = {}
         self._places = 0
 
     def spy(self, loader: Any) -> _Spy:
@@ -79,10 +83,12 @@ class _Watch:
             if self._progress.plan.bitwise:
                 kwargs["reproducible"] = True
             init(training, *args, **kwargs)
+            self._numbers[id(training)] = len(self._numbers)
             layers = [layer for model in training.models for layer in model.modules()]
             plain = [x for x in layers if isinstance(x, torch.nn.modules.batchnorm._BatchNorm)]
             self._recorder.write(
                 "training",
+                t=self._numbers[id(training)],
                 at=place(),
                 reproducible=training.reproducing is not None,
                 precision=kwargs.get("precision", "fp32"),
@@ -98,7 +104,16 @@ class _Watch:
         ) -> Iterator[Any]:
             most = self._progress.plan.steps
             self._ids.clear()
-            yield from steps(training, epochs, until=most if until is None else min(until, most))
+            until = most if until is None else min(until, most)
+            for step in steps(training, epochs, until=until):
+                if training.number == 0:
+                    self._recorder.write(
+                        "paceline-start",
+                        t=self._numbers[id(training)],
+                        params=self._parameters(training),
+                    )
+                self._gradients.clear()
+                yield step
 
         return watched
 
@@ -108,17 +123,39 @@ class _Watch:
             loss, count = step.local_loss()
             self._recorder.write(
                 "paceline-step",
+                t=self._numbers[id(training)],
                 s=step.number,
                 epoch=step.epoch,
                 ids=list(self._ids),
                 loss=0.0 if loss is None else float(loss),
                 count=float(count),
-                params=_parameters(training),
+                params=self._parameters(training),
+                grads=self._gradients_by_name(training),
             )
             self._ids.clear()
             commit(training, step, *args, **kwargs)
 
         return watched
+
+    def before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The gradients as the optimizer gets them: summed over ranks, unscaled and clipped."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._gradients[id(parameter)] = _sketch(parameter.grad)
+
+    def _gradients_by_name(self, training: Training) -> dict[str, Any]:
+        return {
+            name: self._gradients[id(parameter)]
+            for name, parameter in _named(training)
+            if id(parameter) in self._gradients
+        }
+
+    def _parameters(self, training: Training) -> dict[str, list[Any]]:
+        """Of each parameter its digest, its norm, and some of its elements."""
+        return {
+            name: [digest(parameter), *_sketch(parameter)] for name, parameter in _named(training)
+        }
 
     def elsewhere(self, what: str, call: Callable[..., Any], **forced: Any) -> Callable[..., Any]:
         """A function of the user's folder or file, given one of the run's in its stead."""
@@ -148,13 +185,13 @@ class _Watch:
         return watched
 
 
-def _parameters(training: Training) -> dict[str, list[Any]]:
-    """Of each parameter its digest, its norm, and some of its elements."""
-    found = {}
+def _named(training: Training) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for number, model in enumerate(training.models):
         for name, parameter in unwrap(model).named_parameters():
-            flat = plain(parameter).reshape(-1).double()
-            some = flat[:: max(1, flat.numel() // _ELEMENTS)]
-            key = f"model {number}: {name}" if number else name
-            found[key] = [digest(parameter), float(flat.norm()), some.tolist()]
-    return found
+            yield (f"model {number}: {name}" if number else name), parameter
+
+
+def _sketch(tensor: torch.Tensor) -> tuple[float, list[float]]:
+    """The norm, and some of the elements."""
+    flat = plain(tensor).reshape(-1).double()
+    return float(flat.norm()), flat[:: max(1, flat.numel() // _ELEMENTS)].tolist()
