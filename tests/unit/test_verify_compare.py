@@ -28,6 +28,7 @@ def training(rank: int, count: int, change: Change, t: int = 0) -> list[Event]:
         step = {"k": "paceline-step", "t": t, "s": s, "epoch": 0, "ids": mine}
         step |= {"loss": float(len(mine)), "count": float(len(mine))}
         step |= {"params": {"w": [f"d{s}", 2.0, [1.0, 2.0]]}, "grads": {"w": [3.0, [3.0, 1e-8]]}}
+        step |= {"buffers": {"mean": ["b", 1.0, [1.0]]}}
         step |= {name: value for (at, name), value in change.items() if at == s and name in step}
         events.append(step)
         if (s, "score") in change:
@@ -57,7 +58,7 @@ def test_equal_runs_are_sound() -> None:
     assert found.equal == [
         "parameter of ranks: 10 compared", "weights at the start: 3 compared",
         "samples of a step: 4 compared", "loss: 4 compared", "gradient norm: 4 compared",
-        "parameter: 12 compared",
+        "parameter: 12 compared", "buffer: 12 compared",
     ]  # fmt: skip
     assert found.words()[-1] == "sound: the same training on every number of processes"
 
@@ -130,6 +131,19 @@ def test_what_adam_makes_of_rounding_is_no_difference() -> None:
         change = chance | {(2, "params"): {"w": ["other", 2.02, weights]}}
         assert alike(runs(change, change)) is sound
         assert not alike(runs(change, change), bitwise=True)
+
+
+def test_running_statistics_follow_chance() -> None:
+    """Where a bias went by rounding, its running mean lags behind it: scores are no longer comparable."""
+    lag: Change = {(2, "buffers"): {"mean": ["c", 1.1, [1.1]]}, (3, "score"): 0.5}
+    one: Change = {(3, "score"): 0.9}
+    found = compare(runs(lag, lag, one=one), rtol=None, bitwise=False)
+    assert found.difference is not None
+    assert (found.difference.quantity, found.difference.step) == ("buffer", 2)
+    chance: Change = {(1, "grads"): {"w": [3.0, [3.0, -1e-8]]}}
+    found = compare(runs(lag | chance, lag | chance, one=one), rtol=None, bitwise=False)
+    assert found.verdict == "sound"
+    assert "evaluations after step 2" in found.unknown[0]
 
 
 def test_rounding_is_a_difference_of_bits_alone() -> None:

@@ -87,7 +87,7 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
                 at = moment.ranks[0]["at"]
             why = _before(difference)
             return Comparison("fault", compared, at, difference, why, look.equal(), unknown)
-    at = one.trainings[0]["at"]
+    at, unknown = one.trainings[0]["at"], unknown + list(look.unknown)
     return Comparison("sound", compared, at, equal=look.equal(), unknown=unknown)
 
 
@@ -119,7 +119,8 @@ def _unlike(trails: list[Trail], rtol: float | None) -> list[str]:
             "losses and weights: the forward draws random numbers (dropout), and how a step is cut into "
             "micro-batches depends on the number of processes. --bitwise cuts it alike."
         )
-    if any(training["batchnorm"] for training in trails[0].trainings):
+    # Of the runs on several: one process has nothing to synchronise.
+    if any(training["batchnorm"] for training in trails[-1].trainings):
         found.append(
             "losses and weights: BatchNorm normalises each rank's micro-batch by itself. --bitwise cuts "
             "it alike; sync_batchnorm normalises over all ranks."
@@ -152,6 +153,8 @@ def _before(difference: Difference) -> str:
         "one was changed on the way.",
         "parameter": "samples, losses and gradients were equal: the optimizer's step, or something "
         "outside of it, depends on the number of processes.",
+        "buffer": "samples, losses and weights were equal: the running statistics are of a rank's own "
+        "share.",
         "evaluation": "the weights were equal: the score depends on the rank or on how samples are cut.",
         "samples of an evaluation": "the data that is evaluated depends on the number of processes.",
     }[difference.quantity]

@@ -130,6 +130,7 @@ class _Watch:
                 loss=0.0 if loss is None else float(loss),
                 count=float(count),
                 params=self._parameters(training),
+                buffers=_buffers(training),
                 grads=self._gradients_by_name(training),
             )
             self._ids.clear()
@@ -189,6 +190,16 @@ def _named(training: Training) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for number, model in enumerate(training.models):
         for name, parameter in unwrap(model).named_parameters():
             yield (f"model {number}: {name}" if number else name), parameter
+
+
+def _buffers(training: Training) -> dict[str, list[Any]]:
+    """Of each running statistic what is kept of a parameter."""
+    return {
+        f"model {number}: {name}" if number else name: [digest(buffer), *_sketch(buffer)]
+        for number, model in enumerate(training.models)
+        for name, buffer in unwrap(model).named_buffers()
+        if buffer.is_floating_point()
+    }
 
 
 def _sketch(tensor: torch.Tensor) -> tuple[float, list[float]]:
