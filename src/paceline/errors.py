@@ -37,8 +37,13 @@ from typing import Any
 class PacelineError(Exception):
     """Base of all errors of Paceline. Facts that a caller may test on are attributes.
 
+    Attributes:
+        exit_code: What a rank that ends of this error exits with.
+
     Collective: none.
     """
+
+    exit_code = 1
 
     def __init__(
         self, what: str, *, where: str = "", why: str = "", fix: str = "", **facts: Any

@@ -16,6 +16,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from paceline.errors import PacelineError
 from paceline.peers import Peers
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -45,7 +46,8 @@ class End:
         if dist.is_initialized():
             distributed_c10d._abort_process_group()  # the others' collectives break now, and they ask
         self.peers.linger()
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else getattr(error, "exit_code", 1))
+        code = error.exit_code if isinstance(error, PacelineError) else 1
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else code)
 
 
 _installed: End | None = None

@@ -133,11 +133,12 @@ def test_equal_errors_are_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returncode", "code"), [(3, 3), (-9, 137), (-11, 139), (1, 1), (None, 1), (-15, 1)]
+    ("returncode", "code"), [(3, 3), (-9, 137), (-11, 139), (1, 1), (None, 1), (-15, 1), (74, 74)]
 )
 def test_the_exit_code_is_the_first_failures(returncode: int | None, code: int) -> None:
     # One that told of an error counts as failed by it, also where it was stopped before it had ended.
-    told = error() if returncode in (None, -15) else None
+    # With a code of its own, that one stands.
+    told = error() if returncode in (None, -15, 74) else None
     verdict = judge([fact(0, 1.0, returncode=returncode, error=told)])
     assert verdict is not None
     assert verdict.exit_code == code

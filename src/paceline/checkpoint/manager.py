@@ -369,7 +369,7 @@ class Checkpoints:
         return SaveFailed(
             f"step {step} cannot be saved in {self.folder}: {verdict.text}",
             where=where,
-            why=f"a rank writes about {_mb(save.staging.layout.size_bytes)}{room}.",
+            why=f"this rank writes about {_mb(save.staging.layout.size_bytes)}{room}.",
             fix="check space and permission; earlier checkpoints there are untouched.",
             path=str(self.folder),
             step=step,

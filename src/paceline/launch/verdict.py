@@ -127,7 +127,7 @@ class Verdict:
     def exit_code(self) -> int:
         """What `paceline run` exits with. Collective: none."""
         code = self.original.returncode
-        if self.original.error is not None or not code:
+        if not code or (self.original.error is not None and code < 0):
             return 1  # also where it was stopped before it had ended
         return 128 - code if code < 0 else code
 

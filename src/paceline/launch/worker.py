@@ -229,7 +229,9 @@ def _crash(error: BaseException, launcher: Control, hook: Callable[..., Any]) ->
     flusher = threading.Thread(target=_flush_files, daemon=True)
     flusher.start()
     flusher.join(_FLUSH_S)
-    os._exit(1)
+    # Known by name, since most scripts never import our errors.
+    ours = any(kind.__module__ == "paceline.errors" for kind in type(error).__mro__)
+    os._exit(getattr(error, "exit_code", 1) if ours else 1)
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
@@ -271,7 +273,8 @@ def _strip(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 def _place(trace: types.TracebackType | None) -> str:
     """File, line and function of the innermost frame that is no library's."""
-    libraries = (os.path.dirname(os.__file__), "<frozen")
+    ours = os.path.dirname(os.path.dirname(__file__))
+    libraries = (os.path.dirname(os.__file__), "<frozen", ours)
     place = ""
     for frame, line in traceback.walk_tb(_strip(trace)):
         name = frame.f_code.co_filename
