@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.launching import Finished, run
+from launching import Finished, run
 
 SCRIPT = """
 import ctypes, os, torch, paceline
