@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.verify.evidence import RankLog, Run
+from paceline.verify.evidence import Event, RankLog, Run
 from paceline.verify.plan import Mode, RunPlan
 from paceline.verify.refusals import Refused, refuse, refuse_early_exit
-from paceline.verify.rules import COLLECTIVES, DRIFT, ONE_RANK, RULES
-from paceline.verify.rules.judgement import Case, Fault, Judgement, Sound, Unknown, say_ranks
+from paceline.verify.rules import BLIND_IN_JOIN, COLLECTIVES, DRIFT, ONE_RANK, RULES
+from paceline.verify.rules.judgement import Case, Fault, Judgement, Rule, Sound, Unknown, say_ranks
 
 Execute = Callable[[RunPlan], Run]
 
@@ -91,13 +91,27 @@ def audit(solo: Run, world_size: int, execute: Execute, folder: Path, steps: int
         why = _why_not(done, solo)
         replay = None if why else done
     case = Case(solo, ordinary, replay, why)
-    judgements = {rule.name: rule.judge(case) for rule in RULES}
+    judgements = {rule.name: _judge(rule, case) for rule in RULES}
     found = Audit(case, _without_consequences(judgements))
     if not found.faults:
         refuse(ordinary)
         _refuse_uncommon(case)
-        judgements[DRIFT.name] = DRIFT.judge(case)
+        judgements[DRIFT.name] = _judge(DRIFT, case)
     return found
+
+
+def _judge(rule: Rule, case: Case) -> Judgement:
+    joins = any(log.first("join") for log in case.ranks)
+    if joins and rule.name in BLIND_IN_JOIN:
+        return Unknown("ranks with fewer batches stand in for their missing steps (Join).")
+    try:
+        return rule.judge(case)
+    except Exception as error:
+        # Scripts do what nobody foresaw. One rule that stumbles must not look like a fault, nor take the
+        # others' judgements with it.
+        return Unknown(
+            f"this rule stumbled over the evidence, which is a mistake of ours: {error!r}."
+        )
 
 
 def _without_consequences(judgements: dict[str, Judgement]) -> dict[str, Judgement]:
@@ -138,18 +152,22 @@ def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
     if all(size == alone for size in each):
         return "mirrored", ""
     if sum(size or 0 for size in each) == alone:
+        if not _first_batch(solo.ranks[0])["first"]:
+            return None, "batches do not have their samples in the first dimension."
         return "dealt", ""
     sizes = ", ".join(map(str, each))
     return None, f"one process trains on batches of {alone}, the ranks on batches of {sizes}."
 
 
 def _first_size(log: RankLog) -> int | None:
+    batch = _first_batch(log)
+    return len(batch["ids"]) if batch.get("ids") else batch.get("size")
+
+
+def _first_batch(log: RankLog) -> Event:
     loaders = set(log.training_loaders)
-    for event in log.of("batch"):
-        if event["loader"] in loaders:
-            size: int | None = event["size"]
-            return size
-    return None
+    batch = next((event for event in log.of("batch") if event["loader"] in loaders), {})
+    return {**batch, "first": not batch.get("ids") or len(batch["ids"]) == batch["size"]}
 
 
 def _why_not(replay: Run, solo: Run) -> str:

@@ -10,9 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.verify.record import Recorder, digest, place, plain
 
+_APART = 100
+
 
 class Models:
-    """The models that were called, numbered in the order of their first call.
+    """The models that were called, numbered in the order of their first call in training.
+
+    Those that are called otherwise first, maybe on one rank alone, are numbered apart from them.
 
     Collective: none.
     """
@@ -21,19 +25,29 @@ class Models:
         self._recorder = recorder
         self._roots: dict[int, tuple[int, torch.nn.Module]] = {}
         self._names: dict[int, str] = {}
+        self._trained: set[int] = set()
         self._added: dict[int, str] = {}
         self._reported: set[str] = set()
         self.wrapped: list[DistributedDataParallel] = []
         torch_module.register_module_parameter_registration_hook(self._note_parameter)
         torch_module.register_module_module_registration_hook(self._note_module)
 
-    def number(self, root: torch.nn.Module) -> int:
+    def number(self, root: torch.nn.Module, *, trains: bool) -> int:
         """The model's number, given at its first call. Collective: none."""
         inner = unwrap(root)
         if id(inner) not in self._roots:
-            self._roots[id(inner)] = (len(self._roots), inner)
+            apart = not trains and not any(model.module is inner for model in self.wrapped)
+            alike = sum((number >= _APART) == apart for number, _ in self._roots.values())
+            self._roots[id(inner)] = (_APART * apart + alike, inner)
             self._introduce(root, inner)
-        return self._roots[id(inner)][0]
+        number = self._roots[id(inner)][0]
+        if trains:
+            self._trained.add(number)
+        return number
+
+    def is_trained(self, number: int) -> bool:
+        """Whether a model has been in training. Collective: none."""
+        return number < _APART or number in self._trained
 
     def all(self) -> dict[int, torch.nn.Module]:
         """Every model by its number, unwrapped. Collective: none."""

@@ -65,8 +65,15 @@ class Progress:
         """The number of the evaluation that is on; None in training. Collective: none."""
         return self.evaluations if self._evaluating else None
 
-    def begins_evaluation(self) -> bool:
-        """A forward without gradient: whether it is the first since training. Collective: none."""
+    def begins_evaluation(self, *, of_trained: bool) -> bool:
+        """A forward without gradient: whether it is the first since training.
+
+        That of a model which is not trained, on a batch of training, belongs to the training (a teacher).
+
+        Collective: none.
+        """
+        if not of_trained and not self._evaluating and self._last_loader in self.training_loaders:
+            return False
         begins = not self._evaluating
         self._evaluating = True
         self.evaluations += begins

@@ -11,8 +11,9 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TextIO
@@ -107,9 +108,12 @@ def digest(value: Any) -> str:
 
 def leaves(value: Any) -> Iterator[Any]:
     """The tensors, arrays and plain values inside nested containers, in order. Collective: none."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         for key in value:
             yield from leaves(value[key])
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from leaves(getattr(value, each.name))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from leaves(item)

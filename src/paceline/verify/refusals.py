@@ -62,7 +62,11 @@ def refuse_early_exit(run: Run) -> None:
     """
     for log in run.ranks:
         exits = log.of("exit")
-        passes = [e for e in log.of("iter", "pass-end") if e["loader"] in log.training_loaders]
+        passes = [
+            e
+            for e in log.of("iter", "pass-end", "pass-left")
+            if e["loader"] in log.training_loaders
+        ]
         inside = bool(passes) and passes[-1]["k"] == "iter"
         by_hand = not passes and " in " in (exits[0]["at"] if exits else "")
         if exits and log.steps < run.plan.steps and (inside or by_hand):

@@ -7,7 +7,8 @@ cuts it among them. With the same data and weights, whatever still differs is th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,19 @@ def _part(value: Any, rank: int, world_size: int) -> Any:
     if isinstance(value, torch.Tensor):
         part = value[rank::world_size]
         return part if len(part) else None
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         parts = {key: _part(item, rank, world_size) for key, item in value.items()}
-        return None if any(part is None for part in parts.values()) else parts
+        if any(part is None for part in parts.values()):
+            return None
+        kind: Any = type(value)
+        return parts if kind is dict else kind(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+        cut = {name: _part(item, rank, world_size) for name, item in own.items()}
+        # What was None stays None; what became None has no samples left for this rank.
+        if any(cut[name] is None and item is not None for name, item in own.items()):
+            return None
+        return replace(value, **cut)
     if isinstance(value, list) and value and all(isinstance(x, str | int | float) for x in value):
         return value[rank::world_size] or None
     if isinstance(value, list | tuple):

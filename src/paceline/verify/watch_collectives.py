@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms.join import Join
 
 from paceline.verify.progress import Progress
 from paceline.verify.record import leaves, place
@@ -46,6 +47,13 @@ def install(progress: Progress) -> None:
         setattr(c10d, name, watched)
         setattr(dist, name, watched)
     initialise = watch.initialising(c10d.init_process_group)
+    enter = Join.__enter__
+
+    def entering(join: Join) -> Any:
+        progress.recorder.write("join", at=place())
+        return enter(join)  # type: ignore[no-untyped-call]
+
+    Join.__enter__ = entering  # type: ignore[method-assign]
     c10d.init_process_group = dist.init_process_group = initialise
 
 

@@ -111,6 +111,10 @@ class _Watch:
         """Note the end of a pass. Collective: none."""
         self._recorder.write("pass-end", loader=name, lap=lap)
 
+    def left(self, name: str, lap: int) -> None:
+        """Note that nobody asks for the rest of a pass. Collective: none."""
+        self._recorder.write("pass-left", loader=name, lap=lap)
+
     def run_out(self, frame: FrameType) -> None:
         """End a script that asks by `next()`: only a loop minds that there is no more.
 
@@ -224,6 +228,11 @@ class _Given:
         self._watch, self._name, self._lap = watch, name, lap
         self._inner, self._loader = inner, loader
         self._number = 0
+        self._ended = False
+
+    def __del__(self) -> None:
+        if not self._ended and not sys.is_finalizing():
+            self._watch.left(self._name, self._lap)
 
     def __iter__(self) -> _Given:
         return self
@@ -235,6 +244,7 @@ class _Given:
                 raise StopIteration
             batch = next(self._inner)
         except StopIteration:
+            self._ended = True
             self._watch.passed(self._name, self._lap)
             raise
         indices = (

@@ -66,9 +66,10 @@ class _Watch:
         return not self._building and next(module.parameters(), None) is not None
 
     def _begin(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        number = self._models.number(module)
         trains = torch.is_grad_enabled() and module.training
-        if not torch.is_grad_enabled() and self._progress.begins_evaluation():
+        number = self._models.number(module, trains=trains)
+        of_trained = self._models.is_trained(number)
+        if not torch.is_grad_enabled() and self._progress.begins_evaluation(of_trained=of_trained):
             replay.same_weights(self._progress, self._models)
         if trains and self._seeds():
             torch.manual_seed(_FORWARD_SEED + self._forwards)
@@ -79,7 +80,7 @@ class _Watch:
             "at": place(),
             "s": self._progress.steps,
             "trains": trains,
-            "evaluation": None if torch.is_grad_enabled() else self._progress.evaluations,
+            "evaluation": None if torch.is_grad_enabled() else self._progress.evaluation,
             "n": len(tensors[0]) if tensors else None,
             "sync": getattr(module, "require_backward_grad_sync", None),
             "random": random_states(),

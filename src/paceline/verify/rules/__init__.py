@@ -8,6 +8,9 @@ from paceline.verify.rules.judgement import Rule
 COLLECTIVES = Rule("collective on some ranks only", flow.collectives)
 ONE_RANK = Rule("clipped or stepped on one rank", update.one_rank_alone)
 
+CHANGED = Rule("weights changed outside the optimizer", state.changed_outside)
+LOADED = Rule("checkpoint loaded on one rank", state.loaded_on_one_rank)
+
 # In the order in which faults are shown: what came first in a training stands first.
 RULES = (
     Rule("same device for all ranks", state.devices),
@@ -24,8 +27,8 @@ RULES = (
     Rule("parameter added after wrapping", gradient.unreduced_parameter),
     Rule("clipping before unscaling", update.clipped_scaled),
     ONE_RANK,
-    Rule("checkpoint loaded on one rank", state.loaded_on_one_rank),
-    Rule("weights changed outside the optimizer", state.changed_outside),
+    LOADED,
+    CHANGED,
     Rule("statistics drift apart", state.statistics),
     Rule("schedule N times too fast", flow.schedule),
     Rule("evaluated twice", data.evaluated_twice),
@@ -34,3 +37,6 @@ RULES = (
 
 # Judged only where none of the above has the reason.
 DRIFT = Rule("weights drift apart", state.drift)
+
+# Under DDP's Join, ranks without batches enter their peers' collectives and get the last weights at the end.
+BLIND_IN_JOIN = frozenset({COLLECTIVES.name, ONE_RANK.name, LOADED.name, CHANGED.name, DRIFT.name})

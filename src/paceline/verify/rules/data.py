@@ -54,11 +54,23 @@ def set_epoch(case: Case) -> Judgement:
 
 
 def _passes(log: RankLog, name: str) -> list[Event]:
-    """The passes over a loader that were more than a look at its first batch."""
-    given = Counter(event["lap"] for event in log.of("batch") if event["loader"] == name)
+    """The passes over a loader that were trained on, and more than a look at the first batch."""
+    given: Counter[int] = Counter()
+    trained: set[int] = set()
+    last: Event | None = None
+    for event in log.of("batch", "backward"):
+        if event["k"] == "batch":
+            last = event
+            given[event["lap"]] += event["loader"] == name
+        elif last is not None and last["loader"] == name:
+            trained.add(last["lap"])
     ended = {event["lap"] for event in log.of("pass-end") if event["loader"] == name}
     begun = [event for event in log.of("iter") if event["loader"] == name]
-    return [event for event in begun if given[event["lap"]] > 1 or event["lap"] in ended]
+    return [
+        event
+        for event in begun
+        if event["lap"] in trained and (given[event["lap"]] > 1 or event["lap"] in ended)
+    ]
 
 
 def same_samples(case: Case) -> Judgement:
@@ -77,11 +89,19 @@ def _overlap(case: Case, *, sharded: bool) -> Judgement:
         return Sound("no loader gives shards.") if sharded else _by_hand(case)
     evidence = []
     for name in loaders:
-        fetched = [_fetched(log, name) for log in case.ranks]
+        fetched = [_fetched(log, name, case.world_size) for log in case.ranks]
         if not all(fetched):
             return Unknown("the loader's workers were not forked, so their samples are not seen.")
+        repeated = sum(len(each) - len(set(each)) for each in fetched)
+        if repeated > case.world_size and any(each != fetched[0] for each in fetched):
+            return Unknown(
+                f"samples are drawn with replacement: {repeated} came to one rank twice."
+            )
+        if _other_data(fetched):
+            evidence.append("the ranks read data of their own")
+            continue
         is_shard = all(_is_sharded(log.loaders[name], case.world_size) for log in case.ranks)
-        seen = Counter(key for each in fetched for key in each)
+        seen = Counter(key for each in fetched for key in set(each))
         common = [key for key, times in seen.items() if times > 1]
         # The pass may have ended, and samplers fill up its end with samples of its beginning.
         padding = case.world_size * 2
@@ -132,21 +152,40 @@ def _is_sharded(told: Event, world_size: int) -> bool:
     return bool(samples and root and samples * world_size <= root + world_size)
 
 
-def _fetched(log: RankLog, name: str) -> set[Any]:
-    """The samples of the first pass: place and content, so that places in different data differ."""
+def _other_data(fetched: list[list[Any]]) -> bool:
+    """Whether one place holds different samples on different ranks, so that the data are not the same."""
+    contents: dict[Any, set[str]] = {}
+    for key in {key for each in fetched for key in each}:
+        if isinstance(key, tuple):
+            contents.setdefault(key[0], set()).add(key[1])
+    return any(len(each) > 1 for each in contents.values())
+
+
+def _fetched(log: RankLog, name: str, world_size: int) -> list[Any]:
+    """The samples of the first pass, in order: place and content of each.
+
+    Of a pass without an end, so many as a rank is given of the dataset: what follows may be another's.
+    """
     # What was drawn at random differs from rank to rank; the label does not.
     of_loader = [event for event in log.fetches if event["loader"] == name]
     parts = [event["labels"] if event["drew"] else event["contents"] for event in of_loader]
     if log.loaders[name]["iterable"]:
         first = [p for event, p in zip(of_loader, parts, strict=True) if event["lap"] == 0]
-        return {part for each in first for part in each if part}
+        return _up_to_first_repeated([part for each in first for part in each if part])
     contents: dict[Any, str] = {}
     for event, each in zip(of_loader, parts, strict=True):
         if event["ids"] and len(event["ids"]) == len(each):
             contents.update(zip(event["ids"], each, strict=True))
     # A worker that outlives a pass does not know which one it is in; this process does.
     given = [e["ids"] or [] for e in log.of("batch") if e["loader"] == name and e["lap"] == 0]
-    return {(i, contents.get(i, "")) for ids in given for i in ids if i in contents}
+    whole = log.loaders[name]["root_samples"]
+    most = None if whole is None else -(-whole // world_size)
+    return [(i, contents[i]) for ids in given for i in ids if i in contents][:most]
+
+
+def _up_to_first_repeated(parts: list[str]) -> list[str]:
+    """An iterable without an end begins anew where it gives what it gave."""
+    return list(dict.fromkeys(parts))
 
 
 def _by_hand(case: Case) -> Judgement:
@@ -215,7 +254,9 @@ def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str], list[list[str]]]:
         loader = ""
         for event in log.of("batch", "forward-end"):
             if event["k"] == "batch":
-                loader = event["loader"] if event["loader"] in log.evaluation_loaders else ""
+                loader = event["loader"]
+            elif loader in log.training_loaders:
+                continue  # a teacher's forward, or a look at how training does
             elif event["evaluation"] is not None and event.get("rows"):
                 key = (event["evaluation"], loader)
                 found.setdefault(key, [[] for _ in ranks])[place] += event["rows"]

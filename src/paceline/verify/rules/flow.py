@@ -207,7 +207,8 @@ def metrics(case: Case) -> Judgement:
             return Unknown("the runs reduced different numbers of values while evaluating.")
         pairs = list(zip(alone[number], together[number], strict=True))
         judged += len(pairs)
-        if any(_like(x, _shown(case.replay, number)) for _, many in pairs for x in many["results"]):
+        shown = _shown(case.replay, number)
+        if any(_like(x, shown) for one, many in pairs for x in _counted(one, many)):
             continue  # the number of samples is added up beside them, so sums are what is divided
         for one, many in pairs:
             if _differs(one, many, pairs, case.world_size):
@@ -261,6 +262,12 @@ def _differs(one: Event, many: Event, pairs: list[tuple[Event, Event]], world_si
             continue
         return True
     return False
+
+
+def _counted(one: Event, many: Event) -> list[float]:
+    """What may be a number of samples: the results, also those that a gather leaves to be added up."""
+    results: list[float] = many["results"]
+    return results + _over_ranks(many, len(one["results"]))
 
 
 def _over_ranks(event: Event, length: int) -> list[float]:

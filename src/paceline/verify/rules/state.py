@@ -66,10 +66,11 @@ def find_split(case: Case) -> Split | None:
         for points, outside in ((afters, False), (befores, True)):
             if not all(step in each for each in points):
                 continue
+            shared = set[str].intersection(*(set(each[step]) for each in points))
             names = [
                 name
                 for name in points[0][step]
-                if len({each[step].get(name) for each in points}) > 1
+                if name in shared and len({each[step][name] for each in points}) > 1
             ]
             if names and not outside and _made_equal(befores, step, names):
                 continue  # an optimizer whose ranks exchange what each has updated
