@@ -27,7 +27,9 @@ class Models:
         self._names: dict[int, str] = {}
         self._trained: set[int] = set()
         self._added: dict[int, str] = {}
+        self._reduced: dict[int, torch.nn.Parameter] = {}
         self._reported: set[str] = set()
+        self._there: set[int] = set()
         self.wrapped: list[DistributedDataParallel] = []
         torch_module.register_module_parameter_registration_hook(self._note_parameter)
         torch_module.register_module_module_registration_hook(self._note_module)
@@ -79,17 +81,22 @@ class Models:
     def wrap(self, model: DistributedDataParallel) -> None:
         """Note a model that DDP reduces from now on. Collective: none."""
         self.wrapped.append(model)
+        ignored = set(model.parameters_to_ignore)
+        for name, parameter in model.module.named_parameters():
+            if parameter.requires_grad or name in ignored:
+                self._reduced[id(parameter)] = parameter
+            self._there.add(id(parameter))
 
     def report_unreduced(self) -> None:
-        """Write down trained parameters that DDP was not shown when it was built. Collective: none."""
+        """Write down trained parameters that no DDP was to reduce when it was built. Collective: none."""
         for model in self.wrapped:
-            reduced = {id(p) for p in model._module_parameters}
             for name, parameter in model.module.named_parameters():
-                known = id(parameter) in reduced or name in model.parameters_to_ignore
-                if parameter.requires_grad and not known and name not in self._reported:
+                known = id(parameter) in self._reduced or name in self._reported
+                if parameter.requires_grad and not known:
                     self._reported.add(name)
-                    at = self._added.get(id(parameter), "")
-                    self._recorder.write("unreduced", name=name, at=at or place())
+                    at = self._added.get(id(parameter), "") or place()
+                    frozen = id(parameter) in self._there
+                    self._recorder.write("unreduced", name=name, at=at, frozen=frozen)
 
     def _introduce(self, root: torch.nn.Module, inner: torch.nn.Module) -> None:
         self._recorder.write(

@@ -42,7 +42,7 @@ class Progress:
         self._fed = False
         self._evaluating = False
         self._round: set[int] = set()
-        self._evaluated_before = 0
+        self._evaluated_after = plan.folder / "evaluated-after"
         self._empty_laps = 0
 
     @property
@@ -77,6 +77,9 @@ class Progress:
         begins = not self._evaluating
         self._evaluating = True
         self.evaluations += begins
+        if begins and self.is_over:
+            # A file, since an evaluation on one rank alone is to end the others too.
+            self._evaluated_after.touch()
         return begins
 
     def number_of(self, optimizer: object) -> int:
@@ -97,8 +100,6 @@ class Progress:
             self._round.add(id(optimizer))
             return
         self.steps, self._round = number, {id(optimizer)}
-        if self.steps <= self.plan.steps:
-            self._evaluated_before = self.evaluations
         late = not self._fed or self.steps > self.plan.steps + _GRACE_STEPS
         if self.is_over and late and not self.ends_by_itself:
             self.end()
@@ -108,12 +109,12 @@ class Progress:
         """A training loader is asked for another pass after the wanted steps.
 
         Raises:
-            Enough: an evaluation was seen since then.
+            Enough: an evaluation was seen since then, on any rank of this host.
 
         Collective: none.
         """
         self._empty_laps += 1
-        if self.evaluations > self._evaluated_before or self._empty_laps > _EMPTY_LAPS:
+        if self._evaluated_after.exists() or self._empty_laps > _EMPTY_LAPS:
             self.end()
 
     def end(self) -> None:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ def install(progress: Progress, models: Models, changes: Changes) -> None:
         setattr(torch.nn.utils, name, clipping)
     for name in ("scale", "unscale_", "step"):
         setattr(GradScaler, name, watch.scaling(name, getattr(GradScaler, name)))
+    Optimizer.__init__ = watch.making(Optimizer.__init__)  # type: ignore[method-assign]
     schedule: Any = lr_scheduler.LRScheduler
     schedule.step = watch.scheduling(schedule.step)
     kinds: list[tuple[Any, str]] = [(torch.nn.Module, "model"), (Optimizer, "optimizer")]
@@ -52,6 +54,7 @@ class _Watch:
         self._recorder = progress.recorder
         self._scaler: GradScaler | None = None
         self._loading = False
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._changes.stop()
@@ -68,6 +71,7 @@ class _Watch:
             optimizer=type(optimizer).__name__,
             at=place(),
             lrs=[float(group["lr"]) for group in optimizer.param_groups],
+            base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
             grads={name: [digest(g), _norm(g)] for name, g in gradients.items()},
             state=digest(
                 [optimizer.state.get(p, {}) for g in optimizer.param_groups for p in g["params"]]
@@ -93,6 +97,7 @@ class _Watch:
 
         @functools.wraps(clip)
         def watched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             result = clip(parameters, *args, **kwargs)
             given = signature.bind(parameters, *args, **kwargs).arguments
             if math.isinf(float(given.get("max_norm", 0.0))):
@@ -101,20 +106,34 @@ class _Watch:
                 "clip",
                 at=place(),
                 norm=None if result is None else float(result),
-                scale=self._scale_left(),
+                scale=self._scale_left({id(parameter) for parameter in parameters}),
             )
             return result
 
         return watched
 
-    def _scale_left(self) -> float:
-        """The loss scale that is still in the gradients; of several optimizers, in any of them."""
+    def _scale_left(self, parameters: set[int]) -> float:
+        """The loss scale that is still in the gradients of these parameters."""
         if self._scaler is None:
             return 1.0
-        for state in self._scaler._per_optimizer_states.values():
-            if state["stage"].name != "READY":
+        states = self._scaler._per_optimizer_states
+        owners = [
+            id(optimizer)
+            for optimizer in self._optimizers
+            if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
+        ]
+        for owner in owners or list(states):
+            if owner in states and states[owner]["stage"].name != "READY":
                 return 1.0
         return self._scaler.get_scale()
+
+    def making(self, init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+
+        return watched
 
     def scaling(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

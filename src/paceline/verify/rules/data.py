@@ -130,13 +130,17 @@ def _overlap_fault(case: Case, name: str, common: int, seen: int, *, sharded: bo
             fix="give the sampler the same seed on every rank; the rank makes the difference.",
             evidence=evidence,
         )
+    iterable = told[0]["iterable"]
+    source = told[0]["dataset"] if iterable else told[0]["sampler"]
     return Fault(
-        what=f"every rank trains on the whole dataset ({told[0]['sampler']}, no shards).",
+        what=f"every rank trains on the whole dataset ({source}, no shards).",
         at=told[0]["at"],
         ranks=range(case.world_size),
         step=step,
         why=f"{case.world_size} processes do the work of one, {case.world_size} times.",
-        fix="give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch.",
+        fix="give each rank its part in __iter__, such as islice(samples, rank, None, world_size)."
+        if iterable
+        else "give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch.",
         evidence=evidence,
     )
 

@@ -20,12 +20,16 @@ _SAME = 1e-4
 # Rates between steps are read off a straight line.
 _SAME_RATE = 0.02
 _METRIC_VALUES = 16
+_MIN_EARLY = 3
 
 
 def collectives(case: Case) -> Judgement:
     """A collective that some ranks enter and others do not."""
     everyone = list(range(case.world_size))
-    each = [_sequence(log, everyone) for log in case.ranks]
+    cut = any(log.first("enough") for log in case.ranks)
+    each = [
+        _sequence(log, everyone, case.ordinary.plan.steps if cut else None) for log in case.ranks
+    ]
     for place in range(max(map(len, each))):
         calls = [own[place] if place < len(own) else None for own in each]
         kinds = [_kind(call) for call in calls]
@@ -49,12 +53,22 @@ def collectives(case: Case) -> Judgement:
     return Sound(f"all ranks entered the same {total} collectives in the same order.")
 
 
-def _sequence(log: RankLog, everyone: list[int]) -> list[Event]:
-    """The collectives of all ranks that a rank entered, DDP's sums among them."""
+def _sequence(log: RankLog, everyone: list[int], steps: int | None) -> list[Event]:
+    """The collectives of all ranks that a rank entered, DDP's sums among them.
+
+    With `steps`, up to the first pass after so many: we end each rank in one of those.
+    """
     found = []
     forward_syncs = False
-    for event in log.of("collective", "forward-end", "backward"):
-        if event["k"] == "forward-end":
+    for event in log.of("collective", "forward-end", "backward", "iter"):
+        if event["k"] == "iter":
+            if (
+                steps is not None
+                and event["s"] >= steps
+                and event["loader"] in log.training_loaders
+            ):
+                break
+        elif event["k"] == "forward-end":
             forward_syncs = bool(event["trains"] and event["sync"])
         elif event["k"] == "collective" and event["group"] == everyone:
             found.append(event)
@@ -135,7 +149,7 @@ def schedule(case: Case) -> Judgement:
     solo, log = case.solo.ranks[0], case.ranks[0]
     if not log.of("schedule"):
         return Sound("no schedule was stepped.")
-    calls = [len(each.of("schedule")) / max(each.steps, 1) for each in (solo, log)]
+    calls = [_scheduled(each) / max(each.steps, 1) for each in (solo, log)]
     if calls[1] / max(calls[0], 1e-9) < 1.5:
         return Sound(
             f"the schedule was stepped {calls[1]:.3g} times for each update, and {calls[0]:.3g} times "
@@ -155,7 +169,7 @@ def schedule(case: Case) -> Judgement:
         if here is not None and ahead is not None and not _close(here, ahead):
             agree += _close(here, rate)
             early += _close(ahead, rate) and not _close(here, rate)
-    if agree >= early or not early:
+    if early < _MIN_EARLY or agree >= early:
         return Sound("the learning rate is that of one process at the same part of an epoch.")
     first = log.of("schedule")[0]
     return Fault(
@@ -176,9 +190,21 @@ def _length(log: RankLog) -> int | None:
     return lengths[0] if lengths else None
 
 
+def _scheduled(log: RankLog) -> int:
+    """How often the schedule was stepped up to the last update: empty passes come after it."""
+    events = log.of("schedule", "step")
+    last = max((place for place, event in enumerate(events) if event["k"] == "step"), default=0)
+    return sum(event["k"] == "schedule" for event in events[:last])
+
+
 def _rates(log: RankLog) -> list[float]:
-    """The first learning rate of each step."""
-    found = {event["s"]: float(event["lrs"][0]) for event in log.of("step")}
+    """The first learning rate of each step, over the one that the schedule starts from.
+
+    That one may rightly depend on the number of processes (linear scaling).
+    """
+    found = {
+        event["s"]: float(event["lrs"][0]) / (event.get("base") or 1.0) for event in log.of("step")
+    }
     return [found[step] for step in sorted(found)]
 
 
@@ -201,21 +227,48 @@ def metrics(case: Case) -> Judgement:
     if isinstance(evaluated_twice(case), Fault):
         return Unknown("samples are evaluated twice, so no metric can be right.")
     alone, together = _reduced(case.solo.ranks[0]), _reduced(case.replay.ranks[0])
-    judged = 0
+    judged = beside = 0
+    unclear: Event | None = None
     for number in sorted(alone.keys() & together.keys()):
         if len(alone[number]) != len(together[number]):
             return Unknown("the runs reduced different numbers of values while evaluating.")
         pairs = list(zip(alone[number], together[number], strict=True))
-        judged += len(pairs)
         shown = _shown(case.replay, number)
         if any(_like(x, shown) for one, many in pairs for x in _counted(one, many)):
+            beside += len(pairs)
             continue  # the number of samples is added up beside them, so sums are what is divided
-        for one, many in pairs:
+        judged += len(pairs)
+        for place, (one, many) in enumerate(pairs):
             if _differs(one, many, pairs, case.world_size):
-                return _metric_fault(case, one, many)
-    if not judged:
+                if _means_of_shares(case.replay, number, place, one["results"]):
+                    return _metric_fault(case, one, many)
+                unclear = many
+    if unclear is not None:
+        return Unknown(
+            f"what is reduced at {unclear['at']} is not what one process has, and no mean of the ranks' "
+            "samples either: a time, a random number, or a mean of batches' means."
+        )
+    if not judged and not beside:
         return Unknown("no small value was reduced over ranks while evaluating.")
-    return Sound(f"{judged} values that were reduced while evaluating are those of one process.")
+    said = [f"{judged} values that were reduced while evaluating are those of one process"] * (
+        judged > 0
+    ) + [f"{beside} were added up beside their number of samples"] * (beside > 0)
+    return Sound(f"{'; '.join(said)}.")
+
+
+def _means_of_shares(run: Run, number: int, place: int, expected: list[float]) -> bool:
+    """Whether the ranks brought the means of their own samples: weighed, they give one process's mean."""
+    calls = [_reduced(log).get(number, [])[place : place + 1] for log in run.ranks]
+    if not all(call and call[0]["values"] for call in calls):
+        return False
+    counts = [_shown_to(log, number) for log in run.ranks]
+    for k, wanted in enumerate(expected):
+        own = [call[0]["values"][k] for call in calls if k < len(call[0]["values"])]
+        if len(own) == len(counts) and sum(counts):
+            mean = sum(n * x for n, x in zip(counts, own, strict=True)) / sum(counts)
+            if _like(mean, wanted) and not _like(sum(own) / len(own), wanted):
+                return True
+    return False
 
 
 def _reduced(log: RankLog) -> dict[int, list[Event]]:
@@ -236,13 +289,16 @@ def _reduced(log: RankLog) -> dict[int, list[Event]]:
 
 def _shown(run: Run, evaluation: int) -> int:
     """Samples that all ranks had evaluated when they first reduced something in that evaluation."""
+    return sum(_shown_to(log, evaluation) for log in run.ranks)
+
+
+def _shown_to(log: RankLog, evaluation: int) -> int:
     total = 0
-    for log in run.ranks:
-        for event in log.of("forward-end", "collective"):
-            if event["evaluation"] == evaluation:
-                if event["k"] == "collective":
-                    break
-                total += event["n"] or 0
+    for event in log.of("forward-end", "collective"):
+        if event["evaluation"] == evaluation:
+            if event["k"] == "collective":
+                break
+            total += event["n"] or 0
     return total
 
 

@@ -202,7 +202,7 @@ def ragged_means(case: Case) -> Judgement:
                 pair = _unequal(backwards)
                 if pair is not None:
                     return _ragged(
-                        pair, [log.rank] if log.rank else range(run.plan.world_size), number
+                        pair, [log.rank] if log.rank else range(case.world_size), number
                     )
     for number, across in enumerate(zip(*(windows(log) for log in case.ranks), strict=False), 1):
         firsts = [window[0] for window in across if window[0]["k"] == "backward"]
@@ -320,13 +320,17 @@ def unreduced_parameter(case: Case) -> Judgement:
     for event in log.of("unreduced"):
         if any(name == event["name"] or name.endswith(f": {event['name']}") for name in trained):
             return Fault(
-                what=f"{event['name']} was added to the model after DDP had wrapped it.",
+                what=f"{event['name']} was frozen when DDP was built, and is trained now."
+                if event.get("frozen")
+                else f"{event['name']} was added to the model after DDP had wrapped it.",
                 at=event["at"],
                 ranks=range(case.world_size),
                 step=1,
-                why="DDP adds up the gradients of the parameters that it saw when it was built; each "
+                why="DDP adds up the gradients of the parameters that were trained when it was built; each "
                 "rank trains this one on its own samples.",
-                fix="build the whole model first, then wrap it.",
+                fix="wrap the model anew after unfreezing it."
+                if event.get("frozen")
+                else "build the whole model first, then wrap it.",
                 evidence="the parameter is in the optimizer and not among those DDP reduces",
             )
     if not log.of("ddp"):

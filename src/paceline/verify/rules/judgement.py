@@ -134,9 +134,11 @@ def updates(log: RankLog) -> list[list[Event]]:
     """
     found: list[list[Event]] = []
     shared = True
+    wrapped = log.first("ddp") is not None
     for event in log.of("forward-end", "backward", "scaler-unscale", "clip", "scaler-step", "step"):
         if event["k"] == "forward-end":
-            shared = event["sync"] is not False
+            # Beside DDP, a forward that it knows nothing of is a rank's own affair.
+            shared = event["sync"] is True if wrapped else event["sync"] is not False
         elif event["k"] == "backward" and shared:
             found.append([event])
         elif event["k"] != "backward" and found:

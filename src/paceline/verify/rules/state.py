@@ -197,6 +197,17 @@ def changed_outside(case: Case) -> Judgement:
     )
 
 
+def _equal_again(case: Case, split: Split) -> bool:
+    """Whether the ranks hold the same weights in some step after they held different ones."""
+    befores = [_before(log) for log in case.ranks]
+    later = set[int].intersection(*(set(each) for each in befores))
+    return any(
+        step > split.step
+        and all(len({each[step].get(name) for each in befores}) == 1 for name in split.names)
+        for step in later
+    )
+
+
 def drift(case: Case) -> Judgement:
     """Weights that differ after an optimizer step, for a reason that no other rule has."""
     if _sharded(case):
@@ -204,6 +215,11 @@ def drift(case: Case) -> Judgement:
     split = find_split(case)
     if split is None or split.outside:
         return Sound("after each optimizer step the ranks' weights were equal.")
+    if _equal_again(case, split):
+        return Unknown(
+            f"the ranks' weights differ after step {split.step} and are equal again some steps later: they "
+            "are averaged now and then (local SGD)."
+        )
     steps = [next(e for e in log.of("step") if e["s"] == split.step) for log in case.ranks]
     gradients = [step["grads"].get(split.names[0], [None])[0] for step in steps]
     if len(set(gradients)) > 1:

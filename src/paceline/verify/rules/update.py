@@ -26,7 +26,11 @@ def clipped_scaled(case: Case) -> Judgement:
                         if event["norm"] is not None
                         else f"the scale at the clip was {event['scale']:g}",
                     )
-    return Sound(f"{clips} clips, all of unscaled gradients." if clips else "nothing is clipped.")
+    return Sound(
+        f"{clips} clips, all of unscaled gradients."
+        if clips
+        else "torch's clipping was not called."
+    )
 
 
 def one_rank_alone(case: Case) -> Judgement:
