@@ -130,7 +130,9 @@ def _refuse_uncommon(case: Case) -> None:
     Raises:
         Refused: with the numbers.
     """
-    alone, together = case.solo.steps, (case.replay or case.ordinary).steps
+    wanted = case.solo.plan.steps  # a loader that is made anew after them may give one more batch
+    alone = min(wanted, case.solo.steps)
+    together = min(wanted, (case.replay or case.ordinary).steps)
     by_hand = not case.ranks[0].training_loaders
     if alone != together and (by_hand or case.replay is not None):
         raise Refused(

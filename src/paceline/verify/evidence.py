@@ -13,6 +13,8 @@ from paceline.verify.plan import RunPlan
 
 Event = dict[str, Any]
 
+SENDS_BUFFERS = "DDP's broadcast of buffers"
+
 
 @dataclass(frozen=True)
 class RankLog:
@@ -50,12 +52,17 @@ class RankLog:
     def open_span(self) -> Event | None:
         """The collective or backward that this rank never came out of. Collective: none."""
         inside: list[Event] = []
-        for event in self.of("collective", "collective-end", "backward", "backward-end"):
-            if event["k"].endswith("-end"):
+        for event in self.of(
+            "collective", "collective-end", "backward", "backward-end", "forward", "forward-end"
+        ):
+            if event["k"] == "forward":
+                # DDP makes buffers equal at the beginning of it; all else in it is the rank's own work.
+                inside.append({**event, "op": SENDS_BUFFERS} if event.get("sends_buffers") else {})
+            elif event["k"].endswith("-end"):
                 inside.pop()
             else:
                 inside.append(event)
-        return inside[-1] if inside else None
+        return inside[-1] or None if inside else None
 
     def laps(self, loader: str) -> dict[int, list[Event]]:
         """The batches of a loader, by pass. Collective: none."""

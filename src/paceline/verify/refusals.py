@@ -129,6 +129,15 @@ def _nothing(run: Run) -> Refused:
     none = [log for log in run.ranks if log.steps == 0]
     who = "the script" if len(none) == len(run.ranks) else f"rank {none[0].rank}"
     backwards = any(log.of("backward") for log in none)
+    loads = none[0].of("load")
+    if loads and not backwards:
+        return _refused(
+            run,
+            f"{who} never took an optimizer step in {run.name}.",
+            where=loads[0]["at"],
+            why="it loaded a state there, maybe what the run before it had saved at its end.",
+            fix="turn resuming off, or the saving, while it is verified.",
+        )
     return _refused(
         run,
         f"{who} never took an optimizer step in {run.name}.",

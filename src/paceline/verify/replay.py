@@ -18,6 +18,8 @@ from paceline.verify.models import Models
 from paceline.verify.plan import RunPlan
 from paceline.verify.progress import Progress
 
+_NOTHING = object()
+
 
 def same_weights(progress: Progress, models: Models) -> None:
     """Before an evaluation: keep the solo run's weights, or take them up.
@@ -63,36 +65,37 @@ def batches(progress: Progress, loader: str, lap: int) -> Iterator[Any]:
         batch = torch.load(path, weights_only=False)
         if plan.mode == "dealt":
             batch = _part(batch, progress.rank, plan.world_size)
-        if batch is None:
+        if batch is _NOTHING:
             return
         yield batch
         number += 1
 
 
 def _part(value: Any, rank: int, world_size: int) -> Any:
-    """Every `world_size`th sample of a collated batch; None if there is none left for this rank."""
+    """Every `world_size`th sample of a collated batch; `_NOTHING` if none is left for this rank."""
     if isinstance(value, torch.Tensor):
+        if value.dim() == 0:
+            return value  # of the batch as a whole
         part = value[rank::world_size]
-        return part if len(part) else None
+        return part if len(part) else _NOTHING
     if isinstance(value, Mapping):
         parts = {key: _part(item, rank, world_size) for key, item in value.items()}
-        if any(part is None for part in parts.values()):
-            return None
+        if any(part is _NOTHING for part in parts.values()):
+            return _NOTHING
         kind: Any = type(value)
         return parts if kind is dict else kind(parts)
     if is_dataclass(value) and not isinstance(value, type):
         own = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
         cut = {name: _part(item, rank, world_size) for name, item in own.items()}
-        # What was None stays None; what became None has no samples left for this rank.
-        if any(cut[name] is None and item is not None for name, item in own.items()):
-            return None
+        if any(part is _NOTHING for part in cut.values()):
+            return _NOTHING
         return replace(value, **cut)
     if isinstance(value, list) and value and all(isinstance(x, str | int | float) for x in value):
-        return value[rank::world_size] or None
+        return value[rank::world_size] or _NOTHING
     if isinstance(value, list | tuple):
         items = [_part(item, rank, world_size) for item in value]
-        if any(item is None for item in items):
-            return None
+        if any(item is _NOTHING for item in items):
+            return _NOTHING
         is_named = hasattr(value, "_fields")
         return type(value)(*items) if is_named else type(value)(items)
     return value

@@ -85,6 +85,7 @@ class _Watch:
                     reduce=str(given.get("op", "SUM")).rsplit(".", 1)[-1],
                     dtype=str(tensors[0].dtype) if tensors else "",
                     shape=list(tensors[0].shape) if tensors else [],
+                    items=_items(given.get("obj")),
                     values=_values([given["tensor"]] if "tensor" in given else []),
                 ) as found:
                     result = call(*args, **kwargs)
@@ -111,6 +112,11 @@ def _ranks(group: Any) -> list[int]:
     if not dist.is_initialized() or group == dist.GroupMember.NON_GROUP_MEMBER:
         return []
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
+def _items(value: Any) -> int:
+    """How many numbers and texts an object holds that is sent whole."""
+    return sum(x.numel() if isinstance(x, torch.Tensor) else 1 for x in leaves(value))
 
 
 def _values(tensors: list[Any]) -> list[float] | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
 from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils import fetch as torch_fetch
 
@@ -192,6 +192,7 @@ class _Watch:
         return {
             "sampler": type(sampler).__name__,
             "sharding": {n: getattr(sampler, n) for n in told if hasattr(sampler, n)},
+            "takes_epoch": hasattr(loader.dataset, "set_epoch") or hasattr(sampler, "set_epoch"),
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             "drop_last": loader.drop_last,
             "workers": loader.num_workers,
@@ -266,7 +267,9 @@ class _Given:
 def _sampler(loader: DataLoader[Any]) -> Any:
     """The sampler that decides which samples a rank gets."""
     inner = getattr(loader.batch_sampler, "sampler", None)
-    candidates = [s for s in (loader.sampler, inner, loader.batch_sampler) if s is not None]
+    # Beside a batch sampler of the script's own, torch puts a sampler that nothing asks.
+    own = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else None
+    candidates = [s for s in (inner, own, loader.sampler) if s is not None]
     sharding = [s for s in candidates if hasattr(s, "num_replicas")]
     return (sharding or candidates or [None])[0]
 

@@ -92,7 +92,15 @@ class _Watch:
             self._facts["params"] = parameter_digests(unwrap(module))
             self._facts["devices"] = sorted({str(p.device) for p in module.parameters()})
             self._facts["cores"] = sorted(os.sched_getaffinity(0))
-        self._recorder.write("forward", m=number, at=self._facts["at"], trains=trains)
+        self._recorder.write(
+            "forward",
+            m=number,
+            at=self._facts["at"],
+            s=self._progress.steps,
+            trains=trains,
+            sends_buffers=isinstance(module, DistributedDataParallel)
+            and bool(module.will_sync_module_buffers()),  # type: ignore[no-untyped-call]
+        )
 
     def _seeds(self) -> bool:
         return self._progress.plan.mode != "ordinary" and not self._progress.ends_by_itself
@@ -122,6 +130,7 @@ class _Watch:
                     "backward",
                     at=place(),
                     s=self._progress.steps,
+                    forwards=self._forwards,
                     loss=float(losses[0].detach())
                     if len(losses) == 1 and losses[0].numel() == 1
                     else None,

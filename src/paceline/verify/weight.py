@@ -14,17 +14,22 @@ import torch
 
 _PASS_ON = frozenset({"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"})
 _MEAN, _SUM = 1, 2
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
 class LossWeight:
     """What the loss is made of: the sum of `count` terms, `weight` times each.
 
+    Attributes:
+        kind: The reduction's node, such as "NllLossBackward0".
+
     Collective: none.
     """
 
     weight: float
     count: float
+    kind: str = ""
 
 
 def loss_weight(loss: torch.Tensor) -> LossWeight | None:
@@ -66,11 +71,13 @@ def _reduction(node: Any, name: str, factor: float) -> LossWeight | None:
         count = _terms(node)
     else:
         return None
-    return LossWeight(factor / count if mean else factor, count) if count else None
+    return LossWeight(factor / count if mean else factor, count, name) if count else None
 
 
 def _terms(node: Any) -> float:
-    if hasattr(node, "_saved_total_weight") and node._saved_total_weight.numel() == 1:
+    # With weights for classes, the total is theirs and no number of samples.
+    by_class = getattr(node, "_saved_weight", None) is not None
+    if not by_class and getattr(node, "_saved_total_weight", _NOTHING).numel() == 1:
         total = float(node._saved_total_weight)  # of the targets that are not ignored; 0 for sums
         if total:
             return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.verify.rules import data, flow, gradient, state, update
+from paceline.verify.rules import data, flow, gradient, shards, state, update
 from paceline.verify.rules.judgement import Rule
 
 COLLECTIVES = Rule("collective on some ranks only", flow.collectives)
@@ -15,8 +15,8 @@ LOADED = Rule("checkpoint loaded on one rank", state.loaded_on_one_rank)
 RULES = (
     Rule("same device for all ranks", state.devices),
     COLLECTIVES,
-    Rule("no shards", data.same_samples),
-    Rule("shards overlap", data.overlapping_shards),
+    Rule("no shards", shards.same_samples),
+    Rule("shards overlap", shards.overlapping_shards),
     Rule("set_epoch forgotten", data.set_epoch),
     Rule("same augmentation in workers", data.same_augmentation),
     Rule("same dropout mask on ranks", state.same_dropout),
@@ -31,7 +31,7 @@ RULES = (
     CHANGED,
     Rule("statistics drift apart", state.statistics),
     Rule("schedule N times too fast", flow.schedule),
-    Rule("evaluated twice", data.evaluated_twice),
+    Rule("evaluated twice", flow.surplus),
     Rule("metric averaged per rank", flow.metrics),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.verify.evidence import Event, RankLog, Run
+from paceline.verify.evidence import SENDS_BUFFERS, Event, RankLog, Run
 from paceline.verify.rules.data import evaluated_twice
 from paceline.verify.rules.judgement import (
     Case,
@@ -60,7 +60,7 @@ def _sequence(log: RankLog, everyone: list[int], steps: int | None) -> list[Even
     """
     found = []
     forward_syncs = False
-    for event in log.of("collective", "forward-end", "backward", "iter"):
+    for event in log.of("collective", "forward", "forward-end", "backward", "iter"):
         if event["k"] == "iter":
             if (
                 steps is not None
@@ -68,6 +68,9 @@ def _sequence(log: RankLog, everyone: list[int], steps: int | None) -> list[Even
                 and event["loader"] in log.training_loaders
             ):
                 break
+        elif event["k"] == "forward":
+            if event.get("sends_buffers"):
+                found.append({**event, "op": SENDS_BUFFERS})
         elif event["k"] == "forward-end":
             forward_syncs = bool(event["trains"] and event["sync"])
         elif event["k"] == "collective" and event["group"] == everyone:
@@ -119,6 +122,10 @@ def _uneven(case: Case, each: list[list[Event]], place: int) -> Fault:
     by_hand = [rank for rank, call in enumerate(calls) if call and call["k"] == "collective"]
     if by_hand and any(call and call["k"] == "backward" for call in calls):
         extra = by_hand
+    # And it sends buffers in a forward, which evaluations on one rank alone forget.
+    sending = [rank for rank, call in enumerate(calls) if call and call["k"] == "forward"]
+    if sending and len(sending) < case.world_size:
+        extra = sending
     ranks = extra if 0 < len(extra) < case.world_size else outliers(keys)
     ranks = [rank for rank in ranks if calls[rank] is not None] or [
         rank for rank, call in enumerate(calls) if call is not None
@@ -224,7 +231,7 @@ def metrics(case: Case) -> Judgement:
     """A metric that ranks average, each over its own samples, though they have unequally many."""
     if case.replay is None:
         return Unknown(case.why_no_replay)
-    if isinstance(evaluated_twice(case), Fault):
+    if isinstance(surplus(case), Fault):
         return Unknown("samples are evaluated twice, so no metric can be right.")
     alone, together = _reduced(case.solo.ranks[0]), _reduced(case.replay.ranks[0])
     judged = beside = 0
@@ -264,11 +271,32 @@ def _means_of_shares(run: Run, number: int, place: int, expected: list[float]) -
     counts = [_shown_to(log, number) for log in run.ranks]
     for k, wanted in enumerate(expected):
         own = [call[0]["values"][k] for call in calls if k < len(call[0]["values"])]
-        if len(own) == len(counts) and sum(counts):
-            mean = sum(n * x for n, x in zip(counts, own, strict=True)) / sum(counts)
+        total = sum(counts)
+        if len(own) == len(counts) and total:
+            mean = sum(n * x for n, x in zip(counts, own, strict=True)) / total
             if _like(mean, wanted) and not _like(sum(own) / len(own), wanted):
                 return True
     return False
+
+
+def surplus(case: Case) -> Judgement:
+    """Samples that fill up uneven shards are evaluated, and counted."""
+    judgement = evaluated_twice(case)
+    if not isinstance(judgement, Fault) or case.replay is None:
+        return judgement
+    alone, together = _reduced(case.solo.ranks[0]), _reduced(case.replay.ranks[0])
+    pairs = [
+        (one, many)
+        for number in alone.keys() & together.keys()
+        for one, many in zip(alone[number], together[number], strict=False)
+    ]
+    if pairs and all(
+        _like(x, y)
+        for one, many in pairs
+        for x, y in zip(one["results"], _over_ranks(many, len(one["results"])), strict=False)
+    ):
+        return Sound("shards were filled up, and the surplus left out: the sums are one process's.")
+    return judgement
 
 
 def _reduced(log: RankLog) -> dict[int, list[Event]]:

@@ -201,12 +201,10 @@ def ragged_means(case: Case) -> Judgement:
                 weighed += sum(e["weight"] is not None for e in backwards)
                 pair = _unequal(backwards)
                 if pair is not None:
-                    return _ragged(
-                        pair, [log.rank] if log.rank else range(case.world_size), number
-                    )
+                    return _ragged(pair, [log.rank] if log.rank else range(case.world_size), number)
     for number, across in enumerate(zip(*(windows(log) for log in case.ranks), strict=False), 1):
         firsts = [window[0] for window in across if window[0]["k"] == "backward"]
-        pair = _unequal(firsts) if _inputs_differ(case, number) else None
+        pair = _unequal(firsts, across=True) if _inputs_differ(case, number) else None
         if pair is not None:
             return _ragged(pair, range(case.world_size), number)
     if not weighed:
@@ -225,13 +223,16 @@ def _inputs_differ(case: Case, number: int) -> bool:
     return len(counts) > 1
 
 
-def _unequal(backwards: list[Event]) -> tuple[Event, Event] | None:
+def _unequal(backwards: list[Event], *, across: bool = False) -> tuple[Event, Event] | None:
     """Two backwards that weigh equally though they have unequal numbers of terms."""
     known = [event for event in backwards if event["weight"] is not None]
     for one, other in combinations(known, 2):
         a, b = one["weight"], other["weight"]
         same_total = abs(a["weight"] * a["count"] / (b["weight"] * b["count"]) - 1) < _SAME_WEIGHT
-        if a["count"] != b["count"] and same_total and one["at"] == other["at"]:
+        # Two losses of one forward are no two micro-batches; across ranks they are.
+        apart = across or one.get("forwards") is None or one["forwards"] != other["forwards"]
+        alike = a.get("kind") == b.get("kind") and one["at"] == other["at"]
+        if a["count"] != b["count"] and same_total and alike and apart:
             return one, other
     return None
 

@@ -82,6 +82,12 @@ def find_split(case: Case) -> Split | None:
                     and afters[rank].get(step, {}).get(names[0])
                     not in (None, befores[rank][step][names[0]])
                 ]
+                if outside and not changed:
+                    changed = [
+                        rank
+                        for rank, log in enumerate(case.ranks)
+                        if any(event["s"] == step for event in log.of("changed"))
+                    ]
                 odd = outliers([each[step].get(names[0]) for each in points])
                 ranks = changed if 0 < len(changed) < case.world_size else odd
                 return Split(step, outside, names, ranks)
