@@ -85,7 +85,9 @@ def audit(solo: Run, world_size: int, execute: Execute, folder: Path, steps: int
     refuse_early_exit(ordinary)
     mode, why = _replay_mode(solo, ordinary)
     replay = None
-    if mode is not None and not ordinary.hung:
+    if ordinary.hung:
+        why = "the run hung, so no run beside it was made."
+    elif mode is not None:
         plan = RunPlan(folder / f"{mode}-{world_size}", mode, world_size, steps, solo.plan.folder)
         done = execute(plan)
         why = _why_not(done, solo)

@@ -28,7 +28,7 @@ def set_epoch(case: Case) -> Judgement:
         passes = _passes(log, name)
         told = log.loaders[name]["sharding"]
         has_epoch = "epoch" in told and told.get("shuffle", True)
-        if not has_epoch and not log.loaders[name].get("takes_epoch"):
+        if told.get("shuffle") is False or not (has_epoch or log.loaders[name].get("takes_epoch")):
             continue
         if len(passes) < 2:
             return Unknown("the script made one pass over its training data.")
@@ -65,7 +65,11 @@ def _same_order(log: RankLog, name: str, one: int, other: int) -> bool | None:
         for lap in (one, other)
     )
     common = min(len(a), len(b))
-    return a[:common] == b[:common] if common > 1 else None
+    if common < 2:
+        return None
+    places = [i for ids in a if isinstance(ids, list) for i in ids]
+    # Not shuffled at all is no epoch that was forgotten.
+    return a[:common] == b[:common] and (not places or places != sorted(places))
 
 
 def _passes(log: RankLog, name: str) -> list[Event]:
