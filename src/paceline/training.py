@@ -25,6 +25,7 @@ from paceline.parallel import ddp as parallel
 from paceline.parallel import syncbn
 from paceline.parallel.buffers import equalize_buffers
 from paceline.report.report import Report, refuse_values
+from paceline.preemption import Preempted, notice
 from paceline.reproducing import Reproducing
 from paceline.rng import MICRO_BATCH, default_generator, key, pair_seed
 from paceline.saving import Saving
@@ -123,8 +124,9 @@ class Training:
         self._kept: dict[str, Any] = {}
         self.saving = Saving(self, checkpoints)
         self._report = Report(job)
-        self._stopping = False
+        self._stopping = self._preempted = False
         self._open_step: Step | None = None
+        self._open_plan: PlannedStep | None = None
         job.on_leave(self._close)
 
     @property
@@ -165,6 +167,8 @@ class Training:
             StepError: a step was left without `update`; a rank left the loop alone.
             NonFinite: on all ranks, where the loss of a step was NaN or infinite.
             AuditError: the first epoch lost samples or saw some twice.
+            Preempted: on all ranks, after the same step and with it saved, where SIGTERM, SIGUSR1 or
+                SIGUSR2 came to any; it exits with code 75.
 
         Collective: all ranks, same arguments.
         """
@@ -179,6 +183,7 @@ class Training:
             )
             return
         self._begin(epochs, until)
+        notice.watch()
         last = until if until is not None else math.inf
         for planned in self.batches.iterate(
             self.position,
@@ -191,7 +196,7 @@ class Training:
             if self.count == "tokens":
                 for track in self.tracks.values():
                     track.divisor = track.divisor or weight.divisor_for_tokens(step.num_samples)
-            self._open_step = step
+            self._open_step, self._open_plan = step, planned
             if self.job.peers is not None:
                 self.job.peers.step = step.number
             try:
@@ -199,6 +204,7 @@ class Training:
             except GeneratorExit:
                 # A `break`, or an exception on its way out. Nothing can be raised from here, since
                 # Python drops what a generator raises while it is closed: `job.settle` looks at it.
+                notice.unwatch()
                 self._open_step = None
                 self.job.left_loop = (step.number, step.is_done)
                 raise
@@ -207,6 +213,9 @@ class Training:
             if self._stopping or self.number >= last:
                 break
         self._finish()
+        notice.unwatch()
+        if self._preempted:
+            raise Preempted(notice.received, self.number)
 
     def log(self, **values: Any) -> None:
         """Note values of the step in progress: numbers, tensors of shape (), or `step.loss`.
@@ -303,7 +312,7 @@ class Training:
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
         self.close_look_until = self.number + 1 + CLOSE_LOOKS
-        self._stopping = False
+        self._stopping = self._preempted = False
         self.scope = 0 if self.job.peers is None else self.job.peers.new_scope()
         self.control.begin(self.number, anew=True)
         for model in self.models if self.reproducing is None else ():
@@ -329,6 +338,7 @@ class Training:
 
     def _take(self, word: Word) -> None:
         self._stopping = self._stopping or word.stop
+        self._preempted = self._preempted or word.preempt
         self.saving.take(word)
         if self.count == "tokens" and word.totals[-1].count > 0 and self.reproducing is None:
             # Of the first optimizer; for others any power of two gives the same bits.
