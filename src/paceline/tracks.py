@@ -139,3 +139,12 @@ def refuse_static_accumulation(
             f"static_graph=True with {most} micro-batches a rank: torch's DDP cannot accumulate then.",
             fix="leave static_graph out, or make micro_batch the rank's whole share.",
         )
+
+
+def check_bounds(epochs: int | None, until: int | None) -> None:
+    """Raise ConfigError where the end of a training is no number of at least 1. Collective: none."""
+    for name, value in (("epochs", epochs), ("until", until)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")

@@ -24,8 +24,8 @@ from paceline.job import Job
 from paceline.parallel import ddp as parallel
 from paceline.parallel import syncbn
 from paceline.parallel.buffers import equalize_buffers
-from paceline.report.report import Report, refuse_values
 from paceline.preemption import Preempted, notice
+from paceline.report.report import Report, refuse_values
 from paceline.reproducing import Reproducing
 from paceline.rng import MICRO_BATCH, default_generator, key, pair_seed
 from paceline.saving import Saving
@@ -36,6 +36,7 @@ from paceline.steps import Step
 from paceline.tracks import (
     Schedule,
     Track,
+    check_bounds,
     check_models,
     make_tracks,
     refuse_static_accumulation,
@@ -125,8 +126,10 @@ class Training:
         self.saving = Saving(self, checkpoints)
         self._report = Report(job)
         self._stopping = self._preempted = False
-        self._open_step: Step | None = None
-        self._open_plan: PlannedStep | None = None
+        # The step in progress, or the last when the loop was left early; and which of the two.
+        self._open: tuple[Step, PlannedStep] | None = None
+        self._is_in_loop = False
+        self._begun = 0  # the last step of which a micro-batch went through the model
         job.on_leave(self._close)
 
     @property
@@ -173,7 +176,7 @@ class Training:
         Collective: all ranks, same arguments.
         """
         self.job.settle()
-        _check_bounds(epochs, until)
+        check_bounds(epochs, until)
         self._resume()
         if self._is_finished(epochs, until):
             log.logger.info(
@@ -183,39 +186,17 @@ class Training:
             )
             return
         self._begin(epochs, until)
-        notice.watch()
-        last = until if until is not None else math.inf
-        for planned in self.batches.iterate(
-            self.position,
-            epochs=_ENDLESS if epochs is None else epochs,
-            equal=bool(self.syncbn_layers),
-        ):
-            step = Step(self, planned, self.number + 1)
-            if planned.offset == 0:
-                self.check_parameters()
-            if self.count == "tokens":
-                for track in self.tracks.values():
-                    track.divisor = track.divisor or weight.divisor_for_tokens(step.num_samples)
-            self._open_step, self._open_plan = step, planned
-            if self.job.peers is not None:
-                self.job.peers.step = step.number
-            try:
-                yield step
-            except GeneratorExit:
-                # A `break`, or an exception on its way out. Nothing can be raised from here, since
-                # Python drops what a generator raises while it is closed: `job.settle` looks at it.
-                notice.unwatch()
-                self._open_step = None
-                self.job.left_loop = (step.number, step.is_done)
-                raise
-            self._open_step = None
-            self._commit(step, planned, now=step.ends_epoch or step.number >= last)
-            if self._stopping or self.number >= last:
-                break
-        self._finish()
-        notice.unwatch()
-        if self._preempted:
-            raise Preempted(notice.received, self.number)
+        notice.watch(self)
+        try:
+            yield from self._loop(epochs, math.inf if until is None else until)
+            self._finish()
+            preempted = Preempted(notice.take(), self.number) if self._preempted else None
+        finally:
+            notice.unwatch(self)
+        if preempted is not None:
+            self.saving.say(preempted)
+            raise preempted
+        notice.deliver()  # it came after the last exchange, so this rank alone knows of it
 
     def log(self, **values: Any) -> None:
         """Note values of the step in progress: numbers, tensors of shape (), or `step.loss`.
@@ -224,9 +205,9 @@ class Training:
 
         Collective: none, but `step.loss` is summed over all ranks either way.
         """
-        step = self._open_step
-        if step is None:
+        if self._open is None or not self._is_in_loop:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
+        step, _ = self._open
         refuse_values(values)
         self._report.note(step.number, step.epoch, step.num_samples, values)
 
@@ -273,6 +254,7 @@ class Training:
 
         Collective: none.
         """
+        self._begun = step
         self._generator.manual_seed(pair_seed(self._dropout_stem, step, offset))
 
     def check_parameters(self) -> None:
@@ -309,6 +291,34 @@ class Training:
                 if id(p) in mine
             ]
             raise clip.non_finite(named, where())
+
+    def _loop(self, epochs: int | None, last: float) -> Iterator[Step]:
+        for planned in self.batches.iterate(
+            self.position,
+            epochs=_ENDLESS if epochs is None else epochs,
+            equal=bool(self.syncbn_layers),
+        ):
+            step = Step(self, planned, self.number + 1)
+            if planned.offset == 0:
+                self.check_parameters()
+            if self.count == "tokens":
+                for track in self.tracks.values():
+                    track.divisor = track.divisor or weight.divisor_for_tokens(step.num_samples)
+            self._open, self._is_in_loop = (step, planned), True
+            if self.job.peers is not None:
+                self.job.peers.step = step.number
+            try:
+                yield step
+            except GeneratorExit:
+                # A `break`, or an exception on its way out. Nothing can be raised from here, since
+                # Python drops what a generator raises while it is closed: `job.settle` looks at it.
+                self._is_in_loop = False
+                self.job.left_loop = (step.number, step.is_done)
+                raise
+            self._open, self._is_in_loop = None, False
+            self._commit(step, planned, now=step.ends_epoch or step.number >= last)
+            if self._stopping or self.number >= last:
+                break
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
         self.close_look_until = self.number + 1 + CLOSE_LOOKS
@@ -366,16 +376,31 @@ class Training:
         )
 
     def _close(self) -> None:
-        """Leave the thread's autocast state, and note a loop that the user left by `break`."""
+        """Leave the thread's autocast state, and note a loop that the user left by `break`.
+
+        The step that a preempted evaluation interrupted is committed and saved.
+        """
         self.precision.leave()
-        if self._open_step is not None:
-            self.job.left_loop = (self._open_step.number, self._open_step.is_done)
-        self._report.end()
+        notice.unwatch(self)
+        if self._open is not None and self._is_in_loop:
+            self.job.left_loop = (self._open[0].number, self._open[0].is_done)
+        try:
+            if self.job.preempted is not None:
+                self._save_open(self.job.preempted)
+        finally:
+            self._report.end()
 
-
-def _check_bounds(epochs: int | None, until: int | None) -> None:
-    for name, value in (("epochs", epochs), ("until", until)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    def _save_open(self, preempted: Preempted) -> None:
+        if self._open is None or self.job.left_loop is None:
+            return  # raised by the loop itself, which has saved, or in another training's
+        step, planned = self._open
+        self._open = self.job.left_loop = None
+        if step.is_done:
+            self._commit(step, planned, now=True)
+        elif any(collectives.gather(self.job, self._begun == step.number)):
+            # Its forwards have changed buffers and generators: this is the state of no step.
+            log.once("the step in progress was cut off; what was saved before it stays the newest.")
+            return
+        self._finish()
+        preempted.step = self.number
+        self.saving.say(preempted)

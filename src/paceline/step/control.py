@@ -1,9 +1,9 @@
 """The control word: the one small exchange by which all ranks leave a step with the same knowledge.
 
-Stop requests, preemptions, the losses of the steps since the last word, and how long a step takes, summed over ranks
-on a CPU group. A word goes out every k steps, k agreed so that about ten a second pass, and is read when
-the next one is due, when it has long arrived: it costs no waiting. Every rank reads it after the same
-step. At the end of an epoch and of the training a word is sent and read at once.
+Stop requests, preemptions, the losses of the steps since the last word, and how long a step takes, summed
+over ranks on a CPU group. A word goes out every k steps, k agreed so that about ten a second pass, and is
+read when the next one is due, when it has long arrived: it costs no waiting. Every rank reads it after the
+same step. At the end of an epoch and of the training a word is sent and read at once.
 """
 
 from __future__ import annotations
