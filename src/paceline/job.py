@@ -231,6 +231,7 @@ class Job:
     def _close(self) -> None:
         global _current
         self.alive = False
+        notice.take()  # what a failed training had no chance to meet is not the next one's
         atexit.unregister(self._end_unleft)
         if self.peers is not None:
             self.peers.close()

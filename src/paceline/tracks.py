@@ -124,6 +124,19 @@ def refuse_non_finite_weights(job: Job, models: list[torch.nn.Module], step: int
                 )
 
 
+def named_parameters(
+    models: Sequence[torch.nn.Module], track: Track
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters of one optimizer with their own names. Collective: none."""
+    mine = {id(p) for p in track.parameters}
+    return [
+        (name, p)
+        for model in models
+        for name, p in parallel.unwrap(model).named_parameters()
+        if id(p) in mine
+    ]
+
+
 def refuse_static_accumulation(
     job: Job, models: list[torch.nn.Module], global_batch: int, micro_batch: int
 ) -> None:

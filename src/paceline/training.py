@@ -39,6 +39,7 @@ from paceline.tracks import (
     check_bounds,
     check_models,
     make_tracks,
+    named_parameters,
     refuse_static_accumulation,
 )
 
@@ -283,14 +284,7 @@ class Training:
         if self.precision.scaler is not None or norm.device.type != "cpu":
             return
         if not math.isfinite(norm.item()):
-            mine = {id(p) for p in track.parameters}
-            named = [
-                (name, p)
-                for model in self.models
-                for name, p in parallel.unwrap(model).named_parameters()
-                if id(p) in mine
-            ]
-            raise clip.non_finite(named, where())
+            raise clip.non_finite(named_parameters(self.models, track), where())
 
     def _loop(self, epochs: int | None, last: float) -> Iterator[Step]:
         for planned in self.batches.iterate(
