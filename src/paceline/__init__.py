@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.parallel.ddp import ddp as ddp
     from paceline.parallel.ddp import unwrap as unwrap
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
+    from paceline.preemption import Preempted as Preempted
     from paceline.spawning import spawn as spawn
     from paceline.state import load_weights as load_weights
     from paceline.trainer import PerToken as PerToken
@@ -35,6 +36,7 @@ _HOMES = {
     "Evaluation": "paceline.evaluation",
     "Job": "paceline.job",
     "PerToken": "paceline.trainer",
+    "Preempted": "paceline.preemption",
     "Trainer": "paceline.trainer",
     "Training": "paceline.training",
     "Validation": "paceline.trainer",

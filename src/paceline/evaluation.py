@@ -8,8 +8,8 @@ the result is equal to the last bit for any number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from paceline.job import Job
 from paceline.merge import concatenate_ranks, merge_metric
 from paceline.parallel import ddp as parallel
 from paceline.parallel.buffers import equalize_buffers
+from paceline.preemption import Preempted, notice
 
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 
@@ -90,6 +91,7 @@ def evaluate(
     Raises:
         EvaluationError: not every sample was seen once, or the results cannot be added.
         SampleError: the dataset's `__getitem__` raised.
+        Preempted: on all ranks, inside a training loop: a signal came to any before all was scored.
 
     Collective: all ranks, same arguments.
     """
@@ -104,6 +106,9 @@ def evaluate(
     )
     mine = _run(parallel.unwrap(model), share, score, own, kept)
     everyone = collectives.gather(job, mine)
+    if any(entry["cut"] for entry in everyone):
+        # `Training`, when the job is left, saves the step in progress and corrects the number.
+        raise Preempted(notice.take(), 0)
     values: dict[str, Any] = _add_up(job, everyone, len(dataset), micro_batch)
     num_updates = [len(entry["batches"]) for entry in everyone]
     for name, metric in own.items():
@@ -115,16 +120,23 @@ def evaluate(
 
 def _run(
     model: torch.nn.Module,
-    share: Iterator[EvaluationBatch],
+    share: Generator[EvaluationBatch],
     score: Score,
     metrics: Mapping[str, Any],
     kept: dict[str, list[torch.Tensor]],
 ) -> dict[str, Any]:
-    """Score this rank's batches: which they were, and the sums of each; fills metrics and rows."""
+    """Score this rank's batches: which they were, and the sums of each; fills metrics and rows.
+
+    A notice cuts it short; a share that was scored already is whole.
+    """
     batches: list[tuple[int, int]] = []
     sums: list[dict[str, Any]] = []
-    with _evaluating(model):
+    cut = False
+    with _evaluating(model), closing(share):
         for each in share:
+            if notice.received:
+                cut = True
+                break
             results = dict(score(model, each.batch))
             for name, metric in metrics.items():
                 metric.update(*_arguments(name, results.pop(name, None)))
@@ -132,7 +144,7 @@ def _run(
                 rows.append(_rows(name, results.pop(name, None), each.count))
             batches.append((each.index, each.count))
             sums.append(results)
-    return {"batches": batches, "sums": _to_host(sums)}
+    return {"batches": batches, "sums": _to_host(sums), "cut": cut}
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from paceline.cores import usable_cores
 from paceline.devices import choose_backend, choose_device
 from paceline.errors import ConfigError, PacelineError, PeerFailed, StepError, place
 from paceline.peers import Peers
+from paceline.preemption import Preempted, notice
 from paceline.rng import INIT, key
 
 _current: weakref.ReferenceType[Job] | None = None
@@ -42,6 +43,7 @@ class Job:
         control: a Gloo group of all ranks for small host values, None in a job of one process.
         store: the job's key-value store, None in a job of one process.
         failed: whether it is being left because of an error.
+        preempted: what it is being left by, if that is a preemption.
         threads_chosen: whether the number of threads was chosen for this rank rather than set by the
             user.
 
@@ -68,6 +70,7 @@ class Job:
         self.threads_chosen = False
         self.alive = True
         self.failed = False
+        self.preempted: Preempted | None = None
         self.left_loop: tuple[int, bool] | None = None  # the step, and whether it was updated
         self._on_leave: list[Callable[[], None]] = []
         self._variables: list[str] = []
@@ -98,7 +101,10 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if isinstance(error, Preempted):
+            self.preempted = error  # raised on all ranks at the same place: an agreed end
+        clean = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is None or self.preempted is not None or clean:
             self.leave()
             return
         # The user's own collectives break too where a peer fails.
@@ -204,6 +210,7 @@ class Job:
             "logged by then is not; `step.stop()` ends it whole.",
             step,
         )
+        notice.deliver()
 
     def where(self) -> str:
         """This rank, host and step, for errors. Collective: none."""
@@ -224,6 +231,7 @@ class Job:
     def _close(self) -> None:
         global _current
         self.alive = False
+        notice.take()  # what a failed training had no chance to meet is not the next one's
         atexit.unregister(self._end_unleft)
         if self.peers is not None:
             self.peers.close()

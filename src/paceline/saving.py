@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline import state
+from paceline import log, state
 from paceline.checkpoint.manager import Checkpoints
 from paceline.errors import ConfigError
 from paceline.parallel.buffers import equalize_buffers
+from paceline.preemption import Preempted
 from paceline.step.control import Word
 from paceline.tracks import refuse_non_finite_weights
 
@@ -30,6 +31,16 @@ class Saving:
         self._now = self._best = False
         if checkpoints is not None:
             training.job.on_leave(lambda: checkpoints.close(training.job))
+
+    def say(self, preempted: Preempted) -> None:
+        """Tell where the last step is, which `loop_ended` has saved. Collective: none."""
+        kept = "nothing is kept without checkpoints"
+        if self._checkpoints is not None:
+            kept = f"saved in {self._checkpoints.folder}"
+        log.logger.info(
+            "preempted by %s after step %d: %s; exit code %s asks to be started again.",
+            *(preempted.signal_name, preempted.step, kept, preempted.code),
+        )
 
     def resume(self) -> dict[str, Any] | None:
         """The state to go on from, once; None to start anew. Collective: all ranks."""

@@ -124,6 +124,19 @@ def refuse_non_finite_weights(job: Job, models: list[torch.nn.Module], step: int
                 )
 
 
+def named_parameters(
+    models: Sequence[torch.nn.Module], track: Track
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters of one optimizer with their own names. Collective: none."""
+    mine = {id(p) for p in track.parameters}
+    return [
+        (name, p)
+        for model in models
+        for name, p in parallel.unwrap(model).named_parameters()
+        if id(p) in mine
+    ]
+
+
 def refuse_static_accumulation(
     job: Job, models: list[torch.nn.Module], global_batch: int, micro_batch: int
 ) -> None:
@@ -139,3 +152,12 @@ def refuse_static_accumulation(
             f"static_graph=True with {most} micro-batches a rank: torch's DDP cannot accumulate then.",
             fix="leave static_graph out, or make micro_batch the rank's whole share.",
         )
+
+
+def check_bounds(epochs: int | None, until: int | None) -> None:
+    """Raise ConfigError where the end of a training is no number of at least 1. Collective: none."""
+    for name, value in (("epochs", epochs), ("until", until)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")

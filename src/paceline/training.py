@@ -24,6 +24,7 @@ from paceline.job import Job
 from paceline.parallel import ddp as parallel
 from paceline.parallel import syncbn
 from paceline.parallel.buffers import equalize_buffers
+from paceline.preemption import Preempted, notice
 from paceline.report.report import Report, refuse_values
 from paceline.reproducing import Reproducing
 from paceline.rng import MICRO_BATCH, default_generator, key, pair_seed
@@ -35,8 +36,10 @@ from paceline.steps import Step
 from paceline.tracks import (
     Schedule,
     Track,
+    check_bounds,
     check_models,
     make_tracks,
+    named_parameters,
     refuse_static_accumulation,
 )
 
@@ -123,8 +126,11 @@ class Training:
         self._kept: dict[str, Any] = {}
         self.saving = Saving(self, checkpoints)
         self._report = Report(job)
-        self._stopping = False
-        self._open_step: Step | None = None
+        self._stopping = self._preempted = False
+        # The step in progress, or the last when the loop was left early; and which of the two.
+        self._open: tuple[Step, PlannedStep] | None = None
+        self._is_in_loop = False
+        self._begun = 0  # the last step of which a micro-batch went through the model
         job.on_leave(self._close)
 
     @property
@@ -165,11 +171,13 @@ class Training:
             StepError: a step was left without `update`; a rank left the loop alone.
             NonFinite: on all ranks, where the loss of a step was NaN or infinite.
             AuditError: the first epoch lost samples or saw some twice.
+            Preempted: on all ranks, after the same step and with it saved, where SIGTERM, SIGUSR1 or
+                SIGUSR2 came to any; it exits with code 75.
 
         Collective: all ranks, same arguments.
         """
         self.job.settle()
-        _check_bounds(epochs, until)
+        check_bounds(epochs, until)
         self._resume()
         if self._is_finished(epochs, until):
             log.logger.info(
@@ -179,34 +187,17 @@ class Training:
             )
             return
         self._begin(epochs, until)
-        last = until if until is not None else math.inf
-        for planned in self.batches.iterate(
-            self.position,
-            epochs=_ENDLESS if epochs is None else epochs,
-            equal=bool(self.syncbn_layers),
-        ):
-            step = Step(self, planned, self.number + 1)
-            if planned.offset == 0:
-                self.check_parameters()
-            if self.count == "tokens":
-                for track in self.tracks.values():
-                    track.divisor = track.divisor or weight.divisor_for_tokens(step.num_samples)
-            self._open_step = step
-            if self.job.peers is not None:
-                self.job.peers.step = step.number
-            try:
-                yield step
-            except GeneratorExit:
-                # A `break`, or an exception on its way out. Nothing can be raised from here, since
-                # Python drops what a generator raises while it is closed: `job.settle` looks at it.
-                self._open_step = None
-                self.job.left_loop = (step.number, step.is_done)
-                raise
-            self._open_step = None
-            self._commit(step, planned, now=step.ends_epoch or step.number >= last)
-            if self._stopping or self.number >= last:
-                break
-        self._finish()
+        notice.watch(self)
+        try:
+            yield from self._loop(epochs, math.inf if until is None else until)
+            self._finish()
+            preempted = Preempted(notice.take(), self.number) if self._preempted else None
+        finally:
+            notice.unwatch(self)
+        if preempted is not None:
+            self.saving.say(preempted)
+            raise preempted
+        notice.deliver()  # it came after the last exchange, so this rank alone knows of it
 
     def log(self, **values: Any) -> None:
         """Note values of the step in progress: numbers, tensors of shape (), or `step.loss`.
@@ -215,9 +206,9 @@ class Training:
 
         Collective: none, but `step.loss` is summed over all ranks either way.
         """
-        step = self._open_step
-        if step is None:
+        if self._open is None or not self._is_in_loop:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
+        step, _ = self._open
         refuse_values(values)
         self._report.note(step.number, step.epoch, step.num_samples, values)
 
@@ -264,6 +255,7 @@ class Training:
 
         Collective: none.
         """
+        self._begun = step
         self._generator.manual_seed(pair_seed(self._dropout_stem, step, offset))
 
     def check_parameters(self) -> None:
@@ -292,18 +284,39 @@ class Training:
         if self.precision.scaler is not None or norm.device.type != "cpu":
             return
         if not math.isfinite(norm.item()):
-            mine = {id(p) for p in track.parameters}
-            named = [
-                (name, p)
-                for model in self.models
-                for name, p in parallel.unwrap(model).named_parameters()
-                if id(p) in mine
-            ]
-            raise clip.non_finite(named, where())
+            raise clip.non_finite(named_parameters(self.models, track), where())
+
+    def _loop(self, epochs: int | None, last: float) -> Iterator[Step]:
+        for planned in self.batches.iterate(
+            self.position,
+            epochs=_ENDLESS if epochs is None else epochs,
+            equal=bool(self.syncbn_layers),
+        ):
+            step = Step(self, planned, self.number + 1)
+            if planned.offset == 0:
+                self.check_parameters()
+            if self.count == "tokens":
+                for track in self.tracks.values():
+                    track.divisor = track.divisor or weight.divisor_for_tokens(step.num_samples)
+            self._open, self._is_in_loop = (step, planned), True
+            if self.job.peers is not None:
+                self.job.peers.step = step.number
+            try:
+                yield step
+            except GeneratorExit:
+                # A `break`, or an exception on its way out. Nothing can be raised from here, since
+                # Python drops what a generator raises while it is closed: `job.settle` looks at it.
+                self._is_in_loop = False
+                self.job.left_loop = (step.number, step.is_done)
+                raise
+            self._open, self._is_in_loop = None, False
+            self._commit(step, planned, now=step.ends_epoch or step.number >= last)
+            if self._stopping or self.number >= last:
+                break
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
         self.close_look_until = self.number + 1 + CLOSE_LOOKS
-        self._stopping = False
+        self._stopping = self._preempted = False
         self.scope = 0 if self.job.peers is None else self.job.peers.new_scope()
         self.control.begin(self.number, anew=True)
         for model in self.models if self.reproducing is None else ():
@@ -329,6 +342,7 @@ class Training:
 
     def _take(self, word: Word) -> None:
         self._stopping = self._stopping or word.stop
+        self._preempted = self._preempted or word.preempt
         self.saving.take(word)
         if self.count == "tokens" and word.totals[-1].count > 0 and self.reproducing is None:
             # Of the first optimizer; for others any power of two gives the same bits.
@@ -356,16 +370,31 @@ class Training:
         )
 
     def _close(self) -> None:
-        """Leave the thread's autocast state, and note a loop that the user left by `break`."""
+        """Leave the thread's autocast state, and note a loop that the user left by `break`.
+
+        The step that a preempted evaluation interrupted is committed and saved.
+        """
         self.precision.leave()
-        if self._open_step is not None:
-            self.job.left_loop = (self._open_step.number, self._open_step.is_done)
-        self._report.end()
+        notice.unwatch(self)
+        if self._open is not None and self._is_in_loop:
+            self.job.left_loop = (self._open[0].number, self._open[0].is_done)
+        try:
+            if self.job.preempted is not None:
+                self._save_open(self.job.preempted)
+        finally:
+            self._report.end()
 
-
-def _check_bounds(epochs: int | None, until: int | None) -> None:
-    for name, value in (("epochs", epochs), ("until", until)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    def _save_open(self, preempted: Preempted) -> None:
+        if self._open is None or self.job.left_loop is None:
+            return  # raised by the loop itself, which has saved, or in another training's
+        step, planned = self._open
+        self._open = self.job.left_loop = None
+        if step.is_done:
+            self._commit(step, planned, now=True)
+        elif any(collectives.gather(self.job, self._begun == step.number)):
+            # Its forwards have changed buffers and generators: this is the state of no step.
+            log.once("the step in progress was cut off; what was saved before it stays the newest.")
+            return
+        self._finish()
+        preempted.step = self.number
+        self.saving.say(preempted)

@@ -23,6 +23,7 @@ FLOOR_1 = [
     "meeting",
     "shm",
     "devices",
+    "preemption",
     "job",
     "collectives",
     "mesh",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ def evaluation_batches(
     micro_batch: int,
     workers: int = 0,
     collate: Collate | None = None,
-) -> Iterator[EvaluationBatch]:
+) -> Generator[EvaluationBatch]:
     """This rank's micro-batches of a map-style dataset, each sample once over all ranks, in order.
 
     Raises:
@@ -65,7 +65,7 @@ def evaluation_batches(
 
 def _read(
     job: Job, plan: Plan, samples: Samples, tasks: list[Task], workers: int
-) -> Iterator[EvaluationBatch]:
+) -> Generator[EvaluationBatch]:
     pool = Workers(job, SampleWork(samples, plan), workers, tasks=True) if workers else None
     threads = Threads(job, workers)
     try:

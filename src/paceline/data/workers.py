@@ -12,6 +12,7 @@ Failures come back as values, so that the message is ours and the type is kept.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -40,6 +41,7 @@ from paceline.cores import usable_cores
 from paceline.data.samples import where
 from paceline.errors import DataError, PacelineError
 from paceline.job import Job
+from paceline.preemption import notice
 
 _PREFETCH = 2
 _DYING_S = 1.0
@@ -123,6 +125,9 @@ class Workers:
         self._results = iter(self._loader)
         started = set(multiprocessing.active_children()) - before
         _explain_deaths()
+        for process in started:
+            # What DataLoader does to those that do not end by themselves. They pass over one SIGTERM.
+            process.terminate = process.kill  # type: ignore[method-assign]
         # Names end in a number that counts up, of growing length.
         self._processes += sorted(started, key=lambda process: (len(process.name), process.name))
 
@@ -165,6 +170,10 @@ class Workers:
 
     def _end_others(self) -> None:
         # The dead one may have held a lock of the queue that the others wait for at their end.
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes at once."""
         for process in self._processes:
             with contextlib.suppress(
                 RuntimeError, DataError
@@ -196,6 +205,13 @@ class Workers:
                 _sweep(process.pid)
         self._processes.clear()
         self._death = None
+
+
+@atexit.register
+def _kill_all() -> None:
+    """At the end of the interpreter multiprocessing sends one SIGTERM to its children, and waits."""
+    for pool in list(_pools):
+        pool.kill()
 
 
 def _sweep(pid: int | None) -> None:
@@ -288,6 +304,7 @@ def _as_it_is(result: Any) -> Any:
 def _begin(worker: int) -> None:
     """Run in each worker, first."""
     del worker
+    notice.outlive()
     gc.freeze()
     if sys.platform == "linux":
         parent = multiprocessing.parent_process()

@@ -63,6 +63,11 @@ class Task:
 class Agent(LocalElasticAgent):
     """Runs the rounds of one node.
 
+    Attributes:
+        verdict: On the last round that failed.
+        interrupted_at: Where a rank was that a KeyboardInterrupt ended.
+        preempted: Whether the ranks ended to be started again.
+
     Collective: none.
     """
 
@@ -75,6 +80,7 @@ class Agent(LocalElasticAgent):
         self._signals = signals
         self.verdict: Verdict | None = None
         self.interrupted_at = ""
+        self.preempted = False
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # The last round's store ends with the last reference to it.
@@ -85,6 +91,8 @@ class Agent(LocalElasticAgent):
         self._task.announce(worker_group)
 
     def _exit_barrier(self) -> None:
+        if self.preempted:
+            return  # an agent that got a signal does not come; the ranks have agreed on their end
         with self._signals.interruptible():
             super()._exit_barrier()  # type: ignore[no-untyped-call]
 
@@ -153,9 +161,12 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._crew.wait_change(self._task.interval_s)
         self._signals.check()
+        for number in self._signals.take_passing():
+            self._crew.pass_on(number)
         if self._crew.failing:
             return self._fail()
         if self._crew.done:
+            self.preempted = self._crew.preempted
             self._crew.clear()
             self._crew.dismiss()
             results = {worker.global_rank: None for worker in worker_group.workers}
@@ -190,7 +201,10 @@ class Agent(LocalElasticAgent):
 
         crew.settle(enough, hurry=lambda: bool(self._signals.received))
         crew.stop(
-            signal.SIGTERM, grace_s=self._task.grace_s, hurry=lambda: bool(self._signals.received)
+            signal.SIGTERM,
+            grace_s=self._task.grace_s,
+            hurry=lambda: bool(self._signals.received),
+            at_once=True,
         )
         crew.clear()
         facts = crew.facts()
@@ -219,20 +233,21 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
-        self._end_ranks(signal.SIGTERM, self._task.grace_s)
+        self._end_ranks(signal.SIGTERM, self._task.grace_s, at_once=True)
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any
     ) -> None:
         received = bool(self._signals.received)
         grace_s = self._task.signal_grace_s if received else self._task.grace_s
-        self._end_ranks(death_sig, grace_s)
+        self._end_ranks(death_sig, grace_s, at_once=not received)
         super()._shutdown(death_sig, *args, **kwargs)
 
-    def _end_ranks(self, number: signal.Signals, grace_s: float) -> None:
+    def _end_ranks(self, number: signal.Signals, grace_s: float, *, at_once: bool) -> None:
         if not self._crew.ranks:
             return
-        self._crew.stop(number, grace_s=grace_s, hurry=lambda: self._signals.hurry)
+        self._crew.stop(number, grace_s=grace_s, hurry=lambda: self._signals.hurry, at_once=at_once)
+        self.preempted = self._crew.preempted
         self._crew.clear()
         self.interrupted_at = self._crew.interrupted_at()
         self._crew.dismiss()

@@ -20,6 +20,7 @@ from typing import Any
 from paceline.launch.output import Pump, Stream
 from paceline.launch.rank import Consoles, Rank, clear_groups
 from paceline.launch.verdict import Error, Fact
+from paceline.preemption import REQUEUE
 
 _GUARD = Path(__file__).with_name("guard.py")
 
@@ -133,8 +134,33 @@ class Crew:
         """Whether all ranks have ended. Collective: none."""
         return all(rank.returncode is not None for rank in self.ranks)
 
-    def stop(self, number: signal.Signals, *, grace_s: float, hurry: Callable[[], bool]) -> None:
+    @property
+    def preempted(self) -> bool:
+        """Whether a rank asked that the job be started again. Collective: none."""
+        return any(rank.returncode == REQUEUE for rank in self.ranks)
+
+    def pass_on(self, number: signal.Signals) -> None:
+        """Signal the ranks whose scripts have begun. Collective: none."""
+        for rank in self.ranks:
+            if rank.ordered and not rank.leaving:
+                rank.send_signal(number, stops=False)
+
+    def wake(self) -> None:
+        """Have `wait_change` return; from any thread. Collective: none."""
+        self._changed.set()
+
+    def stop(
+        self,
+        number: signal.Signals,
+        *,
+        grace_s: float,
+        hurry: Callable[[], bool],
+        at_once: bool = False,
+    ) -> None:
         """End all ranks: by this signal, and by SIGKILL after the grace or when `hurry()` says so.
+
+        Args:
+            at_once: There is nothing to wait for: a training shall not save first.
 
         Collective: none.
         """
@@ -142,6 +168,8 @@ class Crew:
             if not rank.ordered:
                 rank.kill()  # its script has not begun; there is nothing to save
             elif not rank.leaving:
+                if at_once:
+                    rank.tell_end()
                 rank.send_signal(number)
         self._wait_done(grace_s, hurry)
         for rank in self.ranks:

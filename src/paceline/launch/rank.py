@@ -7,6 +7,7 @@ blame, is for crew.py and verdict.py.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.output import Console, Pump, Stream
+from paceline.preemption import REQUEUE
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -168,18 +170,32 @@ class Rank:
     @property
     def failed(self) -> bool:
         """Whether it ended badly, or is about to. Collective: none."""
-        return self.returncode not in (None, 0) or self.leaving
+        # A rank that asks to be started again stands for all; else its peers fail, and it is judged.
+        return self.returncode not in (None, 0, REQUEUE) or self.leaving
 
     @property
     def leaving(self) -> bool:
         """Whether it told of an error, and only flushes its files. Collective: none."""
         return any(event["event"] == "failed" for event in list(self.events))
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Signal the rank's own process; its children are its own affair. Collective: none."""
+    def send_signal(self, number: signal.Signals, *, stops: bool = True) -> None:
+        """Signal the rank's own process; its children are its own affair.
+
+        Args:
+            stops: Whether its end is our doing from now on.
+
+        Collective: none.
+        """
         if self.poll() is None:
-            self.stopped_at = self.stopped_at or time.time()
+            if stops:
+                self.stopped_at = self.stopped_at or time.time()
             self.process.send_signal(number)
+
+    def tell_end(self) -> None:
+        """Have its training not take the next signal as a preemption. Collective: none."""
+        self.stopped_at = self.stopped_at or time.time()
+        with contextlib.suppress(OSError):  # dead already, or no Python of ours
+            self._socket.sendall(b'{"do": "end"}\n')
 
     def kill(self) -> None:
         """Kill the rank and all that belongs to its process group. Collective: none."""

@@ -35,6 +35,7 @@ from paceline.launch.options import (
 )
 from paceline.launch.rendezvous import LocalRendezvous, handler, local_address
 from paceline.launch.verdict import ranges
+from paceline.preemption import REQUEUE
 
 # torch's loop sleeps this long before it asks for news; the wait for news is ours, and wakes at once.
 _LOOP_S = 0.001
@@ -103,7 +104,7 @@ def _run(options: Options, task: Task, crew: Crew) -> int:
         crew.kill()
         os._exit(128 + number)
 
-    inbox = signals.Signals(stuck)
+    inbox = signals.Signals(stuck, wake=crew.wake)
     try:
         numbers = signals.parse(getattr(config, "signals_to_handle", signals.DEFAULT))
     except ValueError as error:
@@ -137,11 +138,15 @@ def _run_agent(
         events.record(agent.get_event_succeeded(), config.event_log_handler)
         if result is not None and result.is_failed():
             return agent.verdict.exit_code if agent.verdict is not None else 1
-        return 0
+        # A closed rendezvous would refuse those who are started again.
+        stay_open = agent.preempted
+        return _preempted(crew) if agent.preempted else 0
     except SignalException as error:
         # Closing the rendezvous would end the job for the nodes that stay.
         stay_open = True
         events.record(agent.get_event_failed(), config.event_log_handler)
+        if agent.preempted:
+            return _preempted(crew)
         at = f"; {agent.interrupted_at}" if agent.interrupted_at else ""
         crew.say(
             f"paceline: {error.sigval.name} was passed on, and all local ranks have ended{at}\n"
@@ -153,6 +158,14 @@ def _run_agent(
     finally:
         if not stay_open:
             meeting.shutdown()
+
+
+def _preempted(crew: Crew) -> int:
+    crew.say(
+        "paceline: preempted: all ranks stopped after the same step; "
+        f"exit code {REQUEUE} asks to be started again\n"
+    )
+    return REQUEUE
 
 
 def _not_met(crew: Crew, options: Options, error: Exception) -> int:

@@ -1,7 +1,7 @@
 """Signals to the launcher: noted at once, acted on where it is safe, passed on to the ranks.
 
 A front to torch's `SignalException`, which its agent understands. A signal that was ignored when we were
-started (nohup) stays ignored, unlike in torchrun.
+started (nohup) stays ignored, unlike in torchrun. SIGUSR1 and SIGUSR2 are for the ranks alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 # What torch handles unless it is told otherwise.
 DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
+# Notices of preemption, which end no launcher.
+FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
+
 STUCK_S = 5.0
 
 
@@ -28,13 +31,16 @@ class Signals:
     Args:
         stuck: Called with a signal, in a thread, when the main thread did not take it for `STUCK_S`
             seconds: it waits in native code, which no Python handler interrupts.
+        wake: Called in a thread when any signal came: the main thread has something to do.
 
     Collective: none.
     """
 
-    def __init__(self, stuck: Callable[[int], None]) -> None:
+    def __init__(self, stuck: Callable[[int], None], wake: Callable[[], None]) -> None:
         self.received: list[signal.Signals] = []
+        self._passing: list[signal.Signals] = []
         self._stuck = stuck
+        self._wake = wake
         self._interruptible = False
         self._handled: set[int] = set()
 
@@ -55,9 +61,20 @@ class Signals:
             number = self.received[0]
             raise SignalException(f"received {number.name}", sigval=number)
 
+    def take_passing(self) -> list[signal.Signals]:
+        """The signals that came for the ranks alone since the last call. Collective: none."""
+        taken: list[signal.Signals] = []
+        while self._passing:
+            taken.append(self._passing.pop(0))
+        return taken
+
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal interrupt what runs in here: long waits in torch's code. Collective: none."""
+        """Let a signal interrupt what runs in here: long waits in torch's code, with no rank at work.
+
+        Collective: none.
+        """
+        self.received += self.take_passing()
         self.check()
         self._interruptible = True
         try:
@@ -69,6 +86,8 @@ class Signals:
     def handled(self, numbers: Sequence[signal.Signals], *, force: bool) -> Iterator[None]:
         """Handle these signals meanwhile; with `force`, those that were ignored as well.
 
+        SIGUSR1 and SIGUSR2, if they are neither among these nor handled, are kept for the ranks.
+
         Collective: none.
         """
         before = {}
@@ -76,7 +95,10 @@ class Signals:
             for number in numbers:
                 if force or signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, self._note)
-        self._handled = set(before)
+            self._handled = set(before)
+            for number in FOR_RANKS:
+                if number not in before and signal.getsignal(number) is signal.SIG_DFL:
+                    before[number] = signal.signal(number, self._pass)
         with self._watched() if before else contextlib.nullcontext():
             try:
                 yield
@@ -102,6 +124,7 @@ class Signals:
     def _watch(self, wakeups: socket.socket) -> None:
         # Every signal with a Python handler is told here at once, in whatever the main thread waits.
         while numbers := wakeups.recv(64):
+            self._wake()
             ours = [number for number in numbers if number in self._handled]
             deadline = time.monotonic() + STUCK_S
             while ours and not self.received and time.monotonic() < deadline:
@@ -114,6 +137,12 @@ class Signals:
         if self._interruptible:
             self._interruptible = False
             self.check()
+
+    def _pass(self, number: int, frame: FrameType | None) -> None:
+        if self._interruptible:
+            self._note(number, frame)  # nobody to pass it on to
+        else:
+            self._passing.append(signal.Signals(number))
 
 
 def parse(names: str) -> list[signal.Signals]:

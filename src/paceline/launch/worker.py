@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 _PR_SET_PDEATHSIG = 1
 _FLUSH_S = 2.0
 _TRACEBACK_CHARS = 200_000
+_Handler = Callable[[dict[str, Any]], None]
 
 # Read by native libraries when torch is imported, which is before the script says a word.
 _READ_AT_IMPORT = frozenset(
@@ -56,7 +57,7 @@ class Control:
         self._lock = threading.Lock()
         self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         # Answers to the launcher's requests, by their "do"; called in the listening thread.
-        self.handlers: dict[str, Callable[[dict[str, Any]], None]] = {"run": self.orders.put}
+        self.handlers: dict[str, _Handler] = {"run": self.orders.put, "end": _end}
         # A forked child is not the rank: it must neither speak for it nor keep the socket open.
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
@@ -84,6 +85,12 @@ class Control:
     def _forget(self) -> None:
         os.close(self._socket.detach())
         os.environ.pop("PACELINE_CONTROL_FD", None)
+
+
+def _end(order: dict[str, Any]) -> None:
+    """A peer has failed: a training shall not take SIGTERM as a reason to save."""
+    if preemption := sys.modules.get("paceline.preemption"):
+        preemption.end(order)
 
 
 control: Control | None = None
@@ -151,7 +158,8 @@ def _run(order: dict[str, Any], launcher: Control) -> int:
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         if order.get("module"):
-            _lead_path(os.getcwd())
+            if not sys.flags.safe_path:
+                sys.path.insert(0, os.getcwd())
             # What `python -m` itself calls; run_module() would put our __main__ back before atexit.
             runpy._run_module_as_main(order["module"])  # type: ignore[attr-defined]
         else:
@@ -178,7 +186,8 @@ def _run_path(script: str) -> None:
         sys.path.insert(0, script)
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
-    _lead_path(os.path.dirname(os.path.realpath(script)))
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     path = os.path.abspath(script)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     main_module.__dict__.update(
@@ -187,11 +196,6 @@ def _run_path(script: str) -> None:
     with open(script, "rb") as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, main_module.__dict__)
-
-
-def _lead_path(directory: str) -> None:
-    if not sys.flags.safe_path:
-        sys.path.insert(0, directory)
 
 
 def _is_source(script: str) -> bool:
@@ -290,7 +294,8 @@ def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., 
         home = getattr(hook, "__module__", "")
         if home == "torch.distributed.distributed_c10d":
             # init_process_group() wraps the hook to add the rank, which the launcher does as well.
-            inner = _closed_over(hook, "old_hook")
+            cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
+            inner = cells["old_hook"].cell_contents if "old_hook" in cells else None
         elif home == "paceline.hooks":
             # join()'s: it would end the process before the launcher heard of the error.
             sys.modules[home].mark(hook.peers, error)
@@ -298,11 +303,6 @@ def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., 
         else:
             return None if hook in (ours, sys.__excepthook__) else hook
         hook = ours if inner is None else inner
-
-
-def _closed_over(function: Any, name: str) -> Any:
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-    return cells[name].cell_contents if name in cells else None
 
 
 def _flush_files() -> None:

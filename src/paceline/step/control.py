@@ -1,9 +1,9 @@
 """The control word: the one small exchange by which all ranks leave a step with the same knowledge.
 
-Stop requests, the losses of the steps since the last word, and how long a step takes, summed over ranks
-on a CPU group. A word goes out every k steps, k agreed so that about ten a second pass, and is read when
-the next one is due, when it has long arrived: it costs no waiting. Every rank reads it after the same
-step. At the end of an epoch and of the training a word is sent and read at once.
+Stop requests, preemptions, the losses of the steps since the last word, and how long a step takes, summed
+over ranks on a CPU group. A word goes out every k steps, k agreed so that about ten a second pass, and is
+read when the next one is due, when it has long arrived: it costs no waiting. Every rank reads it after the
+same step. At the end of an epoch and of the training a word is sent and read at once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from paceline.errors import CountError, NonFinite
 from paceline.job import Job
+from paceline.preemption import notice
 
 WORDS_PER_S = 10.0
 MAX_STEPS_PER_WORD = 128
-_HEAD = 4  # stop, step_s, save, trouble
+_HEAD = 5  # stop, step_s, save, trouble, preempt
 _MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
 
 
@@ -40,6 +41,7 @@ class Word:
     stop: bool
     save: bool
     trouble: bool
+    preempt: bool
     totals: list[StepTotal]
     step_s: float
 
@@ -95,7 +97,7 @@ class Control:
         self._losses.append(loss)
         self._counts.append(count)
         alone = self._job.control is None
-        if step < self._due and not now and not (alone and self._stop):
+        if step < self._due and not now and not (alone and (self._stop or notice.received)):
             return []
         words = self._read()
         self._send(step)
@@ -120,6 +122,7 @@ class Control:
         word[1] = elapsed / size
         word[2] = float(self.save)
         word[3] = float(self.trouble)
+        word[4] = float(bool(notice.received))
         self.save = self.trouble = False
         losses, counts, bits = word[_HEAD:].view(3, size)
         losses.copy_(sums)
@@ -159,8 +162,17 @@ class Control:
         steps = round(1 / (WORDS_PER_S * max(step_s, 1e-6)))
         self._every = min(MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
-        stop, save, trouble = (numbers[i] > 0 for i in (0, 2, 3))
-        return [Word(stop=stop, save=save, trouble=trouble, totals=totals, step_s=step_s)]
+        stop, save, trouble, preempt = (numbers[i] > 0 for i in (0, 2, 3, 4))
+        return [
+            Word(
+                stop=stop or preempt,
+                save=save,
+                trouble=trouble,
+                preempt=preempt,
+                totals=totals,
+                step_s=step_s,
+            )
+        ]
 
 
 def _non_finite(step: int, total: float, rank_bits: int) -> NonFinite:

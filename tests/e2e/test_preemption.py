@@ -1,0 +1,243 @@
+"""SIGTERM, SIGUSR1 and SIGUSR2: all ranks stop after the same step, save, and ask to be started again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import Finished, alive, environment, finish, run, start
+
+SCRIPT = """
+import hashlib, os, time, torch, paceline
+from torch.utils.data import TensorDataset
+
+def score(model, batch):
+    if job.rank == 0:
+        say(f"scored {job.rank}")
+    time.sleep(0.02)
+    return {"seen": torch.tensor(float(len(batch[0])))}
+
+def say(line):
+    with open("lines", "a") as file:
+        file.write(line + "\\n")
+
+size, workers = int(os.environ.get("SIZE", 96)), int(os.environ.get("WORKERS", 0))
+with paceline.join(seed=3, device="cpu", timeout_s=30) as job:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(), torch.nn.Linear(16, 1)
+    )
+    model = paceline.ddp(job, model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    training = paceline.Training(
+        job, model, optimizer, paceline.Batches(job, data, global_batch=12, workers=workers),
+        checkpoints=paceline.Checkpoints("kept", keep=2),
+    )
+    slow = os.environ.get("SLOW_S")
+    try:
+        for step in training.steps(epochs=5):
+            for x, y in step:
+                step.backward((model(x) - y).square().sum(), count=len(x))
+            step.update()
+            if step.number == 7 and os.environ.get("EVALUATE"):
+                paceline.evaluate(job, model, data, score, micro_batch=1)
+            say(f"step {step.number} {job.rank} {os.getpid()}")
+            if slow:
+                time.sleep(float(slow))
+    except paceline.Preempted as end:
+        say(f"ended {end.step} {job.rank} {time.time()}")
+        raise
+    say(f"whole {job.rank}")
+    if job.rank == 0:
+        state = training.state_dict()["models"]
+        state = state[0] if isinstance(state, list) else state
+        digest = hashlib.sha256(b"".join(v.numpy().tobytes() for v in state.values()))
+        print("weights", digest.hexdigest())
+"""
+RANKS = "--nproc-per-node=3"
+SLOW = {"SLOW_S": "0.05"}
+DEADLINE_S = 30.0
+
+
+def lines(folder: Path, first: str) -> list[list[str]]:
+    """The lines that the ranks wrote and that begin with this word."""
+    path = folder / "lines"
+    text = path.read_text() if path.exists() else ""
+    return [words for words in map(str.split, text.splitlines()) if words[:1] == [first]]
+
+
+def wait_for(process: subprocess.Popen[str], folder: Path, first: str, count: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while len(lines(folder, first)) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, lines(folder, first)
+        time.sleep(0.002)
+
+
+def begin(folder: Path, words: str = RANKS, **more: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT)
+    return start(["run", *words.split(), "train.py"], folder, **(SLOW | more))
+
+
+def pids(folder: Path) -> dict[int, int]:
+    """The process of each rank."""
+    return {int(rank): int(pid) for _, _, rank, pid in lines(folder, "step")}
+
+
+def check_preempted(folder: Path, done: Finished, ranks: int = 3) -> int:
+    """All ended after the same step, which is saved; that step."""
+    assert done.code == 75, done
+    ends = lines(folder, "ended")
+    assert sorted(int(rank) for _, _, rank, _ in ends) == list(range(ranks)), done
+    saved = max(int(path.name.removeprefix("step-")) for path in (folder / "kept").glob("step-*"))
+    done_by_ranks = {int(rank): int(step) for _, step, rank, _ in lines(folder, "step")}
+    assert set(done_by_ranks.values()) <= {saved - 1, saved}, "evaluation cuts off the last"
+    assert f"after step {saved}: saved in kept; exit code 75" in done.err
+    assert "Traceback" not in done.err
+    return saved
+
+
+def weights(done: Finished) -> str:
+    assert done.code == 0, done
+    found = re.search(r"weights (\w+)", done.out)
+    assert found is not None, done
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights that 3 ranks end with."""
+    return weights(run(RANKS, SCRIPT, tmp_path_factory.mktemp("undisturbed")))
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.slow)])
+def test_a_signal_to_the_launcher(tmp_path: Path, undisturbed: str, number: str) -> None:
+    process = begin(tmp_path, RANKS + " --max-restarts=3")
+    wait_for(process, tmp_path, "step", 15)
+    sent = time.time()
+    process.send_signal(signal.Signals[number])
+    done = finish(process)
+    step = check_preempted(tmp_path, done)
+    assert 5 <= step < 40
+    assert {words[1] for words in lines(tmp_path, "ended")} == {str(step)}
+    print(
+        f"all ranks stopped {max(float(w[3]) for w in lines(tmp_path, 'ended')) - sent:.3f} s later"
+    )
+    assert f"preempted by {number} after" in done.err
+    assert "restart 1" not in done.err
+    assert done.err.count("paceline: preempted: all ranks stopped") == 1
+    # And once more, to the end.
+    done = run(RANKS, SCRIPT, tmp_path)
+    assert f"resumed after step {step} " in done.err
+    assert weights(done) == undisturbed
+    assert all(not alive(pid) for pid in pids(tmp_path).values())
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank(tmp_path: Path, undisturbed: str) -> None:
+    process = begin(tmp_path, RANKS + " --max-restarts=3")
+    wait_for(process, tmp_path, "step", 9)
+    os.kill(pids(tmp_path)[1], signal.SIGUSR1)
+    done = finish(process)
+    check_preempted(tmp_path, done)
+    assert "preempted by a signal to another rank" in done.err
+    assert "restart 1" not in done.err
+    assert weights(run(RANKS, SCRIPT, tmp_path)) == undisturbed
+
+
+def test_a_signal_in_a_long_evaluation(tmp_path: Path) -> None:
+    process = begin(tmp_path, EVALUATE="1")
+    wait_for(process, tmp_path, "scored", 2)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert check_preempted(tmp_path, done) == 7
+    assert len(lines(tmp_path, "scored")) < 32, "rank 0 has 32 batches"
+
+
+@pytest.mark.slow
+def test_a_step_saved_in_its_evaluation_goes_on(tmp_path: Path, undisturbed: str) -> None:
+    process = begin(tmp_path, EVALUATE="1")
+    wait_for(process, tmp_path, "scored", 2)
+    os.kill(pids(tmp_path)[2], signal.SIGUSR2)
+    assert check_preempted(tmp_path, finish(process)) == 7
+    # Step 7 is committed, so the second run does not evaluate.
+    assert weights(run(RANKS, SCRIPT, tmp_path, EVALUATE="1")) == undisturbed
+
+
+@pytest.mark.slow
+def test_every_process_of_the_ranks_is_signalled(tmp_path: Path, undisturbed: str) -> None:
+    process = begin(tmp_path, WORKERS="2")
+    wait_for(process, tmp_path, "step", 9)
+    for pid in pids(tmp_path).values():
+        os.killpg(pid, signal.SIGTERM)  # loader workers as well, which are of its group
+    process.send_signal(signal.SIGTERM)  # passed on to ranks that have it already
+    check_preempted(tmp_path, finish(process))
+    assert weights(run(RANKS, SCRIPT, tmp_path, WORKERS="2")) == undisturbed
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    process = begin(tmp_path, "--nproc-per-node=2", SLOW_S="20")
+    wait_for(process, tmp_path, "step", 2)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)  # two of a kind that wait at the same time are one
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert done.code == 143
+    assert time.monotonic() - began < 10, "the step alone takes 20 s"
+    assert lines(tmp_path, "ended") == []
+
+
+def test_a_failing_peer_does_not_wait_for_a_step(tmp_path: Path) -> None:
+    process = begin(tmp_path, "--nproc-per-node=2", SLOW_S="4")
+    wait_for(process, tmp_path, "step", 2)
+    began = time.monotonic()
+    os.kill(pids(tmp_path)[1], signal.SIGKILL)
+    done = finish(process)
+    assert done.code == 137
+    assert "rank 1 of 2 failed: killed by SIGKILL" in done.err
+    assert time.monotonic() - began < 3, "the step alone takes 4 s"
+    assert lines(tmp_path, "ended") == []
+
+
+def test_a_process_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=environment(**SLOW),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(process, tmp_path, "step", 3)
+    process.send_signal(signal.SIGTERM)
+    check_preempted(tmp_path, finish(process), ranks=1)
+
+
+PLAIN = """
+import os, time
+open(f"began{os.environ['RANK']}", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
+def test_a_script_without_a_training_ends_as_always(tmp_path: Path, number: str, code: int) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path, PACELINE_PRELOAD="0")
+    deadline = time.monotonic() + DEADLINE_S
+    while len(list(tmp_path.glob("began*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.Signals[number])
+    done = finish(process)
+    assert done.code == code
+    assert "preempted" not in done.err
