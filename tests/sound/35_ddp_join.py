@@ -12,10 +12,10 @@ def main():
     dist.init_process_group("gloo")
     rank, ws = dist.get_rank(), dist.get_world_size()
     g = torch.Generator().manual_seed(13)
-    x = torch.randn(170, 6, generator=g)
+    x = torch.randn(160, 6, generator=g)
     y = (x[:, 0] > 0).long()
     shard = Subset(
-        TensorDataset(x, y), list(range(170))[rank::ws] if rank else list(range(0, 170, ws))
+        TensorDataset(x, y), list(range(160))[rank::ws] if rank else list(range(0, 160, ws))
     )
     if ws > 1 and rank == 1:
         shard = Subset(shard, range(60))
