@@ -6,6 +6,7 @@ from paceline.errors import PacelineError
 from paceline.verify.evidence import RankLog, Run
 
 _TAIL_LINES = 30
+_PASSES = ("iter", "pass-end", "pass-left")
 
 
 class Refused(PacelineError):
@@ -62,10 +63,12 @@ def refuse_early_exit(run: Run) -> None:
     """
     for log in run.ranks:
         exits = log.of("exit")
+        # Up to the exit: what it unwinds leaves its pass as well.
+        until = log.events.index(exits[0]) if exits else len(log.events)
         passes = [
             e
-            for e in log.of("iter", "pass-end", "pass-left")
-            if e["loader"] in log.training_loaders
+            for e in log.events[:until]
+            if e["k"] in _PASSES and e["loader"] in log.training_loaders
         ]
         inside = bool(passes) and passes[-1]["k"] == "iter"
         by_hand = not passes and " in " in (exits[0]["at"] if exits else "")
