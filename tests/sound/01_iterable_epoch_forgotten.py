@@ -28,7 +28,7 @@ def main():
     g = torch.Generator().manual_seed(7)
     x = torch.randn(320, 6, generator=g)
     y = (x[:, 0] + 0.5 * x[:, 1] > 0).long()
-    loader = DataLoader(Stream(x[:160], y[:160]), 16)
+    loader = DataLoader(Stream(x[:192], y[:192]), 16)
     torch.manual_seed(0)
     m = DDP(nn.Linear(6, 2))
     o = torch.optim.SGD(m.parameters(), 0.1)
