@@ -1,13 +1,12 @@
 """Strike a job with faults, and measure how soon it does a new step, and whether anything was lost.
 
-    python benchmarks/restarts.py [--kinds kill,raise,stop,node] [--count 20] [--ranks 3] [--seed 1]
-    python benchmarks/restarts.py --mixed-s 900
+    python benchmarks/restarts.py [--kinds kill,raise,exit,stop,node,silent] [--count 20] [--ranks 3]
 
 Each trial is a training (`survivor.py`) under `paceline run` with one fault at a random rank, step and phase.
 It counts when the job ends with 0 and its ledger, losses and last checkpoint are those of a run without
 faults. Recovery is from the strike to the end of the first step that had not been done before. **node**: the
-launcher and the ranks of a second node are killed, and the first goes on alone (`--nnodes 1:2`). **mixed**:
-one training, a fault of any kind every 15 s. Prints JSON.
+second of two nodes is killed (**silent**: it stands still), the first goes on alone (`--nnodes 1:2`), and
+then both again. Prints JSON.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from paceline.checkpoint.store import committed, open_store, read_manifest_text
 
 SCRIPT = Path(__file__).with_name("survivor.py")
 PHASES = ("data", "forward", "update", "end")
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "faults": [],
     "width": 256,
     "samples": 24 * 15,
@@ -46,6 +46,8 @@ SETTINGS = {
     "slow_s": 0.05,
     "reproducible": False,
 }
+# Other worlds give the same bits.
+NODE_SETTINGS = SETTINGS | {"epochs": 8, "reproducible": True}
 DEADLINE_S = 180.0
 
 
@@ -164,6 +166,65 @@ def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str
         return found and f"{fault}: {found}", recovery_s(folder, mark.stat().st_mtime)
 
 
+def wait_for(folder: Path, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition(rows(folder / "losses")):
+        if time.monotonic() > deadline:
+            raise TimeoutError((folder / "log").read_text())
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def signal_node(launcher: int, number: int) -> None:
+    """Signal all processes of a node at once, as the end of a host would."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for pid in [launcher, *map(int, children)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def node_trial(kind: str, rng: random.Random, expected: str) -> tuple[str, float]:
+    """Two nodes; the second is killed ("node"), or stands still without a word ("silent").
+
+    The first goes on alone; the second comes back, and both end what was begun.
+    """
+    words = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
+    words += ["--rdzv-id=job", "--nproc-per-node=1", "--max-restarts=3"]
+    at = rng.randrange(30, 40)
+    with place() as folder:
+        nodes = [start(folder, NODE_SETTINGS, words)]
+        try:
+            # The first to come serves the rendezvous; the other one is to be lost.
+            while b"waiting" not in (folder / "log").read_bytes():
+                time.sleep(0.01)
+            time.sleep(0.3)
+            nodes.append(start(folder, NODE_SETTINGS, words))
+            wait_for(folder, lambda found: any(row["step"] >= at for row in found))
+            struck = time.time()
+            signal_node(nodes[1].pid, signal.SIGKILL if kind == "node" else signal.SIGSTOP)
+            wait_for(folder, lambda found: found[-1]["world"] == 1 and found[-1]["step"] > at + 3)
+            if kind == "node":
+                nodes[1].wait()
+                nodes[1] = start(folder, NODE_SETTINGS, words)
+            else:
+                signal_node(nodes[1].pid, signal.SIGCONT)
+            wait_for(folder, lambda found: found[-1]["world"] == 2)
+            codes = [node.wait(DEADLINE_S) for node in nodes]
+        except (TimeoutError, subprocess.TimeoutExpired) as error:
+            return f"{kind} after step {at}: {error}", 0.0
+        finally:
+            for node in nodes:
+                if node.poll() is None:
+                    signal_node(node.pid, signal.SIGKILL)
+        if codes != [0, 0]:
+            return f"exit codes {codes}\n{(folder / 'log').read_text()}", 0.0
+        return lost(folder, NODE_SETTINGS, expected), recovery_s(folder, struck)
+
+
 def summary(found: list[tuple[str, float]]) -> dict[str, Any]:
     times = sorted(seconds for why, seconds in found if not why)
     return {
@@ -182,10 +243,21 @@ def main() -> None:
         options.add_argument(f"--{name}", type=int, default=count)
     args = options.parse_args()
     rng = random.Random(args.seed)
-    expected = straight(SETTINGS, args.ranks)
     results = {}
+    expected: dict[bool, str] = {}
     for kind in args.kinds.split(","):
-        results[kind] = summary([trial(kind, args.ranks, rng, expected) for _ in range(args.count)])
+        nodes = kind in ("node", "silent")
+        if nodes not in expected:
+            expected[nodes] = (
+                straight(NODE_SETTINGS, 1) if nodes else straight(SETTINGS, args.ranks)
+            )
+        found = [
+            node_trial(kind, rng, expected[True])
+            if nodes
+            else trial(kind, args.ranks, rng, expected[False])
+            for _ in range(args.count)
+        ]
+        results[kind] = summary(found)
         print(kind, json.dumps(results[kind]), file=sys.stderr)
     print(json.dumps(results, indent=2))
 
