@@ -6,7 +6,7 @@ Each trial is a training (`survivor.py`) under `paceline run` with one fault at 
 It counts when the job ends with 0 and its ledger, losses and last checkpoint are those of a run without
 faults. Recovery is from the strike to the end of the first step that had not been done before. **node**: the
 second of two nodes is killed (**silent**: it stands still), the first goes on alone (`--nnodes 1:2`), and
-then both again. Prints JSON.
+then both again. **shadow**: all ranks are killed, and nothing but the shadow was saved. Prints JSON.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ SETTINGS: dict[str, Any] = {
     "save_every": 1,
     "slow_s": 0.05,
     "reproducible": False,
+    "shadow": False,
 }
 # Other worlds give the same bits.
 NODE_SETTINGS = SETTINGS | {"epochs": 8, "reproducible": True}
@@ -151,6 +152,9 @@ def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str
         "phase": rng.choice(PHASES),
     }
     settings = SETTINGS | {"faults": [fault]}
+    if kind == "shadow":
+        faults = [fault | {"kind": "kill", "rank": rank, "phase": "end"} for rank in range(nproc)]
+        settings = SETTINGS | {"faults": faults, "save_every": 10**6, "shadow": True}
     with place() as folder:
         words = [f"--nproc-per-node={nproc}", "--max-restarts=2"]
         process = start(folder, settings, words)
@@ -163,6 +167,8 @@ def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str
         if code != 0 or not mark.exists():
             return f"{fault}: exit code {code}\n{(folder / 'log').read_text()}", 0.0
         found = lost(folder, settings, expected)
+        if kind == "shadow" and "was still in memory" not in (folder / "log").read_text():
+            found = "it did not go on from memory"
         return found and f"{fault}: {found}", recovery_s(folder, mark.stat().st_mtime)
 
 

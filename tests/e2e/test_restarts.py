@@ -123,8 +123,8 @@ def _counts(*words: str) -> Any:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_no_fault_loses_anything(ranks: int) -> None:
-    found = _counts("--count=1", f"--ranks={ranks}", "--kinds=kill,raise,exit,stop")
-    assert [kind["lost"] for kind in found.values()] == [[]] * 4
+    found = _counts("--count=1", f"--ranks={ranks}", "--kinds=kill,raise,exit,stop,shadow")
+    assert [kind["lost"] for kind in found.values()] == [[]] * 5
 
 
 @pytest.mark.slow
