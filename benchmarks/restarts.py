@@ -6,7 +6,8 @@ Each trial is a training (`survivor.py`) under `paceline run` with one fault at 
 It counts when the job ends with 0 and its ledger, losses and last checkpoint are those of a run without
 faults. Recovery is from the strike to the end of the first step that had not been done before. **node**: the
 second of two nodes is killed (**silent**: it stands still), the first goes on alone (`--nnodes 1:2`), and
-then both again. **shadow**: all ranks are killed, and nothing but the shadow was saved. Prints JSON.
+then both again. **shadow**: all ranks are killed, and nothing but the shadow was saved. With
+`--mixed-s 900` it is one training instead, with a fault of any kind every 15 s. Prints JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -242,13 +244,63 @@ def summary(found: list[tuple[str, float]]) -> dict[str, Any]:
     }
 
 
+def mixed(nproc: int, seconds: float, rng: random.Random) -> dict[str, Any]:
+    """One training for so long, with a fault of any kind every 15 s: how much of the time was not lost.
+
+    Effective is the usual time of a step, times the steps, over the time from the first to the last.
+    """
+    probe = SETTINGS | {"epochs": 2}
+    with place() as folder:
+        start(folder, probe, [f"--nproc-per-node={nproc}"]).wait(DEADLINE_S)
+        step_s = usual_step_s(rows(folder / "losses"))
+    every = round(15 / step_s)
+    epochs = max(1, round(seconds / (15 * step_s)))
+    faults = [
+        {
+            "kind": rng.choice(["kill", "raise", "exit", "stop"]),
+            "rank": rng.randrange(nproc),
+            "step": at,
+            "phase": rng.choice(PHASES),
+        }
+        for at in range(every, 15 * epochs, every)
+    ]
+    settings = SETTINGS | {"epochs": epochs, "faults": faults}
+    expected = straight(settings | {"faults": [], "slow_s": 0.0}, nproc)
+    with place() as folder:
+        words = [f"--nproc-per-node={nproc}", f"--max-restarts={len(faults)}"]
+        code = start(folder, settings, words).wait(3 * seconds + DEADLINE_S)
+        found = rows(folder / "losses")
+        total_s = found[-1]["time"] - found[0]["time"]
+        used = len(list(folder.glob("fault-*")))
+        return {
+            "exit code": code,
+            "faults": dict(Counter(str(fault["kind"]) for fault in faults)),
+            "struck": f"{used} of {len(faults)}",
+            "lost": lost(folder, settings, expected) if code == 0 else (folder / "log").read_text(),
+            "seconds": round(total_s),
+            "effective": round(15 * epochs * usual_step_s(found) / total_s, 3),
+        }
+
+
+def usual_step_s(losses: list[dict[str, Any]]) -> float:
+    """The median time from one step to the next of the same attempt."""
+    pairs = itertools.pairwise(losses)
+    return statistics.median(
+        b["time"] - a["time"] for a, b in pairs if a["attempt"] == b["attempt"]
+    )
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--kinds", default="kill,raise,exit,stop")
     for name, count in (("count", 20), ("ranks", 3), ("seed", 1)):
         options.add_argument(f"--{name}", type=int, default=count)
+    options.add_argument("--mixed-s", type=float, default=0.0)
     args = options.parse_args()
     rng = random.Random(args.seed)
+    if args.mixed_s:
+        print(json.dumps(mixed(args.ranks, args.mixed_s, rng), indent=2))
+        return
     results = {}
     expected: dict[bool, str] = {}
     for kind in args.kinds.split(","):
