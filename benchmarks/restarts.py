@@ -7,7 +7,7 @@ It counts when the job ends with 0 and its ledger, losses and last checkpoint ar
 faults. Recovery is from the strike to the end of the first step that had not been done before. **node**: the
 second of two nodes is killed (**silent**: it stands still), the first goes on alone (`--nnodes 1:2`), and
 then both again. **shadow**: all ranks are killed, and nothing but the shadow was saved. With
-`--mixed-s 900` it is one training instead, with a fault of any kind every 15 s. Prints JSON.
+`--mixed-s 900` it is one training instead, with a fault of any kind every `--every-s 15`. Prints JSON.
 """
 
 from __future__ import annotations
@@ -244,8 +244,10 @@ def summary(found: list[tuple[str, float]]) -> dict[str, Any]:
     }
 
 
-def mixed(nproc: int, seconds: float, rng: random.Random) -> dict[str, Any]:
-    """One training for so long, with a fault of any kind every 15 s: how much of the time was not lost.
+def mixed(
+    nproc: int, seconds: float, every_s: float, kinds: list[str], rng: random.Random
+) -> dict[str, Any]:
+    """One training for so long, with a fault of any kind every so often: how much of the time was not lost.
 
     Effective is the usual time of a step, times the steps, over the time from the first to the last.
     """
@@ -253,11 +255,11 @@ def mixed(nproc: int, seconds: float, rng: random.Random) -> dict[str, Any]:
     with place() as folder:
         start(folder, probe, [f"--nproc-per-node={nproc}"]).wait(DEADLINE_S)
         step_s = usual_step_s(rows(folder / "losses"))
-    every = round(15 / step_s)
+    every = round(every_s / step_s)
     epochs = max(1, round(seconds / (15 * step_s)))
     faults = [
         {
-            "kind": rng.choice(["kill", "raise", "exit", "stop"]),
+            "kind": rng.choice(kinds),
             "rank": rng.randrange(nproc),
             "step": at,
             "phase": rng.choice(PHASES),
@@ -271,11 +273,20 @@ def mixed(nproc: int, seconds: float, rng: random.Random) -> dict[str, Any]:
         code = start(folder, settings, words).wait(3 * seconds + DEADLINE_S)
         found = rows(folder / "losses")
         total_s = found[-1]["time"] - found[0]["time"]
-        used = len(list(folder.glob("fault-*")))
+        marks = {n: folder / f"fault-{n}" for n in range(len(faults))}
+        struck = {n: mark.stat().st_mtime for n, mark in marks.items() if mark.exists()}
+        times = {
+            kind: [
+                ("", recovery_s(folder, at))
+                for n, at in struck.items()
+                if faults[n]["kind"] == kind
+            ]
+            for kind in kinds
+        }
         return {
             "exit code": code,
-            "faults": dict(Counter(str(fault["kind"]) for fault in faults)),
-            "struck": f"{used} of {len(faults)}",
+            "struck": f"{len(struck)} of {len(faults)}",
+            "recovery": {kind: summary(found) for kind, found in times.items() if found},
             "lost": lost(folder, settings, expected) if code == 0 else (folder / "log").read_text(),
             "seconds": round(total_s),
             "effective": round(15 * epochs * usual_step_s(found) / total_s, 3),
@@ -296,14 +307,16 @@ def main() -> None:
     for name, count in (("count", 20), ("ranks", 3), ("seed", 1)):
         options.add_argument(f"--{name}", type=int, default=count)
     options.add_argument("--mixed-s", type=float, default=0.0)
+    options.add_argument("--every-s", type=float, default=15.0)
     args = options.parse_args()
     rng = random.Random(args.seed)
+    kinds = args.kinds.split(",")
     if args.mixed_s:
-        print(json.dumps(mixed(args.ranks, args.mixed_s, rng), indent=2))
+        print(json.dumps(mixed(args.ranks, args.mixed_s, args.every_s, kinds, rng), indent=2))
         return
     results = {}
     expected: dict[bool, str] = {}
-    for kind in args.kinds.split(","):
+    for kind in kinds:
         nodes = kind in ("node", "silent")
         if nodes not in expected:
             expected[nodes] = (

@@ -107,7 +107,7 @@ class Trainer:
         optimizer: A function from parameters to an optimizer.
         data: Samples (input, ..., target): map-style or a stream.
         global_batch: Samples of one optimizer step over all ranks.
-        precision: "fp32", "bf16" or "fp16".
+        precision: "fp32", "bf16", "fp16" or "auto".
         validation: What to evaluate after epochs.
         schedule: A function from an optimizer to a scheduler of torch.
         reproducible: Whether the result is equal to the last bit on any number of ranks.
