@@ -35,7 +35,7 @@ def _train(job: Any, folder: str, slow: str, until: int) -> tuple[str, list[str]
             out = model(x)
             met.append(str(out.dtype).removeprefix("torch."))
             if met[-1] == slow and job.rank == 0:
-                time.sleep(0.01)
+                time.sleep(0.05)
             step.backward(out.float().square().sum(), count=len(x))
         step.update()
     return training.precision.name, met, [p.tolist() for p in model.parameters()]
