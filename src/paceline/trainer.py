@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -149,7 +149,7 @@ class Trainer:
         *,
         seed: int = 0,
         micro_batch: int | None = None,
-        workers: int = 0,
+        workers: int | Literal["auto"] = 0,
         clip_norm: float | None = None,
         folder: str | Path | None = None,
         resume: str = "auto",
@@ -160,7 +160,7 @@ class Trainer:
         Args:
             seed: What all randomness derives from; has no effect in a job that is joined already.
             micro_batch: Largest forward of one rank, in samples; None is a rank's whole share.
-            workers: Loader processes of each rank.
+            workers: Loader processes of each rank, or "auto".
             clip_norm: Bound of the gradient's 2-norm.
             folder: For metrics.jsonl, checkpoints (each epoch) and the final weights, model.pth.
             resume: "auto", "never" or "must"; see `Checkpoints`.
