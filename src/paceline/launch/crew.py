@@ -29,6 +29,9 @@ _SETTLE_S = 0.5
 _KILLED_S = 10.0
 _STALLED_S = 30.0
 
+# Collectives that torch's flight recorder keeps in each rank; as many fit into a step.
+_RECORDED = "256"
+
 
 class Guard:
     """Our hold on the process that clears away after a killed launcher (guard.py).
@@ -302,6 +305,8 @@ def environment_of_ranks(threads: str | None) -> dict[str, str]:
     environment = dict(os.environ)
     environment.pop("PACELINE_THREADS", None)
     environment["PACELINE_LAUNCHED"] = "1"
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
+        environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = threads
         environment["PACELINE_THREADS"] = "auto"
