@@ -28,6 +28,7 @@ from paceline.launch.logs import connect_logs
 from paceline.launch.report import Shape, render_failure, render_restart
 from paceline.launch.signals import Signals
 from paceline.launch.verdict import Verdict, judge
+from paceline.launch.watch import Watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class Task:
         prefix: Template of what stands before each line (`TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE`).
         grace_s: How long ranks may take to end when a peer failed.
         signal_grace_s: And when the launcher got a signal.
+        watch: Finds hangs; None where the ranks are no Python of ours.
 
     Collective: none.
     """
@@ -58,6 +60,7 @@ class Task:
     grace_s: float
     signal_grace_s: float
     interval_s: float
+    watch: Watch | None = None
 
 
 class Agent(LocalElasticAgent):
@@ -171,6 +174,11 @@ class Agent(LocalElasticAgent):
             self._crew.dismiss()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
+        world_size = worker_group.workers[0].world_size
+        if self._task.watch is not None and (hang := self._task.watch.look(world_size)):
+            for rank in self._crew.ranks:
+                rank.hung = rank.rank in hang.culprits
+            return self._fail()
         timeout = getattr(self, "_uninterruptible_state_timeout", 0.0)
         if timeout > 0:
             stuck = self._check_stuck(timeout)

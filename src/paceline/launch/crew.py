@@ -293,6 +293,7 @@ def _fact(rank: Rank) -> Fact:
         returncode=rank.returncode,
         error=error,
         exit_place=exit_place,
+        hung=rank.hung,
         stopped=rank.stopped_at is not None and (at == 0.0 or at > rank.stopped_at),
     )
 

@@ -85,6 +85,7 @@ class Rank:
         # When we first signalled it: what happens to it afterwards is our doing.
         self.stopped_at: float | None = None
         self.ordered = False
+        self.hung = False
         self._pump = pump
         self._changed = changed
         self._received = bytearray()

@@ -99,6 +99,8 @@ def _where(fact: Fact, *, several: bool) -> str:
 
 def _why(verdict: Verdict, shape: Shape) -> str:
     fact = verdict.original
+    if fact.hung:
+        return ""
     if fact.left:
         elsewhere = "; or the cause is on another host" if shape.nodes > 1 else ""
         return (
@@ -125,6 +127,8 @@ def _why(verdict: Verdict, shape: Shape) -> str:
 
 
 def _fix(fact: Fact) -> str:
+    if fact.hung:
+        return ""
     if fact.left:
         return "let all ranks do as many steps and end together."
     if fact.error is None and fact.returncode is not None and fact.returncode < 0:

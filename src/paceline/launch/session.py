@@ -89,6 +89,7 @@ def launch(argv: Sequence[str], crew: Crew, early: Early | None) -> int:
         grace_s=options.grace_s[0],
         signal_grace_s=options.grace_s[1],
         interval_s=config.monitor_interval,
+        watch=options.watch(crew),
     )
     return _run(options, task, crew)
 
