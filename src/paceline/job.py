@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from paceline import environment, hooks, log, meeting
+from paceline import environment, hooks, log, meeting, whereabouts
 from paceline.cores import usable_cores
 from paceline.devices import choose_backend, choose_device
 from paceline.errors import ConfigError, PacelineError, PeerFailed, StepError, place
@@ -214,8 +214,7 @@ class Job:
 
     def where(self) -> str:
         """This rank, host and step, for errors. Collective: none."""
-        step = self.peers.step if self.peers is not None else 0
-        return place(self.rank, self.world_size, step=step or None)
+        return place(self.rank, self.world_size, step=whereabouts.step or None)
 
     def refuse_if_left(self) -> None:
         """Raise where something of this job is used after its end. Collective: none."""
@@ -282,6 +281,7 @@ def join(
             torch.get_device_module(chosen).set_device(chosen)
         _choose_threads(job)
         _seed_everything(seed)
+        whereabouts.step = 0
         if where.world_size > 1:
             _connect(job, where, names)
     except BaseException as error:

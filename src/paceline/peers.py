@@ -16,6 +16,7 @@ import time
 
 import torch.distributed as dist
 
+from paceline import whereabouts
 from paceline.errors import PeerFailed, StepError, place
 
 _FAILED = "failed"
@@ -31,14 +32,12 @@ class Peers:
     """The marks of one job.
 
     Attributes:
-        step: the step this rank is in; kept by the training loop.
         passed: the last step after which this rank asked for another.
 
     Collective: none; every method may be called by one rank alone, unless it says otherwise.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.step = 0
         self.passed = 0
         self._store = store
         self._rank = rank
@@ -60,7 +59,7 @@ class Peers:
 
     def mark_failed(self, text: str) -> None:
         """Say that this rank failed, and with what, unless another was first."""
-        mark = json.dumps({"rank": self._rank, "step": self.step, "text": text})
+        mark = json.dumps({"rank": self._rank, "step": whereabouts.step, "text": text})
         self._store.compare_set(_FAILED, "", mark)
         self._store.set(f"{_HEARD}/{self._rank}", "")
 
@@ -87,7 +86,7 @@ class Peers:
             return None
         return PeerFailed(
             f"rank {mark['rank']} failed first: {mark['text']}",
-            where=place(self._rank, self._world_size, step=self.step),
+            where=place(self._rank, self._world_size, step=whereabouts.step),
             why=f"rank {mark['rank']} ended in step {mark['step']}; this rank waited for it.",
             rank=mark["rank"],
         )

@@ -33,14 +33,19 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault to inject on `rank` in `step`: "raise", "kill" (SIGKILL), "exit" (status 3), "stall".
+    """A fault to inject on `rank`, in `step`, where the script says that `phase` begins.
+
+    Args:
+        kind: "raise"; "kill" (SIGKILL); "exit" (status 3); "stop" (SIGSTOP); "stall", in a sleep.
+        phase: A word of the script's choice, such as "backward"; "" for scripts with one place.
 
     Collective: none.
     """
 
     rank: int
     step: int
-    kind: Literal["raise", "kill", "exit", "stall"]
+    kind: Literal["raise", "kill", "exit", "stop", "stall"]
+    phase: str = ""
 
 
 class InjectedFault(PacelineError):
@@ -95,20 +100,43 @@ def run_failing_ranks(
     return outcomes
 
 
-def inject(job: Job, faults: Sequence[Fault], step: int) -> None:
-    """Let the faults of this rank and step strike. Call it once a step.
+def inject(
+    job: Job,
+    faults: Sequence[Fault],
+    step: int,
+    phase: str = "",
+    *,
+    folder: str | None = None,
+) -> None:
+    """Let the faults of this rank, step and phase strike. Call it once for each step and phase.
+
+    Args:
+        folder: Where each fault leaves the file `fault-N`, so that it strikes once over all restarts of a
+            job, and its time can be read. Without it they strike whenever they are met.
 
     Collective: none.
     """
     for number, fault in enumerate(faults):
-        if (fault.rank, fault.step) != (job.rank, step):
+        if (fault.rank, fault.step, fault.phase) != (job.rank, step, phase):
             continue
-        if job.store is not None:
+        if folder is not None:
+            try:
+                os.close(os.open(f"{folder}/fault-{number}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+        elif job.store is not None:
             job.store.set(f"fault/{number}", "used")
-        if fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "exit":
-            os._exit(3)
-        elif fault.kind == "stall":
-            time.sleep(3600)
-        raise InjectedFault(f"injected on rank {job.rank} in step {step}.")
+        _strike(job, fault)
+
+
+def _strike(job: Job, fault: Fault) -> None:
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "exit":
+        os._exit(3)
+    elif fault.kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return  # somebody had it go on
+    elif fault.kind == "stall":
+        time.sleep(3600)
+    raise InjectedFault(f"injected on rank {job.rank} in step {fault.step}.")

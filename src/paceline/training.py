@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline import collectives, log, state
+from paceline import collectives, log, state, whereabouts
 from paceline.checkpoint.export import write_file
 from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
@@ -299,8 +299,7 @@ class Training:
                 for track in self.tracks.values():
                     track.divisor = track.divisor or weight.divisor_for_tokens(step.num_samples)
             self._open, self._is_in_loop = (step, planned), True
-            if self.job.peers is not None:
-                self.job.peers.step = step.number
+            whereabouts.step = step.number
             try:
                 yield step
             except GeneratorExit:

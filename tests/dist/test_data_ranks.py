@@ -105,7 +105,7 @@ def alone() -> list[Any]:
     return run_ranks(_rows, KINDS, 0, 5, False, nproc=1)[0]
 
 
-def _compare(alone: list[Any], ranks: list[Any], *, equal: bool) -> None:
+def _assert_as_alone(alone: list[Any], ranks: list[Any], *, equal: bool) -> None:
     for kind, reference, *found in zip(KINDS, alone, *ranks, strict=True):
         assert len({len(steps) for steps in found}) == 1, kind
         for one, *others in zip(reference, *found, strict=True):
@@ -131,14 +131,14 @@ def _compare(alone: list[Any], ranks: list[Any], *, equal: bool) -> None:
 def test_the_samples_of_every_step_are_the_same_list(
     alone: list[Any], nproc: int, workers: int
 ) -> None:
-    _compare(alone, run_ranks(_rows, KINDS, workers, 2, False, nproc=nproc), equal=False)
+    _assert_as_alone(alone, run_ranks(_rows, KINDS, workers, 2, False, nproc=nproc), equal=False)
 
 
 @pytest.mark.parametrize(("nproc", "workers"), [(1, 0), (2, 1), (4, 0)])
 def test_with_equal_all_ranks_have_as_many_micro_batches(
     alone: list[Any], nproc: int, workers: int
 ) -> None:
-    _compare(alone, run_ranks(_rows, KINDS, workers, 1, True, nproc=nproc), equal=True)
+    _assert_as_alone(alone, run_ranks(_rows, KINDS, workers, 1, True, nproc=nproc), equal=True)
 
 
 def _tiny(job: Job, kind: str, size: int, global_batch: int, workers: int) -> Any:

@@ -251,7 +251,7 @@ def test_zeros_keep_their_sign_and_sparse_gradients_stay_sparse() -> None:
     assert run_ranks(_signs, nproc=2) == [[True, True, True]] * 2
 
 
-def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, bool]) -> None:
+def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, bool]) -> str:
     model = paceline.ddp(job, Heads(), **options)
     for _ in range(2):
         heads = (0, 2) if job.rank in on else (0, 1, 2)
@@ -265,6 +265,7 @@ def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, boo
             job.reraise(error)
         parallel.refuse_unused(job, model)
         model.zero_grad(set_to_none=True)
+    return "both steps were done"
 
 
 def test_an_unused_parameter_is_named_on_all_ranks() -> None:
@@ -292,7 +293,8 @@ def test_a_parameter_that_only_the_last_micro_batch_left_out() -> None:
 
 
 def test_find_unused_allows_it() -> None:
-    run_ranks(_unused, (1,), False, {"find_unused": True}, nproc=2)
+    done = run_ranks(_unused, (1,), False, {"find_unused": True}, nproc=2)
+    assert done == ["both steps were done"] * 2
 
 
 def _unreached(job: Job) -> None:

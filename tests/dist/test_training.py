@@ -518,13 +518,15 @@ def test_resume_never_starts_anew_and_keeps_what_was_there(tmp_path: Path) -> No
 
 def test_the_final_weights_load_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "out" / "model.pth"
-    run_ranks(_export, str(path), nproc=2)
-    state = torch.load(path, weights_only=True)
+    first, second = run_ranks(_export, str(path), nproc=2)
     model = _model()
-    model.load_state_dict(state)  # the model's own names, without "module."
+    # The model's own names, without "module."
+    model.load_state_dict(torch.load(path, weights_only=True))
+    assert [p.tolist() for p in model.parameters()] == first == second
 
 
-def _export(job: Any, path: str) -> None:
+def _export(job: Any, path: str) -> list[Any]:
     training = _training(job)
     _run(training, epochs=1)
     training.export(path)
+    return [p.tolist() for p in training.models[0].parameters()]

@@ -102,7 +102,7 @@ KINDS: dict[str, Kind] = {
         (ALL_REDUCE, NOT_ENTERED, "holding the interpreter's lock"),
     ),
     "is stopped": Kind(
-        _stuck("os.kill(os.getpid(), signal.SIGSTOP)"),
+        _stuck("os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(1.2)"),
         (ALL_REDUCE, "has not entered it: stopped (state T) at train.py:", "kill -CONT"),
         slow=False,
     ),
@@ -145,7 +145,7 @@ KINDS: dict[str, Kind] = {
     "waits for a file": Kind(_stuck(_POLL), (ALL_REDUCE, NOT_ENTERED + ", in time.sleep")),
     "gets nothing": Kind(
         "if rank == 0:\n    dist.recv(torch.ones(1), src=1) # WAITS\nelse:\n    step()\n",
-        ("all_reduce #4 (f32[7,3])", "recv with rank 1 at train.py:{WAITS}"),
+        ("all_reduce #4 (f32[7,3])", "at train.py:{WAITS}, in recv with rank 1"),
     ),
     "barriers differ": Kind(
         "if rank == 0:\n    dist.barrier() # STUCK\nstep()\ndist.barrier()\n",

@@ -43,7 +43,7 @@ CASES = [
 def test_a_hang_is_explained(tmp_path: Path, name: str, world: int, ours: bool) -> None:
     kind = KINDS[name]
     text = script(kind, paceline=ours)
-    said, seconds = verdict(text, tmp_path, world)
+    said, _ = verdict(text, tmp_path, world)
     assert said.startswith(f"{kind.word}: "), said
     for words in expected(kind, text, world):
         assert words in said, f"{words!r} is not in:\n{said}"

@@ -37,6 +37,8 @@ def test_each_sample_once_is_right_in_any_order(job: Job) -> None:
     counts.saw(_ids())
     counts.saw(_ids(0, 2))
     counts.close(epoch=0, size=4, used_before=NOTHING)
+    with pytest.raises(AuditError):  # it did count: a fifth sample is missed
+        counts.close(epoch=0, size=5, used_before=NOTHING)
 
 
 @pytest.mark.parametrize(

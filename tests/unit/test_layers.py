@@ -13,7 +13,7 @@ SOURCE = Path(paceline.__file__).parent
 
 # From the ground up. A file may import from lines above its own; the rooms of floor 2 do not know each
 # other, and neither do those of floor 4, but for the command line, which starts everything.
-FLOOR_0 = ["errors", "log"]
+FLOOR_0 = ["errors", "log", "whereabouts"]
 FLOOR_1 = [
     "cores",
     "rng",

@@ -25,6 +25,7 @@ from torch.distributed.elastic.utils import macros
 
 from paceline.launch.crew import Crew
 from paceline.launch.logs import connect_logs
+from paceline.launch.nodes import FreshRendezvous
 from paceline.launch.report import Shape, render_failure, render_restart
 from paceline.launch.signals import Signals
 from paceline.launch.verdict import Verdict, judge
@@ -40,12 +41,14 @@ class Task:
         environment: What each rank's environment has besides what torch's agent sets.
         start_crew: Starts a round of processes.
         announce: Called with the store's address when a round begins.
+        begun: Whether a round has begun before.
         logs: Where torch's log options send output; None for the consoles alone.
         shown: Local ranks whose output the consoles show; None for all.
         prefix: Template of what stands before each line (`TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE`).
         grace_s: How long ranks may take to end when a peer failed.
         signal_grace_s: And when the launcher got a signal.
         watch: Finds hangs; None where the ranks are no Python of ours.
+        spares: Whether to keep interpreters ready for a restart.
 
     Collective: none.
     """
@@ -54,6 +57,7 @@ class Task:
     environment: dict[str, str]
     start_crew: Callable[[Crew], None]
     announce: Callable[[WorkerGroup], None]
+    begun: Callable[[], bool]
     logs: LogsSpecs | None
     shown: frozenset[int] | None
     prefix: str | None
@@ -61,6 +65,7 @@ class Task:
     signal_grace_s: float
     interval_s: float
     watch: Watch | None = None
+    spares: bool
 
 
 class Agent(LocalElasticAgent):
@@ -89,6 +94,8 @@ class Agent(LocalElasticAgent):
         # The last round's store ends with the last reference to it.
         self._store = None
         worker_group.store = None
+        if self._task.begun() and not self._crew.ranks:
+            self._task.start_crew(self._crew)  # they import torch while the nodes meet
         with self._signals.interruptible():
             super()._rendezvous(worker_group)
         self._task.announce(worker_group)
@@ -166,8 +173,16 @@ class Agent(LocalElasticAgent):
         self._signals.check()
         for number in self._signals.take_passing():
             self._crew.pass_on(number)
+        if self._remaining_restarts > 0:
+            self._crew.end_frozen()  # else there is hope that somebody has it go on
+            if self._task.spares:
+                self._crew.keep_spares()
         if self._crew.failing:
             return self._fail()
+        if self._crew.done and self._crew.preempted and self._is_growing():
+            self._crew.clear()
+            self._crew.dismiss()
+            return RunResult(state=WorkerState.HEALTHY)  # torch's loop sees who waits, and restarts
         if self._crew.done:
             self.preempted = self._crew.preempted
             self._crew.clear()
@@ -179,6 +194,9 @@ class Agent(LocalElasticAgent):
             for rank in self._crew.ranks:
                 rank.hung = rank.rank in hang.culprits
             return self._fail()
+        lost = self._meeting.lost() if self._meeting and self._remaining_restarts > 0 else []
+        if lost:
+            return self._lose(lost)
         timeout = getattr(self, "_uninterruptible_state_timeout", 0.0)
         if timeout > 0:
             stuck = self._check_stuck(timeout)
@@ -218,12 +236,16 @@ class Agent(LocalElasticAgent):
         facts = crew.facts()
         verdict = judge(facts)
         assert verdict is not None
+        again = self.verdict is not None and verdict.repeats(self.verdict)
+        if again:
+            self._remaining_restarts = 0
         self.verdict = verdict
         shape = Shape(
             world_size=self._worker_group.workers[0].world_size,
             restarts=self._restarts,
             max_restarts=self._worker_group.spec.max_restarts,
             nodes=self._worker_group.group_world_size or 1,
+            again=again,
         )
         render = render_restart if self._remaining_restarts > 0 else render_failure
         crew.say(render(verdict, shape))
@@ -240,8 +262,32 @@ class Agent(LocalElasticAgent):
         crew.dismiss()
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
-    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+    def _lose(self, lost: list[str]) -> RunResult:
+        self._crew.say(
+            f"paceline: lost {', '.join(lost)}: no sign of life; restart {self._restarts + 1} of "
+            f"{self._worker_group.spec.max_restarts} begins\n"
+        )
         self._end_ranks(signal.SIGTERM, self._task.grace_s, at_once=True)
+        return RunResult(state=WorkerState.UNHEALTHY)
+
+    @property
+    def _meeting(self) -> FreshRendezvous | None:
+        meeting = self._worker_group.spec.rdzv_handler
+        return meeting if isinstance(meeting, FreshRendezvous) else None
+
+    def _is_growing(self) -> bool:
+        """Whether the ranks were stopped for a node that wants to join, and by nothing else."""
+        return (
+            not self._signals.received and self._meeting is not None and self._meeting.is_growing()
+        )
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        if not self._crew.ranks:
+            return
+        # Nothing has failed; a node has come. A training saves before it ends.
+        self._crew.say("paceline: a node joins: all ranks stop, and begin again with it\n")
+        self._end_ranks(signal.SIGTERM, self._task.signal_grace_s, at_once=False)
+        self.preempted = False
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.output import Pump, Stream
+from paceline.launch.output import Pump
 from paceline.launch.rank import Consoles, Rank, clear_groups
 from paceline.launch.verdict import Error, Fact
 from paceline.preemption import REQUEUE
@@ -31,6 +31,11 @@ _STALLED_S = 30.0
 
 # Collectives that torch's flight recorder keeps in each rank; as many fit into a step.
 _RECORDED = "256"
+# Their start would slow down that of the ranks.
+_SPARES_AFTER_S = 3.0
+
+# A debugger or a sampler may stop a rank for a moment.
+_FROZEN_S = 1.0
 
 
 class Guard:
@@ -83,6 +88,10 @@ class Crew:
         self.pump.on_tick = self._follow_window_size
         self.ranks: list[Rank] = []
         self.announced = False
+        # Interpreters that have imported torch and wait to be the ranks after a restart.
+        self._spares: list[Rank] = []
+        self._begin: Callable[[], list[Rank]] = list
+        self._begun_at = 0.0
         self._guard = Guard()
         self._changed = threading.Event()
 
@@ -101,24 +110,49 @@ class Crew:
 
         Collective: none.
         """
-        for local_rank in range(count):
-            rank = Rank(
-                local_rank,
-                environment=environment,
-                consoles=self.consoles,
-                pump=self.pump,
-                changed=self._changed.set,
-                prefix=f"[{local_rank}] ".encode() if count > 1 else b"",
-                draws=draws and local_rank == 0,
-                wrap=lambda command, n=local_rank: wrap(n, command),  # type: ignore[misc]
-            )
-            self._guard.add(rank.pid)
-            self.ranks.append(rank)
+
+        def begin() -> list[Rank]:
+            ranks = []
+            for local_rank in range(count):
+                rank = Rank(
+                    local_rank,
+                    environment=environment,
+                    consoles=self.consoles,
+                    pump=self.pump,
+                    changed=self._changed.set,
+                    prefix=f"[{local_rank}] ".encode() if count > 1 else b"",
+                    draws=draws and local_rank == 0,
+                    wrap=lambda command, n=local_rank: wrap(n, command),  # type: ignore[misc]
+                )
+                self._guard.add(rank.pid)
+                ranks.append(rank)
+            return ranks
+
+        self._begin = begin
+        if any(spare.poll() is not None for spare in self._spares):
+            self._disband_spares()
+        self.ranks, self._spares = self._spares or begin(), []
+
+    def keep_spares(self) -> None:
+        """Once the ranks have been at work for a while, start those that would follow them.
+
+        Collective: none.
+        """
+        if not self._spares and time.monotonic() - self._begun_at > _SPARES_AFTER_S:
+            self._spares = self._begin()
+
+    def _disband_spares(self) -> None:
+        spares, self._spares = self._spares, []
+        for rank in spares:
+            rank.kill()
+            rank.process.wait(_KILLED_S)
+        self._clear(spares)
 
     def order(self, local_rank: int, rank: int, order: Mapping[str, Any]) -> None:
         """Tell a started process which rank it is, and what to run. Collective: none."""
         self.ranks[local_rank].rank = rank
         self.ranks[local_rank].order(order)
+        self._begun_at = time.monotonic()
 
     def wait_change(self, timeout_s: float) -> None:
         """Wait until a rank said something or ended. Collective: none."""
@@ -126,6 +160,20 @@ class Crew:
         self._changed.clear()
         for rank in self.ranks:
             rank.poll()
+
+    def end_frozen(self) -> None:
+        """Kill ranks that SIGSTOP holds while others run, as those would wait for ever.
+
+        Where all ranks are stopped somebody suspends the job.
+
+        Collective: none.
+        """
+        now = time.monotonic()
+        held = [rank for rank in self.ranks if rank.watch_freeze(now)]
+        if len(held) < len(self.ranks):
+            for rank in held:
+                if rank.frozen_at is not None and now - rank.frozen_at >= _FROZEN_S:
+                    rank.end_frozen(_FROZEN_S)
 
     @property
     def failing(self) -> bool:
@@ -193,12 +241,15 @@ class Crew:
 
         Collective: none.
         """
-        clear_groups([rank.pid for rank in self.ranks])
-        for rank in self.ranks:
+        self._clear(self.ranks)
+
+    def _clear(self, ranks: Sequence[Rank]) -> None:
+        clear_groups([rank.pid for rank in ranks])
+        for rank in ranks:
             self._guard.remove(rank.pid)
-        self.pump.finish(self.streams(), stalled_s=_STALLED_S)
+        self.pump.finish([s for rank in ranks for s in rank.streams], stalled_s=_STALLED_S)
         self._hear_all()
-        for rank in self.ranks:
+        for rank in ranks:
             rank.close()
 
     def dismiss(self) -> None:
@@ -220,12 +271,9 @@ class Crew:
     def close(self) -> None:
         """Kill what runs, and end the helpers. Collective: none."""
         self.disband()
+        self._disband_spares()
         self.pump.stop(timeout_s=_KILLED_S)
         self._guard.close()
-
-    def streams(self) -> list[Stream]:
-        """All streams of all ranks. Collective: none."""
-        return [stream for rank in self.ranks for stream in rank.streams]
 
     def facts(self) -> list[Fact]:
         """What became of each rank so far. Collective: none."""
@@ -270,10 +318,10 @@ class Crew:
 
 
 def _fact(rank: Rank) -> Fact:
-    error, exit_place, at = None, None, rank.ended_at
+    error, exit_place, at, step = None, None, rank.ended_at, 0
     for event in list(rank.events):
         if event["event"] == "failed":
-            at = event["time"]
+            at, step = event["time"], event["step"]
             error = Error(
                 type=event["type"],
                 kinds=tuple(event["kinds"]),
@@ -294,6 +342,8 @@ def _fact(rank: Rank) -> Fact:
         error=error,
         exit_place=exit_place,
         hung=rank.hung,
+        frozen_s=rank.frozen_s,
+        step=step,
         stopped=rank.stopped_at is not None and (at == 0.0 or at > rank.stopped_at),
     )
 

@@ -163,7 +163,7 @@ def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> Where:
         if is_script(file):
             break
         inner.append(file)
-        if "torch/distributed/" in file and function != "wrapper":
+        if "torch/distributed/" in file and function not in ("wrapper", "<module>"):
             waits = function
     script = tuple(
         (file.removeprefix(cwd.rstrip("/") + "/"), line, function)

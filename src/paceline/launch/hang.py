@@ -37,16 +37,23 @@ class Hang:
     key: tuple[object, ...]
 
 
-def judge(states: Sequence[State], world_size: int) -> Hang | None:
-    """The verdict; None where nobody waits, and nothing shows that something is wrong.
+def judge(states: Sequence[State], world_size: int, after_s: float) -> Hang | None:
+    """The verdict; None where nobody has waited for `after_s`, and nothing shows that something is wrong.
 
     Collective: none.
     """
     states = sorted(states, key=lambda state: state.rank)
     waiting = [state for state in states if state.returncode is None and state.waiting is not None]
+    waiting = [state for state in waiting if _waited_s(state) >= after_s]
     if waiting:
         return _judge_collective(states, waiting)
+    if any(state.returncode is None and state.idle_s < after_s for state in states):
+        return None
     return _judge_others(states, world_size)
+
+
+def _waited_s(state: State) -> float:
+    return state.waiting.since_s if state.waiting is not None else 0.0
 
 
 def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang:
@@ -149,7 +156,7 @@ def _judge_others(states: Sequence[State], world_size: int) -> Hang | None:
     """Nobody is in a collective that the flight recorder knows."""
     alive = [state for state in states if state.returncode is None]
     loading = [state for state in alive if state.where.loader]
-    stuck = [state for state in alive if state.where.waits]
+    stuck = [state for state in alive if state.where.waits and not state.busy]
     if not alive or (world_size == 1 and not loading and alive[0].state not in "TD"):
         return None
     if not stuck and any(state.busy for state in alive):
@@ -236,7 +243,8 @@ def _doing(state: State) -> str:
     function = state.where.script[0][2] if state.where.script else ""
     text = f"{function}(){_at(state)}" if function.isidentifier() else _at(state).strip()
     text = text or ("in native code" if state.held else "not in the script")
-    text += f", in {state.call}" if state.call else ""
+    called = _waits_for(state) if state.where.waits else state.call
+    text += f", in {called}" if called else ""
     if state.where.loader:
         text += f", waiting for a loader's worker{_helpers(state)}"
     if state.held:

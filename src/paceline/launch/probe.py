@@ -57,6 +57,13 @@ class Probe:
         # The script has one such timer as well; ours makes way for good.
         faulthandler.dump_traceback_later = self._make_way
         self._timer = True
+        # A forked child has no such thread, and would wait for it for ever when it ends.
+        self._arming = threading.Lock()
+        os.register_at_fork(
+            before=self._disarm,
+            after_in_parent=self._arming.release,
+            after_in_child=self._arming.release,
+        )
         multiprocessing.util.register_after_fork(self, Probe._in_child)
         self._start(fd)
 
@@ -72,6 +79,11 @@ class Probe:
             os.close(self._fd)
         self._start(os.memfd_create(NAME))
 
+    def _disarm(self) -> None:
+        self._arming.acquire()
+        if self._timer:
+            faulthandler.cancel_dump_traceback_later()
+
     def _make_way(self, *args: Any, **options: Any) -> None:
         self._timer = False
         faulthandler.dump_traceback_later = _dump_later
@@ -86,9 +98,10 @@ class Probe:
             line = json.dumps(beat).encode() + b"\n"
             os.pwrite(self._fd, line, 0)
             os.ftruncate(self._fd, len(line))
-            if self._timer:
-                os.lseek(self._fd, len(line), os.SEEK_SET)
-                _dump_later(_HELD_S, file=self._fd)
+            with self._arming:
+                if self._timer:
+                    os.lseek(self._fd, len(line), os.SEEK_SET)
+                    _dump_later(_HELD_S, file=self._fd)
             time.sleep(BEAT_S)
 
     def _is_ours(self) -> bool:
@@ -125,7 +138,7 @@ class Probe:
 def _brief(frame: FrameType | None) -> dict[str, Any]:
     """Where the main thread is: the innermost line of the script, and a number for the whole stack."""
     place, parts = "", []
-    while frame is not None:
+    while frame is not None and frame.f_code.co_name != "_bootstrap":  # below are the parent's
         code = frame.f_code
         if not place and is_script(code.co_filename):
             place = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"

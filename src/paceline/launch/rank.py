@@ -84,6 +84,8 @@ class Rank:
         self.ended_at = 0.0
         # When we first signalled it: what happens to it afterwards is our doing.
         self.stopped_at: float | None = None
+        self.frozen_at: float | None = None
+        self.frozen_s = 0.0
         self.ordered = False
         self.hung = False
         self._pump = pump
@@ -196,6 +198,20 @@ class Rank:
         """Whether it told of an error, and only flushes its files. Collective: none."""
         return any(event["event"] == "failed" for event in list(self.events))
 
+    def watch_freeze(self, now: float) -> bool:
+        """Note since when SIGSTOP holds it; whether it does. `now` is monotonic. Collective: none."""
+        if self.returncode is None and _is_stopped(self.pid):
+            self.frozen_at = self.frozen_at or now
+        else:
+            self.frozen_at = None
+        return self.frozen_at is not None
+
+    def end_frozen(self, after_s: float) -> None:
+        """Kill it because SIGSTOP held it for `after_s` seconds; that is its failure. Collective: none."""
+        self.frozen_s = after_s
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGKILL)
+
     def send_signal(self, number: signal.Signals, *, stops: bool = True) -> None:
         """Signal the rank's own process; its children are its own affair.
 
@@ -268,6 +284,15 @@ class Rank:
             self._changed()
 
         self._pump.watch(fd, ended)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped this process; one that a debugger holds is not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:
+        return False
 
 
 def clear_groups(groups: Sequence[int]) -> None:

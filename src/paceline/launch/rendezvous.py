@@ -24,16 +24,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous import registry as torch_registry
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from paceline.errors import ConfigError
+from paceline.launch.nodes import FreshRendezvous, settings_of
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 _REBIND_S = 10.0
+_READ_TIMEOUT_S = 60
 _C10D_PORT = 29400
 _BACKLOG = 4096
 ANY = ""
@@ -104,22 +103,6 @@ class LocalRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """See torch. Collective: none."""
         return True
-
-
-class FreshRendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous of several nodes, with a new store for the ranks in each round.
-
-    Collective: none.
-    """
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See torch. Collective: one agent of each node."""
-        self._bootstrap_store_info = None
-        self._shared_tcp_store_server = None
-        return super().next_rendezvous()
-
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        return bind_store(_interface(master_addr), master_addr, master_port)
 
 
 def bind_store(interface: str, host: str, port: int) -> TCPStore:
@@ -225,23 +208,25 @@ def handler(parameters: RendezvousParameters) -> RendezvousHandler:
         for name in ("join", "last_call", "close", "heartbeat")
         if (seconds := parameters.get_as_int(f"{name}_timeout")) is not None
     }
-    fresh: FreshRendezvous = FreshRendezvous.from_backend(
+    settings = settings_of(
         parameters.run_id,
-        store,
-        backend,
-        parameters.min_nodes,
-        parameters.max_nodes,
-        parameters.local_addr,
+        (parameters.min_nodes, parameters.max_nodes),
         RendezvousTimeout(**timeouts),
-        keep_alive_interval=_whole(parameters, "keep_alive_interval", 5),
-        keep_alive_max_attempt=_whole(parameters, "keep_alive_max_attempt", 3),
+        _whole(parameters, "keep_alive_interval"),
+        _whole(parameters, "keep_alive_max_attempt"),
     )
-    return fresh
+    return FreshRendezvous.of(
+        settings,
+        parameters.local_addr,
+        backend,
+        store,
+        lambda host, port: bind_store(_interface(host), host, port),
+    )
 
 
-def _whole(parameters: RendezvousParameters, key: str, default: int) -> int:
-    value = parameters.get_as_int(key, default)
-    if value is None or value <= 0:
+def _whole(parameters: RendezvousParameters, key: str) -> int | None:
+    value = parameters.get_as_int(key)
+    if value is not None and value <= 0:
         raise ConfigError(f"--rdzv-conf {key} must be a positive number, and is {value}.")
     return value
 
@@ -249,7 +234,7 @@ def _whole(parameters: RendezvousParameters, key: str, default: int) -> int:
 def _meeting_store(parameters: RendezvousParameters) -> TCPStore:
     """The store under the endpoint: served by the node that can bind it, joined by the others."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, _C10D_PORT)
-    timeout = timedelta(seconds=_whole(parameters, "read_timeout", 60))
+    timeout = timedelta(seconds=_whole(parameters, "read_timeout") or _READ_TIMEOUT_S)
     is_host = parameters.get_as_bool("is_host")
     if is_host is not False:
         listener = _claim(host, port, must=bool(is_host))

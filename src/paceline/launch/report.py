@@ -34,6 +34,7 @@ class Shape:
 
     Args:
         restarts: How many there were.
+        again: Whether the same exception came in the same step of the round before.
 
     Collective: none.
     """
@@ -42,6 +43,7 @@ class Shape:
     restarts: int
     max_restarts: int
     nodes: int = 1
+    again: bool = False
 
 
 def render_failure(verdict: Verdict, shape: Shape) -> str:
@@ -67,7 +69,12 @@ def render_failure(verdict: Verdict, shape: Shape) -> str:
         lines.append(f"  {name_ranks(verdict.followers)} only followed: {they}.")
     for text, ranks in _grouped(verdict.others):
         lines.append(f"  {name_ranks(ranks)} failed later: {text}.")
-    if shape.restarts:
+    if shape.again:
+        lines.append(
+            f"  The same exception came in step {original.step} before the restart: another would "
+            "not help."
+        )
+    elif shape.restarts:
         lines.append(f"  This was after {shape.restarts} of {shape.max_restarts} restarts.")
     return "\n".join(lines) + "\n"
 
@@ -119,6 +126,8 @@ def _why(verdict: Verdict, shape: Shape) -> str:
         )
     if fact.error is not None:
         return ""
+    if fact.frozen_s:
+        return "something outside the job sent SIGSTOP, and the other ranks waited for it."
     if fact.returncode is not None and fact.returncode < 0:
         return _WHY_SIGNAL.get(-fact.returncode, "")  # type: ignore[call-overload,no-any-return]
     if fact.exit_place is not None:
@@ -131,6 +140,8 @@ def _fix(fact: Fact) -> str:
         return ""
     if fact.left:
         return "let all ranks do as many steps and end together."
+    if fact.frozen_s:
+        return ""
     if fact.error is None and fact.returncode is not None and fact.returncode < 0:
         return _FIX_SIGNAL.get(-fact.returncode, "")  # type: ignore[call-overload,no-any-return]
     return ""

@@ -17,7 +17,7 @@ from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
 
@@ -39,6 +39,7 @@ from paceline.preemption import REQUEUE
 
 # torch's loop sleeps this long before it asks for news; the wait for news is ours, and wakes at once.
 _LOOP_S = 0.001
+UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
 
 # What these warn of (a signal, a host that left first) is said by us in one line.
 if "LOGLEVEL" not in os.environ:
@@ -83,6 +84,7 @@ def launch(argv: Sequence[str], crew: Crew, early: Early | None) -> int:
         environment=loopback_interface() if options.on_one_host else {},
         start_crew=start_crew,
         announce=note,
+        begun=lambda: crew.announced,
         logs=config.logs_specs if options.uses_logs else None,
         shown=options.shown,
         prefix=config.log_line_prefix_template,
@@ -90,6 +92,7 @@ def launch(argv: Sequence[str], crew: Crew, early: Early | None) -> int:
         signal_grace_s=options.grace_s[1],
         interval_s=config.monitor_interval,
         watch=options.watch(crew),
+        spares=os.environ.get("PACELINE_SPARES") != "0",
     )
     return _run(options, task, crew)
 
@@ -172,10 +175,23 @@ def _preempted(crew: Crew) -> int:
 def _not_met(crew: Crew, options: Options, error: Exception) -> int:
     config = options.config
     text = str(error).split("\n", 1)[0]
+    where = (
+        f"{config.rdzv_backend} rendezvous at {config.rdzv_endpoint}, id {config.run_id}, "
+        f"{config.min_nodes} to {config.max_nodes} nodes"
+    )
+    if crew.announced and not isinstance(error, RendezvousClosedError):
+        lost = LaunchFailed(
+            f"the rendezvous was lost: {type(error).__name__}",
+            where=where,
+            why="the host that serves it is gone or out of reach, or too few nodes came back.",
+            fix="start the job again on all nodes: a training goes on from its last checkpoint "
+            f"(exit code {UNAVAILABLE} says that).",
+        )
+        crew.say(f"paceline: {lost}\n")
+        return UNAVAILABLE
     failure = LaunchFailed(
         f"the nodes could not meet: {type(error).__name__}{f': {text}' if text else ''}",
-        where=f"{config.rdzv_backend} rendezvous at {config.rdzv_endpoint}, id {config.run_id}, "
-        f"{config.min_nodes} to {config.max_nodes} nodes",
+        where=where,
         fix="start `paceline run` on each node, with the same --nnodes, --rdzv-endpoint and "
         "--rdzv-id, and see that this node can reach that endpoint.",
     )

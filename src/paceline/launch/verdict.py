@@ -54,6 +54,8 @@ class Fact:
         exit_place: Where the script called sys.exit(); None if it did not.
         stopped: It ran until the launcher stopped it, so its end says nothing.
         hung: The launcher stopped it because it held up the others.
+        frozen_s: For how long SIGSTOP had held it when the launcher killed it for that; else 0.
+        step: The training step that an error came in; 0 where that is not known.
 
     Collective: none.
     """
@@ -67,6 +69,8 @@ class Fact:
     exit_place: str | None = None
     stopped: bool = False
     hung: bool = False
+    frozen_s: float = 0.0
+    step: int = 0
 
     @property
     def failed(self) -> bool:
@@ -99,6 +103,8 @@ class Fact:
             if len(text) > _HOW_CHARS:
                 text = f"{text[:_HOW_CHARS]} ..."
             return f"{self.error.type}: {text}" if text else self.error.type
+        if self.frozen_s:
+            return f"stopped by SIGSTOP, and killed after {self.frozen_s:.0f} s"
         if self.returncode is not None and self.returncode < 0:
             return f"killed by {signal_name(-self.returncode)}"
         if self.returncode == 0:
@@ -127,6 +133,16 @@ class Verdict:
     others: tuple[Fact, ...]
     certain: bool
     first_follower: Fact | None = None
+
+    def repeats(self, before: Verdict) -> bool:
+        """Whether this is the exception of the round before, in the same step. Collective: none."""
+        this, last = self.original, before.original
+        return (
+            this.error is not None
+            and last.error is not None
+            and this.step == last.step > 0
+            and (this.error.type, this.error.place) == (last.error.type, last.error.place)
+        )
 
     @property
     def exit_code(self) -> int:

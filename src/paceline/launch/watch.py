@@ -172,7 +172,7 @@ class Watch:
 
     def _conclude(self, now: float, world_size: int) -> Hang | None:
         states = [self._state(rank, now) for rank in self._crew.ranks]
-        hang = judge(states, world_size)
+        hang = judge(states, world_size, self._patience - _LOOK_S)
         if hang is None:
             return None
         if hang.key not in self._said:

@@ -264,6 +264,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "module": str(frames[-1][0].f_globals.get("__name__", "")) if frames else "",
         "place": _probe.place_of(error.__traceback__),
         "time": time.time(),
+        "step": getattr(sys.modules.get("paceline.whereabouts"), "step", 0),
     }
 
 

@@ -1,0 +1,198 @@
+"""torch's rendezvous of several nodes, made quick and sure about who is lost.
+
+A front to `torch.distributed.elastic.rendezvous.dynamic_rendezvous`, which takes 43 s for a lost node.
+Changed: a node is dead when its heartbeat did not change for 3 s of *this* node's clock (torch compares the
+clocks of two hosts); a later round is complete as soon as all who live are back, without a last call; the
+store for the ranks is new in each round; and the state is asked for ten times a second while nodes meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousSettings,
+    _Action,
+    _BackendRendezvousStateHolder,
+    _DistributedRendezvousOpExecutor,
+    _NodeDesc,
+    _remove_participant_epilogue,
+    _RendezvousContext,
+)
+
+# All nodes write their heartbeats under one key: many of them had better be slower.
+_MANY_NODES = 64
+_HEARTBEAT_S = 1
+_HEARTBEAT_OF_MANY_S = 5
+_POLL_S = 0.1
+_ATTEMPTS = 3
+
+
+def heartbeat_s(max_nodes: int) -> int:
+    """Seconds between a node's signs of life, where the user chose none. Collective: none."""
+    return _HEARTBEAT_S if max_nodes <= _MANY_NODES else _HEARTBEAT_OF_MANY_S
+
+
+class Watcher(_BackendRendezvousStateHolder):
+    """The shared state, and which nodes this one found dead.
+
+    Attributes:
+        dead: Nodes whose heartbeats stood still.
+
+    Collective: none.
+    """
+
+    def __init__(self, backend: RendezvousBackend, settings: RendezvousSettings) -> None:
+        super().__init__(backend, settings)
+        self.dead: set[_NodeDesc] = set()
+        self._window_s = (
+            settings.keep_alive_interval * settings.keep_alive_max_attempt
+        ).total_seconds()
+        self._seen: dict[_NodeDesc, tuple[Any, float]] = {}
+        self._looked_at = 0.0
+
+    def sync_now(self) -> None:
+        """Read the state anew, however fresh it is. Collective: none."""
+        self._last_sync_time = -1
+        self.sync()
+
+    def _sanitize(self) -> None:
+        now = time.monotonic()
+        beats = self._state.last_heartbeats
+        # After a pause of our own nobody may be blamed: the others may have paused as well.
+        paused = now - self._looked_at > self._window_s / 2
+        self._looked_at = now
+        self._seen = {
+            node: before
+            if not paused and (before := self._seen.get(node, (None, 0.0)))[0] == beat
+            else (beat, now)
+            for node, beat in beats.items()
+        }
+        dead = [node for node, (_, at) in self._seen.items() if now - at > self._window_s]
+        self._dead_nodes = dead
+        self.dead = (self.dead - beats.keys()) | set(dead)
+        for node in dead:
+            del beats[node]
+            self._state.participants.pop(node, None)
+            self._state.wait_list.discard(node)
+            self._state.redundancy_list.discard(node)
+        if dead:
+            _remove_participant_epilogue(self._state, self._settings)
+
+
+class _Executor(_DistributedRendezvousOpExecutor):
+    """Polls more often than once a second, and ends a round when all who live have come."""
+
+    survivors: Callable[[], set[_NodeDesc]]
+
+    def run(
+        self,
+        state_handler: Callable[[_RendezvousContext, float], _Action],
+        deadline: float,
+        update_deadline: Callable[[timedelta], float] | None = None,
+    ) -> None:
+        def handler(context: _RendezvousContext, deadline: float) -> _Action:
+            while True:
+                action = state_handler(context, deadline)
+                if action != _Action.SYNC:
+                    return action
+                if self._all_are_back(context):
+                    return _Action.MARK_RENDEZVOUS_COMPLETE
+                time.sleep(_POLL_S)
+                holder = self._state_holder
+                assert isinstance(holder, Watcher)
+                holder.sync_now()
+                self._state = context.state = holder.state
+
+        super().run(handler, deadline, update_deadline)
+
+    def _all_are_back(self, context: _RendezvousContext) -> bool:
+        state, survivors = context.state, self.survivors()
+        return (
+            not state.complete
+            and bool(survivors)
+            and context.node in state.participants
+            and survivors <= state.participants.keys()
+            and len(state.participants) >= context.settings.min_nodes
+        )
+
+
+class FreshRendezvous(DynamicRendezvousHandler):
+    """torch's rendezvous of several nodes, with a new store for the ranks in each round.
+
+    Args:
+        serve: Serves a store on this host, given its address as the others see it.
+
+    Collective: none.
+    """
+
+    def __init__(
+        self,
+        node: _NodeDesc,
+        settings: RendezvousSettings,
+        backend: RendezvousBackend,
+        store: TCPStore,
+        serve: Callable[[str, int], TCPStore],
+    ) -> None:
+        self._watcher = Watcher(backend, settings)
+        super().__init__(node, settings, backend.name, store, self._watcher)
+        executor = _Executor(node, self._watcher, settings)
+        executor.survivors = lambda: self._met - self._watcher.dead
+        self._op_executor = executor
+        self._serve = serve
+        self._met: set[_NodeDesc] = set()
+
+    @classmethod
+    def of(
+        cls,
+        settings: RendezvousSettings,
+        local_addr: str | None,
+        backend: RendezvousBackend,
+        store: TCPStore,
+        serve: Callable[[str, int], TCPStore],
+    ) -> FreshRendezvous:
+        """The rendezvous of a new node. Collective: none."""
+        node = cls._node_desc_generator.generate(local_addr)
+        return cls(node, settings, backend, store, serve)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See torch. Collective: one agent of each node."""
+        self._bootstrap_store_info = None
+        self._shared_tcp_store_server = None
+        info = super().next_rendezvous()
+        self._met = set(self._watcher.state.participants)
+        return info
+
+    def is_growing(self) -> bool:
+        """Whether a node waits to be let in, by the newest state. Collective: none."""
+        with self._heartbeat_lock:
+            self._watcher.sync_now()
+            return bool(self._watcher.state.wait_list)
+
+    def lost(self) -> list[str]:
+        """Addresses of this round's nodes that gave no sign of life. Collective: none."""
+        return sorted(node.addr for node in self._met & self._watcher.dead)
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        return self._serve(master_addr, master_port)
+
+
+def settings_of(
+    run_id: str, nodes: tuple[int, int], timeout: Any, interval_s: int | None, attempts: int | None
+) -> RendezvousSettings:
+    """torch's settings, with ours where the user chose none. Collective: none."""
+    return RendezvousSettings(
+        run_id,
+        nodes[0],
+        nodes[1],
+        timeout,
+        keep_alive_interval=timedelta(seconds=interval_s or heartbeat_s(nodes[1])),
+        keep_alive_max_attempt=attempts or _ATTEMPTS,
+    )
