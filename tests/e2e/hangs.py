@@ -36,7 +36,7 @@ class Kind:
         body: What follows three steps that are well, or `INIT` in it stands for the beginning.
         says: Words that the verdict holds; LINE of a marker as `{STUCK}`, `{WAITS}`.
         word: `hang` or `waiting`.
-        backends: Where a script with paceline may run: shm itself refuses calls that differ.
+        backend: Of a script with paceline; shm itself refuses calls that differ.
         slow: Whether it is left to `make test-all`.
     """
 
@@ -111,11 +111,6 @@ KINDS: dict[str, Kind] = {
         ("all_reduce #4 (f32[7,3])", "barrier #4", "different collectives as number 4"),
         backend="gloo",
         slow=False,
-    ),
-    "has another shape": Kind(
-        "dist.all_reduce(torch.ones(9000 if rank == 1 else 70000)) # WAITS\n",
-        ("all_reduce #4 (f32[70000])", "all_reduce #4 (f32[9000])", "different tensors"),
-        backend="gloo",
     ),
     "takes groups in another order": Kind(
         _ORDER,

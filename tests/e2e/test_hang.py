@@ -14,7 +14,15 @@ def verdict(text: str, tmp_path: Path, world: int, *options: str) -> tuple[str, 
     """What is said first of a run that hangs, and after how many seconds; the run is then ended."""
     (tmp_path / "train.py").write_text(text)
     process = start(
-        ["run", f"--nproc-per-node={world}", "--hang-after=2", *options, "train.py"], tmp_path
+        [
+            "run",
+            f"--nproc-per-node={world}",
+            "--hang-after=2",
+            "--shutdown-timeout=1",
+            *options,
+            "train.py",
+        ],
+        tmp_path,
     )
     began = time.monotonic()
     assert process.stderr is not None

@@ -118,7 +118,8 @@ def _differing(states: Sequence[State], call: Call) -> dict[int, Call]:
                 by_number[other.number][state.rank] = other
     for number in sorted(by_number):
         calls = by_number[number].values()
-        kinds = {one.kind for one in calls if one.name in _ALIKE}
+        # What is over with other tensors may have been meant so, as where a metric is thrown away.
+        kinds = {one.kind for one in calls if one.name in _ALIKE and number == call.number}
         if len({one.name for one in calls}) > 1 or len(kinds) > 1:
             return by_number[number]
     return {}
