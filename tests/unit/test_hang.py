@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -210,7 +211,10 @@ def test_many_states_are_cut_to_ten_lines() -> None:
 
 def test_a_situation_has_one_key() -> None:
     assert verdict(*waiting(0, 2, 3), absent()).key == verdict(*waiting(0, 2, 3), absent()).key
-    assert verdict(*waiting(0, 2, 3), absent()).key != verdict(*waiting(0, 1, 3), absent()).key
+    later = [rank(number, call(4108)) for number in (0, 2, 3)]
+    assert verdict(*waiting(0, 2, 3), absent()).key != verdict(*later, absent()).key
+    busy = absent(busy=True)
+    assert verdict(*waiting(0, 2, 3), busy).key == verdict(*later, busy).key
 
 
 def entry(**more: Any) -> dict[str, Any]:
@@ -281,10 +285,11 @@ def test_stacks() -> None:
     assert backward.gradients
     assert not backward.waits
     loading = read_stack(
-        [("/usr/lib/x/threading.py", 1, "wait"), (TORCH + "utils/data/dataloader.py", 5, "_get")],
+        [(threading.__file__, 1, "wait"), (TORCH + "utils/data/dataloader.py", 5, "_get")],
         "/",
     )
     assert loading.loader
+    assert loading.lock
     assert read_place("/a/b.py:7 in f", "/a").script == (("b.py", 7, "f"),)
     assert read_place("", "/a") == Where()
 

@@ -43,17 +43,14 @@ def judge(states: Sequence[State], world_size: int, after_s: float) -> Hang | No
     Collective: none.
     """
     states = sorted(states, key=lambda state: state.rank)
-    waiting = [state for state in states if state.returncode is None and state.waiting is not None]
-    waiting = [state for state in waiting if _waited_s(state) >= after_s]
+    alive = [state for state in states if state.returncode is None]
+    inside = [(state, state.waiting.since_s) for state in alive if state.waiting is not None]
+    waiting = [state for state, since_s in inside if since_s >= after_s]
     if waiting:
         return _judge_collective(states, waiting)
-    if any(state.returncode is None and state.idle_s < after_s for state in states):
+    if inside or any(state.idle_s < after_s for state in alive):
         return None
     return _judge_others(states, world_size)
-
-
-def _waited_s(state: State) -> float:
-    return state.waiting.since_s if state.waiting is not None else 0.0
 
 
 def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang:
@@ -87,9 +84,9 @@ def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang
             "see that the ranks reach each other on the interface of the job (GLOO_SOCKET_IFNAME)."
         )
     alarm = not any(state.busy for state in absent) and not (remote and not absent)
-    return _hang(
-        alarm, absent or stuck, lines, why, fix, (call.name, *map(_place, absent or stuck))
-    )
+    # A notice is the same in each epoch, an alarm is each time another.
+    key = (call.group, call.number) if alarm else (call.name, *map(_place, absent))
+    return _hang(alarm, absent or stuck, lines, why, fix, key)
 
 
 def _head(states: Sequence[State], waiting: Sequence[State]) -> Call:
@@ -149,8 +146,7 @@ def _render_differing(states: Sequence[State], calls: dict[int, Call]) -> Hang:
     else:
         why = "the ranks called the same collective with different tensors."
     minority = by_size[-1][1]
-    key = ("differing", *sorted(names), *map(_place, states))
-    return _hang(True, minority, lines, why, _SAME_ORDER, key)
+    return _hang(True, minority, lines, why, _SAME_ORDER, (number, *sorted(names)))
 
 
 def _judge_others(states: Sequence[State], world_size: int) -> Hang | None:
