@@ -89,7 +89,7 @@ KINDS: dict[str, Kind] = {
         ("in all_reduce #", "(gradients, f32[20])", "train.py:{WAITS}", "at train.py:{STUCK}, in "),
     ),
     "loops in Python": Kind(
-        _stuck("while True: pass"), (ALL_REDUCE, NOT_ENTERED, "at work"), word="waiting", slow=False
+        _stuck("while True: pass"), (ALL_REDUCE, NOT_ENTERED, "at work"), word="waiting"
     ),
     "loops in C": Kind(
         _stuck("re.match('(a+)+$', 'a' * 60 + 'b')"),

@@ -31,6 +31,9 @@ _STALLED_S = 30.0
 
 # Collectives that torch's flight recorder keeps in each rank; as many fit into a step.
 _RECORDED = "256"
+# How long ranks that still run may take to say where they are.
+_ASKED_S = 0.3
+
 # Their start would slow down that of the ranks.
 _SPARES_AFTER_S = 3.0
 
@@ -235,6 +238,15 @@ class Crew:
             self.wait_change(0.02)
             if hurry():
                 return
+
+    def ask(self) -> None:
+        """Have the ranks that still run tell where they are, before they are ended. Collective: none."""
+        alive = [rank for rank in self.ranks if rank.poll() is None and not rank.leaving]
+        for rank in alive:
+            rank.ask(-1)
+        deadline = time.monotonic() + _ASKED_S
+        while time.monotonic() < deadline and any(r.answer.get("id") != -1 for r in alive):
+            time.sleep(0.01)
 
     def clear(self) -> None:
         """After all ranks have ended: pass on their last output, and end what they left behind.

@@ -94,6 +94,7 @@ class Rank:
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(_ORDER_TIMEOUT_S)
         # Its probe writes here (probe.py); in memory, so that it can be read whatever the rank does.
+        self._probed = ""
         self._probe = os.memfd_create("paceline-probe")
         self.streams: list[Stream] = []
         self._terminals: list[tuple[Stream, Console]] = []
@@ -176,7 +177,9 @@ class Rank:
 
     def probed(self) -> str:
         """What the rank's probe wrote: a line, then perhaps stacks. Collective: none."""
-        return os.pread(self._probe, _PROBE_BYTES, 0).decode(errors="replace")
+        if self._probe >= 0:
+            self._probed = os.pread(self._probe, _PROBE_BYTES, 0).decode(errors="replace")
+        return self._probed
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs. Collective: none."""
@@ -239,7 +242,9 @@ class Rank:
     def close(self) -> None:
         """Let go of the socket of an ended rank. Collective: none."""
         self._pump.unwatch(self._socket.fileno(), self._socket.close)
+        self.probed()  # for those who ask afterwards
         os.close(self._probe)
+        self._probe = -1
 
     def hear_all(self) -> None:
         """Take in all that the rank has said; in the pump's thread only. Collective: none."""
