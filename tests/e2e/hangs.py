@@ -7,6 +7,9 @@ wait for: rank 1, unless the kind says otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from launching import start
 
 PLAIN = """
 import os, queue, re, signal, socket, sys, threading, time
@@ -165,3 +168,29 @@ def expected(kind: Kind, text: str, world: int) -> list[str]:
         if line.endswith(f"# {mark}")
     }
     return [words.format(**lines, s="s" if world == 2 else "") for words in kind.says]
+
+
+def verdict(text: str, tmp_path: Path, world: int) -> str:
+    """What is said first of a run that hangs; the run is then ended."""
+    (tmp_path / "train.py").write_text(text)
+    process = start(
+        [
+            "run",
+            f"--nproc-per-node={world}",
+            "--hang-after=2",
+            "--shutdown-timeout=1",
+            "train.py",
+        ],
+        tmp_path,
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith(("fix:", "paceline: rank")):  # the verdict's last line, or a crash
+                break
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    return "".join(lines[1:])

@@ -6,34 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from hangs import KINDS, expected, script
-from launching import run, start
-
-
-def verdict(text: str, tmp_path: Path, world: int) -> str:
-    """What is said first of a run that hangs; the run is then ended."""
-    (tmp_path / "train.py").write_text(text)
-    process = start(
-        [
-            "run",
-            f"--nproc-per-node={world}",
-            "--hang-after=2",
-            "--shutdown-timeout=1",
-            "train.py",
-        ],
-        tmp_path,
-    )
-    assert process.stderr is not None
-    lines: list[str] = []
-    try:
-        for line in process.stderr:
-            lines.append(line)
-            if line.startswith(("fix:", "paceline: rank")):  # the verdict's last line, or a crash
-                break
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-    return "".join(lines[1:])
+from hangs import KINDS, expected, script, verdict
+from launching import run
 
 
 def _is_quick(name: str, world: int, ours: bool) -> bool:

@@ -360,6 +360,14 @@ def _fact(rank: Rank) -> Fact:
     )
 
 
+def probing() -> bool:
+    """Whether ranks have a probe and a flight recorder, which `PACELINE_PROBE=0` takes from them.
+
+    Collective: none.
+    """
+    return os.environ.get("PACELINE_PROBE") != "0"
+
+
 def environment_of_ranks(threads: str | None) -> dict[str, str]:
     """The environment that ranks are started with; `threads` is None where the user chose.
 
@@ -368,7 +376,7 @@ def environment_of_ranks(threads: str | None) -> dict[str, str]:
     environment = dict(os.environ)
     environment.pop("PACELINE_THREADS", None)
     environment["PACELINE_LAUNCHED"] = "1"
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
+    if probing() and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
         environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = threads

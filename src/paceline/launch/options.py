@@ -27,7 +27,7 @@ from torch.distributed.run import (
 
 from paceline.cores import usable_cores
 from paceline.errors import ConfigError
-from paceline.launch.crew import Crew
+from paceline.launch.crew import Crew, probing
 from paceline.launch.early import Early
 from paceline.launch.rendezvous import is_loopback
 from paceline.launch.watch import Watch
@@ -61,7 +61,7 @@ class Options:
     def watch(self, crew: Crew) -> Watch | None:
         """What looks after these ranks for hangs; None where nothing does. Collective: none."""
         args = self.args
-        if args.hang_after == 0 or (args.no_python and not args.run_path):
+        if args.hang_after == 0 or not probing() or (args.no_python and not args.run_path):
             return None
         return Watch(crew, after_s=args.hang_after, ends=args.on_hang == "end")
 

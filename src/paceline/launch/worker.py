@@ -63,7 +63,8 @@ class Control:
         self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         # Answers to the launcher's requests, by their "do"; called in the listening thread.
         self.handlers: dict[str, _Handler] = {"run": self.orders.put, "end": _end}
-        if probe := os.environ.pop("PACELINE_PROBE_FD", ""):
+        probe = os.environ.pop("PACELINE_PROBE_FD", "")
+        if probe and os.environ.get("PACELINE_PROBE") != "0":
             explain = _probe.Probe(int(probe)).explain
             self.handlers["explain"] = lambda order: self.send(explain(order))
         # A forked child is not the rank: it must neither speak for it nor keep the socket open.
