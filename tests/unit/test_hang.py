@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from typing import Any
 
@@ -17,6 +19,7 @@ from paceline.launch.evidence import (
     read_stack,
 )
 from paceline.launch.hang import Hang, judge
+from paceline.launch.watch import Watch, _Seen
 
 TRAIN = (("train.py", 57, "step"), ("train.py", 90, "<module>"))
 EVALUATE = (("train.py", 31, "evaluate"), ("train.py", 88, "<module>"))
@@ -96,6 +99,12 @@ CAUSES = [
         "different",
     ),
     ({"where": Where(), "call": ""}, True, "not in the script", "it is held up there"),
+    (
+        {"where": Where(), "call": "", "answered": False},
+        True,
+        "does not say where",
+        "held up there",
+    ),
 ]
 
 
@@ -108,6 +117,11 @@ def test_causes_are_told_apart(state: dict[str, Any], alarm: bool, doing: str, c
     assert f"has not entered it: {lines[1].partition(': ')[2]}" in lines[1]
     assert doing in lines[1]
     assert cause in "\n".join(lines[2:])
+
+
+def test_the_training_step_is_named_where_it_is_known() -> None:
+    states = [rank(number, call(), step=812) for number in (0, 2, 3)]
+    assert "at train.py:57 since 12 s, in step 812\n" in verdict(*states, absent()).text
 
 
 def test_one_idle_rank_beside_a_busy_one_is_no_alarm() -> None:
@@ -310,3 +324,61 @@ Thread 0x00007f2 (most recent call first):
         (8, "evaluate"),
         (12, "<module>"),
     ]
+
+
+def seen(*samples: tuple[float, float, int, int], state: str = "S") -> _Seen:
+    found = _Seen(state=state)
+    found.samples.extend(samples)
+    return found
+
+
+def still(cpu_s: float = 0.0, size: int = 0, state: str = "S") -> _Seen:
+    """A rank that has used so much in four seconds, at one place."""
+    return seen(*((t, cpu_s * t / 4, size * t // 4, 7) for t in range(5)), state=state)
+
+
+def test_who_is_at_work() -> None:
+    assert not still().busy(4.0, 4.0)
+    assert still(cpu_s=1.0).busy(4.0, 4.0)
+    assert still(size=1 << 20).busy(4.0, 4.0)
+    assert still(size=1 << 20, state="D").busy(4.0, 4.0)
+    assert not still(cpu_s=1.0, state="T").busy(4.0, 4.0)
+    elsewhere = seen(*((t, 0.0, 0, t) for t in range(5)))
+    assert elsewhere.busy(4.0, 4.0)
+    polls = seen(*((t, 0.0, 0, 7 if t % 4 else 8) for t in range(5)))
+    assert not polls.busy(4.0, 4.0)
+    # Only the last seconds count.
+    assert not seen((0.0, 0.0, 0, 7), (3.0, 2.0, 0, 7), (4.0, 2.0, 0, 7)).busy(4.0, 1.5)
+
+
+class Silent:
+    """A crew of one rank, as far as a watch looks at it."""
+
+    def __init__(self) -> None:
+        self.ranks = [self]
+        self.pid = os.getpid()
+        self.local_rank = 0
+        self.returncode = None
+        self.counts = (0, 0)
+
+    def probed(self) -> str:
+        entered, over = self.counts
+        return (
+            json.dumps({"time": 0.0, "entered": entered, "over": over, "place": "", "at": 1}) + "\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("after_s", "step_s", "patience_s"), [(None, 0.5, 10.0), (None, 30.0, 300.0), (2.0, 30.0, 2.0)]
+)
+def test_the_patience_follows_the_usual_step(
+    after_s: float | None, step_s: float, patience_s: float
+) -> None:
+    crew: Any = Silent()
+    watch = Watch(crew, after_s=after_s, ends=False)
+    watch.look(1)
+    for number in range(1, 6):
+        crew.counts = (number, number)
+        watch._moved -= step_s  # as if so much time had passed since the last collective
+        watch._look_at(crew, watch._moved + step_s)
+    assert watch._patience == pytest.approx(patience_s, rel=0.01)

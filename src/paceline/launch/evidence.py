@@ -82,6 +82,8 @@ class State:
         returncode: None while it runs.
         busy: Whether it uses the CPU, reads or writes, or is elsewhere each time.
         idle_s: For how long no collective was entered or over.
+        answered: Whether it told where it is; else `where` is where it was last seen.
+        step: The training step that it is in; 0 where that is not known.
         held: Whether the interpreter's lock is held, so that it could not answer.
         call: What its innermost line of the script calls.
         peer: The rank that it sends to or receives from.
@@ -101,6 +103,8 @@ class State:
     busy: bool = False
     idle_s: float = 0.0
     held: bool = False
+    answered: bool = True
+    step: int = 0
     where: Where = Where()
     call: str = ""
     peer: int | None = None

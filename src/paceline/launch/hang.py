@@ -190,7 +190,8 @@ def _waiters(stuck: Sequence[State], call: Call) -> list[str]:
     for text, members in _by(stuck, lambda s: f"{_name(s.waiting or call, s)}{_at(s)}").items():
         seconds = min((s.waiting or call).since_s for s in members)
         verb = "waits" if len(members) == 1 else "wait"
-        lines.append(_verb(members, f"{verb} in {text} since {_seconds(seconds)}"))
+        step = f", in step {members[0].step}" if members[0].step else ""
+        lines.append(_verb(members, f"{verb} in {text} since {_seconds(seconds)}{step}"))
     return lines
 
 
@@ -230,7 +231,7 @@ def _doing(state: State) -> str:
         return f"ended with exit code {state.returncode}"
     if state.state == "T":
         return f"stopped (state T){_at(state)}"
-    if state.state == "D":
+    if state.state == "D" and not state.busy:
         kernel = f", {state.kernel}" if state.kernel else ""
         return f"waiting for a device in the kernel (state D{kernel}){_at(state)}"
     if state.state == "Z":
@@ -239,7 +240,7 @@ def _doing(state: State) -> str:
         return f"in {_waits_text(state)}"
     function = state.where.script[0][2] if state.where.script else ""
     text = f"{function}(){_at(state)}" if function.isidentifier() else _at(state).strip()
-    text = text or ("in native code" if state.held else "not in the script")
+    text = text or ("not in the script" if state.answered else "it does not say where")
     called = _waits_for(state) if state.where.waits else state.call
     text += f", in {called}" if called else ""
     if state.where.loader:
@@ -258,6 +259,12 @@ def _cause(absent: Sequence[State], stuck: Sequence[State]) -> tuple[str, str]:
     first = next((state for state in absent if not state.busy), absent[0])
     if first.returncode is not None:
         return "it came to its end while the others go on.", "let all ranks do as many steps."
+    if all(state.busy for state in absent):
+        if first.held:
+            why = "it computes in native code that lets no other thread of Python run."
+        else:
+            why = "it is at work: evaluating, compiling, saving or loading; or in an endless loop."
+        return why, "nothing, if it may take so long; else look there."
     if first.state == "T":
         return (
             "its process was stopped: by SIGSTOP, a debugger or a shell's job control.",
@@ -267,12 +274,6 @@ def _cause(absent: Sequence[State], stuck: Sequence[State]) -> tuple[str, str]:
         return "a disk or a network file system does not answer.", "look at what it reads from."
     if first.state == "Z":
         return "its main thread has ended and another has not.", "join the script's threads."
-    if all(state.busy for state in absent):
-        if first.held:
-            why = "it computes in native code that lets no other thread of Python run."
-        else:
-            why = "it is at work: evaluating, compiling, saving or loading; or in an endless loop."
-        return why, "nothing, if it may take so long; else look there."
     if first.where.loader:
         return (
             "its loader has no batch: a worker is dead or stuck.",

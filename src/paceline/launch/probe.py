@@ -131,6 +131,7 @@ class Probe:
             "threads": threads,
             "entries": [*_recorded(), *_in_memory()],
             "groups": _groups(),
+            "step": getattr(sys.modules.get("paceline.whereabouts"), "step", 0),
             "entered": {name: line.entered for name, line in _lines()},
         }
 

@@ -47,7 +47,7 @@ class _Seen:
     def busy(self, now: float, window_s: float) -> bool:
         """Whether it was at work in the last `window_s` seconds."""
         inside = [sample for sample in self.samples if sample[0] >= now - window_s]
-        if len(inside) < 2 or self.state in ("T", "D", "Z", ""):
+        if len(inside) < 2 or self.state in ("T", "Z", ""):
             return False
         (begun, cpu_s, size, _), (ended, cpu_then, size_then, _) = inside[0], inside[-1]
         passed = ended - begun
@@ -189,7 +189,8 @@ class Watch:
             return State(rank=rank.rank, host=host, pid=pid, state="", returncode=rank.returncode)
         seen, answer, cwd = self._seen[rank.local_rank], rank.answer, os.getcwd()
         late = now - seen.beat.get("time", now) > _HELD_S
-        held = late and seen.state not in ("T", "D", "Z")
+        # What faulthandler wrote proves it; a beat may be late for other reasons.
+        dump = read_dump(rank.probed()) if late and seen.state not in ("T", "D", "Z") else []
         told: dict[str, Any] = {"entered": {}, "where": read_place(seen.beat.get("place", ""), cwd)}
         if answer.get("id") == self._asked:
             main = answer["threads"][0]
@@ -198,9 +199,10 @@ class Watch:
                 "call": main.get("call", ""),
                 "peer": main.get("peer"),
                 "entered": answer["entered"],
+                "step": answer["step"],
                 "calls": read_calls(answer["entries"], answer["groups"], time.time()),
             }
-        elif held and (dump := read_dump(rank.probed())):
+        elif dump:
             told["where"] = read_stack(dump, cwd)
         return State(
             rank=rank.rank,
@@ -209,7 +211,8 @@ class Watch:
             state=seen.state,
             busy=seen.busy(now, self._window),
             idle_s=now - seen.since,
-            held=held,
+            held=bool(dump),
+            answered=answer.get("id") == self._asked,
             helpers=_helpers(pid, cwd) if told["where"].loader else (),
             kernel=processes.waits_in(pid) if seen.state == "D" else "",
             **told,
@@ -230,8 +233,8 @@ def _helpers(pid: int, cwd: str) -> tuple[str, ...]:
     for child in processes.children(pid):
         found = processes.look(child)
         text = processes.probed(child)
-        if found is None or not text:
-            continue
+        if found is None or not (text or found.name.startswith("pt_data_worker")):
+            continue  # a spawned worker has no probe
         beat = _beat(text)
         where: Where = read_place(beat.get("place", ""), cwd)
         if time.monotonic() - beat.get("time", 0.0) > _HELD_S and (dump := read_dump(text)):
