@@ -93,6 +93,7 @@ class Agent(LocalElasticAgent):
         self.interrupted_at = ""
         self.preempted = False
         self._memory = memory.read()
+        self._watch = task.watch
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # The last round's store ends with the last reference to it.
@@ -193,10 +194,7 @@ class Agent(LocalElasticAgent):
             self._crew.dismiss()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
-        world_size = worker_group.workers[0].world_size
-        if self._task.watch is not None and (hang := self._task.watch.look(world_size)):
-            for rank in self._crew.ranks:
-                rank.hung = rank.rank in hang.culprits
+        if self._is_hanging(worker_group.workers[0].world_size):
             return self._fail()
         lost = self._meeting.lost() if self._meeting and self._remaining_restarts > 0 else []
         if lost:
@@ -221,6 +219,21 @@ class Agent(LocalElasticAgent):
                 self._remaining_restarts = 0
                 return RunResult(state=WorkerState.UNHEALTHY)
         return None
+
+    def _is_hanging(self, world_size: int) -> bool:
+        """Whether a hang is to end this round; its culprits are then marked."""
+        if self._watch is None:
+            return False
+        try:
+            hang = self._watch.look(world_size)
+        except Exception as error:  # what explains a job must not end it
+            self._crew.say(f"paceline: hangs are not looked for any more: {error!r}\n")
+            self._watch = hang = None
+        if hang is None:
+            return False
+        for rank in self._crew.ranks:
+            rank.hung = rank.rank in hang.culprits
+        return True
 
     def _fail(self) -> RunResult:
         crew = self._crew

@@ -114,7 +114,14 @@ class Probe:
         return False
 
     def explain(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Everything, for a request of the launcher. Collective: none."""
+        """Everything, for a request of the launcher, or what went wrong. Collective: none."""
+        answer = {"event": "explained", "id": request["id"]}
+        try:
+            return answer | self._everything()
+        except Exception as error:  # whatever it is, this rank must go on to hear its launcher
+            return answer | {"error": repr(error)}
+
+    def _everything(self) -> dict[str, Any]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads: list[dict[str, Any]] = []
         for ident, frame in sys._current_frames().items():
@@ -125,8 +132,6 @@ class Probe:
                 else:
                     threads.append(told)
         return {
-            "event": "explained",
-            "id": request["id"],
             "time": time.time(),
             "threads": threads,
             "entries": [*_recorded(), *_in_memory()],

@@ -192,7 +192,8 @@ class Watch:
         # What faulthandler wrote proves it; a beat may be late for other reasons.
         dump = read_dump(rank.probed()) if late and seen.state not in ("T", "D", "Z") else []
         told: dict[str, Any] = {"entered": {}, "where": read_place(seen.beat.get("place", ""), cwd)}
-        if answer.get("id") == self._asked:
+        answered = answer.get("id") == self._asked and "threads" in answer
+        if answered:
             main = answer["threads"][0]
             told |= {
                 "where": read_stack(main["stack"], cwd),
@@ -212,7 +213,7 @@ class Watch:
             busy=seen.busy(now, self._window),
             idle_s=now - seen.since,
             held=bool(dump),
-            answered=answer.get("id") == self._asked,
+            answered=answered,
             helpers=_helpers(pid, cwd) if told["where"].loader else (),
             kernel=processes.waits_in(pid) if seen.state == "D" else "",
             **told,
