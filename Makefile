@@ -49,7 +49,5 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/faults.py
-	$(BIN)/python benchmarks/restarts.py
-
-clean:
-	rm -rf $(VENV) runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	$(BIN)/python benchmarks/verdicts.py
+	$(BIN)/python benchmarks/probe.py

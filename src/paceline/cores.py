@@ -39,13 +39,13 @@ def cgroup_quota(membership: Path, mount: Path) -> float | None:
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if hierarchy == "0":
-            found = [_quota_v2(group) for group in _ancestry(mount, path)]
-            found += [_quota_v2(group) for group in _ancestry(mount / "unified", path)]
+            found = [_quota_v2(group) for group in ancestry(mount, path)]
+            found += [_quota_v2(group) for group in ancestry(mount / "unified", path)]
         elif "cpu" in controllers.split(","):
             found = [
                 _quota_v1(group)
                 for name in (controllers, "cpu")
-                for group in _ancestry(mount / name, path)
+                for group in ancestry(mount / name, path)
             ]
         else:
             continue
@@ -53,7 +53,8 @@ def cgroup_quota(membership: Path, mount: Path) -> float | None:
     return min(quotas, default=None)
 
 
-def _ancestry(root: Path, path: str) -> list[Path]:
+def ancestry(root: Path, path: str) -> list[Path]:
+    """The folders of a cgroup and those above it, up to `root`. Collective: none."""
     # Limits hold for all groups below, so each level counts. In a container the path is often the one
     # on the host, which does not exist inside; the root then is the container's own group.
     group = root / path.lstrip("/")

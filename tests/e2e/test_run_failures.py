@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -227,7 +228,7 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     assert done.code == 1
     assert done.err.count("Traceback") == 1
     assert "restart 1 of 1 begins" in done.err
-    assert done.err.rstrip().endswith("This was after 1 of 1 restarts.")
+    assert "This was after 1 of 1 restarts." in done.err
 
 
 def test_two_nodes_restart_together(tmp_path: Path, free_port: int) -> None:
@@ -259,3 +260,46 @@ def test_a_program_may_call_the_launcher(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == "4 0\n", done
+
+
+FAILS_AFTER_WORDS = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("last words of", dist.get_rank(), flush=True)
+if dist.get_rank() == 1:
+    while not os.path.exists("there"): time.sleep(0.01)
+    time.sleep(0.3)  # the other is then in the collective
+    raise ValueError("bad sample 17")
+open("there", "w").close()
+def gather(): dist.all_reduce(torch.ones(4))
+gather()
+"""
+
+
+def test_a_failed_job_leaves_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    words = "--nproc-per-node=2 --log-dir=logs --tee=3"
+    done = run(words, FAILS_AFTER_WORDS, tmp_path, NCCL_TOKEN="sesame", NCCL_DEBUG="WARN")
+    (line,) = (line for line in done.err.splitlines() if "of all ranks are in " in line)
+    folder = tmp_path / line.rpartition(" are in ")[2]
+    assert folder.parent == tmp_path / "logs"
+    assert "rank 1 of 2 failed: ValueError" in (folder / "verdict.txt").read_text()
+    assert "last words of 0" in (folder / "rank0-output.txt").read_text()
+    assert "bad sample 17" in (folder / "rank1-error.txt").read_text()
+    state = json.loads((folder / "rank0-state.json").read_text())["stacks and collectives"]
+    # The victim: what it waited in, by its stack and by the flight recorder.
+    assert [frame[2] for frame in state["threads"][0]["stack"]].count("gather") == 1
+    assert state["entries"][-1]["profiling_name"] == "gloo:all_reduce"
+    assert json.loads((folder / "environment.json").read_text())["NCCL_DEBUG"] == "WARN"
+    assert "sesame" not in "".join(path.read_text() for path in folder.iterdir())
+    assert json.loads((folder / "versions.json").read_text())["torch"]
+
+
+def test_without_a_log_dir_the_folder_is_a_temporary_one(tmp_path: Path) -> None:
+    done = run("", "raise OSError('x')", tmp_path, TMPDIR=str(tmp_path), PACELINE_PRELOAD="0")
+    folder = Path(done.err.splitlines()[-1].rpartition(" are in ")[2])
+    assert folder.parent == tmp_path / f"paceline-{os.getuid()}"
+    assert "OSError: x" in (folder / "rank0-error.txt").read_text()
+    again = run("", "raise OSError('y')", tmp_path, TMPDIR=str(tmp_path), PACELINE_PRELOAD="0")
+    assert again.err.splitlines()[-1] != done.err.splitlines()[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import Template
 from typing import Any
@@ -23,12 +23,14 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure
 from torch.distributed.elastic.utils import macros
 
+from paceline.launch import bundle, memory
 from paceline.launch.crew import Crew
 from paceline.launch.logs import connect_logs
 from paceline.launch.nodes import FreshRendezvous
 from paceline.launch.report import Shape, render_failure, render_restart
 from paceline.launch.signals import Signals
-from paceline.launch.verdict import Verdict, judge
+from paceline.launch.verdict import Fact, Verdict, judge
+from paceline.launch.watch import Watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class Task:
         prefix: Template of what stands before each line (`TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE`).
         grace_s: How long ranks may take to end when a peer failed.
         signal_grace_s: And when the launcher got a signal.
+        log_dir: Where a failed job leaves its folder; None for the system's temporary one.
+        watch: Finds hangs; None where the ranks are no Python of ours.
         spares: Whether to keep interpreters ready for a restart.
 
     Collective: none.
@@ -62,6 +66,8 @@ class Task:
     grace_s: float
     signal_grace_s: float
     interval_s: float
+    log_dir: str | None = None
+    watch: Watch | None = None
     spares: bool
 
 
@@ -86,6 +92,8 @@ class Agent(LocalElasticAgent):
         self.verdict: Verdict | None = None
         self.interrupted_at = ""
         self.preempted = False
+        self._memory = memory.read()
+        self._watch = task.watch
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # The last round's store ends with the last reference to it.
@@ -187,6 +195,8 @@ class Agent(LocalElasticAgent):
             self._crew.dismiss()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
+        if self._is_hanging(worker_group.workers[0].world_size):
+            return self._fail()
         lost = self._meeting.lost() if self._meeting and self._remaining_restarts > 0 else []
         if lost:
             return self._lose(lost)
@@ -211,6 +221,21 @@ class Agent(LocalElasticAgent):
                 return RunResult(state=WorkerState.UNHEALTHY)
         return None
 
+    def _is_hanging(self, world_size: int) -> bool:
+        """Whether a hang is to end this round; its culprits are then marked."""
+        if self._watch is None:
+            return False
+        try:
+            hang = self._watch.look(world_size)
+        except Exception as error:  # what explains a job must not end it
+            self._crew.say(f"paceline: hangs are not looked for any more: {error!r}\n")
+            self._watch = hang = None
+        if hang is None:
+            return False
+        for rank in self._crew.ranks:
+            rank.hung = rank.rank in hang.culprits
+        return True
+
     def _fail(self) -> RunResult:
         crew = self._crew
 
@@ -219,6 +244,8 @@ class Agent(LocalElasticAgent):
             return verdict is not None and verdict.certain
 
         crew.settle(enough, hurry=lambda: bool(self._signals.received))
+        if self._remaining_restarts <= 0:
+            crew.ask()
         crew.stop(
             signal.SIGTERM,
             grace_s=self._task.grace_s,
@@ -239,9 +266,13 @@ class Agent(LocalElasticAgent):
             max_restarts=self._worker_group.spec.max_restarts,
             nodes=self._worker_group.group_world_size or 1,
             again=again,
+            memory=(self._memory, memory.read()),
         )
-        render = render_restart if self._remaining_restarts > 0 else render_failure
-        crew.say(render(verdict, shape))
+        if self._remaining_restarts > 0:
+            crew.say(render_restart(verdict, shape))
+        else:
+            self._say_failure(facts, render_failure(verdict, shape))
+        self._memory = shape.memory[1]
         failures = {
             fact.rank: ProcessFailure(
                 local_rank=rank.local_rank,
@@ -254,6 +285,14 @@ class Agent(LocalElasticAgent):
         }
         crew.dismiss()
         return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _say_failure(self, facts: Sequence[Fact], text: str) -> None:
+        try:
+            path = bundle.write(self._crew.ranks, facts, text, self._task.log_dir)
+            text += f"  stacks, collectives and logs of all ranks are in {path}\n"
+        except OSError as error:
+            text += f"  stacks and logs could not be kept: {error}\n"
+        self._crew.say(text)
 
     def _lose(self, lost: list[str]) -> RunResult:
         self._crew.say(

@@ -30,6 +30,11 @@ _SETTLE_S = 0.5
 _KILLED_S = 10.0
 _STALLED_S = 30.0
 
+# Collectives that torch's flight recorder keeps in each rank; as many fit into a step.
+_RECORDED = "256"
+# How long ranks that still run may take to say where they are.
+_ASKED_S = 0.3
+
 # Their start would slow down that of the ranks.
 _SPARES_AFTER_S = 3.0
 
@@ -242,6 +247,15 @@ class Crew:
             if hurry():
                 return
 
+    def ask(self) -> None:
+        """Have the ranks that still run tell where they are, before they are ended. Collective: none."""
+        alive = [rank for rank in self.ranks if rank.poll() is None and not rank.leaving]
+        for rank in alive:
+            rank.ask(-1)
+        deadline = time.monotonic() + _ASKED_S
+        while time.monotonic() < deadline and any(r.answer.get("id") != -1 for r in alive):
+            time.sleep(0.01)
+
     def clear(self) -> None:
         """After all ranks have ended: pass on their last output, and end what they left behind.
 
@@ -347,10 +361,19 @@ def _fact(rank: Rank) -> Fact:
         returncode=rank.returncode,
         error=error,
         exit_place=exit_place,
+        hung=rank.hung,
         frozen_s=rank.frozen_s,
         step=step,
         stopped=rank.stopped_at is not None and (at == 0.0 or at > rank.stopped_at),
     )
+
+
+def probing() -> bool:
+    """Whether ranks have a probe and a flight recorder, which `PACELINE_PROBE=0` takes from them.
+
+    Collective: none.
+    """
+    return os.environ.get("PACELINE_PROBE") != "0"
 
 
 def environment_of_ranks(threads: str | None) -> dict[str, str]:
@@ -361,6 +384,8 @@ def environment_of_ranks(threads: str | None) -> dict[str, str]:
     environment = dict(os.environ)
     environment.pop("PACELINE_THREADS", None)
     environment["PACELINE_LAUNCHED"] = "1"
+    if probing() and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
+        environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = threads
         environment["PACELINE_THREADS"] = "auto"

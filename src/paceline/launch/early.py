@@ -35,6 +35,8 @@ _VALUES = frozenset(
         "--local-addr",
         "--signals-to-handle",
         "--shutdown-timeout",
+        "--hang-after",
+        "--on-hang",
     }
 )
 _LATE_VARIABLES = ("PET_NO_PYTHON", "PET_RUN_PATH", "PET_LOG_DIR", "PET_REDIRECTS", "PET_TEE")

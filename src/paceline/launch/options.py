@@ -27,8 +27,10 @@ from torch.distributed.run import (
 
 from paceline.cores import usable_cores
 from paceline.errors import ConfigError
+from paceline.launch.crew import Crew, probing
 from paceline.launch.early import Early
 from paceline.launch.rendezvous import is_loopback
+from paceline.launch.watch import Watch
 
 GRACE_S = 5.0
 SIGNAL_GRACE_S = 30.0
@@ -55,6 +57,13 @@ class Options:
     address: tuple[str, int] | None
     uses_logs: bool
     notes: tuple[str, ...]
+
+    def watch(self, crew: Crew) -> Watch | None:
+        """What looks after these ranks for hangs; None where nothing does. Collective: none."""
+        args = self.args
+        if args.hang_after == 0 or not probing() or (args.no_python and not args.run_path):
+            return None
+        return Watch(crew, after_s=args.hang_after, ends=args.on_hang == "end")
 
     @property
     def early(self) -> Early:
@@ -108,6 +117,20 @@ def parser() -> ArgumentParser:
     ours.description = (
         "Run a training script on several processes. The options are torchrun's; those below are "
         "of the torch that is installed."
+    )
+    hangs = ours.add_argument_group("hangs")
+    hangs.add_argument(
+        "--hang-after",
+        type=float,
+        metavar="SECONDS",
+        help="how long ranks may stand still before it is explained (10, or ten usual steps if that "
+        "is longer); 0 never",
+    )
+    hangs.add_argument(
+        "--on-hang",
+        choices=("report", "end"),
+        default="report",
+        help="whether a hang ends the ranks as a failure does, to be restarted (report)",
     )
     if "PET_MASTER_PORT" not in os.environ:
         # Older torch has a number here, so that a port which was asked for looks like none.
@@ -204,6 +227,12 @@ def _no_device(word: str) -> ConfigError:
 
 def _check(args: Namespace) -> None:
     _check_nproc(args.nproc_per_node)
+    if args.hang_after is not None and not 0 <= args.hang_after < float("inf"):
+        raise ConfigError(f"--hang-after must be seconds, or 0 for never; it is {args.hang_after}.")
+    if args.hang_after == 0 and args.on_hang == "end":
+        raise ConfigError(
+            "--on-hang=end has no effect with --hang-after=0.", fix="leave one of them out."
+        )
     if args.start_method != "spawn":
         raise ConfigError(
             f"--start-method={args.start_method} has no effect here.",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+_TAIL_BYTES = 8192  # for the folder that a failed job leaves
 LINE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 # A prompt has no end of line; a bar or a line in two writes is whole within this time.
@@ -113,6 +114,7 @@ class Stream:
     is_terminal: bool = False
     files: list[BinaryIO] = field(default_factory=list)
     matches: tuple[BinaryIO, Sequence[str]] | None = None
+    tail: bytes = field(default=b"", init=False)
     _kept: bytearray = field(default_factory=bytearray, init=False)
     _line_open: bool = field(default=False, init=False)
     _fed_at: float = field(default=0.0, init=False)
@@ -123,6 +125,7 @@ class Stream:
 
     def feed(self, data: bytes) -> None:
         """Take what the rank wrote. Collective: none."""
+        self.tail = (self.tail + data)[-_TAIL_BYTES:]
         for file in self.files:
             file.write(data)
         if self.matches is None and not self.prefix:

@@ -30,6 +30,7 @@ WORKER = Path(__file__).with_name("worker.py")
 
 _ORDER_TIMEOUT_S = 30.0
 _GROUP_GRACE_S = 1.0
+_PROBE_BYTES = 1 << 16
 _NO_SIZE = struct.pack("HHHH", 0, 0, 0, 0)
 
 
@@ -78,6 +79,7 @@ class Rank:
         self.local_rank = local_rank
         self.rank = local_rank
         self.events: list[dict[str, Any]] = []
+        self.answer: dict[str, Any] = {}  # the latest to `explain`
         self.returncode: int | None = None
         self.ended_at = 0.0
         # When we first signalled it: what happens to it afterwards is our doing.
@@ -85,11 +87,15 @@ class Rank:
         self.frozen_at: float | None = None
         self.frozen_s = 0.0
         self.ordered = False
+        self.hung = False
         self._pump = pump
         self._changed = changed
         self._received = bytearray()
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(_ORDER_TIMEOUT_S)
+        # Its probe writes here (probe.py); in memory, so that it can be read whatever the rank does.
+        self._probed = ""
+        self._probe = os.memfd_create("paceline-probe")
         self.streams: list[Stream] = []
         self._terminals: list[tuple[Stream, Console]] = []
         self._prefix = prefix
@@ -101,8 +107,12 @@ class Rank:
                 stdin=None if local_rank == 0 else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**environment, "PACELINE_CONTROL_FD": str(theirs.fileno())},
-                pass_fds=[theirs.fileno()],
+                env={
+                    **environment,
+                    "PACELINE_CONTROL_FD": str(theirs.fileno()),
+                    "PACELINE_PROBE_FD": str(self._probe),
+                },
+                pass_fds=[theirs.fileno(), self._probe],
                 start_new_session=True,
             )
         finally:
@@ -159,6 +169,17 @@ class Rank:
             self._socket.sendall(json.dumps({"do": "run", **order}).encode() + b"\n")
         except OSError:
             self.poll()
+
+    def ask(self, number: int) -> None:
+        """Have the rank explain itself; `answer` will have this number. Collective: none."""
+        with contextlib.suppress(OSError):  # dead already, or stopped for so long that it is full
+            self._socket.sendall(b'{"do": "explain", "id": %d}\n' % number)
+
+    def probed(self) -> str:
+        """What the rank's probe wrote: a line, then perhaps stacks. Collective: none."""
+        if self._probe >= 0:
+            self._probed = os.pread(self._probe, _PROBE_BYTES, 0).decode(errors="replace")
+        return self._probed
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs. Collective: none."""
@@ -221,6 +242,9 @@ class Rank:
     def close(self) -> None:
         """Let go of the socket of an ended rank. Collective: none."""
         self._pump.unwatch(self._socket.fileno(), self._socket.close)
+        self.probed()  # for those who ask afterwards
+        os.close(self._probe)
+        self._probe = -1
 
     def hear_all(self) -> None:
         """Take in all that the rank has said; in the pump's thread only. Collective: none."""
@@ -243,8 +267,12 @@ class Rank:
             return False
         self._received += data
         while (end := self._received.find(b"\n")) >= 0:
-            self.events.append(json.loads(self._received[:end]))
+            event = json.loads(self._received[:end])
             del self._received[: end + 1]
+            if event["event"] == "explained":
+                self.answer = event
+            else:
+                self.events.append(event)
         self._changed()
         return True
 

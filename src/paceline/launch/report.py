@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import LaunchFailed
+from paceline.launch.memory import Memory, size
 from paceline.launch.verdict import Fact, Verdict, name_ranks
 
 _WHY_SIGNAL = {
@@ -34,6 +35,7 @@ class Shape:
 
     Args:
         restarts: How many there were.
+        memory: What the kernel counted before and after.
         again: Whether the same exception came in the same step of the round before.
 
     Collective: none.
@@ -43,6 +45,7 @@ class Shape:
     restarts: int
     max_restarts: int
     nodes: int = 1
+    memory: tuple[Memory, Memory] = (Memory(), Memory())
     again: bool = False
 
 
@@ -61,7 +64,7 @@ def render_failure(verdict: Verdict, shape: Shape) -> str:
         else f"{who} of {shape.world_size} failed: {original.how}",
         where=_where(original, several=len(verdict.alike) > 1),
         why=_why(verdict, shape),
-        fix=_fix(original),
+        fix=_fix(original, shape),
     )
     lines += f"paceline: {failure}".splitlines()
     if verdict.followers:
@@ -106,6 +109,8 @@ def _where(fact: Fact, *, several: bool) -> str:
 
 def _why(verdict: Verdict, shape: Shape) -> str:
     fact = verdict.original
+    if fact.hung:
+        return ""
     if fact.left:
         elsewhere = "; or the cause is on another host" if shape.nodes > 1 else ""
         return (
@@ -122,10 +127,21 @@ def _why(verdict: Verdict, shape: Shape) -> str:
             "it failed where ranks wait for each other, and no rank failed elsewhere: the error "
             "above is the cause, or the connection between ranks broke."
         )
+    killed = shape.memory[1].killed_since(shape.memory[0])
+    if killed and (fact.error is not None or fact.returncode == -signal.SIGKILL):
+        whom = "a process of this job" if fact.error is not None else "it"
+        return f"the kernel killed {whom} for memory: {killed}."
     if fact.error is not None:
         return ""
     if fact.frozen_s:
         return "something outside the job sent SIGSTOP, and the other ranks waited for it."
+    if fact.returncode == -signal.SIGKILL and shape.memory[1].kills is not None:
+        return (
+            "something outside the job sent SIGKILL; not the kernel for memory, whose count stands."
+        )
+    if fact.returncode == -signal.SIGBUS and (shm := shape.memory[1]).shm_bytes:
+        free = f"{size(shm.shm_bytes)}, {size(shm.shm_free_bytes)} free now"
+        return f"native code met memory that could not be had; /dev/shm has {free}."
     if fact.returncode is not None and fact.returncode < 0:
         return _WHY_SIGNAL.get(-fact.returncode, "")  # type: ignore[call-overload,no-any-return]
     if fact.exit_place is not None:
@@ -133,11 +149,18 @@ def _why(verdict: Verdict, shape: Shape) -> str:
     return "the process ended itself, by os._exit() or from native code; there was no exception."
 
 
-def _fix(fact: Fact) -> str:
+def _fix(fact: Fact, shape: Shape) -> str:
+    if fact.hung:
+        return ""
     if fact.left:
         return "let all ranks do as many steps and end together."
     if fact.frozen_s:
         return ""
+    before, after = shape.memory
+    if fact.returncode == -signal.SIGKILL and after.kills is not None:
+        if after.killed_since(before):
+            return "lower the micro-batch or the loader's workers, or raise the limit."
+        return "look who sent it: a scheduler's limit of time or memory, or a person."
     if fact.error is None and fact.returncode is not None and fact.returncode < 0:
         return _FIX_SIGNAL.get(-fact.returncode, "")  # type: ignore[call-overload,no-any-return]
     return ""

@@ -91,6 +91,8 @@ def launch(argv: Sequence[str], crew: Crew, early: Early | None) -> int:
         grace_s=options.grace_s[0],
         signal_grace_s=options.grace_s[1],
         interval_s=config.monitor_interval,
+        log_dir=options.args.log_dir,
+        watch=options.watch(crew),
         spares=os.environ.get("PACELINE_SPARES") != "0",
     )
     return _run(options, task, crew)

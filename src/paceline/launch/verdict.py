@@ -53,6 +53,7 @@ class Fact:
         returncode: As subprocess gives it: negative for a signal; None while it runs.
         exit_place: Where the script called sys.exit(); None if it did not.
         stopped: It ran until the launcher stopped it, so its end says nothing.
+        hung: The launcher stopped it because it held up the others.
         frozen_s: For how long SIGSTOP had held it when the launcher killed it for that; else 0.
         step: The training step that an error came in; 0 where that is not known.
 
@@ -67,19 +68,21 @@ class Fact:
     error: Error | None = None
     exit_place: str | None = None
     stopped: bool = False
+    hung: bool = False
     frozen_s: float = 0.0
     step: int = 0
 
     @property
     def failed(self) -> bool:
         """Whether the rank failed by itself. Collective: none."""
-        return not self.stopped and (self.error is not None or self.returncode not in (None, 0))
+        ended_badly = self.error is not None or self.returncode not in (None, 0)
+        return self.hung or (not self.stopped and ended_badly)
 
     @property
     def follows(self) -> bool:
         """Whether this looks like the failure of a rank that lost a peer. Collective: none."""
         error = self.error
-        if error is None:
+        if error is None or self.hung:
             return False
         if not _LOST_PEER_TYPES.isdisjoint(error.kinds):
             return True
@@ -93,6 +96,8 @@ class Fact:
     @property
     def how(self) -> str:
         """The failure in a few words, equal for ranks that failed alike. Collective: none."""
+        if self.hung:
+            return "held up the others, as said above"
         if self.error is not None:
             text = self.error.message.strip().split("\n", 1)[0]
             if len(text) > _HOW_CHARS:
@@ -143,7 +148,7 @@ class Verdict:
     def exit_code(self) -> int:
         """What `paceline run` exits with. Collective: none."""
         code = self.original.returncode
-        if not code or (self.original.error is not None and code < 0):
+        if not code or self.original.hung or (self.original.error is not None and code < 0):
             return 1  # also where it was stopped before it had ended
         return 128 - code if code < 0 else code
 

@@ -36,7 +36,12 @@ from typing import Any, NoReturn
 _PR_SET_PDEATHSIG = 1
 _FLUSH_S = 2.0
 _TRACEBACK_CHARS = 200_000
-_Handler = Callable[[dict[str, Any]], None]
+_Handler = Callable[[dict[str, Any]], Any]
+
+# By file, as this one: our directory is not always on sys.path, and the script's may hide it.
+_probe: Any = types.ModuleType("paceline.launch.probe")
+_probe.__file__ = os.path.join(os.path.dirname(__file__), "probe.py")
+importlib.machinery.SourceFileLoader(_probe.__name__, _probe.__file__).exec_module(_probe)
 
 # Read by native libraries when torch is imported, which is before the script says a word.
 _READ_AT_IMPORT = frozenset(
@@ -58,6 +63,10 @@ class Control:
         self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         # Answers to the launcher's requests, by their "do"; called in the listening thread.
         self.handlers: dict[str, _Handler] = {"run": self.orders.put, "end": _end}
+        probe = os.environ.pop("PACELINE_PROBE_FD", "")
+        if probe and os.environ.get("PACELINE_PROBE") != "0":
+            explain = _probe.Probe(int(probe)).explain
+            self.handlers["explain"] = lambda order: self.send(explain(order))
         # A forked child is not the rank: it must neither speak for it nor keep the socket open.
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
@@ -167,7 +176,7 @@ def _run(order: dict[str, Any], launcher: Control) -> int:
     except SystemExit as error:
         return _exit_code(error, launcher)
     except KeyboardInterrupt as error:
-        launcher.send({"event": "interrupted", "place": _place(error.__traceback__)})
+        launcher.send({"event": "interrupted", "place": _probe.place_of(error.__traceback__)})
     except BaseException as error:
         _crash(error, launcher, hook)
     else:
@@ -211,7 +220,9 @@ def _exit_code(error: SystemExit, launcher: Control) -> int:
         print(code, file=sys.stderr, flush=True)
         code = 1
     if code & 0xFF:
-        launcher.send({"event": "exit", "code": code & 0xFF, "place": _place(error.__traceback__)})
+        launcher.send(
+            {"event": "exit", "code": code & 0xFF, "place": _probe.place_of(error.__traceback__)}
+        )
     return code & 0xFF
 
 
@@ -252,7 +263,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "message": message[:_TRACEBACK_CHARS],
         "traceback": _format(error),
         "module": str(frames[-1][0].f_globals.get("__name__", "")) if frames else "",
-        "place": _place(error.__traceback__),
+        "place": _probe.place_of(error.__traceback__),
         "time": time.time(),
         "step": getattr(sys.modules.get("paceline.whereabouts"), "step", 0),
     }
@@ -274,18 +285,6 @@ def _strip(trace: types.TracebackType | None) -> types.TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace
-
-
-def _place(trace: types.TracebackType | None) -> str:
-    """File, line and function of the innermost frame that is no library's."""
-    ours = os.path.dirname(os.path.dirname(__file__))
-    libraries = (os.path.dirname(os.__file__), "<frozen", ours)
-    place = ""
-    for frame, line in traceback.walk_tb(_strip(trace)):
-        name = frame.f_code.co_filename
-        if not name.startswith(libraries) and "site-packages" not in name:
-            place = f"{name}:{line} in {frame.f_code.co_name}"
-    return place
 
 
 def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., Any] | None:

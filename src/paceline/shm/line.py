@@ -45,6 +45,7 @@ class Operation(dist.Work):
         self.steps = steps
         self.timeout_s = timeout_s
         self.issued = time.monotonic()
+        self.number = 0
         self._line = line
         self._outputs = list(outputs)
         self._source: Any = None
@@ -69,6 +70,19 @@ class Operation(dist.Work):
         if made and self.done:
             self.settle()
         return self._future
+
+    def entry(self, created_ns: int) -> dict[str, Any]:
+        """This operation as an entry of torch's flight recorder."""
+        frame = getattr(self.steps, "gi_frame", None)
+        kind = frame.f_locals.get("kind") if frame is not None else None
+        return {
+            "profiling_name": f"shm:{kind or getattr(self.steps, '__name__', 'collective')}",
+            "collective_seq_id": self.number,
+            "input_sizes": [list(output.shape) for output in self._outputs],
+            "input_dtypes": [str(output.dtype).removeprefix("torch.") for output in self._outputs],
+            "retired": self.done,
+            "time_created_ns": created_ns,
+        }
 
     def settle(self) -> None:
         """Set the future, if somebody asked for one."""
@@ -125,6 +139,7 @@ class Line:
         self._since = 0.0  # when this rank began to wait for the others, if it does
         self._most = self._spins = _SPINS if spin else 1
         self._waiting: deque[Operation] = deque()
+        self.entered = 0  # how many were issued; read by the launcher's probe, as `unfinished` is
         self._over: deque[Operation] = deque()
         self._error: BaseException | None = None
         self._wake = threading.Event()
@@ -142,6 +157,7 @@ class Line:
             if self._error is not None:
                 raise self._error
             alone = not self._waiting
+            self.entered = operation.number = self.entered + 1
             self._waiting.append(operation)
         if blocking:
             operation.wait()
@@ -153,6 +169,16 @@ class Line:
         elif operation.error is not None:
             raise operation.error
         return operation
+
+    @property
+    def waiting(self) -> int:
+        """How many operations are not over."""
+        return len(self._waiting)
+
+    def unfinished(self) -> list[dict[str, Any]]:
+        """The operations that are not over, as torch's flight recorder would have them."""
+        now, now_ns = time.monotonic(), time.time_ns()
+        return [one.entry(now_ns - int((now - one.issued) * 1e9)) for one in tuple(self._waiting)]
 
     def finish(self, operation: Operation, timeout_s: float) -> None:
         """Carry the line on until `operation` is over."""

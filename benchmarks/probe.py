@@ -1,0 +1,75 @@
+"""What the launcher's probe and flight recorder cost a step: `paceline run` with and without them.
+
+    python benchmarks/probe.py [--rounds 9] [--ranks 2]
+
+Sides take turns; each run gives the median time of its steps. Prints, for a tiny model and for one that
+mostly communicates, the ratio of the sides' medians with the spread of the rounds' ratios, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SCRIPT = """
+import sys, time, statistics
+import torch, torch.distributed as dist
+width, steps = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(width, width))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+times = []
+for step in range(steps):
+    began = time.perf_counter()
+    model(torch.ones(2, width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    times.append(time.perf_counter() - began)
+if dist.get_rank() == 0:
+    print("median", statistics.median(times[steps // 5:]))
+"""
+WORKLOADS = {"tiny": (8, 4000), "comm": (1500, 250)}
+
+
+def measure(script: Path, ranks: int, words: list[str], probe: str) -> float:
+    command = [sys.executable, "-m", "paceline", "run", f"--nproc-per-node={ranks}", str(script)]
+    environment = os.environ | {"PACELINE_PROBE": probe}
+    done = subprocess.run(
+        [*command, *words], env=environment, capture_output=True, text=True, check=True
+    )
+    return float(done.stdout.partition("median ")[2].split()[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "steps.py")
+        script.write_text(SCRIPT)
+        for name, (width, steps) in WORKLOADS.items():
+            sides: dict[str, list[float]] = {"1": [], "0": []}
+            for number in range(args.rounds):
+                for probe in ("1", "0") if number % 2 else ("0", "1"):
+                    sides[probe].append(
+                        measure(script, args.ranks, [str(width), str(steps)], probe)
+                    )
+            ratios = sorted(on / off for on, off in zip(sides["1"], sides["0"], strict=True))
+            row = {
+                "workload": name,
+                "step_us": round(statistics.median(sides["0"]) * 1e6),
+                "ratio": round(statistics.median(sides["1"]) / statistics.median(sides["0"]), 4),
+                "rounds": [round(ratio, 3) for ratio in ratios],
+            }
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

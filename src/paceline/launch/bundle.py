@@ -1,0 +1,84 @@
+"""The folder that a failed job leaves for a bug report: what was said, logs, stacks, collectives, versions.
+
+Values of the environment are kept where their names tell that they are settings of the job, never secrets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from paceline.launch.rank import Rank
+from paceline.launch.verdict import Fact
+
+_KEPT = 10
+_PREFIXES = (
+    *("CUDA_", "GLOO_", "KMP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PACELINE_", "PET_"),
+    *("PYTHON", "RANK", "SLURM_", "TORCH", "WORLD_SIZE"),
+)
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH")
+_PACKAGES = ("paceline", "torch", "numpy", "accelerate", "lightning", "transformers")
+
+
+def write(ranks: Sequence[Rank], facts: Sequence[Fact], said: str, log_dir: str | None) -> str:
+    """Write the folder, in `log_dir` or else under the system's temporary one; its path.
+
+    Raises:
+        OSError: it could not be written.
+
+    Collective: none.
+    """
+    folder = Path(_folder(log_dir))
+    (folder / "verdict.txt").write_text(said)
+    for rank, fact in zip(ranks, facts, strict=True):
+        if fact.error is not None:
+            (folder / f"rank{rank.rank}-error.txt").write_text(fact.error.traceback)
+        if tail := b"".join(stream.tail for stream in rank.streams):
+            (folder / f"rank{rank.rank}-output.txt").write_bytes(tail)
+        state = {"stacks and collectives": rank.answer, "last seen": rank.probed()}
+        _dump(folder / f"rank{rank.rank}-state.json", state)
+    _dump(folder / "environment.json", settings(os.environ))
+    _dump(folder / "versions.json", _versions())
+    return str(folder)
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are settings of the job, and no secrets. Collective: none."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(_PREFIXES) and not any(word in name.upper() for word in _SECRET)
+    }
+
+
+def _folder(log_dir: str | None) -> str:
+    if log_dir is not None:
+        return tempfile.mkdtemp(prefix="failure-", dir=log_dir)
+    home = Path(tempfile.gettempdir(), f"paceline-{os.getuid()}")
+    home.mkdir(mode=0o700, exist_ok=True)
+    if home.stat().st_uid != os.getuid() or home.is_symlink():
+        return tempfile.mkdtemp(prefix="paceline-failure-")  # somebody else took the name
+    for old in sorted(home.iterdir())[: -_KEPT + 1]:
+        shutil.rmtree(old, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=home)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version, "platform": platform.platform()}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _dump(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")

@@ -1,0 +1,248 @@
+"""Watches the ranks of this node for a hang: who has stood still for how long, and what is said of it.
+
+Reads the ranks' beats (probe.py) and /proc twice a second, and asks the ranks for everything only where one
+of them stands still. The verdict is hang.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.launch import processes
+from paceline.launch.crew import Crew
+from paceline.launch.evidence import State, Where, read_calls, read_dump, read_place, read_stack
+from paceline.launch.hang import Hang, judge
+from paceline.launch.rank import Rank
+
+HANG_AFTER_S = 10.0
+_STEPS = 10  # as many usual steps without progress, where that is longer
+_LOOK_S = 0.5
+_ANSWER_S = 0.8
+_HELD_S = 1.2  # a beat this old means that no thread of Python runs
+_BUSY = 0.03  # of a core
+_BUSY_BYTES_S = 16 << 10
+_KEPT = 20
+
+
+@dataclass
+class _Seen:
+    """What was seen of one rank."""
+
+    counts: tuple[int, int] = (0, 0)
+    since: float = 0.0  # when a collective was last entered or over
+    beat: dict[str, Any] = field(default_factory=dict)
+    # Time, seconds of CPU, bytes, where its main thread was.
+    samples: deque[tuple[float, float, int, Any]] = field(default_factory=deque)
+    pids: tuple[int, ...] = ()  # whose CPU and bytes these are
+    state: str = ""
+
+    def busy(self, now: float, window_s: float) -> bool:
+        """Whether it was at work in the last `window_s` seconds."""
+        inside = [sample for sample in self.samples if sample[0] >= now - window_s]
+        if len(inside) < 2 or self.state in ("T", "Z", ""):
+            return False
+        (begun, cpu_s, size, _), (ended, cpu_then, size_then, _) = inside[0], inside[-1]
+        passed = ended - begun
+        places = [sample[3] for sample in inside]
+        moves = len(places) > 3 and max(map(places.count, places)) * 2 < len(places)
+        return (
+            moves or cpu_then - cpu_s > _BUSY * passed or size_then - size > _BUSY_BYTES_S * passed
+        )
+
+
+class Watch:
+    """Looks after the ranks of one round.
+
+    Args:
+        after_s: How long they may stand still; None for 10 s or ten usual steps.
+        ends: Whether a hang ends the round.
+
+    Collective: none.
+    """
+
+    def __init__(self, crew: Crew, *, after_s: float | None, ends: bool) -> None:
+        self._crew = crew
+        self._after_s = after_s
+        self._ends = ends
+        self._said: set[tuple[object, ...]] = set()
+        self._asked = 0
+        self._next = 0.0
+        self._begin([])
+
+    def _begin(self, pids: list[int]) -> None:
+        """A round begins."""
+        self._pids = pids
+        self._ask_next = self._deadline = 0.0
+        self._seen: dict[int, _Seen] = {}
+        self._steps: deque[float] = deque(maxlen=_KEPT)
+        self._moved = time.monotonic()
+        self._alarmed = False
+
+    def look(self, world_size: int) -> Hang | None:
+        """Look at the ranks, and say what is wrong; the hang that is to end the round, or None.
+
+        Collective: none.
+        """
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + _LOOK_S
+        pids = [rank.pid for rank in self._crew.ranks]
+        if pids != self._pids:
+            self._begin(pids)
+        alive = [rank for rank in self._crew.ranks if rank.returncode is None]
+        for rank in alive:
+            self._look_at(rank, now)
+        if self._deadline:
+            if now < self._deadline and any(r.answer.get("id") != self._asked for r in alive):
+                self._next = now + 0.05
+                return None
+            self._deadline = 0.0
+            return self._conclude(now, world_size)
+        if now >= self._ask_next and self._suspicious(alive, now):
+            self._asked += 1
+            self._deadline = now + _ANSWER_S
+            self._ask_next = now + self._patience
+            self._next = now + 0.05
+            for rank in alive:
+                if self._seen[rank.local_rank].state not in ("T", "Z"):
+                    rank.ask(self._asked)
+        return None
+
+    @property
+    def _patience(self) -> float:
+        """How long the ranks may stand still, in seconds."""
+        if self._after_s is not None:
+            return self._after_s
+        usual_s = statistics.median(self._steps) if self._steps else 0.0
+        return max(HANG_AFTER_S, _STEPS * usual_s)
+
+    def _look_at(self, rank: Rank, now: float) -> None:
+        seen = self._seen.setdefault(rank.local_rank, _Seen(since=now))
+        beat = _beat(rank.probed())
+        if beat:
+            seen.beat = beat
+            counts = (beat["entered"], beat["over"])
+            if counts != seen.counts:
+                seen.counts, seen.since = counts, now
+                if counts[1]:
+                    self._steps.append(now - self._moved)
+                self._moved = now
+                if self._alarmed:
+                    self._alarmed = False
+                    self._crew.say("paceline: the ranks go on\n")
+        found = processes.look(rank.pid)
+        seen.state = found.state if found is not None else ""
+        if found is None:
+            return
+        # Only where it matters, since it reads a file for each of their threads.
+        below = processes.descendants(rank.pid) if now - seen.since > 1 else ()
+        all_ = [found, *filter(None, map(processes.look, below))]
+        if (pids := tuple(process.pid for process in all_)) != seen.pids:
+            seen.pids = pids
+            seen.samples.clear()
+        seen.samples.append(
+            (now, sum(p.cpu_s for p in all_), sum(p.io_bytes for p in all_), seen.beat.get("at"))
+        )
+        while seen.samples[0][0] < now - self._window - _LOOK_S:
+            seen.samples.popleft()
+
+    @property
+    def _window(self) -> float:
+        return max(1.2, self._patience / 2)
+
+    def _suspicious(self, alive: Sequence[Rank], now: float) -> bool:
+        still = [
+            seen
+            for seen in (self._seen[rank.local_rank] for rank in alive)
+            if now - seen.since >= self._patience
+        ]
+        if any(seen.counts[0] > seen.counts[1] for seen in still):
+            return True
+        # A rank that loads or computes alone has entered nothing, and does not stand still.
+        return bool(still) and len(still) == len(alive)
+
+    def _conclude(self, now: float, world_size: int) -> Hang | None:
+        states = [self._state(rank, now) for rank in self._crew.ranks]
+        hang = judge(states, world_size, self._patience - _LOOK_S)
+        if hang is None:
+            return None
+        if hang.key not in self._said:
+            self._said.add(hang.key)
+            self._crew.say(hang.text)
+        if not hang.alarm:
+            return None
+        self._alarmed = True
+        return hang if self._ends else None
+
+    def _state(self, rank: Rank, now: float) -> State:
+        host, pid = socket.gethostname(), rank.pid
+        if rank.returncode is not None:
+            return State(rank=rank.rank, host=host, pid=pid, state="", returncode=rank.returncode)
+        seen, answer, cwd = self._seen[rank.local_rank], rank.answer, os.getcwd()
+        late = now - seen.beat.get("time", now) > _HELD_S
+        # What faulthandler wrote proves it; a beat may be late for other reasons.
+        dump = read_dump(rank.probed()) if late and seen.state not in ("T", "D", "Z") else []
+        told: dict[str, Any] = {"entered": {}, "where": read_place(seen.beat.get("place", ""), cwd)}
+        answered = answer.get("id") == self._asked and "threads" in answer
+        if answered:
+            main = answer["threads"][0]
+            told |= {
+                "where": read_stack(main["stack"], cwd),
+                "call": main.get("call", ""),
+                "peer": main.get("peer"),
+                "entered": answer["entered"],
+                "step": answer["step"],
+                "calls": read_calls(answer["entries"], answer["groups"], time.time()),
+            }
+        elif dump:
+            told["where"] = read_stack(dump, cwd)
+        return State(
+            rank=rank.rank,
+            host=host,
+            pid=pid,
+            state=seen.state,
+            busy=seen.busy(now, self._window),
+            idle_s=now - seen.since,
+            held=bool(dump),
+            answered=answered,
+            helpers=_helpers(pid, cwd) if told["where"].loader else (),
+            kernel=processes.waits_in(pid) if seen.state == "D" else "",
+            **told,
+        )
+
+
+def _beat(text: str) -> dict[str, Any]:
+    try:
+        beat: dict[str, Any] = json.loads(text.partition("\n")[0])
+    except ValueError:
+        return {}  # not begun yet, or just being written
+    return beat
+
+
+def _helpers(pid: int, cwd: str) -> tuple[str, ...]:
+    """A few words for each child process that may be a loader's worker."""
+    words = []
+    for child in processes.children(pid):
+        found = processes.look(child)
+        text = processes.probed(child)
+        if found is None or not (text or found.name.startswith("pt_data_worker")):
+            continue  # a spawned worker has no probe
+        beat = _beat(text)
+        where: Where = read_place(beat.get("place", ""), cwd)
+        if time.monotonic() - beat.get("time", 0.0) > _HELD_S and (dump := read_dump(text)):
+            where = read_stack(dump, cwd)
+        state = {"T": "stopped", "D": "in a disk wait", "Z": "dead"}.get(found.state, "")
+        place = "{2}() at {0}:{1}".format(*where.script[0]) if where.script else "idle"
+        words.append(
+            (not where.script, f"pid {child} {state or ('in ' if where.script else 'is ') + place}")
+        )
+    return tuple(text for _, text in sorted(words))

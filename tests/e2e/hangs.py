@@ -1,0 +1,196 @@
+"""Scripts that hang, one kind each, and what has to be said of them. Shared with benchmarks/verdicts.py.
+
+A line that ends with `# WAITS` is where the others wait, one with `# STUCK` where the rank is that they
+wait for: rank 1, unless the kind says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from launching import start
+
+PLAIN = """
+import os, queue, re, signal, socket, sys, threading, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+"""
+PACELINE = """
+import os, queue, re, signal, socket, sys, threading, time
+import torch, torch.distributed as dist
+import paceline
+job = paceline.join(device="cpu", backend="BACKEND", timeout_s=600)
+"""
+STEPS = """
+rank, world = dist.get_rank(), dist.get_world_size()
+def step():
+    dist.all_reduce(torch.ones(7, 3)) # WAITS
+for _ in range(3):
+    dist.all_reduce(torch.ones(5))
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to hang.
+
+    Args:
+        body: What follows three steps that are well, or `INIT` in it stands for the beginning.
+        says: Words that the verdict holds; LINE of a marker as `{STUCK}`, `{WAITS}`.
+        word: `hang` or `waiting`.
+        backend: Of a script with paceline; shm itself refuses calls that differ.
+        slow: Whether it is left to `make test-all`.
+    """
+
+    body: str
+    says: tuple[str, ...]
+    word: str = "hang"
+    backend: str = "shm"
+    slow: bool = True
+
+
+def _stuck(line: str, before: str = "") -> str:
+    indented = "".join(f"    {text}\n" for text in before.splitlines())
+    return f"def evaluate():\n{indented}    {line} # STUCK\nif rank == 1:\n    evaluate()\nstep()\n"
+
+
+NOT_ENTERED = "has not entered it: evaluate() at train.py:{STUCK}"
+ALL_REDUCE = "wait{s} in all_reduce #4 (f32[7,3]) at train.py:{WAITS}"
+_LOADER = """
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        if index == 5 and rank == 1:
+            time.sleep(600) # STUCK
+        return index
+for batch in torch.utils.data.DataLoader(Samples(), num_workers=1):
+    step()
+"""
+_ORDER = """
+groups = [dist.new_group(), dist.new_group()]
+for group in groups if rank != 1 else groups[::-1]:
+    dist.all_reduce(torch.ones(2), group=group) # WAITS
+"""
+_DDP = """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+for number in range(3):
+    loss = model(torch.ones(2, 4)).sum()
+    if number == 2 and rank == 1:
+        queue.Queue().get() # STUCK
+    loss.backward() # WAITS
+"""
+_PIPE = "here, there = os.pipe()"
+_POLL = "while not os.path.exists('/nowhere'): time.sleep(0.2)"
+
+KINDS: dict[str, Kind] = {
+    "sleeps": Kind(
+        _stuck("time.sleep(600)"), (ALL_REDUCE, NOT_ENTERED + ", in time.sleep"), slow=False
+    ),
+    "skips a backward": Kind(
+        _DDP,
+        ("in all_reduce #", "(gradients, f32[20])", "train.py:{WAITS}", "at train.py:{STUCK}, in "),
+    ),
+    "loops in Python": Kind(
+        _stuck("while True: pass"), (ALL_REDUCE, NOT_ENTERED, "at work"), word="waiting"
+    ),
+    "loops in C": Kind(
+        _stuck("re.match('(a+)+$', 'a' * 60 + 'b')"),
+        (ALL_REDUCE, NOT_ENTERED, "holding the interpreter's lock, at work"),
+        word="waiting",
+        slow=False,
+    ),
+    "sleeps in C": Kind(
+        _stuck("library.sleep(600)", "import ctypes\nlibrary = ctypes.PyDLL(None)"),
+        (ALL_REDUCE, NOT_ENTERED, "holding the interpreter's lock"),
+    ),
+    "is stopped": Kind(
+        _stuck("os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(1.2)"),
+        (ALL_REDUCE, "has not entered it: stopped (state T) at train.py:", "kill -CONT"),
+        slow=False,
+    ),
+    "calls another collective": Kind(
+        "if rank == 1:\n    dist.barrier() # STUCK\nelse:\n    step()\n",
+        ("all_reduce #4 (f32[7,3])", "barrier #4", "different collectives as number 4"),
+        backend="gloo",
+        slow=False,
+    ),
+    "takes groups in another order": Kind(
+        _ORDER,
+        ("wait{s} in all_reduce #1 (f32[2], group of ranks 0-", "at train.py:{WAITS}", "orders"),
+    ),
+    "is at its end": Kind(
+        "if rank == 1:\n    threading.Thread(target=time.sleep, args=(600,)).start()\nelse:\n    step()\n",
+        (ALL_REDUCE, "has not entered it: not in the script"),
+    ),
+    "waits for a lock": Kind(
+        _stuck("lock.acquire()", "lock = threading.Lock()\nlock.acquire()"),
+        (ALL_REDUCE, NOT_ENTERED + ", in lock.acquire"),
+    ),
+    "waits for a queue": Kind(
+        _stuck("queue.Queue().get()"), (ALL_REDUCE, NOT_ENTERED, "a lock, a queue or a process")
+    ),
+    "waits for its loader": Kind(
+        _LOADER,
+        ("in all_reduce #9 (f32[7,3])", "waiting for a loader's worker: pid", "__getitem__() at"),
+    ),
+    "reads from a pipe": Kind(
+        _stuck("os.read(here, 1)", _PIPE), (ALL_REDUCE, NOT_ENTERED + ", in os.read")
+    ),
+    "waits for the network": Kind(
+        _stuck("socket.create_server(('127.0.0.1', 0)).accept()"), (ALL_REDUCE, NOT_ENTERED)
+    ),
+    "waits for a file": Kind(_stuck(_POLL), (ALL_REDUCE, NOT_ENTERED + ", in time.sleep")),
+    "gets nothing": Kind(
+        "if rank == 0:\n    dist.recv(torch.ones(1), src=1) # WAITS\nelse:\n    step()\n",
+        ("all_reduce #4 (f32[7,3])", "at train.py:{WAITS}, in recv with rank 1"),
+    ),
+    "barriers differ": Kind(
+        "if rank == 0:\n    dist.barrier() # STUCK\nstep()\ndist.barrier()\n",
+        ("barrier #4", "all_reduce #4 (f32[7,3])", "different collectives as number 4"),
+        backend="gloo",
+    ),
+}
+
+
+def script(kind: Kind, *, paceline: bool) -> str:
+    """The script of this kind, with or without paceline."""
+    head = PACELINE.replace("BACKEND", kind.backend) if paceline else PLAIN
+    return head + STEPS + kind.body
+
+
+def expected(kind: Kind, text: str, world: int) -> list[str]:
+    """What the verdict on this script has to hold."""
+    lines = {
+        mark: number
+        for number, line in enumerate(text.splitlines(), 1)
+        for mark in ("WAITS", "STUCK")
+        if line.endswith(f"# {mark}")
+    }
+    return [words.format(**lines, s="s" if world == 2 else "") for words in kind.says]
+
+
+def verdict(text: str, tmp_path: Path, world: int) -> str:
+    """What is said first of a run that hangs; the run is then ended."""
+    (tmp_path / "train.py").write_text(text)
+    process = start(
+        [
+            "run",
+            f"--nproc-per-node={world}",
+            "--hang-after=2",
+            "--shutdown-timeout=1",
+            "train.py",
+        ],
+        tmp_path,
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith(("fix:", "paceline: rank")):  # the verdict's last line, or a crash
+                break
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    return "".join(lines[1:])

@@ -1,0 +1,102 @@
+"""A hang is explained: which rank, in what, at which line of the script, and within seconds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hangs import KINDS, expected, script, verdict
+from launching import run
+
+
+def _is_quick(name: str, world: int, ours: bool) -> bool:
+    return world == 2 and not KINDS[name].slow and (not ours or name == "sleeps")
+
+
+CASES = [
+    pytest.param(name, world, ours, marks=[] if _is_quick(name, world, ours) else pytest.mark.slow)
+    for name in KINDS
+    for world in (2, 3, 4)
+    for ours in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "world", "ours"), CASES)
+def test_a_hang_is_explained(tmp_path: Path, name: str, world: int, ours: bool) -> None:
+    kind = KINDS[name]
+    text = script(kind, paceline=ours)
+    said = verdict(text, tmp_path, world)
+    assert said.startswith(f"{kind.word}: "), said
+    for words in expected(kind, text, world):
+        assert words in said, f"{words!r} is not in:\n{said}"
+    assert len(said.splitlines()) <= 10
+    assert int(re.findall(r"since (\d+) s", said)[0]) <= 5
+
+
+HEALTHY = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+def compute(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        torch.ones(200, 200) @ torch.ones(200, 200)
+compute(2.2)  # the first step is slow on all ranks
+for epoch in range(2):
+    dist.all_reduce(torch.ones(3))
+    if dist.get_rank() == 0:
+        compute(3)
+    dist.barrier()
+if os.fork() == 0:
+    raise SystemExit  # a child ends as an interpreter does
+assert os.wait()[1] == 0
+print("done")
+"""
+
+
+def test_work_is_no_hang(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=2 --hang-after=2", HEALTHY, tmp_path)
+    assert (done.code, done.out.count("done")) == (0, 2), done.err
+    assert "hang:" not in done.err
+    assert done.err.count("waiting: rank 1 (") == 1  # said once, though it comes in each epoch
+    assert "compute() at train.py:8" in done.err
+
+
+HANGS_ONCE = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(600)
+dist.barrier()
+"""
+
+
+def test_a_hang_may_end_the_ranks_within_the_restarts(tmp_path: Path) -> None:
+    words = "--nproc-per-node=2 --hang-after=2 --on-hang=end --max-restarts=1"
+    done = run(words, HANGS_ONCE, tmp_path)
+    assert done.code == 0, done.err
+    assert "hang: rank 0" in done.err
+    assert "paceline: rank 1 failed: held up the others, as said above" in done.err
+    assert "restart 1 of 1 begins" in done.err
+
+
+def test_a_hang_that_ends_the_job_is_its_failure(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=2 --hang-after=2 --on-hang=end", HANGS_ONCE, tmp_path)
+    assert done.code == 1
+    assert "paceline: rank 1 of 2 failed: held up the others, as said above" in done.err
+    assert "SIGTERM" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--hang-after=-1", "--hang-after must be seconds, or 0 for never; it is -1.0."),
+        ("--hang-after=0 --on-hang=end", "has no effect with --hang-after=0"),
+    ],
+)
+def test_options_that_cannot_be(tmp_path: Path, words: str, said: str) -> None:
+    done = run(words, "", tmp_path)
+    assert done.code == 2
+    assert said in done.err

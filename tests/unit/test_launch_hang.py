@@ -1,0 +1,384 @@
+"""From recorded evidence to the words of a verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from paceline.launch.evidence import (
+    Call,
+    State,
+    Where,
+    read_calls,
+    read_dump,
+    read_place,
+    read_stack,
+)
+from paceline.launch.hang import Hang, judge
+from paceline.launch.watch import Watch, _Seen
+
+TRAIN = (("train.py", 57, "step"), ("train.py", 90, "<module>"))
+EVALUATE = (("train.py", 31, "evaluate"), ("train.py", 88, "<module>"))
+NOW = 1_000.0
+
+
+def call(number: int = 4107, **more: Any) -> Call:
+    given = {"name": "all_reduce", "kind": "f32[1048576]", "since_s": 12.0, "members": (0, 1, 2, 3)}
+    return Call(number=number, **(given | more))
+
+
+def rank(number: int, *calls: Call, **more: Any) -> State:
+    given: dict[str, Any] = {"where": Where(script=TRAIN), "idle_s": 12.0}
+    return State(rank=number, host="b", pid=810 + number, calls=calls, **(given | more))
+
+
+def verdict(*states: State, world: int = 4) -> Hang:
+    found = judge(states, world, 10.0)
+    assert found is not None
+    assert len(found.text.splitlines()) <= 10
+    return found
+
+
+def waiting(*numbers: int) -> list[State]:
+    return [rank(number, call(4106, over=True), call()) for number in numbers]
+
+
+def absent(**more: Any) -> State:
+    given: dict[str, Any] = {"where": Where(script=EVALUATE), "call": "time.sleep"}
+    return rank(1, call(4106, over=True), **(given | more))
+
+
+def test_the_rank_that_never_came() -> None:
+    found = verdict(*waiting(0, 2, 3), absent())
+    assert found.alarm
+    assert found.culprits == (1,)
+    assert found.text.splitlines() == [
+        "hang: ranks 0,2-3 wait in all_reduce #4107 (f32[1048576]) at train.py:57 since 12 s",
+        "      rank 1 (host b, pid 811) has not entered it: evaluate() at train.py:31, in time.sleep",
+        "why:  the ranks took different ways, as under `if rank == 0:`: one to train.py:88, the others "
+        "to train.py:90.",
+        "fix:  do on every rank what stands there, or communicate in it on none.",
+    ]
+
+
+LOADER = Where(script=TRAIN, loader=True)
+CAUSES = [
+    ({"busy": True}, False, "evaluate() at train.py:31, in time.sleep, at work", "it is at work"),
+    (
+        {"busy": True, "held": True},
+        False,
+        "interpreter's lock, at work",
+        "native code that lets no",
+    ),
+    ({"held": True}, True, "holding the interpreter's lock", "different ways"),
+    ({"state": "T"}, True, "stopped (state T) at train.py:31", "`kill -CONT 811` lets it go on."),
+    (
+        {"state": "D", "kernel": "nfs_wait"},
+        True,
+        "(state D, nfs_wait) at train.py:31",
+        "network file",
+    ),
+    ({"state": "Z"}, True, "dead, with threads", "its main thread has ended"),
+    ({"state": "", "returncode": 0}, True, "ended with exit code 0", "came to its end"),
+    (
+        {"where": LOADER, "helpers": ("pid 9 stopped",)},
+        True,
+        "worker: pid 9 stopped",
+        "has no batch",
+    ),
+    ({"where": LOADER}, True, "of which none is left", "dead or stuck"),
+    ({"where": Where(script=EVALUATE, lock=True)}, True, "in time.sleep", "a lock, a queue"),
+    (
+        {"where": Where(script=TRAIN, waits="recv"), "peer": 2},
+        True,
+        "in recv with rank 2",
+        "different",
+    ),
+    ({"where": Where(), "call": ""}, True, "not in the script", "it is held up there"),
+    (
+        {"where": Where(), "call": "", "answered": False},
+        True,
+        "does not say where",
+        "held up there",
+    ),
+]
+
+
+@pytest.mark.parametrize(("state", "alarm", "doing", "cause"), CAUSES)
+def test_causes_are_told_apart(state: dict[str, Any], alarm: bool, doing: str, cause: str) -> None:
+    found = verdict(*waiting(0, 2, 3), absent(**state))
+    lines = found.text.splitlines()
+    assert found.alarm is alarm
+    assert lines[0].startswith("hang: " if alarm else "waiting: ")
+    assert f"has not entered it: {lines[1].partition(': ')[2]}" in lines[1]
+    assert doing in lines[1]
+    assert cause in "\n".join(lines[2:])
+
+
+def test_the_training_step_is_named_where_it_is_known() -> None:
+    states = [rank(number, call(), step=812) for number in (0, 2, 3)]
+    assert "at train.py:57 since 12 s, in step 812\n" in verdict(*states, absent()).text
+
+
+def test_one_idle_rank_beside_a_busy_one_is_no_alarm() -> None:
+    found = verdict(*waiting(0, 3), absent(), rank(2, call(4106, over=True), busy=True))
+    assert not found.alarm
+    assert found.culprits == (1, 2)
+
+
+def test_another_collective() -> None:
+    others = [rank(number, call(kind="f32[5]")) for number in (0, 2, 3)]
+    found = verdict(*others, rank(1, call(name="barrier", kind="")))
+    assert found.alarm
+    assert found.culprits == (1,)
+    assert found.text.splitlines() == [
+        "hang: ranks 0,2-3 wait in all_reduce #4107 (f32[5]) at train.py:57 since 12 s",
+        "      rank 1 (host b, pid 811) waits in barrier #4107 at train.py:57",
+        "why:  the ranks called different collectives as number 4107 of this group.",
+        "fix:  call the same collectives, with the same tensors, in the same order on all ranks.",
+    ]
+
+
+def test_another_collective_that_was_over_at_once() -> None:
+    stuck = rank(0, call(kind="f32[5]"))
+    gone_on = rank(1, call(name="broadcast", over=True), call(4108, name="barrier", kind=""))
+    found = verdict(stuck, gone_on, world=2)
+    assert (
+        "rank 1 (host b, pid 811) called broadcast #4107 (f32[1048576]), now in barrier #4108"
+        in (found.text)
+    )
+    assert found.culprits == (1,)
+
+
+@pytest.mark.parametrize(("name", "differs"), [("all_reduce", True), ("gather", False)])
+def test_another_shape(name: str, differs: bool) -> None:
+    states = [rank(n, call(name=name, kind=f"f32[{5 + n // 3}]")) for n in range(4)]
+    found = verdict(*states)
+    assert ("same collective with different tensors" in found.text) is differs
+    assert found.culprits == ((3,) if differs else (0, 1, 2, 3))
+
+
+def test_two_groups_in_another_order() -> None:
+    here = rank(0, call(1, group="1", members=(0, 1)))
+    there = rank(1, call(1, group="2", members=(0, 1)))
+    found = verdict(here, there, world=2)
+    assert found.alarm
+    assert "waits in all_reduce #1 (f32[1048576], group of ranks 0-1) at" in found.text
+    assert "two groups were entered in different orders" in found.text
+
+
+def test_the_first_of_a_chain_is_named() -> None:
+    # 0 waits for 1 in one group, 1 waits for 2 in another, 2 sleeps.
+    first = rank(0, call(5, group="1", members=(0, 1)))
+    second = rank(1, call(9, group="2", members=(1, 2)))
+    third = rank(2, where=Where(script=EVALUATE), call="time.sleep")
+    found = verdict(first, second, third, world=3)
+    assert found.culprits == (2,)
+    assert "rank 0 (host b, pid 810) waits in all_reduce #5" in found.text
+
+
+def test_ranks_of_other_nodes_make_a_notice() -> None:
+    found = verdict(*waiting(0, 1), world=4)
+    assert not found.alarm
+    assert "ranks 2-3: on other nodes" in found.text
+    assert verdict(*waiting(0), absent()).alarm  # but one of this node has not come either
+
+
+def test_all_have_come() -> None:
+    found = verdict(*waiting(0, 1, 2, 3))
+    assert found.alarm
+    assert "the connection between them is stuck" in found.text
+
+
+def test_what_the_recorder_does_not_know() -> None:
+    begins = Where(script=(("train.py", 3, "<module>"),), waits="init_process_group")
+    found = verdict(rank(0, where=begins), rank(1, where=Where(script=EVALUATE), call="time.sleep"))
+    assert found.text.startswith(
+        "hang: rank 0 (host b, pid 810) waits in init_process_group at train.py:3 since 12 s\n"
+        "      rank 1 (host b, pid 811): evaluate() at train.py:31, in time.sleep\n"
+    )
+    alone = verdict(*(rank(number, where=begins) for number in range(4)))
+    assert "all ranks are in init_process_group" in alone.text
+
+
+def test_what_is_no_hang() -> None:
+    fresh = call(since_s=0.2)
+    assert judge([rank(0, fresh), absent()], 2, 10.0) is None
+    assert judge([rank(0, idle_s=3.0), rank(1, idle_s=12.0)], 2, 10.0) is None
+    assert judge([rank(0, busy=True), rank(1)], 2, 10.0) is None
+    assert judge([rank(0)], 1, 10.0) is None  # one process may wait for whatever it likes
+    assert judge([rank(0, where=LOADER)], 1, 10.0) is not None
+
+
+def test_many_states_are_cut_to_ten_lines() -> None:
+    members = tuple(range(32))
+    here = [rank(number, call(members=members)) for number in range(16)]
+    there = [rank(n, where=Where(script=(("t.py", n, "f"),))) for n in range(16, 32)]
+    lines = verdict(*here, *there, world=32).text.splitlines()
+    assert len(lines) == 10
+    assert "... and 10 more" in lines[7]
+
+
+def test_a_situation_has_one_key() -> None:
+    assert verdict(*waiting(0, 2, 3), absent()).key == verdict(*waiting(0, 2, 3), absent()).key
+    later = [rank(number, call(4108)) for number in (0, 2, 3)]
+    assert verdict(*waiting(0, 2, 3), absent()).key != verdict(*later, absent()).key
+    busy = absent(busy=True)
+    assert verdict(*waiting(0, 2, 3), busy).key == verdict(*later, busy).key
+
+
+def entry(**more: Any) -> dict[str, Any]:
+    """An entry of the flight recorder as NCCL writes it, what is not read left out."""
+    return {
+        "profiling_name": "nccl:all_reduce",
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": 7,
+        "is_p2p": False,
+        "input_sizes": ((1024, 512),),
+        "input_dtypes": ["BFloat16"],
+        "state": "started",
+        "retired": False,
+        "time_created_ns": int((NOW - 30) * 1e9),
+    } | more
+
+
+def test_nccl_entries() -> None:
+    entries = [
+        entry(state="completed", collective_seq_id=6, profiling_name="nccl:_all_gather_base"),
+        entry(),
+        entry(is_p2p=True, profiling_name="nccl:send 0->1"),
+        entry(process_group=("3", "dp"), input_sizes=((3,), (4,)), retired=True),
+    ]
+    calls = read_calls(entries, {"0": [0, 1]}, NOW)
+    assert calls == (
+        Call(
+            name="all_gather",
+            number=6,
+            members=(0, 1),
+            kind="bf16[1024,512]",
+            since_s=30,
+            over=True,
+        ),
+        Call(name="all_reduce", number=7, members=(0, 1), kind="bf16[1024,512]", since_s=30),
+        Call(
+            name="all_reduce", number=7, group="3", kind="bf16[3] and 1 more", since_s=30, over=True
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("Float", "f32[2]"), ("float16", "f16[2]"), ("bfloat16", "bf16[2]")]
+)
+def test_dtypes_of_both_recorders(dtype: str, kind: str) -> None:
+    (found,) = read_calls([entry(input_dtypes=[dtype], input_sizes=[[2]])], {}, NOW)
+    assert found.kind == kind
+
+
+TORCH = "/v/site-packages/torch/"
+
+
+def test_stacks() -> None:
+    found = read_stack(
+        [
+            (TORCH + "distributed/distributed_c10d.py", 3252, "recv"),
+            (TORCH + "distributed/c10d_logger.py", 83, "wrapper"),
+            ("/home/me/run/train.py", 9, "exchange"),
+            ("/v/site-packages/other/loop.py", 1, "call"),
+            ("/elsewhere/tool.py", 2, "<module>"),
+        ],
+        "/home/me/run",
+    )
+    assert found == Where(
+        script=(("train.py", 9, "exchange"), ("/elsewhere/tool.py", 2, "<module>")), waits="recv"
+    )
+    backward = read_stack([(TORCH + "autograd/graph.py", 1, "_engine"), ("/a.py", 2, "f")], "/")
+    assert backward.gradients
+    assert not backward.waits
+    loading = read_stack(
+        [(threading.__file__, 1, "wait"), (TORCH + "utils/data/dataloader.py", 5, "_get")],
+        "/",
+    )
+    assert loading.loader
+    assert loading.lock
+    assert read_place("/a/b.py:7 in f", "/a").script == (("b.py", 7, "f"),)
+    assert read_place("", "/a") == Where()
+
+
+def test_a_dump_of_faulthandler() -> None:
+    text = """{"time": 1}
+Timeout (0:00:01.500000)!
+Thread 0x00007f1 (most recent call first):
+  File "/lib/threading.py", line 3 in wait
+
+Thread 0x00007f2 (most recent call first):
+  File "/lib/re/__init__.py", line 166 in match
+  File "/me/train.py", line 8 in evaluate
+  File "/me/train.py", line 12 in <module>
+"""
+    assert [frame[1:] for frame in read_dump(text)] == [
+        (166, "match"),
+        (8, "evaluate"),
+        (12, "<module>"),
+    ]
+
+
+def seen(*samples: tuple[float, float, int, int], state: str = "S") -> _Seen:
+    found = _Seen(state=state)
+    found.samples.extend(samples)
+    return found
+
+
+def still(cpu_s: float = 0.0, size: int = 0, state: str = "S") -> _Seen:
+    """A rank that has used so much in four seconds, at one place."""
+    return seen(*((t, cpu_s * t / 4, size * t // 4, 7) for t in range(5)), state=state)
+
+
+def test_who_is_at_work() -> None:
+    assert not still().busy(4.0, 4.0)
+    assert still(cpu_s=1.0).busy(4.0, 4.0)
+    assert still(size=1 << 20).busy(4.0, 4.0)
+    assert still(size=1 << 20, state="D").busy(4.0, 4.0)
+    assert not still(cpu_s=1.0, state="T").busy(4.0, 4.0)
+    elsewhere = seen(*((t, 0.0, 0, t) for t in range(5)))
+    assert elsewhere.busy(4.0, 4.0)
+    polls = seen(*((t, 0.0, 0, 7 if t % 4 else 8) for t in range(5)))
+    assert not polls.busy(4.0, 4.0)
+    # Only the last seconds count.
+    assert not seen((0.0, 0.0, 0, 7), (3.0, 2.0, 0, 7), (4.0, 2.0, 0, 7)).busy(4.0, 1.5)
+
+
+class Silent:
+    """A crew of one rank, as far as a watch looks at it."""
+
+    def __init__(self) -> None:
+        self.ranks = [self]
+        self.pid = os.getpid()
+        self.local_rank = 0
+        self.returncode = None
+        self.counts = (0, 0)
+
+    def probed(self) -> str:
+        entered, over = self.counts
+        return (
+            json.dumps({"time": 0.0, "entered": entered, "over": over, "place": "", "at": 1}) + "\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("after_s", "step_s", "patience_s"), [(None, 0.5, 10.0), (None, 30.0, 300.0), (2.0, 30.0, 2.0)]
+)
+def test_the_patience_follows_the_usual_step(
+    after_s: float | None, step_s: float, patience_s: float
+) -> None:
+    crew: Any = Silent()
+    watch = Watch(crew, after_s=after_s, ends=False)
+    watch.look(1)
+    for number in range(1, 6):
+        crew.counts = (number, number)
+        watch._moved -= step_s  # as if so much time had passed since the last collective
+        watch._look_at(crew, watch._moved + step_s)
+    assert watch._patience == pytest.approx(patience_s, rel=0.01)
