@@ -16,6 +16,7 @@ SOURCE = Path(paceline.__file__).parent
 FLOOR_0 = ["errors", "log"]
 FLOOR_1 = [
     "cores",
+    "host",
     "rng",
     "environment",
     "peers",
@@ -28,7 +29,7 @@ FLOOR_1 = [
     "collectives",
     "mesh",
 ]
-FLOOR_2 = ["data", "step", "parallel", "checkpoint", "watch", "clock"]
+FLOOR_2 = ["data", "step", "parallel", "checkpoint", "watch", "clock", "explain"]
 FLOOR_3 = [
     "steploss",
     "report",
