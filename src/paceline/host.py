@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -57,13 +58,19 @@ def owner_of_port(port: int) -> str | None:
     if not inodes:
         return None
     for process in _PROC.glob("[0-9]*"):
-        try:
-            links = {os.readlink(fd) for fd in (process / "fd").iterdir()}
-        except OSError:
-            continue  # another user's, or gone
-        if not links.isdisjoint(inodes):
+        if not inodes.keys().isdisjoint(_links(process / "fd")):
             return f"pid {process.name} ({_command(process)}), which began {_age(process)} ago"
     return f"a process of user {next(iter(inodes.values()))}, which this user may not see"
+
+
+def _links(folder: Path) -> list[str]:
+    found = []
+    # The folder may be another user's; a process or a file may be gone by now.
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(folder / name))
+    return found
 
 
 def _command(process: Path) -> str:
