@@ -45,6 +45,7 @@ FLOOR_3 = [
     "verify",
     "spawning",
     "testing",
+    "doctor",
 ]
 FLOOR_4 = ["launch", "cli", "__main__"]
 ORDER = FLOOR_0 + FLOOR_1 + FLOOR_2 + FLOOR_3 + FLOOR_4
@@ -58,6 +59,7 @@ MAY_DEFER = {
     "checkpoint/store.py": "fsspec takes 0.1 s, and is needed for URLs alone",
     "checkpoint/export.py": "safetensors is optional",
     "cli/ckpt.py": "`paceline ckpt ls` without torch",
+    "cli/doctor.py": "`paceline --help` without torch",
     "cli/main.py": "`paceline --help` without torch",
     "cli/run.py": "`paceline --help` without torch",
     "cli/verify.py": "`paceline --help` without torch",
