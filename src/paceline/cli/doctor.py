@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.doctor.findings import Finding
 
 HELP = "examine this host, or all hosts of a job, before it runs"
 
@@ -35,9 +40,17 @@ def main(argv: Sequence[str]) -> int:
     need = Need(workers=given.workers, batch_bytes=round(given.batch_mib * (1 << 20)))
     findings = judge(found, need)
     code = _FAIL if any(finding.level == "fail" for finding in findings) else 0
-    if not found["speaks"]:
-        return code
-    if given.json:
+    if found["speaks"]:
+        _print(findings, found, code, as_json=given.json)
+    if any("error" in facts for facts in found["reduce"]):
+        # A thread may be left that waits in Gloo, and would abort the interpreter's end.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _print(findings: list[Finding], found: dict[str, Any], code: int, *, as_json: bool) -> None:
+    if as_json:
         told = [dataclasses.asdict(finding) for finding in findings]
         print(json.dumps({"findings": told, "facts": found, "exit_code": code}, indent=1))
     else:
@@ -45,7 +58,6 @@ def main(argv: Sequence[str]) -> int:
             print(f"{finding.level:<5} {finding.name}: {finding.what}")
             if finding.cure:
                 print(f"      cure: {finding.cure}")
-    return code
 
 
 def _parser() -> argparse.ArgumentParser:

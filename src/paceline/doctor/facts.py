@@ -111,10 +111,10 @@ def interfaces() -> dict[str, list[str]]:
     """Names and addresses of this host's network interfaces. Collective: none."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name in found:
+        for name, addresses in found.items():
             with contextlib.suppress(OSError):  # it has no address
                 reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name].append(socket.inet_ntoa(reply[20:24]))
+                addresses.append(socket.inet_ntoa(reply[20:24]))
     for line in read_text(Path("/proc/net/if_inet6")).splitlines():
         words = line.split()
         found.setdefault(words[5], []).append(
@@ -161,5 +161,6 @@ def _folder(folder: Path) -> Facts:
     except OSError as error:
         facts["error"] = f"{error.strerror}"
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it may never have been
+            path.unlink()
     return facts

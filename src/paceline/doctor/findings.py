@@ -54,16 +54,18 @@ def judge(found: Facts, need: Need) -> list[Finding]:
     ranks: list[Facts] = found["ranks"]
     hosts = [facts for facts in ranks if facts["local_rank"] == 0]
     names = _names(hosts)
+    by_rank = {host["rank"]: host for host in hosts}
+    ways = {link["from"]: _way(link, by_rank[link["from"]]) for link in found["links"]}
     findings = [*_versions(hosts, names)]
     for host in hosts:
         here, first = names[host["rank"]], host["rank"]
         local = [f for f in ranks if first <= f["rank"] < first + host["local_world_size"]]
         findings += [*_devices(host, local, here), *_cores(host, here, need)]
         findings += [*_memory(host, here, need), *_folder(host, here, found["shared"])]
-        findings += [*_name(host, here, len(hosts)), *_ports(host, here)]
+        findings += [*_name(host, here, ways), *_ports(host, here)]
         told = judge_variables(host, several_hosts=len(hosts) > 1)
         findings += [Finding("variables", "warn", f"{here}: {w}", c) for w, c in told]
-    return findings + [*_links(found["links"], hosts, names), *_reduce(found["reduce"])]
+    return findings + [*_links(found["links"], by_rank, names), *_reduce(found["reduce"])]
 
 
 def _names(hosts: list[Facts]) -> dict[int, str]:
@@ -184,17 +186,17 @@ def _folder(host: Facts, here: str, shared: list[bool] | None) -> Iterator[Findi
             yield Finding("folder", "ok", f"{text}{', shared' if shared else ''}.")
 
 
-def _name(host: Facts, here: str, hosts: int) -> Iterator[Finding]:
+def _name(host: Facts, here: str, ways: dict[int, str | None]) -> Iterator[Finding]:
     addresses = host["names"]["addresses"]
     outside = [a for a in addresses if not ipaddress.ip_address(a.partition("%")[0]).is_loopback]
     text = f"the name {host['host']} leads to {', '.join(addresses) or 'nothing'} on {here}"
     named = "GLOO_SOCKET_IFNAME" in host["variables"]
-    if hosts > 1 and not outside and not named:
+    if ways and not outside and not named:
         yield Finding(
             "host name",
             "fail",
             f"{text}; Gloo would offer that to its peers.",
-            "set GLOO_SOCKET_IFNAME to the interface that reaches them, or correct /etc/hosts.",
+            f"set GLOO_SOCKET_IFNAME={ways.get(host['rank'])}, or correct /etc/hosts.",
         )
     else:
         yield Finding("host name", "ok", f"{text}.")
@@ -219,15 +221,16 @@ def _ports(host: Facts, here: str) -> Iterator[Finding]:
         )
 
 
-def _links(links: list[Facts], hosts: list[Facts], names: dict[int, str]) -> Iterator[Finding]:
-    by_rank = {host["rank"]: host for host in hosts}
+def _links(
+    links: list[Facts], by_rank: dict[int, Facts], names: dict[int, str]
+) -> Iterator[Finding]:
     for link in links:
         yield from _link(link, by_rank[link["from"]], by_rank[link["to"]], names)
     good = [link for link in links if link["ephemeral"] == ""]
     if not good:
         return
     usual = statistics.median(link["bytes_per_s"] for link in good)
-    for link in good:
+    for link in good if len(good) > 2 else ():
         if link["bytes_per_s"] < usual / _SLOWER:
             way = f"{names[link['from']]} to {names[link['to']]}"
             yield Finding(
@@ -238,12 +241,19 @@ def _links(links: list[Facts], hosts: list[Facts], names: dict[int, str]) -> Ite
             )
     rates = [link["bytes_per_s"] for link in good]
     delays = [link["latency_s"] * 1e3 for link in good]
+    by = ", ".join(sorted({str(_way(link, by_rank[link["from"]])) for link in good}))
     yield Finding(
         "network",
         "ok",
         f"{len(good)} of {len(links)} ways between hosts work, {min(delays):.2f} to "
-        f"{max(delays):.2f} ms, {_rate(min(rates))} to {_rate(max(rates))}.",
+        f"{max(delays):.2f} ms, {_rate(min(rates))} to {_rate(max(rates))}, by {by}.",
     )
+
+
+def _way(link: Facts, here: Facts) -> str | None:
+    """The interface by which a host reached another one."""
+    address = link.get("from_address")
+    return next((name for name, found in here["interfaces"].items() if address in found), None)
 
 
 def _link(link: Facts, here: Facts, there: Facts, names: dict[int, str]) -> Iterator[Finding]:
@@ -262,10 +272,11 @@ def _link(link: Facts, here: Facts, there: Facts, names: dict[int, str]) -> Iter
         leads = ", ".join(link["name_leads_to"]) or "nothing"
         text = f"on {a} the name {there['host']} leads to {leads}, which is not {b}'s."
         yield Finding("host name", "warn", text, "use addresses, or add the name to /etc/hosts.")
-    way = next((n for n, a in here["interfaces"].items() if link.get("from_address") in a), None)
+    way = _way(link, here)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = here["variables"].get(variable)
-        if way and value and not interface_fits(variable, value, way):
+        value = here["variables"].get(variable, "")
+        fitting = [name for name in here["interfaces"] if interface_fits(variable, value, name)]
+        if way and fitting and way not in fitting:
             yield Finding(
                 "network",
                 "warn",

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -27,7 +28,8 @@ from paceline.job import Job
 from paceline.spawning import spawn
 
 _TIMEOUT_S = 60.0
-_GROUP_TIMEOUT_S = 20.0
+_GROUP_TIMEOUT_S = 15.0
+_DEADLINE_S = 20.0
 _TENSOR_BYTES = 16 << 20
 _ROUNDS = 5
 
@@ -116,7 +118,8 @@ def _shared(store: dist.Store, place: Place, folder: Path) -> list[bool]:
         return _exchange(store, place, "seen", mark.exists())
     finally:
         if place.rank == 0:
-            mark.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                mark.unlink()
 
 
 def _reduce_alone() -> Facts:
@@ -132,28 +135,36 @@ def _reduce_of_job(job: Job) -> Facts:
 
 def _reduce_in_group(store: dist.Store, place: Place) -> Facts:
     """An all-reduce over Gloo, and over NCCL where each rank has a GPU."""
-    try:
-        with _group(store, place, "gloo"):
-            found = _timed_reduce(place.rank, place.world_size, torch.device("cpu"))
-    except (RuntimeError, ValueError) as error:
-        found = {"error": str(error)}
+    found = _try(store, place, "gloo", torch.device("cpu"))
     index = place.local_rank if torch.cuda.device_count() > 1 else 0
     usable = index < torch.cuda.device_count() and dist.is_nccl_available()
-    if not all(_exchange(store, place, "gpu", usable and "error" not in found)):
-        return found
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    try:
-        with _group(store, place, "nccl"):
-            found["gpu"] = _timed_reduce(place.rank, place.world_size, device)
-    except (RuntimeError, ValueError) as error:
-        found["gpu"] = {"error": str(error)}
+    if all(_exchange(store, place, "gpu", usable and "error" not in found)):
+        found["gpu"] = _try(store, place, "nccl", torch.device("cuda", index))
     return found
 
 
+def _try(store: dist.Store, place: Place, backend: str, device: torch.device) -> Facts:
+    found: Facts = {"error": f"it did not end within {_DEADLINE_S:.0f} s"}
+
+    def attempt() -> None:
+        try:
+            with _group(store, place, backend, device):
+                found.update(_timed_reduce(place.rank, place.world_size, device), error="")
+        except (RuntimeError, ValueError) as error:
+            found["error"] = str(error)
+
+    # Gloo waits for peers that have given up, far beyond its timeout.
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(_DEADLINE_S)
+    return {name: value for name, value in found.items() if value != ""}
+
+
 @contextlib.contextmanager
-def _group(store: dist.Store, place: Place, backend: str) -> Iterator[None]:
+def _group(store: dist.Store, place: Place, backend: str, device: torch.device) -> Iterator[None]:
     """A group as a plain script would make it, in the environment as it is."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     timeout = timedelta(seconds=_GROUP_TIMEOUT_S)
     dist.init_process_group(
         backend,
