@@ -39,6 +39,7 @@ FLOOR_3 = [
     "reproducing",
     "steps",
     "state",
+    "desync",
     "saving",
     "training",
     "trainer",
