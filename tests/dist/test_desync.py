@@ -102,12 +102,13 @@ def test_what_has_drifted_is_not_saved(tmp_path: Path) -> None:
 
 def _off(job: Any, every: int) -> int:
     training = _training(job, desync_every=every)
-    _train(job, training, 4, {"step": 2, "ranks": [1], "what": "weight"})
+    # In step 10 the first look would be due, were 0 taken for None.
+    _train(job, training, 12, {"step": 10, "ranks": [1], "what": "weight"})
     return int(training.number)
 
 
 def test_zero_never_compares() -> None:
-    assert run_ranks(_off, 0, nproc=2) == [4, 4]
+    assert run_ranks(_off, 0, nproc=2) == [12, 12]
 
 
 def _sound(job: Any, options: dict[str, Any]) -> Any:
