@@ -149,6 +149,24 @@ def _bad(job: Any, every: Any) -> str:
     return str(error.value)
 
 
+def _by_trainer(job: Any) -> str:
+    trainer = paceline.Trainer(
+        nn.Linear(4, 3),
+        F.cross_entropy,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.long)),
+        global_batch=4,
+        desync_every=-1,
+    )
+    with pytest.raises(ConfigError) as error:
+        trainer.fit(epochs=1)
+    return str(error.value)
+
+
+def test_trainer_hands_it_on() -> None:
+    assert "desync_every" in run_ranks(_by_trainer, nproc=1)[0]
+
+
 @pytest.mark.parametrize("every", [-1, True])
 def test_a_number_of_steps_is_asked_for(every: Any) -> None:
     assert "desync_every" in run_ranks(_bad, every, nproc=1)[0]
