@@ -102,7 +102,7 @@ def test_a_log_of_torchrun_by_a_pipe(tmp_path: Path) -> None:
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0
-    assert "The first Python error, which is not known here: <stdin>:" in done.stdout
+    assert "The first Python error that is not known here: <stdin>:" in done.stdout
     assert "ValueError: bad sample" in done.stdout
     assert "(error-file-missing)" in done.stdout
     assert "by the way: torchrun set one thread per rank" in done.stdout
@@ -217,7 +217,7 @@ def test_scripts(tmp_path: Path, name: str, script: str) -> None:
     ("name", "isolate", "script"),
     [
         (
-            "loopback",
+            "loopback-name",
             "-u sh -c 'hostname no-such-name-here && exec \"$@\"' sh",
             "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
         ),

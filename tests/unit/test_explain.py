@@ -160,6 +160,21 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert [(hit["name"], hit["line"]) for hit in told["found"]] == [("cuda-out-of-memory", 1)]
 
 
+def test_an_unknown_error_is_not_hidden_by_a_cause(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    error = "Traceback (most recent call last):\nmylib.Bad: 7\n"
+    log.write_text(f"loss: nan\n{error}Connection closed by peer\n")
+    explain.main([str(log)])
+    parts = capsys.readouterr().out.split("\n\n")
+    assert [part.split(" ")[0] for part in parts] == ["NaN", "The", "only"]
+    assert parts[1].endswith(f"{log}:3: mylib.Bad: 7")
+    log.write_text(f"Connection closed by peer\n{error}")
+    explain.main([str(log)])
+    assert capsys.readouterr().out.startswith("The first Python error that is not known here")
+
+
 def test_exit_codes_and_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"hello\n\xff\xfe")

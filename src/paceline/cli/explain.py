@@ -54,10 +54,12 @@ def _as_text(name: str, reading: Reading) -> str:
     # In full stands what is most telling: causes, else signs of one, else the rest.
     by_kind = {kind: [hit for hit in reading.found if hit.cause.kind == kind] for kind in KINDS}
     telling = by_kind["cause"] or by_kind["sign"] or reading.found
-    parts = []
-    if reading.unknown is not None and not by_kind["cause"]:
+    parts, unknown = [], []
+    if reading.unknown is not None:
         line, text = reading.unknown
-        parts.append(f"The first Python error, which is not known here: {name}:{line}: {text}")
+        unknown = [f"The first Python error that is not known here: {name}:{line}: {text}"]
+    if not by_kind["cause"]:
+        parts, unknown = unknown, []
     for hit in reading.found:
         if hit in telling:
             parts.append(_full(name, hit))
@@ -65,6 +67,8 @@ def _as_text(name: str, reading: Reading) -> str:
             parts.append(
                 f"{_PREFIX[hit.cause.kind]}{hit.cause.what} ({hit.cause.name}, line {hit.line})"
             )
+        if hit is telling[-1]:
+            parts += unknown
     if not reading.found:
         parts.append(
             f"Nothing in {name} is known ({reading.lines} lines).\n"

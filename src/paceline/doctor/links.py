@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from paceline.doctor.facts import Facts, addresses_of
 from paceline.environment import FIREWALL_PORTS
@@ -32,6 +32,7 @@ class Listener:
     def __init__(self, address: str, key: str) -> None:
         self._key = key.encode()
         self._open = True
+        self._threads: list[threading.Thread] = []
         free = next((s for p in range(*FIREWALL_PORTS) if (s := _listen(address, p))), None)
         chosen = _listen(address, 0)
         self._sockets = [s for s in (chosen, free) if s is not None]
@@ -41,15 +42,22 @@ class Listener:
             "fixed": free.getsockname()[1] if free else None,
         }
         for listening in self._sockets:
-            threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
+            self._start(self._accept, listening)
 
     def close(self) -> None:
-        """Stop listening. Collective: none."""
+        """Stop listening, when those that are being answered have left. Collective: none."""
         self._open = False
         for listening in self._sockets:
             with contextlib.suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)  # wakes accept()
             listening.close()
+        for thread in self._threads:
+            thread.join(_IO_S)
+
+    def _start(self, work: Callable[[socket.socket], None], way: socket.socket) -> None:
+        thread = threading.Thread(target=work, args=(way,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _accept(self, listening: socket.socket) -> None:
         while self._open:
@@ -57,7 +65,7 @@ class Listener:
                 peer = listening.accept()[0]
             except OSError:
                 return  # closed
-            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+            self._start(self._serve, peer)
 
     def _serve(self, peer: socket.socket) -> None:
         with peer, contextlib.suppress(OSError):  # the one who asked says what went wrong
@@ -129,6 +137,8 @@ def _ask(way: socket.socket, request: bytes) -> tuple[float, float, float]:
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
+    if not address:
+        return None  # the empty address would be all interfaces
     try:
         return socket.create_server((address, port), family=_family(address))
     except OSError:
