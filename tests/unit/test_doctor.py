@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import doctor
 from paceline.cores import group_folders
 from paceline.doctor.facts import gather, interfaces
 from paceline.doctor.findings import Finding, Need, judge
@@ -265,6 +266,19 @@ def test_containers_of_one_name_are_told_apart() -> None:
     found["ranks"][2]["host"] = "a"
     found["links"][0]["ephemeral"] = "timed out"
     assert _wrong(found)[0].what.startswith("a (rank 0) cannot reach a (rank 2)")
+
+
+def test_what_is_wrong_comes_first_and_what_is_well_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = _two_hosts()
+    found["ranks"][2]["memory_kills"] = 1
+    doctor._print(judge(found, Need()), found, 0, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "warn  memory: 1 process died for memory in the container of b."
+    assert lines[1].startswith("      cure: ")
+    assert "ok    devices: a: 2 x H. (and so 1 more)" in lines
+    assert len([line for line in lines if "devices" in line]) == 1
 
 
 @pytest.mark.parametrize(

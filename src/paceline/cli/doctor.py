@@ -53,11 +53,15 @@ def _print(findings: list[Finding], found: dict[str, Any], code: int, *, as_json
     if as_json:
         told = [dataclasses.asdict(finding) for finding in findings]
         print(json.dumps({"findings": told, "facts": found, "exit_code": code}, indent=1))
-    else:
-        for finding in sorted(findings, key=lambda f: ("fail", "warn", "ok").index(f.level)):
-            print(f"{finding.level:<5} {finding.name}: {finding.what}")
-            if finding.cure:
-                print(f"      cure: {finding.cure}")
+        return
+    for finding in sorted(findings, key=lambda f: ("fail", "warn", "ok").index(f.level)):
+        alike = [f for f in findings if (f.level, f.name) == ("ok", finding.name)]
+        if finding in alike[1:]:
+            continue  # what is well is said of the first host alone
+        more = f" (and so {len(alike) - 1} more)" if alike[1:] and finding is alike[0] else ""
+        print(f"{finding.level:<5} {finding.name}: {finding.what}{more}")
+        if finding.cure:
+            print(f"      cure: {finding.cure}")
 
 
 def _parser() -> argparse.ArgumentParser:
