@@ -23,38 +23,44 @@ def usable_cores() -> int:
     Collective: none.
     """
     affinity = len(os.sched_getaffinity(0))
-    quota = cgroup_quota(_MEMBERSHIP, _MOUNT)
+    quota = cgroup_quota()
     return max(1, affinity if quota is None else min(affinity, math.floor(quota)))
 
 
-def cgroup_quota(membership: Path, mount: Path) -> float | None:
+def cgroup_quota(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> float | None:
     """The lowest CPU quota of the groups that this process is in, in cores; None if there is none.
 
     `membership` has the form of /proc/self/cgroup, `mount` that of /sys/fs/cgroup.
 
     Collective: none.
     """
-    quotas: list[float] = []
-    for line in _read(membership).splitlines():
+    folders = group_folders("cpu", membership, mount)
+    quotas = [quota(folder) for folder in folders for quota in (_quota_v2, _quota_v1)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def group_folders(
+    controller: str, membership: Path = _MEMBERSHIP, mount: Path = _MOUNT
+) -> list[Path]:
+    """Where the kernel shows the groups of this process and all above them, for cgroup 1 and 2.
+
+    Collective: none.
+    """
+    folders: list[Path] = []
+    for line in read_text(membership).splitlines():
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if hierarchy == "0":
-            found = [_quota_v2(group) for group in ancestry(mount, path)]
-            found += [_quota_v2(group) for group in ancestry(mount / "unified", path)]
-        elif "cpu" in controllers.split(","):
-            found = [
-                _quota_v1(group)
-                for name in (controllers, "cpu")
-                for group in ancestry(mount / name, path)
-            ]
+            roots = [mount, mount / "unified"]
+        elif controller in controllers.split(","):
+            roots = [mount / controllers, mount / controller]
         else:
             continue
-        quotas += [quota for quota in found if quota is not None]
-    return min(quotas, default=None)
+        folders += [group for root in roots for group in _ancestry(root, path)]
+    return folders
 
 
-def ancestry(root: Path, path: str) -> list[Path]:
-    """The folders of a cgroup and those above it, up to `root`. Collective: none."""
+def _ancestry(root: Path, path: str) -> list[Path]:
     # Limits hold for all groups below, so each level counts. In a container the path is often the one
     # on the host, which does not exist inside; the root then is the container's own group.
     group = root / path.lstrip("/")
@@ -62,18 +68,19 @@ def ancestry(root: Path, path: str) -> list[Path]:
 
 
 def _quota_v2(group: Path) -> float | None:
-    limit, _, period = _read(group / "cpu.max").strip().partition(" ")
+    limit, _, period = read_text(group / "cpu.max").strip().partition(" ")
     return int(limit) / int(period) if limit.isdigit() and period.isdigit() else None
 
 
 def _quota_v1(group: Path) -> float | None:
-    limit = _read(group / "cpu.cfs_quota_us").strip()
-    period = _read(group / "cpu.cfs_period_us").strip()
+    limit = read_text(group / "cpu.cfs_quota_us").strip()
+    period = read_text(group / "cpu.cfs_period_us").strip()
     # No limit is -1, which is no run of digits.
     return int(limit) / int(period) if limit.isdigit() and period.isdigit() else None
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file; empty where it cannot be read. Collective: none."""
     try:
         return path.read_text()
     except OSError:

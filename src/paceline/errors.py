@@ -15,6 +15,7 @@
     |-- EvaluationError              a validation that did not see each sample once
     |-- CheckpointError              a checkpoint that cannot be written or read
     |   `-- SaveFailed               the storage failed; exit code 74
+    |-- Desync                       replicas that are no longer equal; exit code 70
     |-- RankDisagreement (RuntimeError)   ranks hold different values of what must be equal
     |-- PeerFailed (RuntimeError)    another rank failed first; this one only follows
     `-- CollectiveTimeout (RuntimeError)  a rank did not arrive in time
@@ -131,6 +132,12 @@ class SaveFailed(CheckpointError):
     """The storage failed, and the state could not be saved (`path`, `step`)."""
 
     exit_code = 74  # EX_IOERR of sysexits.h
+
+
+class Desync(PacelineError):
+    """Replicas that are no longer equal (`parameter`, `differing`, `ranks` where known, `step`, `since`)."""
+
+    exit_code = 70  # EX_SOFTWARE of sysexits.h
 
 
 class RankDisagreement(PacelineError, RuntimeError):

@@ -10,6 +10,7 @@ import torch
 from paceline import log, state
 from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.shadow import Shadow
+from paceline.desync import Replicas
 from paceline.errors import ConfigError
 from paceline.parallel.buffers import equalize_buffers
 from paceline.preemption import Preempted
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
 
 
 class Saving:
-    """The checkpoints of one training, or none.
+    """The checkpoints of one training, or none, and the look at its replicas before each.
 
     Collective: as the methods say.
     """
 
-    def __init__(self, training: Training, checkpoints: Checkpoints | None) -> None:
+    def __init__(
+        self, training: Training, checkpoints: Checkpoints | None, desync_every: int | None
+    ) -> None:
         self._training = training
+        tracks = list(training.tracks.values())
+        self._replicas = Replicas(training.job, training.models, tracks, desync_every)
         self._checkpoints = checkpoints
         self._resumed = checkpoints is None
         self._now = self._best = False
@@ -97,7 +102,8 @@ class Saving:
             self._checkpoints.finish(self._training.job)
 
     def step_ended(self, step: int, *, ends_epoch: bool) -> None:
-        """Save if it is due after this step. Collective: all ranks."""
+        """Compare replicas, and save, if it is due after this step. Collective: all ranks."""
+        self._replicas.step_ended(step)
         if self._checkpoints is None:
             return
         epoch = self._training.position.epoch
@@ -126,6 +132,7 @@ class Saving:
 
     def _save(self, checkpoints: Checkpoints, *, best: bool, wait: bool) -> None:
         training = self._training
+        self._replicas.look(training.number)
         for model in training.models:
             equalize_buffers(training.job, model)
         # What the optimizer alone changes. Buffers are changed by the next forward already.

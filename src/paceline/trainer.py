@@ -111,6 +111,7 @@ class Trainer:
         validation: What to evaluate after epochs.
         schedule: A function from an optimizer to a scheduler of torch.
         reproducible: Whether the result is equal to the last bit on any number of ranks.
+        desync_every: After how many steps replicas are compared; see `Training`.
 
     Collective: none to make it.
     """
@@ -127,6 +128,7 @@ class Trainer:
         validation: Validation | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         reproducible: bool = False,
+        desync_every: int | None = None,
     ) -> None:
         if not callable(optimizer):
             raise ConfigError(
@@ -142,6 +144,7 @@ class Trainer:
         self._validation = validation
         self._schedule = schedule
         self._reproducible = reproducible
+        self._desync_every = desync_every
 
     def fit(
         self,
@@ -216,6 +219,7 @@ class Trainer:
             count="tokens" if isinstance(self._loss, PerToken) else "samples",
             checkpoints=checkpoints,
             reproducible=self._reproducible,
+            desync_every=self._desync_every,
         )
         training.report(None if folder is None else str(folder), progress=True)
         return training

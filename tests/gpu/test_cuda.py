@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.doctor.facts import gather
+from paceline.environment import Place
 from paceline.errors import ConfigError
 from paceline.testing import run_failing_ranks, run_ranks
 
@@ -86,6 +88,14 @@ def _facts(job: Any) -> tuple[str, int, bool]:
 
 def test_the_device_is_set_before_anything_else() -> None:
     assert run_ranks(_facts, nproc=1) == [("cuda:0", 0, False)]
+
+
+def test_the_doctor_sees_the_gpu() -> None:
+    place = Place(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+    facts = gather(place, None)
+    assert facts["device"]["name"] == torch.cuda.get_device_name(0)
+    assert facts["gpus"] == GPUS
+    assert facts["versions"]["nccl"] != "none"
 
 
 def test_more_ranks_than_devices_is_refused() -> None:

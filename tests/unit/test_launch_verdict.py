@@ -164,6 +164,54 @@ def test_the_report_has_the_traceback_first_and_once() -> None:
     ]
 
 
+def test_a_known_error_gets_its_cause_and_cure() -> None:
+    text = "Expected to have finished reduction in the prior iteration before starting a new one."
+    lines = _failure(fact(0, 1.0, error=error("RuntimeError", text)))
+    assert lines[-2].startswith("  why:   DDP reduces a gradient for each parameter")
+    assert lines[-1].startswith("  fix:   freeze it")
+
+
+def test_a_known_error_says_more_than_where_it_was_raised() -> None:
+    text = "Rank 1 failed to pass monitoredBarrier in 1000 ms"
+    waited = error("RuntimeError", text, "torch.distributed.distributed_c10d")
+    assert any(
+        "why:   the rank that the line names" in line
+        for line in _failure(fact(0, 1.0, error=waited))
+    )
+    assert any(
+        "why:   it failed where ranks wait" in line
+        for line in _failure(fact(0, 1.0, error=lost_peer()))
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [(9, "something outside the job sent SIGKILL"), (7, "native code met memory")],
+)
+def test_a_signal_gets_its_cause_and_cure(number: int, why: str) -> None:
+    lines = _failure(fact(0, 1.0, returncode=-number))
+    assert lines[-2].startswith(f"  why:   {why}")
+    assert lines[-1].startswith("  fix:   ")
+
+
+def test_an_error_of_ours_explains_itself() -> None:
+    ours = Error(
+        type="paceline.errors.ConfigError",
+        kinds=("paceline.errors.ConfigError", "paceline.errors.PacelineError"),
+        message="rank 0 cannot listen: Address already in use.",
+        traceback="",
+        module="paceline.meeting",
+        place="",
+    )
+    assert not [line for line in _failure(fact(0, 1.0, error=ours)) if "why:" in line]
+
+
+def _failure(*facts: Fact) -> list[str]:
+    verdict = judge(facts)
+    assert verdict is not None
+    return render_failure(verdict, SHAPE).splitlines()
+
+
 def test_a_restart_is_one_line() -> None:
     verdict = judge([fact(2, 1.0, returncode=-9)])
     assert verdict is not None

@@ -16,6 +16,7 @@ SOURCE = Path(paceline.__file__).parent
 FLOOR_0 = ["errors", "log", "whereabouts"]
 FLOOR_1 = [
     "cores",
+    "host",
     "rng",
     "environment",
     "peers",
@@ -28,7 +29,7 @@ FLOOR_1 = [
     "collectives",
     "mesh",
 ]
-FLOOR_2 = ["data", "step", "parallel", "checkpoint", "watch", "clock"]
+FLOOR_2 = ["data", "step", "parallel", "checkpoint", "watch", "clock", "explain"]
 FLOOR_3 = [
     "steploss",
     "report",
@@ -38,12 +39,14 @@ FLOOR_3 = [
     "reproducing",
     "steps",
     "state",
+    "desync",
     "saving",
     "training",
     "trainer",
     "verify",
     "spawning",
     "testing",
+    "doctor",
 ]
 FLOOR_4 = ["launch", "cli", "__main__"]
 ORDER = FLOOR_0 + FLOOR_1 + FLOOR_2 + FLOOR_3 + FLOOR_4
@@ -57,6 +60,7 @@ MAY_DEFER = {
     "checkpoint/store.py": "fsspec takes 0.1 s, and is needed for URLs alone",
     "checkpoint/export.py": "safetensors is optional",
     "cli/ckpt.py": "`paceline ckpt ls` without torch",
+    "cli/doctor.py": "`paceline --help` without torch",
     "cli/main.py": "`paceline --help` without torch",
     "cli/run.py": "`paceline --help` without torch",
     "cli/verify.py": "`paceline --help` without torch",

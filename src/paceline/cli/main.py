@@ -13,7 +13,7 @@ from importlib import import_module
 
 import paceline
 
-COMMANDS = ("run", "verify", "ckpt")
+COMMANDS = ("run", "verify", "doctor", "explain", "ckpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

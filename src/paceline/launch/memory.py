@@ -5,15 +5,14 @@ A front to the kernel's cgroup files (version 1 and 2), /proc/vmstat and statvfs
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cores import ancestry
+from paceline.cores import group_folders, read_text
+from paceline.host import format_bytes, shared_memory_bytes
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
-_SHM = "/dev/shm"
 _NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63
 
 
@@ -45,8 +44,12 @@ class Memory:
         Collective: none.
         """
         if self.kills is not None and self.kills > (before.kills or 0):
-            limit = f"limit {size(self.limit_bytes)}" if self.limit_bytes else "no limit of its own"
-            peak = f", peak {size(self.peak_bytes)}" if self.peak_bytes else ""
+            limit = (
+                f"limit {format_bytes(self.limit_bytes)}"
+                if self.limit_bytes
+                else "no limit of its own"
+            )
+            peak = f", peak {format_bytes(self.peak_bytes)}" if self.peak_bytes else ""
             return f"{limit}{peak} (oom_kill {before.kills or 0} -> {self.kills})"
         if self.host_kills > before.host_kills:
             return f"the host ran out (oom_kill {before.host_kills} -> {self.host_kills})"
@@ -55,50 +58,33 @@ class Memory:
 
 def read(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> Memory:
     """The counters now; `membership` and `mount` have the form of the kernel's. Collective: none."""
-    groups: list[Path] = []
-    names = ("memory.events", "memory.max", "memory.peak")
-    for line in _read(membership).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            groups = ancestry(mount / "memory", path)
-            names = ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
-            break
-        if not controllers:
-            groups = ancestry(mount, path)
-    limits = [int(text) for group in groups if (text := _read(group / names[1]).strip()).isdigit()]
-    limits = [limit for limit in limits if limit < _NO_LIMIT]
-    own = next((group for group in groups if (group / names[0]).exists()), None)
-    peak = _read(own / names[2]).strip() if own is not None else ""
-    try:
-        shm = os.statvfs(_SHM)
-        shm_bytes, shm_free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
-    except OSError:
-        shm_bytes = shm_free = 0
+    groups = group_folders("memory", membership, mount)
+    limits = [
+        int(text)
+        for group in groups
+        for name in ("memory.max", "memory.limit_in_bytes")
+        if (text := read_text(group / name).strip()).isdigit()
+    ]
+    counters = ("memory.events", "memory.oom_control")
+    own = next((g for g in groups if any((g / name).exists() for name in counters)), None)
+    kills, peak = None, ""
+    if own is not None:
+        kills = next((n for name in counters if (n := _counter(own / name)) is not None), None)
+        peaks = (own / "memory.peak", own / "memory.max_usage_in_bytes")
+        peak = next((text for path in peaks if (text := read_text(path).strip())), "")
+    shm_bytes, shm_free = shared_memory_bytes()
     return Memory(
-        kills=_counter(own / names[0]) if own is not None else None,
+        kills=kills,
         host_kills=_counter(Path("/proc/vmstat")) or 0,
-        limit_bytes=min(limits, default=None),
+        limit_bytes=min((limit for limit in limits if limit < _NO_LIMIT), default=None),
         peak_bytes=int(peak) if peak.isdigit() else None,
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free,
     )
 
 
-def size(count: int | None) -> str:
-    """A number of bytes for people. Collective: none."""
-    value = float(count or 0)
-    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
-
-
 def _counter(path: Path) -> int | None:
-    for line in _read(path).splitlines():
+    for line in read_text(path).splitlines():
         if line.startswith("oom_kill "):
             return int(line.split()[1])
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -1,6 +1,7 @@
-"""The words of the launcher: what was chosen, what failed, what happens next. Pure text.
+"""The words of the launcher: what was chosen, what failed, what happens next. Text.
 
-Shapes errors by `errors.py`: what, where, why, fix. It judges nothing; see verdict.py.
+Shapes errors by `errors.py`: what, where, why, fix. It judges nothing; see verdict.py. What is generally
+known of an error comes from the table of `paceline explain`, with what this host says to it.
 """
 
 from __future__ import annotations
@@ -10,23 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import LaunchFailed
-from paceline.launch.memory import Memory, size
+from paceline.explain.facts import facts
+from paceline.explain.reading import Found, recognise
+from paceline.host import format_bytes
+from paceline.launch.memory import Memory
 from paceline.launch.verdict import Fact, Verdict, name_ranks
-
-_WHY_SIGNAL = {
-    signal.SIGKILL: "something outside the job sent SIGKILL; most often the kernel, out of memory.",
-    signal.SIGTERM: "something outside the job sent SIGTERM; most often a scheduler or a person.",
-    signal.SIGSEGV: "native code touched memory that is not its own.",
-    signal.SIGBUS: "native code met memory that could not be had; often a full /dev/shm.",
-    signal.SIGABRT: "native code gave up; what it said stands above.",
-    signal.SIGFPE: "native code divided by zero.",
-    signal.SIGILL: "native code holds an instruction that this processor lacks.",
-}
-_FIX_SIGNAL = {
-    signal.SIGKILL: "see `dmesg`; if it was memory, lower the micro-batch or the loader's workers.",
-    signal.SIGSEGV: "the Python line stands above, from faulthandler; suspect the extension it calls.",
-    signal.SIGBUS: "enlarge /dev/shm (docker: --shm-size), or use fewer loader workers.",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +47,14 @@ def render_failure(verdict: Verdict, shape: Shape) -> str:
     if told.error is not None and not told.error.shown:
         lines += _prefixed(told.error.traceback, told.rank, shape.world_size)
     who = name_ranks(verdict.alike)
+    known = _known(told)
     failure = LaunchFailed(
         f"{who} {original.how}"
         if original.left
         else f"{who} of {shape.world_size} failed: {original.how}",
         where=_where(original, several=len(verdict.alike) > 1),
-        why=_why(verdict, shape),
-        fix=_fix(original, shape),
+        why=_why(verdict, shape, known),
+        fix=_fix(original, shape, known),
     )
     lines += f"paceline: {failure}".splitlines()
     if verdict.followers:
@@ -107,7 +97,17 @@ def _where(fact: Fact, *, several: bool) -> str:
     return ", ".join([*parts, place] if place else parts)
 
 
-def _why(verdict: Verdict, shape: Shape) -> str:
+def _known(fact: Fact) -> Found | None:
+    """What the table knows of an error or a signal; errors of Paceline explain themselves."""
+    error = fact.error
+    if error is not None and "paceline.errors.PacelineError" in error.kinds:
+        return None
+    found = recognise(fact.how if error is None else f"{error.type}: {error.message}")
+    # Who only followed was judged by where its error was raised, and a victim's text says no more.
+    return None if found is None or found.cause.kind == "victim" else found
+
+
+def _why(verdict: Verdict, shape: Shape, known: Found | None) -> str:
     fact = verdict.original
     if fact.hung:
         return ""
@@ -117,6 +117,12 @@ def _why(verdict: Verdict, shape: Shape) -> str:
             "it came to its end, or called sys.exit(0) or os._exit(0), before the others were done"
             f"{elsewhere}."
         )
+    if (counted := _counted(fact, shape)) or fact.frozen_s:
+        return (
+            counted or "something outside the job sent SIGSTOP, and the other ranks waited for it."
+        )
+    if known is not None:
+        return f"{known.cause.why} {facts(known.cause.facts, known.text)}".rstrip()
     if not verdict.certain and shape.nodes > 1:
         return (
             "it lost a peer, and no rank of this host failed by itself: the cause is on another "
@@ -127,43 +133,43 @@ def _why(verdict: Verdict, shape: Shape) -> str:
             "it failed where ranks wait for each other, and no rank failed elsewhere: the error "
             "above is the cause, or the connection between ranks broke."
         )
-    killed = shape.memory[1].killed_since(shape.memory[0])
-    if killed and (fact.error is not None or fact.returncode == -signal.SIGKILL):
-        whom = "a process of this job" if fact.error is not None else "it"
-        return f"the kernel killed {whom} for memory: {killed}."
-    if fact.error is not None:
+    if fact.error is not None or (fact.returncode is not None and fact.returncode < 0):
         return ""
-    if fact.frozen_s:
-        return "something outside the job sent SIGSTOP, and the other ranks waited for it."
-    if fact.returncode == -signal.SIGKILL and shape.memory[1].kills is not None:
-        return (
-            "something outside the job sent SIGKILL; not the kernel for memory, whose count stands."
-        )
-    if fact.returncode == -signal.SIGBUS and (shm := shape.memory[1]).shm_bytes:
-        free = f"{size(shm.shm_bytes)}, {size(shm.shm_free_bytes)} free now"
-        return f"native code met memory that could not be had; /dev/shm has {free}."
-    if fact.returncode is not None and fact.returncode < 0:
-        return _WHY_SIGNAL.get(-fact.returncode, "")  # type: ignore[call-overload,no-any-return]
     if fact.exit_place is not None:
         return "the script called sys.exit()."
     return "the process ended itself, by os._exit() or from native code; there was no exception."
 
 
-def _fix(fact: Fact, shape: Shape) -> str:
-    if fact.hung:
+def _counted(fact: Fact, shape: Shape) -> str:
+    """What the kernel's counters say to a killed rank; empty where they say nothing."""
+    before, after = shape.memory
+    killed = after.killed_since(before)
+    if killed and (fact.error is not None or fact.returncode == -signal.SIGKILL):
+        whom = "a process of this job" if fact.error is not None else "it"
+        return f"the kernel killed {whom} for memory: {killed}."
+    if fact.error is not None or fact.frozen_s:
+        return ""
+    if fact.returncode == -signal.SIGKILL and after.kills is not None:
+        return (
+            "something outside the job sent SIGKILL; not the kernel for memory, whose count stands."
+        )
+    if fact.returncode == -signal.SIGBUS and after.shm_bytes:
+        free = f"{format_bytes(after.shm_bytes)}, {format_bytes(after.shm_free_bytes)} free now"
+        return f"native code met memory that could not be had; /dev/shm has {free}."
+    return ""
+
+
+def _fix(fact: Fact, shape: Shape, known: Found | None) -> str:
+    if fact.hung or fact.frozen_s:
         return ""
     if fact.left:
         return "let all ranks do as many steps and end together."
-    if fact.frozen_s:
-        return ""
     before, after = shape.memory
     if fact.returncode == -signal.SIGKILL and after.kills is not None:
         if after.killed_since(before):
             return "lower the micro-batch or the loader's workers, or raise the limit."
         return "look who sent it: a scheduler's limit of time or memory, or a person."
-    if fact.error is None and fact.returncode is not None and fact.returncode < 0:
-        return _FIX_SIGNAL.get(-fact.returncode, "")  # type: ignore[call-overload,no-any-return]
-    return ""
+    return known.cause.fix if known is not None else ""
 
 
 def _grouped(facts: Sequence[Fact]) -> list[tuple[str, list[int]]]:

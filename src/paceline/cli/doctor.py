@@ -1,0 +1,81 @@
+"""The subcommand `doctor`: what would go wrong on these hosts, before a job finds out."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.doctor.findings import Finding
+
+HELP = "examine this host, or all hosts of a job, before it runs"
+
+_FAIL = 1
+_USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Examine: 0 nothing fails, 1 something does, 2 the ranks could not meet.
+
+    Collective: all ranks of a job, or one process.
+    """
+    given = _parser().parse_args(argv)
+    # Torch is imported here and not for --help.
+    from paceline.doctor.findings import Need, judge
+    from paceline.doctor.session import examine
+
+    try:
+        found = examine(given.folder)
+    except PacelineError as error:
+        print(f"paceline doctor: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    need = Need(workers=given.workers, batch_bytes=round(given.batch_mib * (1 << 20)))
+    findings = judge(found, need)
+    code = _FAIL if any(finding.level == "fail" for finding in findings) else 0
+    if found["speaks"]:
+        _print(findings, found, code, as_json=given.json)
+    if any("error" in facts for facts in found["reduce"]):
+        # A thread may be left that waits in Gloo, and would abort the interpreter's end.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _print(findings: list[Finding], found: dict[str, Any], code: int, *, as_json: bool) -> None:
+    if as_json:
+        told = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"findings": told, "facts": found, "exit_code": code}, indent=1))
+        return
+    for finding in sorted(findings, key=lambda f: ("fail", "warn", "ok").index(f.level)):
+        alike = [f for f in findings if (f.level, f.name) == ("ok", finding.name)]
+        if finding in alike[1:]:
+            continue  # what is well is said of the first host alone
+        more = f" (and so {len(alike) - 1} more)" if alike[1:] and finding is alike[0] else ""
+        print(f"{finding.level:<5} {finding.name}: {finding.what}{more}")
+        if finding.cure:
+            print(f"      cure: {finding.cure}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paceline doctor",
+        description=HELP + ". For all hosts: paceline run [options] -m paceline doctor",
+        epilog="exit codes: 0 nothing fails, 1 something does, 2 the ranks could not meet",
+    )
+    parser.add_argument("--folder", type=Path, metavar="PATH", help="the run folder: test its disk")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="loader workers per rank"
+    )
+    parser.add_argument(
+        "--batch-mib", type=float, default=0, metavar="X", help="size of a batch, for /dev/shm"
+    )
+    parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
+    return parser

@@ -1,0 +1,143 @@
+"""The subcommand `explain`: known messages in a log, with cause and cure. It needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from paceline.errors import ConfigError, PacelineError
+from paceline.explain.facts import facts
+from paceline.explain.reading import KINDS, Found, Reading, causes, read
+
+HELP = "say what a log's messages mean, what caused them and what cures them"
+
+_UNKNOWN = 1
+_USAGE_ERROR = 2
+_PREFIX = {"cause": "", "sign": "a sign: ", "victim": "only a victim: ", "note": "by the way: "}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Explain a log: 0 something is known, 1 nothing is, 2 it cannot be read. Collective: none."""
+    given = _parser().parse_args(argv)
+    if given.all:
+        print(_markdown(), end="")
+        return 0
+    try:
+        name, reading = _read(given.file)
+    except ConfigError as error:
+        print(f"paceline explain: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    code = 0 if reading.found else _UNKNOWN
+    print(_as_json(name, reading, code) if given.json else _as_text(name, reading))
+    return code
+
+
+def _read(file: str | None) -> tuple[str, Reading]:
+    if file in (None, "-"):
+        if file is None and sys.stdin.isatty():
+            raise ConfigError("no log to read.", fix="name a file, or pipe one in.")
+        return "<stdin>", read(sys.stdin.buffer)
+    assert file is not None
+    try:
+        with open(file, "rb") as stream:
+            return file, read(stream)
+    except OSError as error:
+        raise ConfigError(
+            f"{file!r} cannot be read: {error.strerror}.",
+            fix="name a file of the log; a message alone can be piped in: `paceline explain -`.",
+        ) from error
+
+
+def _as_text(name: str, reading: Reading) -> str:
+    # In full stands what is most telling: causes, else signs of one, else the rest.
+    by_kind = {kind: [hit for hit in reading.found if hit.cause.kind == kind] for kind in KINDS}
+    telling = by_kind["cause"] or by_kind["sign"] or reading.found
+    parts, unknown = [], []
+    if reading.unknown is not None:
+        line, text = reading.unknown
+        unknown = [f"The first Python error that is not known here: {name}:{line}: {text}"]
+    if not by_kind["cause"]:
+        parts, unknown = unknown, []
+    for hit in reading.found:
+        if hit in telling:
+            parts.append(_full(name, hit))
+        else:
+            parts.append(
+                f"{_PREFIX[hit.cause.kind]}{hit.cause.what} ({hit.cause.name}, line {hit.line})"
+            )
+        if hit is telling[-1]:
+            parts += unknown
+    if not reading.found:
+        parts.append(
+            f"Nothing in {name} is known ({reading.lines} lines).\n"
+            "  fix:   to ask somebody, send the first error of the rank that failed first with the\n"
+            "         50 lines before it, the command line, and what `paceline doctor --json` prints."
+        )
+    return "\n\n".join(parts)
+
+
+def _full(name: str, hit: Found) -> str:
+    cause = hit.cause
+    now = facts(cause.facts, hit.text)
+    return str(
+        PacelineError(
+            f"{_PREFIX[cause.kind]}{cause.what} ({cause.name})",
+            where=f"{name}:{hit.line}: {hit.text}",
+            why=f"{cause.why} {now}".strip(),
+            fix=cause.fix,
+        )
+    )
+
+
+def _as_json(name: str, reading: Reading, code: int) -> str:
+    found = [
+        {
+            **{key: getattr(hit.cause, key) for key in ("name", "kind", "what", "why", "fix")},
+            "facts": facts(hit.cause.facts, hit.text),
+            "line": hit.line,
+            "text": hit.text,
+        }
+        for hit in reading.found
+    ]
+    unknown = reading.unknown and {"line": reading.unknown[0], "text": reading.unknown[1]}
+    whole = {"file": name, "lines": reading.lines, "found": found, "unknown_error": unknown}
+    return json.dumps(whole | {"exit_code": code}, indent=1)
+
+
+def _markdown() -> str:
+    """docs/troubleshooting.md."""
+    parts = [
+        "# Troubleshooting\n\nMade by `paceline explain --all` from the table that `paceline explain LOG` "
+        "and the verdict of\n`paceline run` use. `*` stands for anything.\n"
+    ]
+    headings = {
+        "cause": "Causes",
+        "sign": "Signs: the cause stands in the lines around them",
+        "victim": "Victims: the error stands in another rank's log",
+        "note": "Harmless",
+    }
+    for kind, heading in headings.items():
+        parts.append(f"\n## {heading}\n")
+        for cause in (cause for cause in causes() if cause.kind == kind):
+            says = "\n".join(f"    {text}" for text in cause.says)
+            parts.append(
+                f"\n### {cause.name}: {cause.what}\n\n{says}\n\n"
+                f"- **Why:** {cause.why}\n- **Fix:** {cause.fix}\n"
+            )
+    return "".join(parts)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paceline explain",
+        description=HELP + ". Reads logs of any size, of torchrun as well.",
+        epilog="exit codes: 0 something is known, 1 nothing is, 2 the file cannot be read",
+    )
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE", help="a log; - or nothing: standard input"
+    )
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--all", action="store_true", help="print the whole table, as Markdown")
+    return parser

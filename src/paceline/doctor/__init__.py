@@ -1,0 +1,1 @@
+"""What can be known of the hosts before a job: facts gathered, links measured, findings judged."""

@@ -1,0 +1,166 @@
+"""What one rank can say of its host and itself, as plain values that JSON can carry. It judges nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import secrets
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+from paceline.cores import read_text, usable_cores
+from paceline.environment import FIREWALL_PORTS, Place
+from paceline.host import memory_limit, owner_of_port, shared_memory_bytes
+
+Facts = dict[str, Any]
+
+_SIOCGIFADDR = 0x8915
+_VARIABLES = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_", "PACELINE_")
+_WRITTEN_BYTES = 64 << 20
+
+
+def gather(place: Place, folder: Path | None) -> Facts:
+    """Facts of this rank, and of its host where this is the host's first rank.
+
+    Args:
+        folder: The run folder; it is written to, and what is written is removed.
+
+    Collective: none.
+    """
+    facts: Facts = {
+        "rank": place.rank,
+        "local_rank": place.local_rank,
+        "local_world_size": place.local_world_size,
+        "host": socket.gethostname(),
+        "variables": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+        },
+        "device": _device(place),
+    }
+    if place.local_rank == 0:
+        limit, kills = memory_limit()
+        size, free = shared_memory_bytes()
+        facts |= {
+            "versions": _versions(),
+            "cores": usable_cores(),
+            "cores_of_host": os.cpu_count(),
+            "memory_limit": limit,
+            "memory_kills": kills,
+            "shm_size": size,
+            "shm_free": free,
+            "gpus": torch.cuda.device_count(),
+            "infiniband": sorted(p.name for p in Path("/sys/class/infiniband").glob("*")),
+            "interfaces": interfaces(),
+            "names": _names(),
+            "port_owner": owner_of_port(FIREWALL_PORTS[0]),
+            "ephemeral_ports": [
+                int(n) for n in read_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
+            ],
+            "folder": _folder(folder) if folder is not None else None,
+        }
+    return facts
+
+
+def _versions() -> dict[str, str]:
+    nccl = ""
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        version: Any = torch.cuda.nccl.version
+        nccl = ".".join(str(number) for number in version())
+    driver = read_text(Path("/proc/driver/nvidia/version")).partition("Module ")[2].split()
+    return {
+        "paceline": paceline.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "nccl": nccl or "none",
+        "driver": driver[0] if driver else "none",
+        "byte order": sys.byteorder,
+    }
+
+
+def _device(place: Place) -> Facts | None:
+    """The GPU that this rank would use."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        return None
+    index = place.local_rank if count > 1 else 0
+    if index >= count:
+        return {"index": index, "missing": True}
+    properties: Any = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "index": index,
+        "missing": False,
+        "uuid": str(properties.uuid),
+        "name": properties.name,
+        "used": total - free,
+        "total": total,
+    }
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Names and addresses of this host's network interfaces. Collective: none."""
+    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name, addresses in found.items():
+            with contextlib.suppress(OSError):  # it has no address
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                addresses.append(socket.inet_ntoa(reply[20:24]))
+    for line in read_text(Path("/proc/net/if_inet6")).splitlines():
+        words = line.split()
+        found.setdefault(words[5], []).append(
+            socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
+        )
+    return found
+
+
+def addresses_of(name: str) -> list[str]:
+    """What a host name leads to here; empty where it is not known. Collective: none."""
+    try:
+        return sorted(
+            {str(e[4][0]) for e in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+        )
+    except OSError:
+        return []
+
+
+def _names() -> Facts:
+    """This host's own name, to addresses and back."""
+    back = {}
+    for address in addresses_of(socket.gethostname()):
+        with contextlib.suppress(OSError):
+            back[address] = socket.gethostbyaddr(address)[0]
+    return {"addresses": addresses_of(socket.gethostname()), "back": back}
+
+
+def _folder(folder: Path) -> Facts:
+    """Space and speed of a folder's disk, as a checkpoint would meet it: one file, made durable."""
+    path = folder / f".paceline-doctor-{secrets.token_hex(4)}"
+    facts: Facts = {"path": str(folder.resolve())}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        data = os.urandom(1 << 20)  # what compresses would flatter some filesystems
+        began = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(_WRITTEN_BYTES // len(data)):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        facts["bytes_per_s"] = _WRITTEN_BYTES / (time.perf_counter() - began)
+        disk = os.statvfs(folder)
+        facts["free"] = disk.f_bavail * disk.f_frsize + _WRITTEN_BYTES
+    except OSError as error:
+        facts["error"] = f"{error.strerror}"
+    finally:
+        with contextlib.suppress(OSError):  # it may never have been
+            path.unlink()
+    return facts

@@ -1,0 +1,168 @@
+"""The way from each host to each other one, by plain sockets: does it open, how fast, how late is the clock.
+
+Each host listens on the address that leads to the others, on a port that the kernel chose and on one of
+those that firewalls are told of. Who connects must give the job's key. No torch, no pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from paceline.doctor.facts import Facts, addresses_of
+from paceline.environment import FIREWALL_PORTS
+
+_CONNECT_S = 3.0
+_IO_S = 30.0
+_PINGS = 20
+_SIZES = {b"s": 1 << 20, b"l": 32 << 20}  # the large one where the link carries it in a moment
+_MOMENT_S = 0.2
+_KEY_CHARS = 64
+_PING = b"p"
+
+
+class Listener:
+    """This host's end of the links, while it is open. Collective: none."""
+
+    def __init__(self, address: str, key: str) -> None:
+        self._key = key.encode()
+        self._open = True
+        self._threads: list[threading.Thread] = []
+        free = next((s for p in range(*FIREWALL_PORTS) if (s := _listen(address, p))), None)
+        chosen = _listen(address, 0)
+        self._sockets = [s for s in (chosen, free) if s is not None]
+        self.ends: Facts = {
+            "address": address,
+            "ephemeral": chosen.getsockname()[1] if chosen else None,
+            "fixed": free.getsockname()[1] if free else None,
+        }
+        for listening in self._sockets:
+            self._start(self._accept, listening)
+
+    def close(self) -> None:
+        """Stop listening, when those that are being answered have left. Collective: none."""
+        self._open = False
+        for listening in self._sockets:
+            with contextlib.suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)  # wakes accept()
+            listening.close()
+        for thread in self._threads:
+            thread.join(_IO_S)
+
+    def _start(self, work: Callable[[socket.socket], None], way: socket.socket) -> None:
+        thread = threading.Thread(target=work, args=(way,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while self._open:
+            try:
+                peer = listening.accept()[0]
+            except OSError:
+                return  # closed
+            self._start(self._serve, peer)
+
+    def _serve(self, peer: socket.socket) -> None:
+        with peer, contextlib.suppress(OSError):  # the one who asked says what went wrong
+            peer.settimeout(_IO_S)
+            if not hmac.compare_digest(_receive(peer, _KEY_CHARS), self._key):
+                return
+            while request := peer.recv(1):
+                _receive(peer, _SIZES.get(request, 0))
+                peer.sendall(struct.pack("d", time.time()))
+
+
+def measure(ends: Facts, key: str, host: str) -> Facts:
+    """The way from here to another host's `ends`: reachable, latency, rate, clock, and its name here.
+
+    Collective: none.
+    """
+    link: Facts = {"name_leads_to": addresses_of(host)}
+    for kind in ("fixed", "ephemeral"):
+        if ends[kind] is None:
+            link[kind] = "the peer could not listen there"
+            continue
+        try:
+            with socket.create_connection((ends["address"], ends[kind]), _CONNECT_S) as way:
+                link["from_address"] = way.getsockname()[0]
+                link[kind] = ""
+                way.settimeout(_IO_S)
+                way.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                way.sendall(key.encode())
+                if kind == "ephemeral":
+                    link |= _speed(way)
+        except OSError as error:
+            link[kind] = str(error) or type(error).__name__
+    return link
+
+
+def rounds(size: int, me: int) -> Iterator[int]:
+    """Whom host `me` asks in each round, so that no host is asked by two at once. Collective: none."""
+    return ((me + step) % size for step in range(1, size))
+
+
+def _speed(way: socket.socket) -> Facts:
+    pings = []
+    for _ in range(_PINGS):
+        there, back, told = _ask(way, _PING)
+        # The peer looked at its clock half way, as far as anybody can tell.
+        pings.append((back - there, told - (there + back) / 2))
+    rate = 0.0
+    for request, size in _SIZES.items():
+        began = time.perf_counter()
+        way.sendall(request + bytes(size))
+        _receive(way, 8)
+        took = time.perf_counter() - began
+        rate = size / took
+        if took > _MOMENT_S:
+            break
+    pings.sort()
+    return {
+        "latency_s": pings[len(pings) // 2][0] / 2,
+        "clock_s": pings[0][1],
+        "bytes_per_s": rate,
+    }
+
+
+def _ask(way: socket.socket, request: bytes) -> tuple[float, float, float]:
+    there = time.time()
+    way.sendall(request)
+    told: float = struct.unpack("d", _receive(way, 8))[0]
+    return there, time.time(), told
+
+
+def _listen(address: str, port: int) -> socket.socket | None:
+    if not address:
+        return None  # the empty address would be all interfaces
+    try:
+        return socket.create_server((address, port), family=_family(address))
+    except OSError:
+        return None
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def address_towards(host: str, port: int) -> tuple[str, str]:
+    """This host's address on the way to another one, and that one's. Collective: none."""
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        return probe.getsockname()[0], probe.getpeername()[0]
+
+
+def _receive(way: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = way.recv_into(view)
+        if count == 0:
+            raise ConnectionError("the peer closed the connection")
+        view = view[count:]
+    return bytes(data)

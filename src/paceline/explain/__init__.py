@@ -1,0 +1,1 @@
+"""Known messages, what caused them and what cures them: the table, its reader, and facts of this host."""

@@ -1,0 +1,184 @@
+"""Find known messages in text of any size: what it is, where it stands, and which comes first.
+
+Text is read in blocks, so a log need not fit into memory. A pattern is looked for by its longest
+literal piece; only where that occurs is a regular expression tried.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+KINDS = ("cause", "sign", "victim", "note")  # the most telling first
+
+_BLOCK_BYTES = 1 << 20
+_GAP = rb"[^\n\r]{0,300}?"
+_SHOWN_CHARS = 200
+_BEFORE_CHARS = 60
+_MAX_ERRORS = 50
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_TRACEBACK = b"Traceback (most recent call last):"
+_EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::|\s*$)")
+# These carry an error that has a traceback of its own.
+_CARRIERS = re.compile(rb".*(?:ChildFailedError|: Caught \w+ in )")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """An entry of causes.toml, which says what the fields are. Collective: none."""
+
+    name: str
+    what: str
+    says: tuple[str, ...]
+    why: str
+    fix: str
+    kind: str = "cause"
+    facts: str | None = None
+
+    @cached_property
+    def _patterns(self) -> list[tuple[bytes, re.Pattern[bytes]]]:
+        pieces = [[piece.encode() for piece in text.split("*")] for text in self.says]
+        return [
+            (max(p, key=len), re.compile(rb"(?<!\w)" + _GAP.join(map(re.escape, p))))
+            for p in pieces
+        ]
+
+    def search(self, text: bytes, start: int = 0) -> tuple[int, int] | None:
+        """Where the first message of this entry begins and ends. Collective: none."""
+        hits = []
+        for literal, pattern in self._patterns:
+            if text.find(literal, start) >= 0 and (hit := pattern.search(text, start)):
+                hits.append(hit.span())
+        return min(hits, default=None)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A known message: its entry, its line from 1, and the line's text, cut. Collective: none."""
+
+    cause: Cause
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a text holds.
+
+    Args:
+        found: The first message of each entry; the most telling kind first, then by line.
+        unknown: Line and text of the first Python error that no entry knows.
+
+    Collective: none.
+    """
+
+    lines: int
+    found: tuple[Found, ...]
+    unknown: tuple[int, str] | None
+
+
+@cache
+def causes() -> tuple[Cause, ...]:
+    """The table. Collective: none."""
+    text = Path(__file__).with_name("causes.toml").read_text(encoding="utf-8")
+    return tuple(Cause(**{**c, "says": tuple(c["says"])}) for c in tomllib.loads(text)["cause"])
+
+
+def recognise(text: str) -> Found | None:
+    """The most telling known message in a short text. Collective: none."""
+    return next(iter(read(io.BytesIO(text.encode())).found), None)
+
+
+def read(stream: BinaryIO) -> Reading:
+    """Read all of `stream`, holding a few blocks of it at a time.
+
+    Collective: none.
+    """
+    open_entries, found, tracebacks, lines = list(causes()), [], _Tracebacks(), 0
+    for first, block in _blocks(stream):
+        for cause in list(open_entries):
+            hit = _first(cause, block, first)
+            if hit is not None:
+                found.append(hit)
+                open_entries.remove(cause)
+        tracebacks.take(first, block)
+        lines = first + block.count(b"\n") - block.endswith(b"\n")
+    found.sort(key=lambda hit: (KINDS.index(hit.cause.kind), hit.line))
+    return Reading(lines, tuple(found), tracebacks.first_unknown())
+
+
+def _blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Whole lines and the number of the first; a line longer than a block comes in pieces."""
+    number, rest = 1, b""
+    while data := stream.read(_BLOCK_BYTES):
+        data = rest + data
+        cut = data.rfind(b"\n") + 1
+        if cut == 0 and len(data) > _BLOCK_BYTES:
+            cut = len(data)
+        rest = data[cut:]
+        if cut:
+            yield number, data[:cut]
+            number += data.count(b"\n", 0, cut)
+    if rest:
+        yield number, rest
+
+
+def _first(cause: Cause, block: bytes, first: int) -> Found | None:
+    start = 0
+    while span := cause.search(block, start):
+        begin = block.rfind(b"\n", 0, span[0]) + 1
+        end = block.find(b"\n", span[1])
+        end = len(block) if end < 0 else end
+        line = block[begin:end]
+        # A line belongs to the upper of two entries.
+        if next(other for other in causes() if other.search(line)) is cause:
+            number = first + block.count(b"\n", 0, begin)
+            return Found(cause, number, _shown(line, span[0] - begin))
+        start = end
+    return None
+
+
+def _shown(line: bytes, at: int) -> str:
+    """The part of a line around a message; what a progress bar had written over is left out."""
+    begin = max(line.rfind(b"\r", 0, at) + 1, at - 4 * _BEFORE_CHARS)
+    text = _COLOURS.sub("", line[begin:at].decode(errors="replace"))
+    rest = _COLOURS.sub(
+        "", line[at : at + 4 * _SHOWN_CHARS].split(b"\r")[0].decode(errors="replace")
+    )
+    cut = text if len(text) <= _BEFORE_CHARS else f"... {text[-_BEFORE_CHARS:]}"
+    return f"{cut}{rest if len(rest) <= _SHOWN_CHARS else f'{rest[:_SHOWN_CHARS]} ...'}".strip()
+
+
+class _Tracebacks:
+    """The last lines of Python tracebacks, also where a launcher put a prefix before each line."""
+
+    def __init__(self) -> None:
+        self._open: set[bytes] = set()  # prefixes of those that have not ended
+        self._errors: list[tuple[int, bytes]] = []
+
+    def take(self, first: int, block: bytes) -> None:
+        if len(self._errors) >= _MAX_ERRORS or not (self._open or _TRACEBACK in block):
+            return
+        for number, line in enumerate(block.split(b"\n"), start=first):
+            at = line.find(_TRACEBACK)
+            if at >= 0:
+                self._open.add(line[:at].removesuffix(b"Original "))
+                continue
+            for prefix in self._open:
+                body = line[len(prefix) :]
+                if line.startswith(prefix) and _EXCEPTION.match(body):
+                    self._open.remove(prefix)
+                    self._errors.append((number, body))
+                    break
+
+    def first_unknown(self) -> tuple[int, str] | None:
+        for number, body in self._errors:
+            if not _CARRIERS.match(body) and not any(cause.search(body) for cause in causes()):
+                return number, _shown(body, 0)
+        return None

@@ -1,0 +1,367 @@
+"""Findings from recorded facts, and the way from one host to another over loopback."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import doctor
+from paceline.cores import group_folders
+from paceline.doctor.facts import gather, interfaces
+from paceline.doctor.findings import Finding, Need, judge
+from paceline.doctor.links import Listener, address_towards, measure, rounds
+from paceline.doctor.variables import interface_fits
+from paceline.environment import Place
+
+GIB = 1 << 30
+KEY = "k" * 64
+
+# What two hosts with a GPU for each of two ranks said, the node's own interface being eth0.
+HOST: dict[str, Any] = {
+    "rank": 0,
+    "local_rank": 0,
+    "local_world_size": 2,
+    "host": "a",
+    "variables": {},
+    "device": {
+        "index": 0,
+        "missing": False,
+        "uuid": "u0",
+        "name": "H",
+        "used": 0,
+        "total": 80 * GIB,
+    },
+    "versions": {"python": "3.11.7", "torch": "2.13.0", "cuda": "12.8", "driver": "570.1"},
+    "cores": 8,
+    "cores_of_host": 16,
+    "memory_limit": None,
+    "memory_kills": 0,
+    "shm_size": 32 * GIB,
+    "shm_free": 30 * GIB,
+    "gpus": 2,
+    "infiniband": ["mlx5_0"],
+    "interfaces": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
+    "names": {"addresses": ["10.0.0.1"], "back": {"10.0.0.1": "a"}},
+    "port_owner": None,
+    "ephemeral_ports": [32768, 60999],
+    "folder": None,
+}
+LINK: dict[str, Any] = {
+    "from": 0,
+    "to": 2,
+    "ends": {"address": "10.0.0.2", "ephemeral": 41000, "fixed": 29501},
+    "fixed": "",
+    "ephemeral": "",
+    "from_address": "10.0.0.1",
+    "name_leads_to": ["10.0.0.2"],
+    "latency_s": 1e-4,
+    "clock_s": 0.001,
+    "bytes_per_s": 1e9,
+}
+REDUCE = {"right": True, "world_size": 4, "seconds": 0.02, "bytes": 16 << 20}
+
+
+def _two_hosts() -> dict[str, Any]:
+    ranks = []
+    for rank in range(4):
+        facts = copy.deepcopy(HOST)
+        facts |= {"rank": rank, "local_rank": rank % 2, "host": "ab"[rank // 2]}
+        facts["device"]["uuid"] = f"u{rank}"
+        facts["interfaces"]["eth0"] = facts["names"]["addresses"] = [f"10.0.0.{rank // 2 + 1}"]
+        ranks.append(facts)
+    there = copy.deepcopy(LINK)
+    back = there | {"from": 2, "to": 0, "from_address": "10.0.0.2", "name_leads_to": ["10.0.0.1"]}
+    reduce = [dict(REDUCE) for _ in ranks]
+    return {"ranks": ranks, "links": [there, back], "reduce": reduce, "shared": None}
+
+
+def _wrong(found: dict[str, Any], need: Need | None = None) -> list[Finding]:
+    return [f for f in judge(found, need or Need()) if f.level != "ok"]
+
+
+def test_two_sound_hosts_are_ok_on_every_subject() -> None:
+    findings = judge(_two_hosts(), Need(workers=3, batch_bytes=1 << 20))
+    assert {finding.level for finding in findings} == {"ok"}
+    subjects = {"versions", "devices", "cores", "shared memory", "host name", "network"}
+    assert {finding.name for finding in findings} == subjects | {"all-reduce"}
+    assert all(finding.what.endswith(".") for finding in findings)
+    network = next(finding.what for finding in findings if finding.name == "network")
+    assert network == (
+        "2 of 2 ways between hosts work, 0.10 to 0.10 ms, 1.00 GB/s to 1.00 GB/s, by eth0."
+    )
+
+
+# Where in the facts, what stands there, and the one finding that this makes.
+CHANGES = [
+    ("ranks.2.versions.torch", "2.12.0", "fail", "torch differs: 2.13.0 on a, 2.12.0 on b."),
+    ("ranks.2.versions.driver", "560.0", "warn", "driver differs: 570.1 on a, 560.0 on b."),
+    ("ranks.1.device.missing", True, "fail", "a shows 2 GPUs to 2 ranks."),
+    ("ranks.1.device.uuid", "u0", "fail", "ranks of a share a GPU."),
+    ("ranks.0.device.used", 20 * GIB, "warn", "GPU 0 of a has 20.0 GiB in use already."),
+    ("ranks.0.cores", 1, "warn", "a gives 1 core of 16 to 2 ranks."),
+    ("ranks.0.memory_kills", 2, "warn", "2 processes died for memory in the container of a."),
+    (
+        "ranks.2.shm_size",
+        64 << 20,
+        "warn",
+        "/dev/shm of b has 30.0 GiB free of 64 MiB: little for loader workers and NCCL.",
+    ),
+    (
+        "ranks.2.names.addresses",
+        ["127.0.1.1"],
+        "fail",
+        "the name b leads to 127.0.1.1 on b; Gloo would offer that to its peers.",
+    ),
+    (
+        "ranks.0.port_owner",
+        "pid 812 (python old.py), which began 3 h ago",
+        "warn",
+        "port 29500, torch's usual one, is held on a by pid 812 (python old.py), which began 3 h ago.",
+    ),
+    (
+        "ranks.0.ephemeral_ports",
+        [60000, 60100],
+        "warn",
+        "the kernel of a chooses from 100 ports alone.",
+    ),
+    (
+        "links.1.ephemeral",
+        "timed out",
+        "fail",
+        "b cannot reach a at 10.0.0.2:41000 (a port of the kernel's choice): timed out.",
+    ),
+    (
+        "links.0.fixed",
+        "[Errno 111] Connection refused",
+        "fail",
+        "a cannot reach b at 10.0.0.2:29501 (29500-29550): [Errno 111] Connection refused.",
+    ),
+    ("links.0.clock_s", -90.0, "warn", "the clocks of a and b differ by 90.0 s."),
+    (
+        "links.0.name_leads_to",
+        ["127.0.1.1"],
+        "warn",
+        "on a the name b leads to 127.0.1.1, which is not b's.",
+    ),
+    ("reduce.3.right", False, "fail", "the sum is wrong."),
+    ("reduce.2.error", "bang\nmore", "fail", "it failed: bang"),
+    (
+        "ranks.2.variables",
+        {"NCCL_SOCKET_IFNAME": "ib0"},
+        "warn",
+        "b: NCCL_SOCKET_IFNAME=ib0 fits no interface.",
+    ),
+    (
+        "ranks.0.variables",
+        {"NCCL_P2P_DISABLE": "1"},
+        "warn",
+        "a: NCCL_P2P_DISABLE=1: GPUs of one host talk through the host's memory.",
+    ),
+    (
+        "ranks.0.variables",
+        {"NCCL_IB_DISABLE": "1"},
+        "warn",
+        "a: NCCL_IB_DISABLE=1 leaves mlx5_0 unused.",
+    ),
+    (
+        "ranks.0.variables",
+        {"OMP_NUM_THREADS": "8"},
+        "warn",
+        "a: OMP_NUM_THREADS=8, while 8 cores are there for 2 ranks.",
+    ),
+    (
+        "ranks.0.variables",
+        {"CUDA_VISIBLE_DEVICES": "0,1,2"},
+        "warn",
+        "a: CUDA_VISIBLE_DEVICES=0,1,2 lists 3, torch sees 2.",
+    ),
+    (
+        "ranks.0.variables",
+        {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        "warn",
+        "a: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each collective by another one.",
+    ),
+    (
+        "ranks.0.folder",
+        {"path": "/runs", "error": "Read-only file system"},
+        "fail",
+        "/runs on a cannot be written to: Read-only file system.",
+    ),
+    (
+        "ranks.0.folder",
+        {"path": "/runs", "bytes_per_s": 2e7, "free": GIB},
+        "warn",
+        "/runs on a: 1.0 GiB free, 20 MB/s to durable storage: slow.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("where", "value", "level", "what"), CHANGES)
+def test_each_fault_makes_one_finding(where: str, value: Any, level: str, what: str) -> None:
+    found = _two_hosts()
+    *path, last = where.split(".")
+    place: Any = found
+    for part in path:
+        place = place[int(part)] if part.isdigit() else place[part]
+    place[last] = value
+    wrong = _wrong(found)
+    assert [(finding.level, finding.what) for finding in wrong] == [(level, what)]
+    assert wrong[0].cure
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "lo"}, "a: GLOO_SOCKET_IFNAME=lo reaches no other host."),
+        ({"NCCL_SOCKET_IFNAME": "^eth"}, "a reaches b by eth0, but NCCL_SOCKET_IFNAME=^eth."),
+    ],
+)
+def test_an_interface_that_does_not_reach_the_peers(values: dict[str, str], what: str) -> None:
+    found = _two_hosts()
+    found["ranks"][0]["variables"] = values
+    assert what in [finding.what for finding in _wrong(found)]
+
+
+def test_a_way_that_is_slower_than_the_others() -> None:
+    found = _two_hosts()
+    found["links"] += copy.deepcopy(found["links"])
+    found["links"][0]["bytes_per_s"] = 1e8
+    wrong = _wrong(found)
+    assert [f.what for f in wrong] == ["a to b carries 0.10 GB/s, others 1.00 GB/s."]
+
+
+def test_a_run_folder_that_a_host_does_not_share() -> None:
+    found = _two_hosts()
+    for rank in (0, 2):
+        found["ranks"][rank]["folder"] = {"path": "/runs", "bytes_per_s": 1e9, "free": GIB}
+    found["shared"] = [True, True, False, False]
+    assert [f.what for f in _wrong(found)] == ["/runs on b does not show what rank 0 wrote there."]
+
+
+def test_the_need_of_loaders_is_held_against_shm_and_cores() -> None:
+    found = _two_hosts()
+    wrong = _wrong(found, Need(workers=8, batch_bytes=GIB))
+    assert [(finding.name, finding.level) for finding in wrong] == [
+        ("cores", "warn"),
+        ("shared memory", "fail"),
+        ("cores", "warn"),
+        ("shared memory", "fail"),
+    ]
+    assert "may need 32.0 GiB" in wrong[1].what  # 2 ranks x 8 workers x 2 batches ahead x 1 GiB
+
+
+def test_an_error_of_the_all_reduce_gets_the_cure_of_the_table() -> None:
+    found = _two_hosts()
+    found["reduce"][0] = {"error": "Gloo connectFullMesh failed with: remote=[127.0.0.1]:1"}
+    assert "GLOO_SOCKET_IFNAME" in _wrong(found)[0].cure
+
+
+def test_containers_of_one_name_are_told_apart() -> None:
+    found = _two_hosts()
+    found["ranks"][2]["host"] = "a"
+    found["links"][0]["ephemeral"] = "timed out"
+    assert _wrong(found)[0].what.startswith("a (rank 0) cannot reach a (rank 2)")
+
+
+def test_what_is_wrong_comes_first_and_what_is_well_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = _two_hosts()
+    found["ranks"][2]["memory_kills"] = 1
+    doctor._print(judge(found, Need()), found, 0, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "warn  memory: 1 process died for memory in the container of b."
+    assert lines[1].startswith("      cure: ")
+    assert "ok    devices: a: 2 x H. (and so 1 more)" in lines
+    assert len([line for line in lines if "devices" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "fits"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", True),
+        ("GLOO_SOCKET_IFNAME", "eth", False),
+        ("GLOO_SOCKET_IFNAME", "ib0,eth0", True),
+        ("NCCL_SOCKET_IFNAME", "eth", True),
+        ("NCCL_SOCKET_IFNAME", "=eth", False),
+        ("NCCL_SOCKET_IFNAME", "=eth0", True),
+        ("NCCL_SOCKET_IFNAME", "^docker,lo", True),
+        ("NCCL_SOCKET_IFNAME", "^eth", False),
+        ("NCCL_SOCKET_IFNAME", "^=eth", True),
+    ],
+)
+def test_interfaces_are_named_as_gloo_and_nccl_do(variable: str, value: str, fits: bool) -> None:
+    assert interface_fits(variable, value, "eth0") is fits
+
+
+def test_a_way_between_hosts_is_measured() -> None:
+    listener = Listener("127.0.0.1", KEY)
+    try:
+        link = measure(listener.ends, KEY, "localhost")
+    finally:
+        listener.close()
+    assert (link["fixed"], link["ephemeral"], link["from_address"]) == ("", "", "127.0.0.1")
+    assert 29500 <= listener.ends["fixed"] <= 29550
+    assert 0 < link["latency_s"] < 1
+    assert abs(link["clock_s"]) < 1
+    assert link["bytes_per_s"] > 1e6
+    assert "127.0.0.1" in link["name_leads_to"]
+
+
+def test_who_does_not_know_the_key_gets_no_answer() -> None:
+    listener = Listener("127.0.0.1", KEY)
+    try:
+        link = measure(listener.ends, "w" * 64, "localhost")
+    finally:
+        listener.close()
+    assert link["ephemeral"]
+    assert "latency_s" not in link
+
+
+def test_a_port_that_nobody_opened_is_a_fact() -> None:
+    listener = Listener("127.0.0.1", KEY)
+    listener.close()
+    link = measure(listener.ends, KEY, "no-such-host.invalid")
+    assert "refused" in link["fixed"]
+    assert "refused" in link["ephemeral"]
+    assert link["name_leads_to"] == []
+
+
+def test_no_host_is_asked_by_two_in_one_round() -> None:
+    for size in range(2, 7):
+        for asked in zip(*(rounds(size, me) for me in range(size)), strict=True):
+            assert sorted(asked) == list(range(size))
+
+
+def test_facts_of_this_host_can_travel_as_json(tmp_path: Path) -> None:
+    place = Place(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+    facts = json.loads(json.dumps(gather(place, tmp_path)))
+    assert set(HOST) <= set(facts)
+    assert facts["folder"]["bytes_per_s"] > 0
+    assert not list(tmp_path.iterdir())
+    assert "127.0.0.1" in facts["interfaces"]["lo"]
+
+
+def test_a_folder_that_cannot_be_is_a_fact(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    place = Place(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+    assert gather(place, tmp_path / "file")["folder"]["error"]
+
+
+def test_the_address_towards_another_host() -> None:
+    assert address_towards("127.0.0.1", 9) == ("127.0.0.1", "127.0.0.1")
+    assert {name for _, name in socket.if_nameindex()} <= set(interfaces())
+
+
+def test_groups_of_both_kinds_of_cgroups_are_found(tmp_path: Path) -> None:
+    member = tmp_path / "cgroup"
+    member.write_text("5:memory:/job\n0::/user\n")
+    folders = group_folders("memory", member, tmp_path)
+    assert tmp_path / "memory" / "job" in folders
+    assert tmp_path / "user" in folders
+    assert tmp_path / "unified" / "user" in folders

@@ -1,0 +1,193 @@
+"""The table of known messages, and how text is searched for them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import explain
+from paceline.explain import reading
+from paceline.explain.reading import KINDS, causes, read, recognise
+from paceline.host import format_bytes, owner_of_port
+
+MESSAGES = [
+    tuple(line.split(" | ", 2))
+    for line in (Path(__file__).with_name("known_messages.txt")).read_text().splitlines()
+    if not line.startswith("#")
+]
+
+
+def _lines(*lines: str) -> reading.Reading:
+    return read(io.BytesIO("\n".join(lines).encode()))
+
+
+@pytest.mark.parametrize(("name", "source", "message"), MESSAGES)
+def test_each_message_is_known_as_what_it_is(name: str, source: str, message: str) -> None:
+    found = _lines("epoch 3 loss 0.1", message, "bye").found
+    assert [(hit.cause.name, hit.line) for hit in found] == [(name, 2)]
+
+
+def test_each_entry_has_a_message_and_says_all() -> None:
+    assert {name for name, _, _ in MESSAGES} == {cause.name for cause in causes()}
+    for cause in causes():
+        assert cause.kind in KINDS
+        assert cause.what
+        assert cause.why.endswith(".")
+        assert cause.fix
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "except torch.OutOfMemoryError:",
+        "loss: 0.3 nanoseconds 12",
+        "[rank0]: epoch 3 step 7 loss 0.3219 lr 3e-4 tokens/s 812 exitcode: 0",
+    ],
+)
+def test_what_only_looks_like_a_message_is_none(line: str) -> None:
+    assert _lines(line).found == ()
+
+
+def test_an_original_error_comes_before_earlier_victims() -> None:
+    found = _lines(
+        "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default",
+        "RuntimeError: Connection closed by peer [127.0.0.1]:1",
+        "  error_file: <N/A>",
+        "MemoryError",
+        "No CUDA GPUs are available",
+    ).found
+    names = [hit.cause.name for hit in found]
+    assert names[:2] == ["host-out-of-memory", "cuda-no-such-device"]
+    assert names[2:] == ["error-file-missing", "peer-lost", "omp-threads"]
+
+
+def test_a_message_stands_once_with_its_first_line() -> None:
+    found = _lines("", *["CUDA out of memory"] * 3).found
+    assert [(hit.cause.name, hit.line) for hit in found] == [("cuda-out-of-memory", 2)]
+
+
+def test_a_line_that_fits_two_entries_belongs_to_the_upper_one() -> None:
+    shm = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+    found = _lines(shm, shm, "OSError: [Errno 28] No space left on device").found
+    assert [(hit.cause.name, hit.line) for hit in found] == [("shared-memory", 1), ("disk-full", 3)]
+
+
+def test_lines_count_right_over_blocks_and_a_line_without_end_is_held_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading, "_BLOCK_BYTES", 64)
+    text = _lines(*["x" * 7] * 100, "y" * 1000, "CUDA out of memory", "end")
+    assert [(hit.cause.name, hit.line) for hit in text.found] == [("cuda-out-of-memory", 102)]
+    assert text.lines == 103
+
+
+def test_what_is_shown_of_a_line_is_short_and_without_colours_or_bars() -> None:
+    line = "\r 10% | bar" * 500 + "\r\x1b[31m" + "z" * 100 + " CUDA out of memory. " + "t" * 999
+    shown = _lines(line).found[0].text
+    assert shown.startswith("... zzz")
+    assert " CUDA out of memory. ttt" in shown
+    assert "bar" not in shown
+    assert "\x1b" not in shown
+    assert len(shown) < 300
+
+
+def test_the_first_python_error_that_nobody_knows_is_named() -> None:
+    text = _lines(
+        "[rank1]: Traceback (most recent call last):",
+        "[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:1",
+        '[rank1]:   File "train.py", line 3, in <module>',
+        "[rank1]: ValueError: Caught ValueError in DataLoader worker process 0.",
+        "[rank1]: Original Traceback (most recent call last):",
+        '[rank1]:   File "data.py", line 9, in __getitem__',
+        "[rank1]: mylib.BadSample: number 7",
+        "Traceback (most recent call last):",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+    )
+    assert text.unknown == (7, "mylib.BadSample: number 7")
+    assert [hit.cause.name for hit in text.found] == ["peer-lost"]
+
+
+def test_known_errors_are_not_unknown() -> None:
+    text = _lines("Traceback (most recent call last):", "MemoryError")
+    assert text.unknown is None
+
+
+def test_recognise_gives_the_most_telling() -> None:
+    hit = recognise("Connection closed by peer\nCUDA out of memory")
+    assert hit is not None
+    assert hit.cause.name == "cuda-out-of-memory"
+    assert recognise("ValueError: bad sample") is None
+
+
+def test_the_owner_of_a_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        owner = owner_of_port(port)
+    assert owner is not None
+    assert owner.startswith(f"pid {os.getpid()} (")
+    assert "which began" in owner
+    assert owner_of_port(port) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["port: {}, useIpv6: false", "on [::]:{} (errno: 98", "0.0.0.0:{}"]
+)
+def test_the_port_is_found_in_the_message(
+    text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        log.write_text(f"address already in use {text.format(listener.getsockname()[1])}\n")
+        assert explain.main([str(log)]) == 0
+    assert f"is held now by pid {os.getpid()} (" in capsys.readouterr().out
+
+
+def test_bytes_have_units() -> None:
+    assert [format_bytes(n) for n in (5, 64 << 20, 3 << 30)] == ["5 B", "64 MiB", "3.0 GiB"]
+
+
+def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("CUDA out of memory\n")
+    assert explain.main([str(log), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["lines"], told["exit_code"], told["unknown_error"]) == (1, 0, None)
+    assert [(hit["name"], hit["line"]) for hit in told["found"]] == [("cuda-out-of-memory", 1)]
+
+
+def test_an_unknown_error_is_not_hidden_by_a_cause(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    error = "Traceback (most recent call last):\nmylib.Bad: 7\n"
+    log.write_text(f"loss: nan\n{error}Connection closed by peer\n")
+    explain.main([str(log)])
+    parts = capsys.readouterr().out.split("\n\n")
+    assert [part.split(" ")[0] for part in parts] == ["NaN", "The", "only"]
+    assert parts[1].endswith(f"{log}:3: mylib.Bad: 7")
+    log.write_text(f"Connection closed by peer\n{error}")
+    explain.main([str(log)])
+    assert capsys.readouterr().out.startswith("The first Python error that is not known here")
+
+
+def test_exit_codes_and_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"hello\n\xff\xfe")
+    assert explain.main([str(log)]) == 1
+    assert "Nothing in" in capsys.readouterr().out
+    assert explain.main([str(tmp_path / "none")]) == 2
+    assert explain.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("cannot be read") == 2
+
+
+def test_the_page_is_made_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(["--all"]) == 0
+    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    assert page.read_text() == capsys.readouterr().out, (
+        "paceline explain --all > docs/troubleshooting.md"
+    )
