@@ -2,8 +2,9 @@
 
     python benchmarks/steps.py [--ranks 2] [--rounds 9] [--only tiny|comm|comp]
 
-**tiny**: MLP 32-32-8, batch 16, AdamW. **comm**: MLP 4 x 1024, batch 128 (16.8 MB of gradients), SGD. **comp**:
-transformer d 256, 4 layers, 8 x 128 tokens, AdamW. Batches are those of one rank; one thread a rank. Sides:
+**tiny**: MLP 32-32-8, batch 16, AdamW. **comm**: MLP 4 x 1024, batch 128 (16.8 MB of gradients), SGD.
+**comp**: transformer d 256, 4 layers, 8 x 128 tokens, AdamW. Batches are those of one rank; one thread
+a rank. Sides:
 
     alone      a copy on every rank, all at once, that do not communicate: the ceiling
     by hand    torch's DDP over Gloo, with `gradient_as_bucket_view` and `static_graph`

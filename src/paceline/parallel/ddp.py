@@ -27,6 +27,7 @@ from paceline.errors import ConfigError, GradientError
 from paceline.job import Job
 from paceline.parallel.buffers import equalize_buffers
 from paceline.parallel.preflight import agree_on_parameters, listed, refuse_module
+from paceline.shm.group import ShmGroup
 
 Known: TypeAlias = tuple[tuple[str, nn.Parameter], ...]
 
@@ -85,9 +86,11 @@ def ddp(
             **_no_buffer_broadcast(),
         )
         unannotated: Any = wrapper
-        _remember(wrapper, unannotated._build_params_for_reducer()[0])
+        known = _remember(wrapper, unannotated._build_params_for_reducer()[0])
         if not static_graph and not find_unused:
             _rebuild_buckets_now(wrapper)
+        if isinstance(job.group, ShmGroup):
+            job.group.share_gradients(p for _, p in known)
     except RuntimeError as error:
         job.reraise(error)
     equalize_buffers(job, wrapper)
