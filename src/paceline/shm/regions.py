@@ -24,7 +24,7 @@ from paceline.log import logger
 from paceline.shm.segment import Segment
 
 LEAST_BYTES = 64 << 10  # smaller tensors fit the slots at once, which needs a meeting less
-_CHUNK_BYTES = 256 << 10  # of the sum, which stays in the cache until all ranks' parts have it
+_CHUNK_BYTES = 1 << 20  # of the sum, which stays in the cache until all ranks' parts have it
 Parts = list[Sequence[torch.Tensor]]
 
 

@@ -134,12 +134,13 @@ class Rounds:
         parts = regions.parts(numbers, dtype)
         if parts is None:
             return False
-        total = torch.empty_like(parts[0][0])
+        spare = torch.empty_like(parts[0][0]) if self._size > 2 else None
         for chunks in zip(*parts, strict=True):
-            out = total[: len(chunks[0])]
+            out = chunks[self._rank] if spare is None else spare[: len(chunks[0])]
             fold(op, chunks, out)
             for chunk in chunks:
-                chunk.copy_(out)
+                if chunk is not out:
+                    chunk.copy_(out)
         yield from self._meet()
         return True
 
