@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo check test test-all test-torch bench clean
+.PHONY: help setup demo check test test-all bench clean
 
 help:
 	@echo "make setup     build .venv with the paceline command in it"
@@ -13,7 +13,6 @@ help:
 	@echo "make check     format, lint, types, layering"
 	@echo "make test      unit, dist and e2e tests"
 	@echo "make test-all  those and the long ones"
-	@echo "make test-torch  torch's own suite of backends on shm"
 	@echo "make bench     measure against hand-written loops and other frameworks"
 
 setup: $(STAMP)
@@ -38,9 +37,6 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q
-
-test-torch: $(STAMP)
-	PACELINE_TORCH_SUITE=1 $(BIN)/python -m pytest -q tests/dist/test_shm_torch.py
 
 bench: $(STAMP)
 	$(PIP) -e '.[bench]'

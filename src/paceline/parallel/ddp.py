@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +28,7 @@ from paceline.errors import ConfigError, GradientError
 from paceline.job import Job
 from paceline.parallel.buffers import equalize_buffers
 from paceline.parallel.preflight import agree_on_parameters, listed, refuse_module
+from paceline.shm.group import ShmGroup
 
 Known: TypeAlias = tuple[tuple[str, nn.Parameter], ...]
 
@@ -85,9 +87,11 @@ def ddp(
             **_no_buffer_broadcast(),
         )
         unannotated: Any = wrapper
-        _remember(wrapper, unannotated._build_params_for_reducer()[0])
+        known = _remember(wrapper, unannotated._build_params_for_reducer()[0])
         if not static_graph and not find_unused:
-            _rebuild_buckets_now(wrapper)
+            _rebuild_buckets_now(wrapper, job.group)
+        elif isinstance(job.group, ShmGroup):
+            job.group.share_gradients(p for _, p in known)
     except RuntimeError as error:
         job.reraise(error)
     equalize_buffers(job, wrapper)
@@ -335,7 +339,7 @@ def _handled(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
     return [p for _, p in _known(wrapper)] + left_alone
 
 
-def _rebuild_buckets_now(wrapper: DistributedDataParallel) -> None:
+def _rebuild_buckets_now(wrapper: DistributedDataParallel, group: dist.ProcessGroup) -> None:
     """Have torch lay out its buckets now; of itself it does so after the first backward.
 
     The layout decides where Gloo's and NCCL's rings cut a bucket, and so in which order 3 and more
@@ -347,11 +351,14 @@ def _rebuild_buckets_now(wrapper: DistributedDataParallel) -> None:
     for _, p in known:
         p.grad = None
     zero_backward(wrapper)
-    for (_, p), gradient in zip(known, gradients, strict=True):
-        p.grad = gradient
     rebuilt = wrapper.reducer._rebuild_buckets()
     assert rebuilt, "torch did not lay out its buckets after a whole backward"
     wrapper._has_rebuilt_buckets = True  # as DDP itself does after it; its comm hooks ask for it
+    if isinstance(group, ShmGroup):
+        group.share_gradients(p for _, p in known)
+        zero_backward(wrapper)  # moves the buckets while nobody holds a view into them
+    for (_, p), gradient in zip(known, gradients, strict=True):
+        p.grad = gradient
 
 
 def _give_sparse_gradients(wrapper: DistributedDataParallel) -> None:

@@ -10,7 +10,7 @@ C++ callers (DDP, functional collectives) reach only what that file names, the r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -113,6 +113,15 @@ class ShmGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
+    def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Keep the buckets that hold the gradients of these in memory of all ranks, from now on.
+
+        A view into a gradient that is not torch's, as of numpy, must not outlive the next reduction.
+
+        Collective: all ranks of the group, between the same operations.
+        """
+        self._rounds.regions.watch(parameters)
+
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
         self._timeout_s = timeout.total_seconds()
@@ -131,12 +140,14 @@ class ShmGroup(dist.ProcessGroup):
             return None
         op = opts.reduceOp.op
         if len(tensors) == 1 and _is_flat(tensors[0]):
-            return self._rounds.all_reduce(tensors[0].data.view(-1), op), tensors
+            region = self._rounds.regions.offer(tensors[0])  # first, as it may move the tensor
+            return self._rounds.all_reduce(tensors[0].data.view(-1), op, region), tensors
+        region = 0 if self._rounds.regions.active else None
 
         def steps() -> Steps:
             for tensor in tensors:
                 flat = _flat(tensor)
-                yield from self._rounds.all_reduce(flat, op)
+                yield from self._rounds.all_reduce(flat, op, region)
                 _put(flat, tensor)
 
         return steps(), tensors

@@ -297,7 +297,7 @@ class Line:
             for r in missing
         ]
         return CollectiveTimeout(
-            f"after {waited_s:.0f} s in a collective, these did not come: {', '.join(names)}.",
+            f"after a timeout of {waited_s:.0f} s in a collective, these did not come: {', '.join(names)}.",
             where=self._where(),
             missing=[self._ranks[r] for r in missing],
             waited_s=waited_s,

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from paceline.shm.folding import fold
+from paceline.shm.regions import LEAST_BYTES, Regions
 from paceline.shm.segment import Segment
 
 Steps = Generator[None, None, None]
@@ -50,6 +51,7 @@ class Rounds:
     """The collectives of one group over its segment, one at a time.
 
     Attributes:
+        regions: the gradients that all ranks have mapped.
         turn: how often the ranks have met.
         polls: how often a rank looks for the others before it yields.
 
@@ -58,6 +60,7 @@ class Rounds:
 
     def __init__(self, segment: Segment, *, spin: bool) -> None:
         self.segment = segment
+        self.regions = Regions(segment)
         self.turn = 0
         self.polls = _POLLS if spin else 1
         self._rank, self._size = segment.rank, segment.size
@@ -97,12 +100,64 @@ class Rounds:
         """All have come."""
         yield from self._meet_for("barrier", torch.uint8, 0, 0, -1)
 
-    def all_reduce(self, flat: torch.Tensor, op: Any) -> Steps:
-        """Reduce `flat` over ranks, in place."""
+    def all_reduce(self, flat: torch.Tensor, op: Any, region: int | None = None) -> Steps:
+        """Reduce `flat` over ranks, in place.
+
+        Args:
+            region: What `Regions.offer` said when the operation was issued.
+        """
+        if region is not None and flat.nbytes >= LEAST_BYTES:
+            done = yield from self._all_reduce_in_regions(flat, op, region)
+            if done:
+                return
         if self._size > 2 and flat.nbytes > _SMALL_BYTES:
             yield from self._all_reduce_by_shares(flat, op)
             return
         yield from self._fold_everything("all_reduce", flat, op, -1)
+
+    def _all_reduce_in_regions(
+        self, flat: torch.Tensor, op: Any, region: int
+    ) -> Generator[None, None, bool]:
+        """Each rank reduces its share where it lies, and gives it to all; if all ranks offer a region.
+
+        Nobody else reads or writes a rank's share between the two meetings, and nobody any of it after
+        the second, so that the memory may be a gradient again.
+        """
+        regions, dtype, offers = self.regions, flat.dtype, self.segment.offers[self.turn & 1]
+        offers[self._rank] = region
+        yield from self._meet_for("all_reduce", dtype, flat.numel(), int(op), -1)
+        numbers = tuple(offers)
+        if 0 in numbers:
+            return False
+        if not regions.known(numbers, dtype):
+            yield from self._introduce(numbers, dtype, flat.numel())
+        parts = regions.parts(numbers, dtype)
+        if parts is None:
+            return False
+        spare = torch.empty_like(parts[0][0]) if self._size > 2 else None
+        for chunks in zip(*parts, strict=True):
+            out = chunks[self._rank] if spare is None else spare[: len(chunks[0])]
+            fold(op, chunks, out)
+            for chunk in chunks:
+                if chunk is not out:
+                    chunk.copy_(out)
+        yield from self._meet()
+        return True
+
+    def _introduce(self, numbers: tuple[int, ...], dtype: torch.dtype, count: int) -> Steps:
+        """All map the regions of these numbers, and agree on whether all could."""
+        regions = self.regions
+        descriptors = yield from self._tell(regions.descriptor(numbers[self._rank]))
+        parts = regions.map(descriptors, dtype, count)
+        could = yield from self._tell(int(parts is not None))
+        regions.keep(numbers, dtype, parts if all(could) else None)
+
+    def _tell(self, number: int) -> Generator[None, None, list[int]]:
+        """One small number of each rank, for all."""
+        cells = self.segment.views(self.turn, torch.int64, 0, 1)
+        cells[self._rank].fill_(number)
+        yield from self._meet()
+        return [int(cell) for cell in cells]
 
     def reduce(self, flat: torch.Tensor, op: Any, root: int) -> Steps:
         """Reduce `flat` over ranks into that of `root`; the others' stay."""

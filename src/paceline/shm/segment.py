@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ALIGN = 4096
-_COLUMNS = 7
+_COLUMNS = 9
 _TOTAL_BYTES = 32 << 20  # of all slots of a group, as far as the smallest slot allows
 _SLOT_BYTES = (64 << 10, 2 << 20)
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64, between processes
@@ -59,6 +59,7 @@ class Segment:
         posted: the last turn that each rank has reached, in rank order.
         gone: 0, or why a rank takes no part any more: 1 it left, 2 + r it failed because of rank r.
         notes: what each rank says about its operation, for even and for odd turns.
+        offers: the number of the region that each rank offers, likewise; 0 where it has none.
         slot_bytes: what one slot holds; each rank has one for even and one for odd turns.
 
     Collective: all ranks of the group, through `open_segment`.
@@ -72,7 +73,7 @@ class Segment:
         board = memoryview(memory)[: _board_bytes(size)].cast("q")
         columns = [board[1 + n * size : 1 + (n + 1) * size] for n in range(_COLUMNS)]
         self.posted, self.gone, self._pids, self._starts, self._dozing = columns[:5]
-        self.notes = (columns[5], columns[6])
+        self.notes, self.offers = columns[5:7], columns[7:9]
         self._bell = board[1 + _COLUMNS * size :]
         self._data = _board_bytes(size)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,0 +1,212 @@
+"""A training step on several ranks of one host: Paceline against DDP by hand over Gloo, and the ceiling.
+
+    python benchmarks/steps.py [--ranks 2] [--rounds 9] [--only tiny|comm|comp]
+
+**tiny**: MLP 32-32-8, batch 16, AdamW. **comm**: MLP 4 x 1024, batch 128 (16.8 MB of gradients), SGD.
+**comp**: transformer d 256, 4 layers, 8 x 128 tokens, AdamW. Batches are those of one rank; one thread
+a rank. Sides:
+
+    alone      a copy on every rank, all at once, that do not communicate: the ceiling
+    by hand    torch's DDP over Gloo, with `gradient_as_bucket_view` and `static_graph`
+    ddp        the same loop with `paceline.ddp`
+    paceline   `paceline.ddp` and `paceline.Training`
+
+All live in the same processes and take turns, round after round; a round gives the median of its steps, of
+the slowest rank. The table has medians over rounds, and ratios of each round with their middle half. Those
+that communicate must end with the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.data.plan import Position
+from paceline.testing import run_ranks
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(1024, 1024), nn.GELU())])
+
+
+def tiny() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+@dataclass(frozen=True)
+class Workload:
+    make: Callable[[], nn.Module]
+    batch: int
+    x: tuple[int, ...]
+    y: tuple[int, ...]
+    adam: bool
+    steps: int  # in a round
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.adam:
+            return torch.optim.AdamW(model.parameters(), lr=1e-4)
+        return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+WORKLOADS = {
+    "tiny": Workload(tiny, 16, (32,), (8,), adam=True, steps=300),
+    "comm": Workload(mlp, 128, (1024,), (1024,), adam=False, steps=20),
+    "comp": Workload(Transformer, 8, (128, 256), (128, 256), adam=True, steps=5),
+}
+Steps = Iterator[None]
+
+
+def loop_by_hand(work: Workload, data: TensorDataset, mine: Any, model: nn.Module) -> Steps:
+    x_all, y_all = data.tensors
+    optimizer = work.optimizer(model)
+    for ids in mine:
+        x, y = x_all[ids], y_all[ids]
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def loop_of_paceline(
+    job: Any, work: Workload, data: TensorDataset, model: nn.Module, steps: int
+) -> Steps:
+    batches = paceline.Batches(
+        job, data, global_batch=work.batch * job.world_size, sample_randomness=False
+    )
+    training = paceline.Training(job, model, work.optimizer(model), batches)
+    for step in training.steps(until=steps):
+        for x, y in step:
+            loss = F.mse_loss(model(x), y, reduction="sum") / y[0].numel()
+            step.backward(loss, count=len(y))
+        step.update()
+        yield
+
+
+def measure(job: Any, name: str, rounds: int) -> dict[str, list[float]]:
+    """For each side, the step time of each round in us."""
+    torch.set_num_threads(1)
+    work = WORKLOADS[name]
+    total = work.steps * (rounds + 1)
+    size = work.batch * job.world_size * min(total, 16)
+    data = TensorDataset(torch.randn(size, *work.x), torch.randn(size, *work.y))
+    rows = TensorDataset(torch.arange(size))
+    plan = paceline.Batches(job, rows, global_batch=work.batch * job.world_size)
+    steps = plan.iterate(Position(job.seed, 0, 0), epochs=-(-total // 16))
+    mine = [micro.batch[0] for step in steps for micro in step][:total]
+    models = {"alone": work.make()}
+    for side in ("by hand", "ddp", "paceline"):
+        models[side] = work.make()
+        models[side].load_state_dict(models["alone"].state_dict())
+    hand = DistributedDataParallel(
+        models["by hand"],
+        process_group=dist.new_group(backend="gloo"),
+        gradient_as_bucket_view=True,
+        static_graph=True,
+    )
+    ours = paceline.ddp(job, models["paceline"])
+    sides = {
+        "alone": loop_by_hand(work, data, mine, models["alone"]),
+        "by hand": loop_by_hand(work, data, mine, hand),
+        "ddp": loop_by_hand(work, data, mine, paceline.ddp(job, models["ddp"])),
+        "paceline": loop_of_paceline(job, work, data, ours, total),
+    }
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(rounds + 1):
+        for side, loop in sides.items():
+            times = []
+            dist.barrier(group=job.control)
+            for _ in range(work.steps):
+                began = time.perf_counter()
+                next(loop)
+                times.append(time.perf_counter() - began)
+            slowest = torch.tensor(statistics.median(times))
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=job.control)
+            if number:  # the first round warms up
+                found[side].append(1e6 * slowest.item())
+    next(sides["paceline"], None)  # so that the loop ends well
+    expected = list(models["by hand"].parameters())
+    for side in ("ddp", "paceline"):
+        for p, q in zip(models[side].parameters(), expected, strict=True):
+            assert torch.allclose(p, q, atol=1e-4), f"{side} ended with other weights"
+    return found
+
+
+def rows_of(name: str, ranks: int, found: dict[str, list[float]]) -> list[dict[str, Any]]:
+    rows = []
+    for side, values in found.items():
+        row = {"workload": name, "ranks": ranks, "side": side, "us": statistics.median(values)}
+        for key, ratios in (
+            ("of_by_hand", [v / b for v, b in zip(values, found["by hand"], strict=True)]),
+            ("efficiency", [a / v for v, a in zip(values, found["alone"], strict=True)]),
+        ):
+            ratios.sort()
+            cut = len(ratios) // 4
+            row[key] = statistics.median(ratios)
+            row[f"{key}_spread"] = [ratios[cut], ratios[-1 - cut]]
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/steps.json"))
+    options = parser.parse_args()
+    rows = []
+    print(f"{'work':5} {'ranks':>5} {'side':9}{'us':>10}  of by hand (middle half)   efficiency")
+    for ranks in options.ranks:
+        for name in options.only:
+            found = run_ranks(
+                measure, name, options.rounds, nproc=ranks, timeout_s=300, deadline_s=1200
+            )
+            for row in rows_of(name, ranks, found[0]):
+                rows.append(row)
+                spreads = [
+                    f"{row[key]:.3f} ({row[f'{key}_spread'][0]:.3f} to {row[f'{key}_spread'][1]:.3f})"
+                    for key in ("of_by_hand", "efficiency")
+                ]
+                print(f"{name:5} {ranks:5} {row['side']:9}{row['us']:10.1f}  {'   '.join(spreads)}")
+    about = {
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "rounds": options.rounds,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
