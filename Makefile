@@ -43,7 +43,12 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/reproducible.py
 	$(BIN)/python benchmarks/allreduce.py
+	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/faults.py
+	$(BIN)/python benchmarks/restarts.py
 	$(BIN)/python benchmarks/verdicts.py
 	$(BIN)/python benchmarks/probe.py
+
+clean:
+	rm -rf $(VENV) runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

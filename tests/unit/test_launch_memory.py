@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.bundle import settings
-from paceline.launch.memory import Memory, read, size
+from paceline.launch.memory import Memory, read
 from paceline.launch.report import Shape, render_failure
 from paceline.launch.verdict import Error, Fact, judge
 
@@ -39,10 +39,6 @@ def test_counters_of_version_2(tmp_path: Path) -> None:
 
 def test_a_machine_without_counters(tmp_path: Path) -> None:
     assert read(tmp_path / "none", tmp_path).kills is None
-
-
-def test_sizes() -> None:
-    assert [size(count) for count in (None, 64 << 20, 3 << 29)] == ["0 MiB", "64 MiB", "1.5 GiB"]
 
 
 BEFORE = Memory(kills=0, host_kills=5)
