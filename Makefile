@@ -51,6 +51,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/verdicts.py
 	$(BIN)/python benchmarks/probe.py
+	$(BIN)/python benchmarks/restarts.py
 
 clean:
 	rm -rf $(VENV) runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,13 +1,13 @@
 """Strike a job with faults, and measure how soon it does a new step, and whether anything was lost.
 
-    python benchmarks/restarts.py [--kinds kill,raise,stop,node] [--count 20] [--ranks 3] [--seed 1]
-    python benchmarks/restarts.py --mixed-s 900
+    python benchmarks/restarts.py [--kinds kill,raise,exit,stop,node,silent] [--count 20] [--ranks 3]
 
 Each trial is a training (`survivor.py`) under `paceline run` with one fault at a random rank, step and phase.
 It counts when the job ends with 0 and its ledger, losses and last checkpoint are those of a run without
 faults. Recovery is from the strike to the end of the first step that had not been done before. **node**: the
-launcher and the ranks of a second node are killed, and the first goes on alone (`--nnodes 1:2`). **mixed**:
-one training, a fault of any kind every 15 s. Prints JSON.
+second of two nodes is killed (**silent**: it stands still), the first goes on alone (`--nnodes 1:2`), and
+then both again. **shadow**: all ranks are killed, and nothing but the shadow was saved. With
+`--mixed-s 900` it is one training instead, with a fault of any kind every `--every-s 15`. Prints JSON.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from paceline.checkpoint.store import committed, open_store, read_manifest_text
 
 SCRIPT = Path(__file__).with_name("survivor.py")
 PHASES = ("data", "forward", "update", "end")
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "faults": [],
     "width": 256,
     "samples": 24 * 15,
@@ -45,7 +47,10 @@ SETTINGS = {
     "save_every": 1,
     "slow_s": 0.05,
     "reproducible": False,
+    "shadow": False,
 }
+# Other worlds give the same bits.
+NODE_SETTINGS = SETTINGS | {"epochs": 8, "reproducible": True}
 DEADLINE_S = 180.0
 
 
@@ -149,6 +154,9 @@ def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str
         "phase": rng.choice(PHASES),
     }
     settings = SETTINGS | {"faults": [fault]}
+    if kind == "shadow":
+        faults = [fault | {"kind": "kill", "rank": rank, "phase": "end"} for rank in range(nproc)]
+        settings = SETTINGS | {"faults": faults, "save_every": 10**6, "shadow": True}
     with place() as folder:
         words = [f"--nproc-per-node={nproc}", "--max-restarts=2"]
         process = start(folder, settings, words)
@@ -161,7 +169,68 @@ def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str
         if code != 0 or not mark.exists():
             return f"{fault}: exit code {code}\n{(folder / 'log').read_text()}", 0.0
         found = lost(folder, settings, expected)
+        if kind == "shadow" and "was still in memory" not in (folder / "log").read_text():
+            found = "it did not go on from memory"
         return found and f"{fault}: {found}", recovery_s(folder, mark.stat().st_mtime)
+
+
+def wait_for(folder: Path, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition(rows(folder / "losses")):
+        if time.monotonic() > deadline:
+            raise TimeoutError((folder / "log").read_text())
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def signal_node(launcher: int, number: int) -> None:
+    """Signal all processes of a node at once, as the end of a host would."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for pid in [launcher, *map(int, children)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def node_trial(kind: str, rng: random.Random, expected: str) -> tuple[str, float]:
+    """Two nodes; the second is killed ("node"), or stands still without a word ("silent").
+
+    The first goes on alone; the second comes back, and both end what was begun.
+    """
+    words = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
+    words += ["--rdzv-id=job", "--nproc-per-node=1", "--max-restarts=3"]
+    at = rng.randrange(30, 40)
+    with place() as folder:
+        nodes = [start(folder, NODE_SETTINGS, words)]
+        try:
+            # The first to come serves the rendezvous; the other one is to be lost.
+            while b"waiting" not in (folder / "log").read_bytes():
+                time.sleep(0.01)
+            time.sleep(0.3)
+            nodes.append(start(folder, NODE_SETTINGS, words))
+            wait_for(folder, lambda found: any(row["step"] >= at for row in found))
+            struck = time.time()
+            signal_node(nodes[1].pid, signal.SIGKILL if kind == "node" else signal.SIGSTOP)
+            wait_for(folder, lambda found: found[-1]["world"] == 1 and found[-1]["step"] > at + 3)
+            if kind == "node":
+                nodes[1].wait()
+                nodes[1] = start(folder, NODE_SETTINGS, words)
+            else:
+                signal_node(nodes[1].pid, signal.SIGCONT)
+            wait_for(folder, lambda found: found[-1]["world"] == 2)
+            codes = [node.wait(DEADLINE_S) for node in nodes]
+        except (TimeoutError, subprocess.TimeoutExpired) as error:
+            return f"{kind} after step {at}: {error}", 0.0
+        finally:
+            for node in nodes:
+                if node.poll() is None:
+                    signal_node(node.pid, signal.SIGKILL)
+        if codes != [0, 0]:
+            return f"exit codes {codes}\n{(folder / 'log').read_text()}", 0.0
+        return lost(folder, NODE_SETTINGS, expected), recovery_s(folder, struck)
 
 
 def summary(found: list[tuple[str, float]]) -> dict[str, Any]:
@@ -175,17 +244,91 @@ def summary(found: list[tuple[str, float]]) -> dict[str, Any]:
     }
 
 
+def mixed(
+    nproc: int, seconds: float, every_s: float, kinds: list[str], rng: random.Random
+) -> dict[str, Any]:
+    """One training for so long, with a fault of any kind every so often: how much of the time was not lost.
+
+    Effective is the usual time of a step, times the steps, over the time from the first to the last.
+    """
+    probe = SETTINGS | {"epochs": 2}
+    with place() as folder:
+        start(folder, probe, [f"--nproc-per-node={nproc}"]).wait(DEADLINE_S)
+        step_s = usual_step_s(rows(folder / "losses"))
+    every = round(every_s / step_s)
+    epochs = max(1, round(seconds / (15 * step_s)))
+    faults = [
+        {
+            "kind": rng.choice(kinds),
+            "rank": rng.randrange(nproc),
+            "step": at,
+            "phase": rng.choice(PHASES),
+        }
+        for at in range(every, 15 * epochs, every)
+    ]
+    settings = SETTINGS | {"epochs": epochs, "faults": faults}
+    expected = straight(settings | {"faults": [], "slow_s": 0.0}, nproc)
+    with place() as folder:
+        words = [f"--nproc-per-node={nproc}", f"--max-restarts={len(faults)}"]
+        code = start(folder, settings, words).wait(3 * seconds + DEADLINE_S)
+        found = rows(folder / "losses")
+        total_s = found[-1]["time"] - found[0]["time"]
+        marks = {n: folder / f"fault-{n}" for n in range(len(faults))}
+        struck = {n: mark.stat().st_mtime for n, mark in marks.items() if mark.exists()}
+        times = {
+            kind: [
+                ("", recovery_s(folder, at))
+                for n, at in struck.items()
+                if faults[n]["kind"] == kind
+            ]
+            for kind in kinds
+        }
+        return {
+            "exit code": code,
+            "struck": f"{len(struck)} of {len(faults)}",
+            "recovery": {kind: summary(found) for kind, found in times.items() if found},
+            "lost": lost(folder, settings, expected) if code == 0 else (folder / "log").read_text(),
+            "seconds": round(total_s),
+            "effective": round(15 * epochs * usual_step_s(found) / total_s, 3),
+        }
+
+
+def usual_step_s(losses: list[dict[str, Any]]) -> float:
+    """The median time from one step to the next of the same attempt."""
+    pairs = itertools.pairwise(losses)
+    return statistics.median(
+        b["time"] - a["time"] for a, b in pairs if a["attempt"] == b["attempt"]
+    )
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--kinds", default="kill,raise,exit,stop")
     for name, count in (("count", 20), ("ranks", 3), ("seed", 1)):
         options.add_argument(f"--{name}", type=int, default=count)
+    options.add_argument("--mixed-s", type=float, default=0.0)
+    options.add_argument("--every-s", type=float, default=15.0)
     args = options.parse_args()
     rng = random.Random(args.seed)
-    expected = straight(SETTINGS, args.ranks)
+    kinds = args.kinds.split(",")
+    if args.mixed_s:
+        print(json.dumps(mixed(args.ranks, args.mixed_s, args.every_s, kinds, rng), indent=2))
+        return
     results = {}
-    for kind in args.kinds.split(","):
-        results[kind] = summary([trial(kind, args.ranks, rng, expected) for _ in range(args.count)])
+    expected: dict[bool, str] = {}
+    for kind in kinds:
+        nodes = kind in ("node", "silent")
+        if nodes not in expected:
+            expected[nodes] = (
+                straight(NODE_SETTINGS, 1) if nodes else straight(SETTINGS, args.ranks)
+            )
+        found = [
+            node_trial(kind, rng, expected[True])
+            if nodes
+            else trial(kind, args.ranks, rng, expected[False])
+            for _ in range(args.count)
+        ]
+        results[kind] = summary(found)
         print(kind, json.dumps(results[kind]), file=sys.stderr)
     print(json.dumps(results, indent=2))
 

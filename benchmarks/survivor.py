@@ -1,7 +1,7 @@
 """A training for faults to strike; it writes down what shows whether anything was lost.
 
-Started by `restarts.py`, under `paceline run`, with its settings as JSON in SURVIVOR. In its folder it leaves
-`ledger-RANK` (which samples made a step), `losses` (one line a step of each attempt) and `kept` (checkpoints).
+`restarts.py` starts it, under `paceline run`, with its settings as JSON in SURVIVOR. In its folder it leaves
+`ledger-RANK` (which samples made a step), `losses` (one line a step of each attempt), `kept` (checkpoints).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def main() -> None:
         model = paceline.ddp(job, net(settings["width"]))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         batches = paceline.Batches(job, data(settings["samples"]), global_batch=24, micro_batch=3)
-        checkpoints = paceline.Checkpoints("kept", every_steps=settings["save_every"], keep=2)
+        checkpoints = paceline.Checkpoints(
+            "kept", every_steps=settings["save_every"], keep=2, shadow=settings["shadow"]
+        )
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         training = paceline.Training(
             job,
@@ -79,6 +81,8 @@ def main() -> None:
             step.update()
             total = float(step.loss).hex()  # asked on all ranks: it is a sum over them
             at("end", step.number)
+            if settings["reproducible"]:
+                ids = list(dict.fromkeys(ids))  # where it learns a new scale, a step is run twice
             row = {"attempt": attempt, "step": step.number, "epoch": step.epoch, "ids": ids}
             write(f"ledger-{job.rank}", row)
             if job.rank == 0:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline import log, state
 from paceline.checkpoint.manager import Checkpoints
+from paceline.checkpoint.shadow import Shadow
 from paceline.errors import ConfigError
 from paceline.parallel.buffers import equalize_buffers
 from paceline.preemption import Preempted
@@ -29,8 +31,12 @@ class Saving:
         self._checkpoints = checkpoints
         self._resumed = checkpoints is None
         self._now = self._best = False
-        if checkpoints is not None:
-            training.job.on_leave(lambda: checkpoints.close(training.job))
+        job = training.job
+        self._shadow: Shadow | None = None
+        if checkpoints is not None and checkpoints.shadow:
+            self._shadow = Shadow(job, checkpoints.folder)
+        for each in self._places():
+            job.on_leave(functools.partial(each.close, job))
 
     def say(self, preempted: Preempted) -> None:
         """Tell where the last step is, which `loop_ended` has saved. Collective: none."""
@@ -52,8 +58,12 @@ class Saving:
         optimizers = [track.optimizer for track in training.tracks.values()]
         tensors = state.tensors(training.models, optimizers).values()
         size = sum(t.numel() * t.element_size() for t in tensors)
+        like, shadow = state.like(training.models, optimizers), self._shadow
         found: dict[str, Any] | None = self._checkpoints.resume(
-            training.job, like=state.like(training.models, optimizers), size_bytes=size
+            training.job,
+            like=like,
+            size_bytes=size,
+            instead=lambda newest: shadow.resume(newest, like, size) if shadow else None,
         )
         return found
 
@@ -65,8 +75,12 @@ class Saving:
 
     def staged(self) -> None:
         """Return when parameters may change. Collective: none."""
-        if self._checkpoints is not None:
-            self._checkpoints.staged()
+        for each in self._places():
+            each.staged()
+
+    def _places(self) -> list[Checkpoints]:
+        shadow = self._shadow.kept if self._shadow is not None else None
+        return [each for each in (self._checkpoints, shadow) if each is not None]
 
     def tell(self) -> None:
         """Put into the control word what this rank has to say. Collective: none."""
@@ -88,7 +102,10 @@ class Saving:
             return
         epoch = self._training.position.epoch
         if self._now or self._checkpoints.is_due(step, epoch=epoch, ends_epoch=ends_epoch):
-            self._save(wait=False)
+            best, self._now, self._best = self._best, False, False
+            self._save(self._checkpoints, best=best, wait=False)
+        if self._shadow is not None:
+            self._shadow.step_ended(step, lambda kept: self._save(kept, best=False, wait=False))
 
     def loop_ended(self) -> None:
         """Wait for the save in flight, and save the last step if it was not.
@@ -102,14 +119,13 @@ class Saving:
         if self._checkpoints is not None:
             self._checkpoints.finish(training.job)
             if self._checkpoints.last_saved != training.number:
-                self._save(wait=True)
+                best, self._now, self._best = self._best, False, False
+                self._save(self._checkpoints, best=best, wait=True)
                 return
         refuse_non_finite_weights(training.job, training.models, training.number)
 
-    def _save(self, *, wait: bool) -> None:
-        assert self._checkpoints is not None
-        training, best = self._training, self._best
-        self._now = self._best = False
+    def _save(self, checkpoints: Checkpoints, *, best: bool, wait: bool) -> None:
+        training = self._training
         for model in training.models:
             equalize_buffers(training.job, model)
         # What the optimizer alone changes. Buffers are changed by the next forward already.
@@ -117,7 +133,7 @@ class Saving:
         for track in training.tracks.values():
             for values in track.optimizer.state.values():
                 steady += [v for v in values.values() if isinstance(v, torch.Tensor)]
-        self._checkpoints.save(
+        checkpoints.save(
             training.job,
             training.number,
             training.state_dict(),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -107,7 +107,7 @@ class Trainer:
         optimizer: A function from parameters to an optimizer.
         data: Samples (input, ..., target): map-style or a stream.
         global_batch: Samples of one optimizer step over all ranks.
-        precision: "fp32", "bf16" or "fp16".
+        precision: "fp32", "bf16", "fp16" or "auto".
         validation: What to evaluate after epochs.
         schedule: A function from an optimizer to a scheduler of torch.
         reproducible: Whether the result is equal to the last bit on any number of ranks.
@@ -149,7 +149,7 @@ class Trainer:
         *,
         seed: int = 0,
         micro_batch: int | None = None,
-        workers: int = 0,
+        workers: int | Literal["auto"] = 0,
         clip_norm: float | None = None,
         folder: str | Path | None = None,
         resume: str = "auto",
@@ -160,7 +160,7 @@ class Trainer:
         Args:
             seed: What all randomness derives from; has no effect in a job that is joined already.
             micro_batch: Largest forward of one rank, in samples; None is a rank's whole share.
-            workers: Loader processes of each rank.
+            workers: Loader processes of each rank, or "auto".
             clip_norm: Bound of the gradient's 2-norm.
             folder: For metrics.jsonl, checkpoints (each epoch) and the final weights, model.pth.
             resume: "auto", "never" or "must"; see `Checkpoints`.

@@ -60,7 +60,7 @@ class Training:
         schedule: A scheduler of torch over the optimizer, or a function from the number of optimizer steps
             taken to a factor of the learning rate; with several optimizers, one for each. It counts
             optimizer steps, so it is the same for any number of ranks.
-        precision: "fp32", "bf16" or "fp16" autocast.
+        precision: "fp32", "bf16" or "fp16" autocast; "auto" measures the first steps, see docs/precision.md.
         count: What `step.backward(count=...)` counts: "samples", whose number is checked, or "tokens".
         checkpoints: Where and when to save; None saves nothing.
         reproducible: Whether weights, optimizer state and logged losses are to be equal to the last bit on
@@ -93,7 +93,7 @@ class Training:
         self.models = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.batches = batches
         self.count = count
-        self.precision = Precision(precision, job.device)
+        self.precision = Precision(precision, job, steady=reproducible)
         self.distributed = job.world_size > 1
         optimizers = (
             [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)

@@ -241,3 +241,15 @@ def test_a_script_without_a_training_ends_as_always(tmp_path: Path, number: str,
     done = finish(process)
     assert done.code == code
     assert "preempted" not in done.err
+
+
+@pytest.mark.slow
+def test_a_notice_to_one_node_stops_both(tmp_path: Path, free_port: int) -> None:
+    words = f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:{free_port} --rdzv-id=job"
+    nodes = [begin(tmp_path, words + " --max-restarts=3") for _ in range(2)]
+    wait_for(nodes[0], tmp_path, "step", 15)
+    nodes[1].send_signal(signal.SIGTERM)
+    ends = [finish(node) for node in nodes]
+    assert [end.code for end in ends] == [75, 75], ends
+    both = Finished(75, "", "".join(end.err for end in ends))
+    check_preempted(tmp_path, both, ranks=2)

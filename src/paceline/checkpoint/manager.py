@@ -38,6 +38,8 @@ class Checkpoints:
         every_steps, every_epochs: When to save; neither means at the end only.
         every_s: In seconds by rank 0's clock; "auto" saves as often as costs at most 3.5 % of the time.
         keep: How many of the newest to keep, at least 1; the last one marked best is kept too.
+        shadow: Whether the newest state is kept in shared memory too, as often as costs at most 3 % of the
+            time: where all ranks die and the host lives, `paceline run` goes on from there.
         resume: "auto" goes on from the newest if there is one; "must" fails where there is none; "never"
             starts anew and sets what is there aside in `before-N`.
 
@@ -55,6 +57,7 @@ class Checkpoints:
         every_epochs: int | None = None,
         every_s: float | Literal["auto"] | None = None,
         keep: int = 3,
+        shadow: bool = False,
         resume: str = "auto",
     ) -> None:
         for name, value in (
@@ -67,10 +70,12 @@ class Checkpoints:
         if every_s not in (None, "auto") and not (isinstance(every_s, int | float) and every_s > 0):
             raise ConfigError(f"every_s must be more than 0, or 'auto'; got {every_s!r}.")
         if resume not in get_args(Resume):
-            raise ConfigError(
-                f"resume must be one of {', '.join(get_args(Resume))}; got {resume!r}."
-            )
+            known = ", ".join(get_args(Resume))
+            raise ConfigError(f"resume must be one of {known}; got {resume!r}.")
+        if shadow and resume == "never":
+            raise ConfigError("shadow=True has no effect with resume='never'.")
         self.folder = folder
+        self.shadow = shadow
         self.last_saved = 0
         self._store = open_store(folder)
         self._every_steps = every_steps
@@ -84,6 +89,8 @@ class Checkpoints:
         self._count = 0
         self._last_begun = time.monotonic()
         self._stall_s = 0.0
+        self.may_be_lost = False  # where all are damaged: None, and no error
+        self.written_s = 0.0  # of this rank's processor for the last save, outside of its training
         self._cost_s = 0.0
 
     def is_due(self, step: int, *, epoch: int, ends_epoch: bool) -> bool:
@@ -151,6 +158,11 @@ class Checkpoints:
         if wait:
             self.finish(job, must=True)
 
+    @property
+    def in_flight(self) -> int:
+        """The step that is being saved; 0 for none. Collective: none."""
+        return 0 if self._flight is None else self._flight.step
+
     def staged(self) -> None:
         """Return when what was named steady may change again. Collective: none."""
         if self._flight is not None:
@@ -182,7 +194,8 @@ class Checkpoints:
         save, self._flight = self._flight, None
         if save is None or (verdict := save.wait()) is None:
             return
-        self._cost_s = self._stall_s + save.cost_s
+        self.written_s = save.cost_s
+        self._cost_s = self._stall_s + self.written_s
         if verdict.kind == "saved":
             self.last_saved = save.step
             return
@@ -212,6 +225,7 @@ class Checkpoints:
         *,
         like: Callable[[str], torch.Tensor | None] = lambda path: None,
         size_bytes: int = 0,
+        instead: Callable[[int], Any] = lambda newest: None,
     ) -> Any:
         """The newest state that is committed and whole; None to start anew. Generators go on from it.
 
@@ -219,6 +233,7 @@ class Checkpoints:
             like: A tensor for a path in the state (`models.0.weight`): where that is sharded, what is
                 read is too.
             size_bytes: How much a save will take at least; less room is refused now.
+            instead: Given the newest step on disk (0 for none), a later state from elsewhere, or None.
 
         Raises:
             CheckpointError: none is there and resume="must"; all of them are damaged; one is not ours.
@@ -229,6 +244,10 @@ class Checkpoints:
         self._probe(job, size_bytes)
         self._cost_s = self._cost_s or size_bytes / _GUESSED_BYTES_PER_S
         collectives.on_rank0(job, self._tidy)
+        newest = collectives.on_rank0(job, lambda: max(committed(self._store), default=0))
+        if (later := instead(newest)) is not None:
+            self.last_saved = newest
+            return later
         passed: list[int] = []
         while True:
             step = collectives.on_rank0(job, lambda: self._newest(passed))
@@ -273,7 +292,7 @@ class Checkpoints:
         left = [step for step in committed(self._store) if step not in passed]
         if left:
             return left[-1]
-        if not passed and self._resume_how != "must":
+        if self.may_be_lost or (not passed and self._resume_how != "must"):
             return None
         what = "every checkpoint is damaged" if passed else "there is no checkpoint"
         raise CheckpointError(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from paceline import collectives
 from paceline.data.audit import Audit, used_before
+from paceline.data.autoloader import AutoLoader
 from paceline.data.kinds import checked_size, is_stream, refuse_sizes
 from paceline.data.maploader import LocalLoader, WorkerLoader
 from paceline.data.plan import Plan, Position
@@ -25,7 +26,7 @@ from paceline.data.workers import Threads
 from paceline.errors import ConfigError
 from paceline.job import Job
 
-Loader = LocalLoader | WorkerLoader | StreamLoader
+Loader = LocalLoader | WorkerLoader | AutoLoader | StreamLoader
 
 
 class Batches:
@@ -38,7 +39,7 @@ class Batches:
         micro_batch: Most samples of one forward of one rank; None takes all of a rank's at once.
         shuffle: One permutation for each epoch. None means True, and False for a stream, which
             cannot be shuffled from outside.
-        workers: Loader processes of each rank; 0 loads in this process.
+        workers: Loader processes of each rank; 0 loads in this process; "auto" measures the first steps.
         sample_randomness: Draw each sample's randomness from `(seed, epoch, sample)`. Costs about
             7 us a sample (1 us if `__getitem__` takes a `generator`); False leaves all generators
             alone and uses the dataset's `__getitems__` where it has one.
@@ -64,14 +65,16 @@ class Batches:
         global_batch: int,
         micro_batch: int | None = None,
         shuffle: bool | None = None,
-        workers: int = 0,
+        workers: int | Literal["auto"] = 0,
         sample_randomness: bool = True,
         collate: Collate | None = None,
     ) -> None:
         job.refuse_if_left()
         stream = is_stream(dataset)
         largest = global_batch if micro_batch is None else micro_batch
-        refuse_sizes(global_batch=(global_batch, 1), micro_batch=(largest, 1), workers=(workers, 0))
+        auto = workers == "auto" and not stream
+        fixed = 0 if auto else workers
+        refuse_sizes(global_batch=(global_batch, 1), micro_batch=(largest, 1), workers=(fixed, 0))
         if largest > global_batch:
             raise ConfigError(
                 f"micro_batch={micro_batch} is more than global_batch={global_batch}.",
@@ -97,16 +100,16 @@ class Batches:
         }
         collectives.agree(job, "batches", agreed, fix="give all ranks the same data and arguments.")
         loading = {"collate": collate, "sample_randomness": sample_randomness}
-        self._loader = (
-            self._stream(dataset, workers, **loading)
-            if stream
-            else self._map(dataset, workers, shuffle is not False, **loading)
-        )
-        self._threads = Threads(job, workers) if workers else None
+        if stream:
+            self._loader: Loader = self._stream(dataset, workers, **loading)
+        else:
+            self._loader = self._map(dataset, workers, shuffle is not False, **loading)
+        self._threads = Threads(job, workers) if isinstance(workers, int) and workers else None
+        self._may_have_workers = workers != 0
         self._closes_on_leave = False
         self._audited = False
 
-    def _map(self, dataset: Any, workers: int, shuffle: bool, **loading: Any) -> Loader:
+    def _map(self, dataset: Any, workers: Any, shuffle: bool, **loading: Any) -> Loader:
         job = self._job
         assert self.num_samples is not None
         self._plan = Plan(
@@ -118,11 +121,13 @@ class Batches:
             job.world_size,
         )
         samples = Samples(dataset, rank=job.rank, world_size=job.world_size, **loading)
+        if workers == "auto":
+            return AutoLoader(job, self._plan, samples)
         if workers:
             return WorkerLoader(job, self._plan, samples, workers)
         return LocalLoader(job, self._plan, samples)
 
-    def _stream(self, dataset: Any, workers: int, **loading: Any) -> Loader:
+    def _stream(self, dataset: Any, workers: Any, **loading: Any) -> Loader:
         job = self._job
         plan = StreamPlan(self.global_batch, self.micro_batch, job.rank, job.world_size)
         return StreamLoader(job, dataset, plan, workers=workers, **loading)
@@ -179,11 +184,12 @@ class Batches:
                     position=position,
                 )
             position = Position(position.seed, position.epoch + 1, 0)
-        if self._threads is not None and position.epoch < epochs:
+        if self._may_have_workers and position.epoch < epochs:
             if not self._closes_on_leave:
                 self._job.on_leave(self.close)
                 self._closes_on_leave = True
-            self._threads.lower()
+            if self._threads is not None:
+                self._threads.lower()
         return self._audited_steps(position, epochs, equal)
 
     def _audited_steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:

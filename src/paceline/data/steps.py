@@ -5,7 +5,7 @@ Plain slotted classes, made once a step, since their cost is part of every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.data.plan import Position
@@ -81,6 +81,11 @@ class PlannedStep:
         if self.ends_epoch:
             return Position(self._seed, self.epoch + 1, 0)
         return Position(self._seed, self.epoch, self.offset + self.num_samples)
+
+    def wrap(self, around: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]) -> None:
+        """Have its micro-batches pass through `around`. Collective: none."""
+        if self._micros is not None:
+            self._micros = around(self._micros)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         micros = self._micros

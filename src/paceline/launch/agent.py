@@ -159,7 +159,8 @@ class Agent(LocalElasticAgent):
             "ROLE_WORLD_SIZE": worker.role_world_size,
             "MASTER_ADDR": group.master_addr,
             "MASTER_PORT": group.master_port,
-            "TORCHELASTIC_RESTART_COUNT": self._restarts,
+            # Equal on all nodes, also on one that came later: ranks meet under this number.
+            "TORCHELASTIC_RESTART_COUNT": self._meeting.round if self._meeting else self._restarts,
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,

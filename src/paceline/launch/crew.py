@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,10 @@ class Guard:
         """Have this process group killed if we die. Collective: none."""
         self._tell(f"+{group}\n")
 
+    def own(self, folder: str) -> None:
+        """Have this folder removed at our end, however it comes. Collective: none."""
+        self._tell(f"={folder}\n")
+
     def remove(self, group: int) -> None:
         """Forget this process group. Collective: none."""
         self._tell(f"-{group}\n")
@@ -96,6 +101,9 @@ class Crew:
         self._begin: Callable[[], list[Rank]] = list
         self._begun_at = 0.0
         self._guard = Guard()
+        # Where checkpoints in memory live: longer than ranks, and no longer than the job.
+        self._shadows = f"/dev/shm/paceline-{os.getpid()}-{uuid.uuid4().hex}"
+        self._guard.own(self._shadows)
         self._changed = threading.Event()
 
     def start(
@@ -119,7 +127,7 @@ class Crew:
             for local_rank in range(count):
                 rank = Rank(
                     local_rank,
-                    environment=environment,
+                    environment={**environment, "PACELINE_SHADOW": self._shadows},
                     consoles=self.consoles,
                     pump=self.pump,
                     changed=self._changed.set,

@@ -117,6 +117,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
         state, survivors = context.state, self.survivors()
         return (
             not state.complete
+            and not state.wait_list
             and bool(survivors)
             and context.node in state.participants
             and survivors <= state.participants.keys()
@@ -169,6 +170,11 @@ class FreshRendezvous(DynamicRendezvousHandler):
         info = super().next_rendezvous()
         self._met = set(self._watcher.state.participants)
         return info
+
+    @property
+    def round(self) -> int:
+        """How many rounds of ranks there were before this one. Collective: none."""
+        return int(self._watcher.state.round)
 
     def is_growing(self) -> bool:
         """Whether a node waits to be let in, by the newest state. Collective: none."""

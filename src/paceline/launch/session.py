@@ -180,7 +180,10 @@ def _not_met(crew: Crew, options: Options, error: Exception) -> int:
         f"{config.rdzv_backend} rendezvous at {config.rdzv_endpoint}, id {config.run_id}, "
         f"{config.min_nodes} to {config.max_nodes} nodes"
     )
-    if crew.announced and not isinstance(error, RendezvousClosedError):
+    if crew.announced and isinstance(error, RendezvousClosedError):
+        crew.say("paceline: another node has ended the job; its launcher says why\n")
+        return 1
+    if crew.announced:
         lost = LaunchFailed(
             f"the rendezvous was lost: {type(error).__name__}",
             where=where,

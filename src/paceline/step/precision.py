@@ -1,4 +1,4 @@
-"""Number formats of a step: fp32, bf16 or fp16 autocast, and the loss scale that fp16 needs.
+"""Number formats of a step: fp32, bf16 or fp16 autocast, the loss scale that fp16 needs, and "auto".
 
 A front to `torch.autocast` and `torch.amp.GradScaler`, on CPU as on CUDA. The scaler's verdict needs no
 agreement between ranks: gradients that were summed are equal everywhere, NaN and infinity included.
@@ -6,39 +6,78 @@ agreement between ranks: gradients that were summed are equal everywhere, NaN an
 
 from __future__ import annotations
 
+import statistics
+import time
 from typing import Any, Literal, get_args
 
 import torch
 
+from paceline import collectives, log
 from paceline.errors import ConfigError
+from paceline.job import Job
 
-Format = Literal["fp32", "bf16", "fp16"]
+Format = Literal["fp32", "bf16", "fp16", "auto"]
+
+# How "auto" finds out: blocks of steps in turn, of which the first two are not counted.
+_BLOCK_STEPS = 4
+_BLOCKS = ["fp32", "bf16"] * 4
+_GAIN = 1.03  # less than that may be noise, and fp32 is the exacter one
 
 
 class Precision:
     """Autocast around a forward, and the loss scale around a backward.
 
-    Collective: none.
+    With "auto" the first 32 steps are done in fp32 and bf16 by turns, and timed; then all ranks take what
+    was faster on rank 0, which checkpoints keep.
+
+    Args:
+        steady: Whether the same bits must come out of every run.
+
+    Attributes:
+        name: The format in use.
+
+    Collective: none, but where a method says so.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, job: Job, *, steady: bool) -> None:
         if name not in get_args(Format):
             raise ConfigError(
                 f"precision must be one of {', '.join(get_args(Format))}; got {name!r}."
             )
-        self.name = name
+        if steady and name == "auto":
+            raise ConfigError(
+                "precision='auto' goes by the clock, and reproducible=True by the bits.",
+                fix="choose 'fp32', 'bf16' or 'fp16'.",
+            )
+        device = job.device
+        self._job = job
+        self._block_s: list[float] | None = [] if name == "auto" else None
+        self._is_auto = name == "auto"
+        self._num_steps = 0
+        self._spent_s = 0.0
+        self._began: float | None = None
+        self.name = "fp32" if name == "auto" else name
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         if self.scaler is not None:
             # It is set up by its first use, which a rank without samples in the first step lacks.
             self.scaler.scale(torch.zeros((), device=device))
-        self._autocast = None
-        if name != "fp32":
-            dtype = torch.bfloat16 if name == "bf16" else torch.float16
-            self._autocast = torch.autocast(device.type, dtype=dtype)
+        self._autocast = self._make_autocast()
         self._inside = False
+
+    def _make_autocast(self) -> torch.autocast | None:
+        if self.name == "fp32":
+            return None
+        dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
+        return torch.autocast(self._job.device.type, dtype=dtype)
+
+    def _use(self, name: str) -> None:
+        self.name = name
+        self._autocast = self._make_autocast()
 
     def enter(self) -> None:
         """Begin a forward."""
+        if self._block_s is not None and self._began is None:
+            self._began = time.perf_counter()
         if self._autocast is not None and not self._inside:
             self._autocast.__enter__()  # type: ignore[no-untyped-call] # torch leaves it untyped
             self._inside = True
@@ -66,18 +105,50 @@ class Precision:
             self.scaler.step(optimizer)
 
     def end_step(self) -> bool:
-        """Adapt the loss scale after all optimizers; False where the step was left out."""
+        """Adapt the loss scale after all optimizers; False where the step was left out.
+
+        Collective: all ranks.
+        """
+        if self._block_s is not None:
+            self._end_probe_step(self._block_s)
         if self.scaler is None:
             return True
         before = self.scaler.get_scale()
         self.scaler.update()
         return self.scaler.get_scale() >= before
 
+    def _end_probe_step(self, block_s: list[float]) -> None:
+        self._num_steps += 1
+        ends = self._num_steps == _BLOCK_STEPS
+        if ends and self._job.device.type != "cpu":
+            torch.get_device_module(self._job.device).synchronize()
+        if self._began is not None:  # else this rank had no samples
+            self._spent_s += time.perf_counter() - self._began
+            self._began = None
+        if not ends:
+            return
+        block_s.append(self._spent_s)
+        self._num_steps, self._spent_s = 0, 0.0
+        if len(block_s) < len(_BLOCKS):
+            self._use(_BLOCKS[len(block_s)])
+            return
+        self._block_s = None
+        fp32_s, bf16_s = (statistics.median(block_s[first::2]) for first in (2, 3))
+        gain = collectives.on_rank0(self._job, lambda: fp32_s / max(bf16_s, 1e-9))
+        self._use("bf16" if gain > _GAIN else "fp32")
+        if self._job.rank == 0:
+            log.logger.info("precision: %s; bf16 is %.2f times as fast as fp32.", self.name, gain)
+
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale and its history; empty where there is none."""
+        """The loss scale and its history, or what "auto" has chosen; empty where there is none."""
+        if self._is_auto and self._block_s is None:
+            return {"chosen": self.name}
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a loss scale; one from another precision has no meaning here and is left out."""
-        if self.scaler is not None and state:
+        if self._is_auto and "chosen" in state:
+            self._block_s = None
+            self._use(state["chosen"])
+        if self.scaler is not None and "chosen" not in state and state:
             self.scaler.load_state_dict(state)

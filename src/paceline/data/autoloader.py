@@ -1,0 +1,124 @@
+"""`workers="auto"`: how many loader workers a rank needs, from what its first steps took.
+
+What is read does not depend on it, so each rank decides for itself.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from paceline import log
+from paceline.cores import usable_cores
+from paceline.data.audit import Audit
+from paceline.data.maploader import LocalLoader, WorkerLoader
+from paceline.data.plan import Plan, Position
+from paceline.data.samples import Samples
+from paceline.data.steps import PlannedStep
+from paceline.job import Job
+
+_SKIPPED_STEPS = 4  # in which caches are filled
+_TIMED_STEPS = 12
+_TOLERATED = 0.01  # of a step's time
+_MOST = 16
+_MARGIN = 1.5  # over what would just do, since steps and samples differ
+
+
+class AutoLoader:
+    """Reads in this process, and after a few steps in as many workers as keep the loop from waiting.
+
+    Attributes:
+        workers: How many there are; None while it is being measured.
+
+    Collective: none.
+    """
+
+    def __init__(self, job: Job, plan: Plan, samples: Samples) -> None:
+        self.workers: int | None = None
+        self._job = job
+        self._samples = samples
+        self._loader: LocalLoader | WorkerLoader = LocalLoader(job, plan, samples)
+
+    @property
+    def audit(self) -> Audit | None:
+        """Where to note what was handed out; None notes nothing."""
+        return self._loader.audit
+
+    @audit.setter
+    def audit(self, audit: Audit | None) -> None:
+        self._loader.audit = audit
+
+    @property
+    def plan(self) -> Plan:
+        """Which samples are this rank's."""
+        return self._loader.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._loader.plan = plan
+
+    def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
+        """The steps from `position` to the end of epoch `epochs`."""
+        if self.workers is None:
+            clock = _Clock()
+            steps = self._loader.steps(position, epochs, equal)
+            for number, step in enumerate(steps, start=1):
+                if number == _SKIPPED_STEPS:
+                    clock = _Clock()
+                step.wrap(clock.timed)
+                yield step
+                position = step.next_position
+                if number == _SKIPPED_STEPS + _TIMED_STEPS:
+                    break
+            else:
+                return
+            self._choose(clock)
+        yield from self._loader.steps(position, epochs, equal)
+
+    def _choose(self, clock: _Clock) -> None:
+        load_s, cpu_s, step_s = (t / _TIMED_STEPS for t in clock.totals())
+        own_s = step_s - load_s
+        if load_s <= _TOLERATED * step_s:
+            self.workers = 0
+        else:
+            # Cores that compute are not taken from it: that would change threads, and with them bits.
+            on_cpu = self._job.device.type == "cpu"
+            share = max(1, usable_cores() // self._job.local_world_size)
+            lanes = share if not on_cpu else _MOST if cpu_s < load_s / 2 else 0
+            self.workers = min(lanes, _MOST, math.ceil(_MARGIN * load_s / max(own_s, 1e-9)))
+        if self._job.rank == 0:
+            log.logger.info(
+                "loader workers: %d; a step of this rank reads for %.1f ms and computes for %.1f ms.",
+                *(self.workers, 1e3 * load_s, 1e3 * own_s),
+            )
+        if self.workers:
+            audit, plan = self.audit, self.plan
+            self._loader = WorkerLoader(self._job, plan, self._samples, self.workers)
+            self._loader.audit = audit
+
+    def close(self) -> None:
+        """End the workers, if there are any."""
+        self._loader.close()
+
+
+class _Clock:
+    """Wall and processor seconds in an iterator, and wall seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._load_s = self._cpu_s = 0.0
+        self._began = time.perf_counter()
+
+    def timed(self, items: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            wall, cpu = time.perf_counter(), time.thread_time()
+            item = next(items, None)
+            self._load_s += time.perf_counter() - wall
+            self._cpu_s += time.thread_time() - cpu
+            if item is None:
+                return
+            yield item
+
+    def totals(self) -> tuple[float, float, float]:
+        return self._load_s, self._cpu_s, time.perf_counter() - self._began

@@ -1,0 +1,134 @@
+"""What a job survives: stopped ranks, lost nodes, and nodes that come back; by `benchmarks/restarts.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import environment, finish, run, start
+
+RESTARTS = Path(__file__).resolve().parents[2] / "benchmarks/restarts.py"
+
+WAITS = """
+import os, signal, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+open(f"pid-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}", "w").write(str(os.getpid()))
+for step in range(int(os.environ["STEPS"])):
+    dist.all_reduce(torch.ones(10))
+    if step == 5 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        exec(os.environ.get("STRIKE", ""))
+    time.sleep(0.01)
+print("done")
+"""
+
+RAISES = """
+import torch, paceline
+from torch.utils.data import TensorDataset
+with paceline.join(seed=1, device="cpu") as job:
+    model = paceline.ddp(job, torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, TensorDataset(torch.ones(8, 1)), global_batch=2)
+    training = paceline.Training(job, model, optimizer, batches)
+    for step in training.steps(epochs=1):
+        for (x,) in step:
+            step.backward(model(x).square().sum(), count=len(x))
+        if step.number == 3 and job.rank == 1:
+            raise OSError("bad sample")
+        step.update()
+"""
+
+
+def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
+    strike = "os.kill(os.getpid(), signal.SIGSTOP)"
+    began = time.monotonic()
+    done = run("--nproc-per-node=2 --max-restarts=1", WAITS, tmp_path, STRIKE=strike, STEPS="10")
+    assert done.code == 0, done
+    assert sorted(done.out.splitlines()) == ["[0] done", "[1] done"]
+    assert "rank 1 failed: stopped by SIGSTOP, and killed after 1 s" in done.err
+    assert time.monotonic() - began < 40  # Gloo alone would wait for half an hour
+
+
+def test_the_same_exception_in_the_same_step_ends_the_job(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=2 --max-restarts=5", RAISES, tmp_path)
+    assert done.code == 1, done
+    assert done.err.count("begins") == 1
+    assert "The same exception came in step 3 before the restart" in done.err
+
+
+def _pids(folder: Path, pattern: str, count: int) -> list[int]:
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline:
+        found = [path.read_text() for path in folder.glob(pattern)]
+        if len(found) >= count and all(found):
+            return [int(pid) for pid in found]
+        time.sleep(0.02)
+    raise AssertionError(f"no {count} of {pattern}")
+
+
+def test_the_loss_of_the_rendezvous_host_ends_the_job_with_69(
+    tmp_path: Path, free_port: int
+) -> None:
+    (tmp_path / "train.py").write_text(WAITS)
+    words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port}"]
+    words += ["--rdzv-id=job", "--max-restarts=3", "train.py"]
+    host = start(["run", *words], tmp_path, STEPS="100000")
+    assert host.stderr is not None
+    assert "waiting for 2 nodes" in host.stderr.readline()
+    # It says so before it serves; only who comes second is sure not to be the host.
+    _listening(free_port)
+    other = start(["run", *words], tmp_path, STEPS="100000")
+    _pids(tmp_path, "pid-0-*", 2)
+    children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
+    for pid in [host.pid, *map(int, children)]:
+        os.kill(pid, signal.SIGKILL)
+    host.communicate()
+    end = finish(other)
+    assert end.code == 69, end
+    assert "the rendezvous was lost" in end.err
+    assert "goes on from its last checkpoint" in end.err
+
+
+def _listening(port: int) -> None:
+    deadline = time.monotonic() + 20
+    needle = f":{port:04X} "
+    while time.monotonic() < deadline:
+        tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        if any(needle in line and " 0A " in line for text in tables for line in text.splitlines()):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"nobody listens on port {port}")
+
+
+def _counts(*words: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, str(RESTARTS), *words],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_no_fault_loses_anything(ranks: int) -> None:
+    found = _counts("--count=1", f"--ranks={ranks}", "--kinds=kill,raise,exit,stop,shadow")
+    assert [kind["lost"] for kind in found.values()] == [[]] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_lost_node_and_its_return_give_the_same_bits() -> None:
+    found = _counts("--count=1", "--kinds=node,silent")
+    assert [kind["lost"] for kind in found.values()] == [[]] * 2
