@@ -3,7 +3,8 @@
     python benchmarks/probe.py [--rounds 9] [--ranks 2]
 
 Sides take turns; each run gives the median time of its steps. Prints, for a tiny model and for one that
-mostly communicates, the ratio of the sides' medians with the spread of the rounds' ratios, as JSON.
+mostly communicates, the ratio of the sides' medians with the spread of the rounds' ratios, as JSON; and the
+share of a core that the probe's thread used, which is exact on a busy machine too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import tempfile
 from pathlib import Path
 
 SCRIPT = """
-import sys, time, statistics
+import statistics, sys, threading, time
+began_at = time.monotonic()
 import torch, torch.distributed as dist
 width, steps = int(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo")
@@ -32,18 +34,21 @@ for step in range(steps):
     optimizer.zero_grad()
     times.append(time.perf_counter() - began)
 if dist.get_rank() == 0:
-    print("median", statistics.median(times[steps // 5:]))
+    probes = [t.native_id for t in threading.enumerate() if t.name == "paceline-probe"]
+    used = sum(int(open(f"/proc/self/task/{p}/schedstat").read().split()[0]) for p in probes)
+    share = used / 1e9 / (time.monotonic() - began_at)
+    print("median", statistics.median(times[steps // 5:]), share)
 """
 WORKLOADS = {"tiny": (8, 4000), "comm": (1500, 250)}
 
 
-def measure(script: Path, ranks: int, words: list[str], probe: str) -> float:
+def measure(script: Path, ranks: int, words: list[str], probe: str) -> list[float]:
     command = [sys.executable, "-m", "paceline", "run", f"--nproc-per-node={ranks}", str(script)]
     environment = os.environ | {"PACELINE_PROBE": probe}
     done = subprocess.run(
         [*command, *words], env=environment, capture_output=True, text=True, check=True
     )
-    return float(done.stdout.partition("median ")[2].split()[0])
+    return [float(word) for word in done.stdout.partition("median ")[2].split()[:2]]
 
 
 def main() -> None:
@@ -56,16 +61,19 @@ def main() -> None:
         script.write_text(SCRIPT)
         for name, (width, steps) in WORKLOADS.items():
             sides: dict[str, list[float]] = {"1": [], "0": []}
+            shares = []
             for number in range(args.rounds):
                 for probe in ("1", "0") if number % 2 else ("0", "1"):
-                    sides[probe].append(
-                        measure(script, args.ranks, [str(width), str(steps)], probe)
-                    )
+                    words = [str(width), str(steps)]
+                    step_s, share = measure(script, args.ranks, words, probe)
+                    sides[probe].append(step_s)
+                    shares += [share] if probe == "1" else []
             ratios = sorted(on / off for on, off in zip(sides["1"], sides["0"], strict=True))
             row = {
                 "workload": name,
                 "step_us": round(statistics.median(sides["0"]) * 1e6),
                 "ratio": round(statistics.median(sides["1"]) / statistics.median(sides["0"]), 4),
+                "probe_share": round(statistics.median(shares), 5),
                 "rounds": [round(ratio, 3) for ratio in ratios],
             }
             print(json.dumps(row), flush=True)
