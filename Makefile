@@ -43,6 +43,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/reproducible.py
 	$(BIN)/python benchmarks/allreduce.py
+	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/faults.py
 
