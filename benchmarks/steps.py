@@ -11,9 +11,10 @@ a rank. Sides:
     ddp        the same loop with `paceline.ddp`
     paceline   `paceline.ddp` and `paceline.Training`
 
-All live in the same processes and take turns, round after round; a round gives the median of its steps, of
-the slowest rank. The table has medians over rounds, and ratios of each round with their middle half. Those
-that communicate must end with the same weights.
+All live in the same processes and take turns, round after round; a round gives the mean of its steps, of
+the slowest rank: where other programs take cores away, the median of single steps would not show it for the
+copies alone. The table has medians over rounds, and ratios of each round with their middle half. Those that
+communicate must end with the same weights.
 """
 
 from __future__ import annotations
@@ -142,13 +143,11 @@ def measure(job: Any, name: str, rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds + 1):
         for side, loop in sides.items():
-            times = []
             dist.barrier(group=job.control)
+            began = time.perf_counter()
             for _ in range(work.steps):
-                began = time.perf_counter()
                 next(loop)
-                times.append(time.perf_counter() - began)
-            slowest = torch.tensor(statistics.median(times))
+            slowest = torch.tensor((time.perf_counter() - began) / work.steps)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=job.control)
             if number:  # the first round warms up
                 found[side].append(1e6 * slowest.item())
