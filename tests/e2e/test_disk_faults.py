@@ -107,7 +107,7 @@ def test_a_read_only_disk_is_found_at_the_start(tmpfs: Path, tmp_path: Path) -> 
     done = train(tmp_path, tmpfs)
     assert done.code == 74
     assert "Read-only file system" in done.err
-    assert "/train.py:" in done.err.splitlines()[-1], "the user's line and not ours"
+    assert "/train.py:" in done.err.splitlines()[-2], "the user's line and not ours"
 
 
 def test_a_folder_that_may_not_be_written_is_found_at_the_start(tmp_path: Path) -> None:
