@@ -5,14 +5,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo check test test-all bench clean
+.PHONY: help setup demo check test test-slow test-all bench clean
 
 help:
 	@echo "make setup     build .venv with the paceline command in it"
 	@echo "make demo      train a small net on handwritten digits, on 2 processes"
 	@echo "make check     format, lint, types, layering"
 	@echo "make test      unit, dist and e2e tests"
-	@echo "make test-all  those and the long ones"
+	@echo "make test-all  those and the long ones (make test-slow)"
 	@echo "make bench     measure against hand-written loops and other frameworks"
 
 setup: $(STAMP)
@@ -35,8 +35,10 @@ check: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow"
 
-test-all: $(STAMP)
-	$(BIN)/python -m pytest -q
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow
+
+test-all: test test-slow
 
 bench: $(STAMP)
 	$(PIP) -e '.[bench]'
