@@ -162,9 +162,10 @@ def test_another_shape(name: str, differs: bool) -> None:
     assert found.culprits == ((3,) if differs else (0, 1, 2, 3))
 
 
-def test_two_groups_in_another_order() -> None:
-    here = rank(0, call(1, group="1", members=(0, 1)))
-    there = rank(1, call(1, group="2", members=(0, 1)))
+@pytest.mark.parametrize("busy", [False, True])  # a backend may poll while it waits
+def test_two_groups_in_another_order(busy: bool) -> None:
+    here = rank(0, call(1, group="1", members=(0, 1)), busy=busy)
+    there = rank(1, call(1, group="2", members=(0, 1)), busy=busy)
     found = verdict(here, there, world=2)
     assert found.alarm
     assert "waits in all_reduce #1 (f32[1048576], group of ranks 0-1) at" in found.text

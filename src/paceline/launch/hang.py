@@ -83,7 +83,9 @@ def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang
         fix = (
             "see that the ranks reach each other on the interface of the job (GLOO_SOCKET_IFNAME)."
         )
-    alarm = not any(state.busy for state in absent) and not (remote and not absent)
+    # A rank in another collective is not at work, though waiting itself may use the CPU.
+    at_work = any(state.busy and state.waiting is None for state in absent)
+    alarm = not at_work and not (remote and not absent)
     # A notice is the same in each epoch, an alarm is each time another.
     key = (call.group, call.number) if alarm else (call.name, *map(_place, absent))
     return _hang(alarm, absent or stuck, lines, why, fix, key)
