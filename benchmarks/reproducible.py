@@ -19,32 +19,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.data import TensorDataset
+from workloads import Transformer, mlp
 
 import paceline
 from paceline.testing import run_ranks
-
-
-def mlp() -> nn.Module:
-    layers: list[nn.Module] = []
-    for _ in range(4):
-        layers += [nn.Linear(1024, 1024), nn.GELU()]
-    return nn.Sequential(*layers)
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
-        return out
-
 
 WORKLOADS: dict[str, tuple[Any, int, tuple[int, ...]]] = {
     "comm": (mlp, 128, (1024,)),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -31,11 +30,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.checkpoint.manifest import parse
 from paceline.checkpoint.reader import read
 from paceline.checkpoint.store import committed, open_store, read_manifest_text
+from paceline.testing import digest
 
 SCRIPT = Path(__file__).with_name("survivor.py")
 PHASES = ("data", "forward", "update", "end")
@@ -58,30 +56,12 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def digest(folder: Path) -> str:
-    """One sha256 over all that the newest checkpoint holds."""
+def newest(folder: Path) -> str:
+    """The digest of all that the newest checkpoint holds."""
     store = open_store(str(folder / "kept"))
     manifest = parse(read_manifest_text(store, committed(store)[-1]), str(folder))
     tree, _ = read(store, manifest)
-    total = hashlib.sha256()
-
-    def add(thing: Any) -> None:
-        if isinstance(thing, torch.Tensor):
-            total.update(f"{thing.dtype}{tuple(thing.shape)}".encode())
-            total.update(thing.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(thing, dict):
-            for key in sorted(thing, key=str):
-                total.update(str(key).encode())
-                add(thing[key])
-        elif isinstance(thing, list | tuple):
-            total.update(b"[")
-            for each in thing:
-                add(each)
-        else:
-            total.update(repr(thing).encode())
-
-    add(tree)
-    return total.hexdigest()
+    return digest(tree)
 
 
 def lost(folder: Path, settings: dict[str, Any], expected: str) -> str:
@@ -103,7 +83,7 @@ def lost(folder: Path, settings: dict[str, Any], expected: str) -> str:
     whole = {(e, n) for e in range(settings["epochs"]) for n in range(settings["samples"])}
     if set(seen) != whole or set(seen.values()) != {1}:
         return f"the ledger has {len(whole - set(seen))} gaps, and {max(seen.values())} of a sample"
-    found = digest(folder)
+    found = newest(folder)
     return "" if found == expected else f"the last checkpoint differs: {found[:8]}"
 
 
@@ -127,13 +107,13 @@ def place() -> Iterator[Path]:
         yield Path(name)
 
 
-def straight(settings: dict[str, Any], nproc: int) -> str:
+def straight(settings: dict[str, Any], nproc: int, deadline_s: float = DEADLINE_S) -> str:
     """The digest of a run without faults."""
     with place() as folder:
         process = start(folder, settings, [f"--nproc-per-node={nproc}"])
-        if process.wait(DEADLINE_S) != 0:
+        if process.wait(deadline_s) != 0:
             raise RuntimeError((folder / "log").read_text())
-        return digest(folder)
+        return newest(folder)
 
 
 def recovery_s(folder: Path, struck: float) -> float:
@@ -267,7 +247,7 @@ def mixed(
         for at in range(every, 15 * epochs, every)
     ]
     settings = SETTINGS | {"epochs": epochs, "faults": faults}
-    expected = straight(settings | {"faults": [], "slow_s": 0.0}, nproc)
+    expected = straight(settings | {"faults": [], "slow_s": 0.0}, nproc, seconds + DEADLINE_S)
     with place() as folder:
         words = [f"--nproc-per-node={nproc}", f"--max-restarts={len(faults)}"]
         code = start(folder, settings, words).wait(3 * seconds + DEADLINE_S)

@@ -36,27 +36,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
+from workloads import Transformer, mlp
 
 import paceline
 from paceline.data.plan import Position
 from paceline.testing import run_ranks
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
-        return out
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(1024, 1024), nn.GELU())])
 
 
 def tiny() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Test code that runs on several ranks: `run_ranks`, and faults as data.
+"""Test code that runs on several ranks: `run_ranks`, faults as data, and one number for a state.
 
     def _total(job, x):
         return paceline.collectives.sum_numbers(job, [x * (job.rank + 1)])
@@ -12,6 +12,7 @@ than the deadline of the helper, and that is shorter than pytest's.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from paceline import meeting
@@ -98,6 +100,34 @@ def run_failing_ranks(
     unused = [fault for n, fault in enumerate(faults) if not seen.check([f"fault/{n}"])]
     assert not unused, f"these faults were never reached: {unused}"
     return outcomes
+
+
+def digest(value: Any) -> str:
+    """sha256 over tensors and plain values, nested: such as a `state_dict()`, to compare to the last bit.
+
+    Collective: none.
+    """
+    total = hashlib.sha256()
+
+    def add(thing: Any) -> None:
+        if isinstance(thing, torch.Tensor):
+            total.update(f"{thing.dtype}{tuple(thing.shape)}".encode())
+            flat = thing.detach().cpu().contiguous().reshape(-1)
+            total.update(flat.view(torch.uint8).numpy().tobytes())
+        elif isinstance(thing, dict):
+            for key in sorted(thing, key=str):
+                total.update(str(key).encode())
+                add(thing[key])
+        elif isinstance(thing, list | tuple):
+            total.update(b"[")
+            for each in thing:
+                add(each)
+            total.update(b"]")
+        else:
+            total.update(repr(thing).encode())
+
+    add(value)
+    return total.hexdigest()
 
 
 def inject(

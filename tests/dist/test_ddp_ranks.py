@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from typing import Any
 
@@ -16,14 +15,9 @@ from paceline.errors import ConfigError, GradientError, PeerFailed, RankDisagree
 from paceline.job import Job
 from paceline.parallel import ddp as parallel
 from paceline.parallel.buffers import equalize_buffers
-from paceline.testing import run_failing_ranks, run_ranks
+from paceline.testing import digest, run_failing_ranks, run_ranks
 
 State = dict[str, torch.Tensor]
-
-
-def _digest(state: State) -> str:
-    data = b"".join(t.detach().contiguous().numpy().tobytes() for t in state.values())
-    return hashlib.sha256(data).hexdigest()
 
 
 def _deep(width: int = 37) -> nn.Module:
@@ -46,7 +40,7 @@ def _train(job: Job, ours: bool, steps: range, state: State | None) -> tuple[str
         model(torch.randn(5, 37, generator=generator)).pow(2).sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return _digest(net.state_dict()), net.state_dict()
+    return digest(net.state_dict()), net.state_dict()
 
 
 @pytest.mark.parametrize("nproc", [3, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import CheckpointError, ConfigError, NonFinite
-from paceline.testing import run_failing_ranks, run_ranks
+from paceline.testing import digest, run_failing_ranks, run_ranks
 
 WORLDS = (1, 2, 3, 4, 8)
-
-
-def digest(value: Any) -> str:
-    """sha256 over tensors and plain values, nested."""
-    sha = hashlib.sha256()
-
-    def add(x: Any) -> None:
-        if isinstance(x, torch.Tensor):
-            sha.update(str((x.dtype, tuple(x.shape))).encode())
-            sha.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(x, dict):
-            for name in sorted(x, key=str):
-                sha.update(str(name).encode())
-                add(x[name])
-        elif isinstance(x, list | tuple):
-            for each in x:
-                add(each)
-        else:
-            sha.update(repr(x).encode())
-
-    add(value)
-    return sha.hexdigest()
 
 
 def _data() -> TensorDataset:

@@ -35,8 +35,15 @@ def environment(**more: str) -> dict[str, str]:
 
 def start(words: Sequence[str], cwd: Path, **more: str) -> subprocess.Popen[str]:
     """Start `paceline` with these words."""
+    return spawn([sys.executable, "-m", "paceline", *words], cwd, **more)
+
+
+def spawn(
+    command: Sequence[str], cwd: Path, *, own_group: bool = False, **more: str
+) -> subprocess.Popen[str]:
+    """Start any command, with its output for `finish`."""
     return subprocess.Popen(
-        [sys.executable, "-m", "paceline", *words],
+        command,
         cwd=cwd,
         env=environment(**more),
         stdin=subprocess.DEVNULL,
@@ -44,6 +51,7 @@ def start(words: Sequence[str], cwd: Path, **more: str) -> subprocess.Popen[str]
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        start_new_session=own_group,
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Finished, environment, finish, start
+from launching import Finished, finish, spawn, start
 
 LAUNCHED = ["run", "--nproc-per-node", "2", "-m", "paceline", "doctor", "--json"]
 HOSTS = {"a": "10.77.61.1", "b": "10.77.61.2"}
@@ -89,15 +89,11 @@ def _on_both(tmp_path: Path, **more: str) -> list[Finished]:
     words += ["--rdzv-endpoint", f"{HOSTS['a']}:29400", "--rdzv-id", "1"]
     words += ["-m", "paceline", "doctor", "--json", "--folder", str(tmp_path)]
     running = [
-        subprocess.Popen(
+        spawn(
             ["ip", "netns", "exec", f"paceline-{os.getpid()}-{name}", sys.executable]
             + ["-m", "paceline", *words],
-            cwd=tmp_path,
-            env=environment(**more),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            tmp_path,
+            **more,
         )
         for name in HOSTS
     ]

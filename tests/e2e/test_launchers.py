@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Finished, environment
+from launching import Finished, spawn
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 50.0
@@ -79,17 +79,7 @@ def _short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch(words: list[str], cwd: Path, **more: str) -> subprocess.Popen[str]:
     """Start a launcher in a process group of its own."""
-    return subprocess.Popen(
-        words,
-        cwd=cwd,
-        env=environment(OMP_NUM_THREADS="1", **more),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    return spawn(words, cwd, own_group=True, OMP_NUM_THREADS="1", **more)
 
 
 def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Finished:

@@ -98,7 +98,7 @@ class Crew:
         self.announced = False
         # Interpreters that have imported torch and wait to be the ranks after a restart.
         self._spares: list[Rank] = []
-        self._begin: Callable[[], list[Rank]] = list
+        self._begin: Callable[[str], list[Rank]] = list
         self._begun_at = 0.0
         self._guard = Guard()
         # Where checkpoints in memory live: longer than ranks, and no longer than the job.
@@ -122,12 +122,13 @@ class Crew:
         Collective: none.
         """
 
-        def begin() -> list[Rank]:
+        def begin(preload: str) -> list[Rank]:
+            given = {"PACELINE_PRELOAD": preload, **environment, "PACELINE_SHADOW": self._shadows}
             ranks = []
             for local_rank in range(count):
                 rank = Rank(
                     local_rank,
-                    environment={**environment, "PACELINE_SHADOW": self._shadows},
+                    environment=given,
                     consoles=self.consoles,
                     pump=self.pump,
                     changed=self._changed.set,
@@ -142,7 +143,7 @@ class Crew:
         self._begin = begin
         if any(spare.poll() is not None for spare in self._spares):
             self._disband_spares()
-        self.ranks, self._spares = self._spares or begin(), []
+        self.ranks, self._spares = self._spares or begin("torch"), []
 
     def keep_spares(self) -> None:
         """Once the ranks have been at work for a while, start those that would follow them.
@@ -150,7 +151,7 @@ class Crew:
         Collective: none.
         """
         if not self._spares and time.monotonic() - self._begun_at > _SPARES_AFTER_S:
-            self._spares = self._begin()
+            self._spares = self._begin("more")
 
     def _disband_spares(self) -> None:
         spares, self._spares = self._spares, []

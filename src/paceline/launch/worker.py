@@ -1,9 +1,8 @@
 """The first code of a rank: it imports torch early, waits for its orders, then runs the script.
 
 A front to what `python script.py` and `python -m module` do, with the same `__main__`, `sys.argv` and
-`sys.path`. It is started by file name, so that a rank's own directory never matters, and imports
-nothing but the standard library: torch is imported while the launcher does the same, and paceline only
-if the script wants it. It does not restart, and does not watch: that is the launcher's.
+`sys.path`. It is started by file name, so that a rank's own directory never matters, and imports the
+standard library alone: torch while the launcher does the same, and paceline only if the script wants it.
 
 No file next to this one may bear the name of a module of the standard library.
 """
@@ -118,8 +117,8 @@ def main() -> NoReturn:
         del sys.path[0]
     # Registered before torch and the script register theirs, hence run after them.
     atexit.register(_finish)
-    if os.environ.get("PACELINE_PRELOAD", "1") != "0":
-        _preload()
+    if (preload := os.environ.pop("PACELINE_PRELOAD", "torch")) != "0":
+        _preload(more=preload == "more")
     order = control.orders.get()
     os.environ.update(order["env"])
     if "command" in order:
@@ -136,14 +135,17 @@ def main() -> NoReturn:
     sys.exit(_status)
 
 
-def _preload() -> None:
+def _preload(*, more: bool) -> None:
     # Most of a rank's start is this import; the launcher imports torch at the same time. Whatever is
     # wrong with torch is the script's to meet, at its own import. The collector would go through the
     # growing heap a hundred times, finding nothing, and later again and again: what stays for ever is
     # put out of its way.
     gc.disable()
     with contextlib.suppress(ImportError, OSError):
-        import torch.distributed  # noqa: F401
+        import torch.distributed
+
+        if more:  # what the first step of an optimizer would import, for half of a restart's time
+            import torch._dynamo  # noqa: F401
     gc.freeze()
     gc.enable()
 

@@ -27,6 +27,14 @@ from paceline.shm.segment import Segment, Unavailable, open_segment
 NAME = "shm"
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _Tensors = Sequence[torch.Tensor]
+# What earlier versions of torch call them.
+_FORMER = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
 
 
 def register() -> None:
@@ -70,7 +78,8 @@ def _or_gloo(plan: Callable[..., _Plan]) -> Any:
         opts: Any = options.get("opts") or (args[-1] if args else None)
         planned = plan(self, *args, **options) if hasattr(opts, "asyncOp") else None
         if planned is None:
-            return getattr(self._inner, name)(*args, **options)
+            inner = getattr(self._inner, name, None) or getattr(self._inner, _FORMER[name])
+            return inner(*args, **options)
         steps, outputs = planned
         timeout_s = opts.timeout.total_seconds()
         return self._line.start(
@@ -213,17 +222,24 @@ class ShmGroup(dist.ProcessGroup):
 
     @_or_gloo
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> _Plan:
-        if not _ours([output, input]):
+        plan: _Plan = ShmGroup.all_gather_single_coalesced.plan(self, [output], [input], opts)
+        return plan
+
+    @_or_gloo
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
+        if not _ours([*outputs, *inputs]):
             return None
-        _check_whole(output, input, self._size)
+        for output, mine in zip(outputs, inputs, strict=True):
+            _check_whole(output, mine, self._size)
 
         def steps() -> Steps:
-            flat, mine = _flat(output), _flat(input)
-            into = flat.split([len(mine)] * self._size)
-            yield from self._rounds.share("all_gather", mine, into, mine.dtype, len(mine))
-            _put(flat, output)
+            for output, given in zip(outputs, inputs, strict=True):
+                flat, mine = _flat(output), _flat(given)
+                into = flat.split([len(mine)] * self._size)
+                yield from self._rounds.share("all_gather", mine, into, mine.dtype, len(mine))
+                _put(flat, output)
 
-        return steps(), [output]
+        return steps(), outputs
 
     @_or_gloo
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
@@ -253,11 +269,22 @@ class ShmGroup(dist.ProcessGroup):
 
     @_or_gloo
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> _Plan:
-        if not _reducible([output, input], opts):
+        plan: _Plan = ShmGroup.reduce_scatter_single_coalesced.plan(self, [output], [input], opts)
+        return plan
+
+    @_or_gloo
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
+        if not _reducible([*outputs, *inputs], opts):
             return None
-        _check_whole(input, output, self._size)
-        pieces = _flat(input).split([output.numel()] * self._size)
-        return self._reduce_scatter(output, pieces, opts.reduceOp.op), [output]
+        for output, whole in zip(outputs, inputs, strict=True):
+            _check_whole(whole, output, self._size)
+
+        def steps() -> Steps:
+            for output, whole in zip(outputs, inputs, strict=True):
+                pieces = _flat(whole).split([output.numel()] * self._size)
+                yield from self._reduce_scatter(output, pieces, opts.reduceOp.op)
+
+        return steps(), outputs
 
     def _reduce_scatter(self, output: torch.Tensor, pieces: _Tensors, op: Any) -> Steps:
         flat = _flat(output)
@@ -311,6 +338,10 @@ class ShmGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> _Plan:
         return self._rounds.barrier(), []
 
+    # C++ (functional collectives, DTensor) asks for these by either name. Where it finds none it issues
+    # to Gloo itself with the interpreter's lock held, for which a thread of Gloo may wait in vain.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
