@@ -46,7 +46,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/reproducible.py
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/steps.py
+	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/restarts.py
 	$(BIN)/python benchmarks/verdicts.py
