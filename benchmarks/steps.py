@@ -166,7 +166,6 @@ def main() -> None:
     parser.add_argument("--only", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/steps.json"))
     options = parser.parse_args()
-    os.environ.setdefault("PACELINE_BACKEND", "shm")  # of our sides; by hand it is Gloo
     rows = []
     print(f"{'work':5} {'ranks':>5} {'side':9}{'us':>10}  of by hand (middle half)   efficiency")
     for ranks in options.ranks:

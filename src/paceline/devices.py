@@ -47,8 +47,11 @@ def choose_device(asked: str | torch.device | None, where: environment.Place) ->
     return torch.device(device.type, index)
 
 
-def choose_backend(asked: str | None, device: torch.device) -> str:
+def choose_backend(asked: str | None, device: torch.device, *, one_host: bool) -> str:
     """The backend string for torch: what was asked for, here or by `PACELINE_BACKEND`, else by device.
+
+    On CPU that is "shm" where all ranks are on one host; it takes Gloo itself where they cannot share
+    memory, and says so.
 
     Raises:
         ConfigError: torch was built without it.
@@ -58,8 +61,8 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     shm.register()
     asked = asked or os.environ.get("PACELINE_BACKEND")
     if asked is None:
-        by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "gloo"}
-        asked = by_device[device.type]
+        by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+        asked = by_device.get(device.type, "shm" if one_host else "gloo")
     for part in asked.split(","):
         name = part.rpartition(":")[2]
         available = {

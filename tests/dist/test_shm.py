@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -287,6 +288,25 @@ def test_what_it_does_not_carry_goes_to_gloo() -> None:
     assert (first[3], second[3]) == (0.0, 2.0)
     assert first[4] == [{"rank": 0}, {"rank": 1}]
     assert first[5:7] == [[2.0] * 3, [2j, 2j]]
+
+
+def _functional(job: Job) -> list[Any]:
+    mine = torch.full((2, 3), float(job.rank))
+    before = job.group._line.entered  # type: ignore[union-attr]
+    whole = functional.all_gather_tensor(mine, 0, job.group)
+    part = functional.reduce_scatter_tensor(torch.cat([mine] * job.world_size), "sum", 0, job.group)
+    values = [whole[:, 0].tolist(), part.tolist()]  # reading waits
+    return [*values, job.group._line.entered - before]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_functional_collectives_go_through_memory(nproc: int) -> None:
+    # Where C++ finds no method of ours, it issues to Gloo holding the interpreter's lock, for which the
+    # thread of Gloo that it waits for may wait: FSDP's checkpoints hung in one of two runs.
+    total = float(sum(range(nproc)))
+    gathered = [float(rank) for rank in range(nproc) for _ in range(2)]
+    expected = [gathered, [[total] * 3] * 2, 2]
+    assert run_ranks(_functional, nproc=nproc) == [expected] * nproc
 
 
 def _chosen(job: Job) -> str:
