@@ -90,6 +90,7 @@ def _drift_before_a_save(job: Any, folder: str) -> None:
     keep = paceline.Checkpoints(folder, every_steps=2)
     # No look is due by itself in these steps.
     training = _training(job, checkpoints=keep, desync_every=100)
+    _train(job, training, 2)  # whose save is waited for
     _train(job, training, 6, {"step": 3, "ranks": [1], "what": "weight"})
 
 
