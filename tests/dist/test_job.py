@@ -223,12 +223,16 @@ def test_a_device_that_is_not_there() -> None:
         choose_device("cuda", _Where)  # type: ignore[arg-type]
 
 
-def test_backends() -> None:
-    assert choose_backend(None, torch.device("cpu")) == "gloo"
-    assert choose_backend("shm", torch.device("cpu")) == "shm"
+def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert choose_backend(None, cpu, one_host=True) == "shm"
+    assert choose_backend(None, cpu, one_host=False) == "gloo"
+    assert choose_backend("gloo", cpu, one_host=True) == "gloo"
+    monkeypatch.setenv("PACELINE_BACKEND", "gloo")
+    assert choose_backend(None, cpu, one_host=True) == "gloo"
     if not dist.is_mpi_available():
         with pytest.raises(ConfigError) as caught:
-            choose_backend("mpi", torch.device("cpu"))
+            choose_backend("mpi", cpu, one_host=True)
         assert caught.value.backend == "mpi"
     with pytest.raises(ConfigError):
-        choose_backend("carrier-pigeon", torch.device("cpu"))
+        choose_backend("carrier-pigeon", cpu, one_host=True)
