@@ -14,7 +14,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -26,9 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tables import publish
 
 import paceline
-from paceline.cores import usable_cores
 from paceline.testing import run_ranks
 
 SIZES = {4 << 10: 300, 1 << 20: 60, 25 << 20: 6}  # bytes: calls in a round
@@ -126,7 +125,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/allreduce.json"))
     options = parser.parse_args()
     if "PACELINE_MPI" in os.environ:
         as_mpi_rank(options.rounds)
@@ -134,23 +132,7 @@ def main() -> None:
     rows = []
     for ranks in options.ranks:
         rows += rows_of(ranks, run(ranks, options.rounds))
-    print(f"{'ranks':>5} {'bytes':>9} {'side':5} {'us':>10} {'GB/s':>7} {'x shm':>7}  spread")
-    for row in rows:
-        low, high = row["ratio_spread"]
-        print(
-            f"{row['ranks']:5} {row['bytes']:9} {row['side']:5} {row['call_us']:10.1f} "
-            f"{row['gb_per_s']:7.2f} {row['ratio_to_shm']:7.2f}  {low:.2f} to {high:.2f}"
-        )
-    result = {
-        "cores": usable_cores(),
-        "load": os.getloadavg(),
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "rounds": options.rounds,
-        "rows": rows,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    publish("allreduce", rows, rounds=options.rounds)
 
 
 if __name__ == "__main__":

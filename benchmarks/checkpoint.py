@@ -12,9 +12,7 @@ turns in one process, round after round; medians over rounds after one that warm
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -28,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from tables import publish
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -155,25 +154,15 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--nproc", type=int, nargs="+", default=[1, 2])
-    options.add_argument("--out", type=Path, default=Path("benchmarks/results/checkpoint.json"))
     args = options.parse_args()
-    tables = {}
+    rows = []
     for nproc in args.nproc:
         with tempfile.TemporaryDirectory() as folder:
             found = run_ranks(
                 measure, args.rounds, folder, nproc=nproc, timeout_s=300, deadline_s=1200
             )[0]
-        rows = tables[f"{nproc} ranks"] = table(found)
-        print(f"\n{nproc} ranks, 210 MB\n{'side':<16}{'stall ms':>10}{'of dcp':>8}   later steps")
-        for row in rows:
-            low, high = row["later_steps_spread"]
-            print(
-                f"{row['side']:<16}{row['stall_ms']:>10.1f}{row['of_dcp']:>8.2f}"
-                f"   x{row['later_steps']:.3f} ({low:.3f} to {high:.3f})"
-            )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    about = {"torch": torch.__version__, "machine": platform.processor(), "cores": os.cpu_count()}
-    args.out.write_text(json.dumps({"about": about, "tables": tables}, indent=2) + "\n")
+        rows += [{"ranks": nproc, **row} for row in table(found)]
+    publish("checkpoint", rows, rounds=args.rounds)
 
 
 if __name__ == "__main__":

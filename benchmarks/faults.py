@@ -11,7 +11,6 @@ strace there are none. **ranks**: one of 3 ranks kills itself after a random tim
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tables import publish
 
 import paceline
 from paceline.checkpoint.manifest import parse
@@ -193,7 +193,7 @@ def main() -> None:
         save_all(job, folder, 1, lambda step: None, 2)
     kinds = {"random": random_kills, "calls": call_kills, "ranks": rank_kills}
     results = {name: kind(getattr(args, name), rng) for name, kind in kinds.items()}
-    print(json.dumps(results, indent=2))
+    publish("faults", [{"kills": name, **counts} for name, counts in results.items()])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ over rounds.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tables import publish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -75,7 +75,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/memory.json"))
     options = parser.parse_args()
     found: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(options.rounds):
@@ -85,16 +84,11 @@ def main() -> None:
             found[side].append(statistics.mean(ranks))
     alone = statistics.median(found["alone"])
     rows = [
-        {"side": side, "pss_mb": round(mb, 1), "over_alone": round(mb / alone - 1, 4)}
+        {"side": side, "pss_mb": mb, "over_alone": mb / alone - 1}
         for side, mb in ((side, statistics.median(values)) for side, values in found.items())
     ]
     gradients_mb = 8 * options.width * (options.width + 1) * 4 / 2**20
-    print(f"{options.ranks} ranks, {gradients_mb:.0f} MiB of gradients")
-    for row in rows:
-        print(f"{row['side']:<10}{row['pss_mb']:>10.1f} MiB  {100 * row['over_alone']:+.1f} %")
-    about = {"torch": torch.__version__, "ranks": options.ranks, "gradients_mb": gradients_mb}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    publish("memory", rows, ranks=options.ranks, gradients_mb=gradients_mb)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import logging
-import os
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tables import publish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -305,34 +302,20 @@ def two_ranks(job: Any, steps: int, rounds: int, comm: bool) -> list[dict[str, A
     return rows_of(measure(sides, steps, rounds))
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{title}")
-    print(f"{'side':<20}{'step us':>10}{'over us':>10}{'ratio':>8}   middle half of the rounds")
-    for row in rows:
-        low, high = row["ratio_spread"]
-        print(
-            f"{row['side']:<20}{row['step_us']:>10.1f}{row['over_us']:>+10.1f}{row['ratio']:>8.3f}"
-            f"   {low:.3f} to {high:.3f}"
-        )
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--steps", type=int, default=400)
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--only", choices=["one", "two"])
-    options.add_argument("--out", type=Path, default=Path("benchmarks/results/overhead.json"))
     args = options.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    tables = {}
+    rows: list[dict[str, Any]] = []
     if args.only != "two":
-        tables["one process"] = one_process(args.steps, args.rounds)
-        show("one process, tiny MLP", tables["one process"])
+        rows += [{"of": "one process"} | row for row in one_process(args.steps, args.rounds)]
     if args.only != "one":
         for name, steps in (("tiny", args.steps), ("comm", max(10, args.steps // 20))):
-            title = f"two ranks, {name} MLP, against DDP by hand"
-            tables[title] = run_ranks(
+            found = run_ranks(
                 two_ranks,
                 steps,
                 args.rounds,
@@ -341,10 +324,8 @@ def main() -> None:
                 timeout_s=300,
                 deadline_s=1200,
             )[0]
-            show(title, tables[title])
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    about = {"torch": torch.__version__, "machine": platform.processor(), "cores": os.cpu_count()}
-    args.out.write_text(json.dumps({"about": about, "tables": tables}, indent=2) + "\n")
+            rows += [{"of": f"two ranks, {name} MLP, against DDP by hand"} | row for row in found]
+    publish("overhead", rows, rounds=args.rounds)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ share of a core that the probe's thread used, which is exact on a busy machine t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from tables import publish
 
 SCRIPT = """
 import statistics, sys, threading, time
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "steps.py")
         script.write_text(SCRIPT)
@@ -76,7 +78,8 @@ def main() -> None:
                 "probe_share": round(statistics.median(shares), 5),
                 "rounds": [round(ratio, 3) for ratio in ratios],
             }
-            print(json.dumps(row), flush=True)
+            rows.append(row)
+    publish("probe", rows, ranks=args.ranks)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ process tree; the table shows medians over rounds and the ratio with the middle 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tables import publish
 from torch.utils.data import TensorDataset
 from workloads import Transformer, mlp
 
@@ -80,25 +78,13 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--out", type=Path, default=Path("benchmarks/results/reproducible.json"))
     args = options.parse_args()
     rows = []
     for nproc in (1, 2):
         rows += run_ranks(
             measure, args.steps, args.rounds, nproc=nproc, timeout_s=600, deadline_s=3600
         )[0]
-    print(
-        f"{'workload':<10}{'ranks':>6}{'normal ms':>12}{'repr. ms':>12}{'ratio':>8}   middle half"
-    )
-    for row in rows:
-        low, high = row["middle_half"]
-        print(
-            f"{row['workload']:<10}{row['ranks']:>6}{row['normal_ms']:>12.1f}"
-            f"{row['reproducible_ms']:>12.1f}{row['ratio']:>8.2f}   {low:.2f} to {high:.2f}"
-        )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    about = {"torch": torch.__version__, "cores": os.cpu_count()}
-    args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")
+    publish("reproducible", rows, rounds=args.rounds)
 
 
 if __name__ == "__main__":

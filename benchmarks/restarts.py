@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tables import publish
+
 from paceline.checkpoint.manifest import parse
 from paceline.checkpoint.reader import read
 from paceline.checkpoint.store import committed, open_store, read_manifest_text
@@ -292,9 +294,11 @@ def main() -> None:
     rng = random.Random(args.seed)
     kinds = args.kinds.split(",")
     if args.mixed_s:
-        print(json.dumps(mixed(args.ranks, args.mixed_s, args.every_s, kinds, rng), indent=2))
+        found = mixed(args.ranks, args.mixed_s, args.every_s, kinds, rng)
+        rows = [{"kind": kind, **row} for kind, row in found.pop("recovery").items()]
+        publish("mixed", rows, ranks=args.ranks, **found)
         return
-    results = {}
+    rows = []
     expected: dict[bool, str] = {}
     for kind in kinds:
         nodes = kind in ("node", "silent")
@@ -302,15 +306,14 @@ def main() -> None:
             expected[nodes] = (
                 straight(NODE_SETTINGS, 1) if nodes else straight(SETTINGS, args.ranks)
             )
-        found = [
+        trials = [
             node_trial(kind, rng, expected[True])
             if nodes
             else trial(kind, args.ranks, rng, expected[False])
             for _ in range(args.count)
         ]
-        results[kind] = summary(found)
-        print(kind, json.dumps(results[kind]), file=sys.stderr)
-    print(json.dumps(results, indent=2))
+        rows.append({"kind": kind, **summary(trials)})
+    publish("restarts", rows, ranks=args.ranks)
 
 
 if __name__ == "__main__":

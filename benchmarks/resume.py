@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import shutil
 import statistics
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tables import publish
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -104,7 +104,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/resume.json"))
     options = parser.parse_args()
     found: dict[str, list[float]] = {"copy": [], "new": [], "resumed": [], "late": []}
     with tempfile.TemporaryDirectory() as name:
@@ -114,16 +113,18 @@ def main() -> None:
             found[side].append(copy_s() if side == "copy" else launch(options.nproc, folder, side))
             shutil.rmtree(folder / "new", ignore_errors=True)
     floors = [new + copy for new, copy in zip(found["new"], found["copy"], strict=True)]
-    result: dict[str, Any] = {s: round(statistics.median(v), 3) for s, v in found.items()}
-    for side in ("resumed", "late"):
-        ratios = sorted(took / floor for took, floor in zip(found[side], floors, strict=True))
-        cut = len(ratios) // 4
-        spread = [round(ratios[cut], 3), round(ratios[-1 - cut], 3)]
-        result[f"{side}_of_floor"] = [round(statistics.median(ratios), 3), *spread]
-    print(json.dumps(result, indent=2))
-    about = {"torch": torch.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"about": about, "seconds": result}, indent=1) + "\n")
+    rows = []
+    for side, values in found.items():
+        row = {"side": side, "seconds": statistics.median(values)}
+        if side in ("resumed", "late"):
+            ratios = sorted(took / floor for took, floor in zip(values, floors, strict=True))
+            cut = len(ratios) // 4
+            row |= {
+                "of_floor": statistics.median(ratios),
+                "spread": [ratios[cut], ratios[-1 - cut]],
+            }
+        rows.append(row)
+    publish("resume", rows, ranks=options.nproc, rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -20,19 +20,16 @@ communicate must end with the same weights.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tables import publish
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -164,31 +161,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/steps.json"))
     options = parser.parse_args()
     rows = []
-    print(f"{'work':5} {'ranks':>5} {'side':9}{'us':>10}  of by hand (middle half)   efficiency")
     for ranks in options.ranks:
         for name in options.only:
             found = run_ranks(
                 measure, name, options.rounds, nproc=ranks, timeout_s=300, deadline_s=1200
             )
-            for row in rows_of(name, ranks, found[0]):
-                rows.append(row)
-                spreads = [
-                    f"{row[key]:.3f} ({row[f'{key}_spread'][0]:.3f} to {row[f'{key}_spread'][1]:.3f})"
-                    for key in ("of_by_hand", "efficiency")
-                ]
-                print(f"{name:5} {ranks:5} {row['side']:9}{row['us']:10.1f}  {'   '.join(spreads)}")
-    about = {
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        "rounds": options.rounds,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+            rows += rows_of(name, ranks, found[0])
+    publish("steps", rows, rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""The rows of a benchmark: printed, and kept as JSON and Markdown with what they were measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).with_name("results")
+
+
+def publish(name: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> None:
+    """Print the rows, and write `results/NAME.json` and `results/NAME.md`.
+
+    Args:
+        rows: Facts by name; numbers are rounded in the Markdown alone, and lists of two are a range.
+        about: What else to say of the run.
+    """
+    facts = {
+        "machine": f"{platform.machine()}, {_processor()}",
+        "cores": os.cpu_count(),
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **about,
+    }
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    lines += [f"| {' | '.join(_cell(row.get(key, '')) for key in names)} |" for row in rows]
+    print("\n".join(lines), flush=True)
+    FOLDER.mkdir(exist_ok=True)
+    told = {"about": facts, "rows": list(rows)}
+    (FOLDER / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n")
+    head = [f"# {name}", "", "; ".join(f"{key} {_cell(value)}" for key, value in facts.items()), ""]
+    (FOLDER / f"{name}.md").write_text("\n".join([*head, *lines]) + "\n")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    if isinstance(value, list | tuple):
+        return (" to " if len(value) == 2 else ", ").join(map(_cell, value))
+    return str(value)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
