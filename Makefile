@@ -49,6 +49,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/resume.py
+	$(BIN)/python benchmarks/shadow.py
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/restarts.py
 	$(BIN)/python benchmarks/verdicts.py

@@ -80,7 +80,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for side in SIDES:
             os.environ["PACELINE_BACKEND"] = "shm" if side == "paceline" else "gloo"
-            ranks = run_ranks(measure, side, options.width, nproc=options.ranks)
+            ranks = run_ranks(measure, side, options.width, nproc=options.ranks, deadline_s=900)
             found[side].append(statistics.mean(ranks))
     alone = statistics.median(found["alone"])
     rows = [
