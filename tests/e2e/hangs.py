@@ -41,6 +41,7 @@ class Kind:
         word: `hang` or `waiting`.
         backend: Of a script with paceline; shm itself refuses calls that differ.
         slow: Whether it is left to `make test-all`.
+        once: Whether the tests run it at 2 ranks without paceline alone, and the benchmark all of it.
     """
 
     body: str
@@ -48,6 +49,7 @@ class Kind:
     word: str = "hang"
     backend: str = "shm"
     slow: bool = True
+    once: bool = False
 
 
 def _stuck(line: str, before: str = "") -> str:
@@ -79,6 +81,13 @@ for number in range(3):
     if number == 2 and rank == 1:
         queue.Queue().get() # STUCK
     loss.backward() # WAITS
+"""
+_BLOCK = "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"
+_CLOSE = """
+def link(fd): return os.path.exists(f'/proc/self/fd/{fd}') and os.readlink(f'/proc/self/fd/{fd}')
+for fd in map(int, os.listdir('/proc/self/fd')):
+    if fd == int(os.environ['PACELINE_CONTROL_FD']) or 'paceline-probe' in str(link(fd)):
+        os.close(fd)
 """
 _PIPE = "here, there = os.pipe()"
 _POLL = "while not os.path.exists('/nowhere'): time.sleep(0.2)"
@@ -144,6 +153,13 @@ KINDS: dict[str, Kind] = {
     "gets nothing": Kind(
         "if rank == 0:\n    dist.recv(torch.ones(1), src=1) # WAITS\nelse:\n    step()\n",
         ("all_reduce #4 (f32[7,3])", "at train.py:{WAITS}, in recv with rank 1"),
+    ),
+    "blocks signals": Kind(
+        _stuck("time.sleep(600)", _BLOCK), (ALL_REDUCE, NOT_ENTERED + ", in time.sleep"), once=True
+    ),
+    # It beats, and cannot answer.
+    "has closed its launcher's files": Kind(
+        _stuck("time.sleep(600)", _CLOSE), (ALL_REDUCE, NOT_ENTERED), once=True
     ),
     "barriers differ": Kind(
         "if rank == 0:\n    dist.barrier() # STUCK\nstep()\ndist.barrier()\n",

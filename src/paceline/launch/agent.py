@@ -192,6 +192,7 @@ class Agent(LocalElasticAgent):
         if self._crew.done:
             self.preempted = self._crew.preempted
             self._crew.clear()
+            self._crew.say_daemons()
             self._crew.dismiss()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
@@ -283,6 +284,7 @@ class Agent(LocalElasticAgent):
             for rank, fact in zip(crew.ranks, facts, strict=True)
             if fact.failed
         }
+        crew.say_daemons()
         crew.dismiss()
         return RunResult(state=WorkerState.FAILED, failures=failures)
 

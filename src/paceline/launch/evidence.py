@@ -82,6 +82,7 @@ class State:
         returncode: None while it runs.
         busy: Whether it uses the CPU, reads or writes, or is elsewhere each time.
         idle_s: For how long no collective was entered or over.
+        entering: Whether it is in some collective, where it did not tell in which.
         answered: Whether it told where it is; else `where` is where it was last seen.
         step: The training step that it is in; 0 where that is not known.
         held: Whether the interpreter's lock is held, so that it could not answer.
@@ -103,6 +104,7 @@ class State:
     busy: bool = False
     idle_s: float = 0.0
     held: bool = False
+    entering: bool = False
     answered: bool = True
     step: int = 0
     where: Where = Where()

@@ -59,7 +59,7 @@ def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang
     if differing:
         return _render_differing(states, differing)
     members = call.members or tuple(state.rank for state in states)
-    inside = [state for state in states if state.number(call.group) >= call.number]
+    inside = [s for s in states if s.entering or s.number(call.group) >= call.number]
     absent = [state for state in states if state.rank in members and state not in inside]
     remote = sorted(set(members) - {state.rank for state in states})
     stuck = [state for state in waiting if _is_at(state.waiting, call)]

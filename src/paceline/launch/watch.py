@@ -213,6 +213,7 @@ class Watch:
             busy=seen.busy(now, self._window),
             idle_s=now - seen.since,
             held=bool(dump),
+            entering=not answered and not late and seen.counts[0] > seen.counts[1],
             answered=answered,
             helpers=_helpers(pid, cwd) if told["where"].loader else (),
             kernel=processes.waits_in(pid) if seen.state == "D" else "",
