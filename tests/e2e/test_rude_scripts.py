@@ -23,11 +23,6 @@ RUDE = [
     ("os.closerange(3, 4096)\nopen('a', 'w'), open('b', 'w')\nsys.exit(5)", 5, "exit code 5"),
     # The script's own hook ends the process before the error could be told as usual.
     ("sys.excepthook = lambda *a: os._exit(9)\nraise OSError('x')", 9, "OSError: x"),
-    (
-        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\nraise OSError('x')",
-        1,
-        "OSError: x",
-    ),
 ]
 
 
@@ -99,7 +94,8 @@ os._exit(CODE)
 """
 
 
-@pytest.mark.parametrize("code", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 1])
 def test_a_daemon_is_named(tmp_path: Path, code: int) -> None:
     done = run("", DAEMON.replace("CODE", str(code)), tmp_path, PACELINE_PRELOAD="0")
     pid = int((tmp_path / "daemon").read_text())
@@ -115,8 +111,9 @@ def test_a_daemon_is_named(tmp_path: Path, code: int) -> None:
 
 PRINTS = """
 import os, sys, time
-chunk = CHUNK
-for _ in range(300):
+# One line without an end, or many.
+chunk = "x" * (1 << 20) if os.environ["RANK"] == "0" else ("x" * 99 + "\\n") * 10486
+for _ in range(150):
     sys.stdout.write(chunk)
 print("\\nthat was all", flush=True)
 while not os.path.exists("looked"):
@@ -126,21 +123,22 @@ raise OSError("disk is full")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", ["'x' * (1 << 20)", "('x' * 99 + '\\n') * 10486"])
-def test_much_output_costs_no_memory(tmp_path: Path, chunk: str) -> None:
-    (tmp_path / "train.py").write_text(PRINTS.replace("CHUNK", chunk))
+def test_much_output_costs_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PRINTS)
     process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path, PACELINE_PRELOAD="0")
     assert process.stdout is not None
-    size = told = 0
-    while told < 2:
+    size, last = 0, b""
+    told: set[bytes] = set()
+    while len(told) < 2:
         data = os.read(process.stdout.fileno(), 1 << 20)
         assert data, process.communicate()
         size += len(data)
-        told += data.count(b"that was all")
+        told |= set(re.findall(rb"(\[\d\]) that was all", last + data))
+        last = data[-100:]
     most = _peak_kib(process)
     (tmp_path / "looked").touch()
     done = finish(process)
-    assert size > 600 << 20
+    assert size > 300 << 20
     # torch is most of it; a copy of what was printed would come on top.
     assert most < 450 << 10, f"{most >> 10} MiB"
     assert re.search(r"ranks? (0-1|0|1) of 2 failed: OSError: disk is full", done.err)

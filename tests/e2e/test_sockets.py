@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hangs import PACELINE, PLAIN
+from hangs import PACELINE
 from launching import finish, run, start
 
 from paceline.doctor import links
@@ -52,11 +52,9 @@ def _listening(pids: list[int]) -> dict[int, set[str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "head", [PLAIN, pytest.param(PACELINE.replace("BACKEND", "gloo"), marks=pytest.mark.slow)]
-)
-def test_a_job_on_one_host_listens_on_the_loopback_alone(tmp_path: Path, head: str) -> None:
-    (tmp_path / "train.py").write_text(head + WAITS)
+@pytest.mark.slow
+def test_a_job_on_one_host_listens_on_the_loopback_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PACELINE.replace("BACKEND", "gloo") + WAITS)
     process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path)
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)].count("") == 0

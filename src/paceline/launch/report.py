@@ -24,6 +24,7 @@ class Shape:
 
     Args:
         restarts: How many there were.
+        nodes: This one, and those that have not told what became of their ranks.
         memory: What the kernel counted before and after.
         again: Whether the same exception came in the same step of the round before.
 
@@ -44,7 +45,7 @@ def render_failure(verdict: Verdict, shape: Shape) -> str:
     lines: list[str] = []
     # A rank that left has none; that of a follower shows where it was missed, and may say more.
     told = verdict.first_follower or original
-    if told.error is not None and not told.error.shown:
+    if told.error is not None and not told.error.shown and not told.elsewhere:
         lines += _prefixed(told.error.traceback, told.rank, shape.world_size)
     who = name_ranks(verdict.alike)
     known = _known(told)
@@ -90,7 +91,7 @@ def _prefixed(text: str, rank: int, world_size: int) -> list[str]:
 
 def _where(fact: Fact, *, several: bool) -> str:
     parts = [f"first on rank {fact.rank}"] if several else [f"rank {fact.rank}"]
-    parts += [f"host {fact.host}", f"pid {fact.pid}"]
+    parts += [f"{'another node, ' * fact.elsewhere}host {fact.host}", f"pid {fact.pid}"]
     if fact.error is not None and fact.returncode is not None and fact.returncode > 0:
         parts.append(f"exit code {fact.returncode}")
     place = fact.error.place if fact.error is not None else fact.exit_place
@@ -117,6 +118,8 @@ def _why(verdict: Verdict, shape: Shape, known: Found | None) -> str:
             "it came to its end, or called sys.exit(0) or os._exit(0), before the others were done"
             f"{elsewhere}."
         )
+    if fact.elsewhere:
+        return ""
     if (counted := _counted(fact, shape)) or fact.frozen_s:
         return (
             counted or "something outside the job sent SIGSTOP, and the other ranks waited for it."
@@ -164,6 +167,8 @@ def _fix(fact: Fact, shape: Shape, known: Found | None) -> str:
         return ""
     if fact.left:
         return "let all ranks do as many steps and end together."
+    if fact.elsewhere:
+        return f"see what the launcher on host {fact.host} says of it."
     before, after = shape.memory
     if fact.returncode == -signal.SIGKILL and after.kills is not None:
         if after.killed_since(before):
