@@ -169,6 +169,34 @@ KINDS: dict[str, Kind] = {
 }
 
 
+# Nothing of this is a hang, however long it takes and whatever else the machine does.
+HEALTHY = """
+rank, scale = dist.get_rank(), float(os.environ["SCALE"])
+def compute(seconds):
+    end = time.monotonic() + seconds * scale
+    while time.monotonic() < end:
+        torch.ones(200, 200) @ torch.ones(200, 200)
+def save(seconds):
+    end = time.monotonic() + seconds * scale
+    while time.monotonic() < end:
+        with open("saved", "wb") as file:
+            file.write(bytes(8 << 20))
+            os.fsync(file.fileno())
+def train(steps):
+    for _ in range(steps):
+        compute(0.1)
+        dist.all_reduce(torch.ones(1000))
+compute(12)  # the first step compiles
+for alone in (compute, save):
+    train(20)
+    if rank == 0:
+        alone(20)
+    dist.barrier()
+train(20)
+print("done")
+"""
+
+
 def script(kind: Kind, *, paceline: bool) -> str:
     """The script of this kind, with or without paceline."""
     head = PACELINE.replace("BACKEND", kind.backend) if paceline else PLAIN

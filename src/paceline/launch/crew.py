@@ -368,6 +368,7 @@ def _fact(rank: Rank) -> Fact:
         hung=rank.hung,
         frozen_s=rank.frozen_s,
         step=step,
+        gave_up=rank.gave_up,
         stopped=rank.stopped_at is not None and (at == 0.0 or at > rank.stopped_at),
     )
 

@@ -106,7 +106,7 @@ class Hearsay:
 def _brief(fact: Fact) -> Fact:
     # The launcher of its host shows the traceback.
     error = fact.error and dataclasses.replace(fact.error, traceback="")
-    return dataclasses.replace(fact, error=error)
+    return dataclasses.replace(fact, error=error, gave_up="")
 
 
 def _fact(told: dict[str, Any], shift_s: float) -> Fact:

@@ -212,6 +212,13 @@ class Rank:
         """Whether it told of an error, and only flushes its files. Collective: none."""
         return any(event["event"] == "failed" for event in list(self.events))
 
+    @property
+    def gave_up(self) -> str:
+        """What native code wrote when it aborted; empty where it did not. Collective: none."""
+        if self.returncode != -signal.SIGABRT:
+            return ""
+        return self.streams[-1].tail.rpartition(b"terminate called")[2].decode(errors="replace")
+
     def watch_freeze(self, now: float) -> bool:
         """Note since when SIGSTOP holds it; whether it does. `now` is monotonic. Collective: none."""
         if self.returncode is None and _is_stopped(self.pid):

@@ -103,7 +103,9 @@ def _known(fact: Fact) -> Found | None:
     error = fact.error
     if error is not None and "paceline.errors.PacelineError" in error.kinds:
         return None
-    found = recognise(fact.how if error is None else f"{error.type}: {error.message}")
+    text = fact.how if error is None else f"{error.type}: {error.message}"
+    # Why it gave up says more than that it did.
+    found = recognise(fact.gave_up) or recognise(text)
     # Who only followed was judged by where its error was raised, and a victim's text says no more.
     return None if found is None or found.cause.kind == "victim" else found
 
