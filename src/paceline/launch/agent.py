@@ -115,6 +115,8 @@ class Agent(LocalElasticAgent):
                 store: Any = self._store
                 stem = f"paceline/{self._restarts}"
                 self._hearsay = Hearsay(PrefixStore(stem, store), node, nodes)
+        if self._watch is not None:
+            self._watch.hearsay = self._hearsay
         self._task.announce(worker_group)
 
     def _exit_barrier(self) -> None:
