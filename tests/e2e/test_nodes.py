@@ -1,4 +1,4 @@
-"""A failure on one node of two: both launchers name the rank that was first, and end with its code."""
+"""A failure or a hang on one node of two: both launchers name the same rank."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ CASES = {
 }
 
 
-def _run(tmp_path: Path, port: int, script: str, ranks: int) -> list[Finished]:
+def _run(tmp_path: Path, port: int, script: str, ranks: int, *more: str) -> list[Finished]:
     (tmp_path / "train.py").write_text(PLAIN + STEPS + script)
     words = ["--nnodes=2", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-id=job"]
-    words += [f"--rdzv-endpoint=localhost:{port}", "train.py"]
+    words += [f"--rdzv-endpoint=localhost:{port}", *more, "train.py"]
     nodes = [start(["run", *words], tmp_path) for _ in range(2)]
     return [finish(node) for node in nodes]
 
@@ -52,3 +52,25 @@ def test_both_nodes_name_the_cause(tmp_path: Path, free_port: int, name: str) ->
     if ranks == 2:
         assert all("ranks 0-2 only followed" in end.err for end in ends)
     assert ended - max(float(at) for e in ends for at in re.findall(r"at ([\d.]+)", e.out)) < 10
+
+
+EVALUATES = """
+def evaluate():
+    time.sleep(600)
+if rank == 3:
+    evaluate()
+dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.slow
+def test_a_hang_is_judged_over_both_nodes(tmp_path: Path, free_port: int) -> None:
+    ends = _run(tmp_path, free_port, EVALUATES, 2, "--hang-after=2", "--on-hang=end")
+    line = (PLAIN + STEPS + EVALUATES).splitlines().index("    time.sleep(600)") + 1
+    for end in ends:
+        assert end.code == 1, ends
+        assert "\nhang: ranks 0-2 wait in all_reduce #4 (f32[3]) at train.py:" in end.err
+        assert f"has not entered it: evaluate() at train.py:{line}, in time.sleep" in end.err
+        assert "\nwhy:  the ranks took different ways" in end.err
+        assert "paceline: rank 3 of 4 failed: held up the others" in end.err
+        assert end.err.count("hang:") == 1

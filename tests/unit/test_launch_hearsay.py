@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from paceline.launch import hearsay
+from paceline.launch.evidence import Call, State, Where
 from paceline.launch.hearsay import Hearsay
 from paceline.launch.report import Shape, render_failure
 from paceline.launch.verdict import Error, Fact, Verdict, judge
@@ -118,3 +119,25 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes[1]._next = 0.0
     assert nodes[1].pending()
     assert not Hearsay(PrefixStore("job/1", store), 1, 3).pending()
+
+
+def test_where_ranks_are_is_told_whole() -> None:
+    store = HashStore()
+    node, other = Hearsay(store, 0, 2), Hearsay(store, 1, 2)
+    assert not other.is_asked()
+    node.ask(anew=True)
+    assert (node.is_asked(), other.is_asked()) == (False, True)
+    assert node.shown() == ([], False)
+    other.ask(anew=False)
+    assert not other.is_asked()
+    call = Call(name="all_reduce", number=4, members=(0, 1), kind="f32[3]", since_s=2.0)
+    where = Where(script=(("train.py", 3, "step"),), waits="recv", lock=True)
+    state = State(rank=1, host="b", pid=7, where=where, calls=(call,), entered={"0": 4})
+    other.show([state])
+    assert node.shown() == ([state], True)
+    # An answer to an earlier question is none.
+    node.ask(anew=True)
+    assert node.shown() == ([], False)
+    for text in ("", "[]", "7", '{"question": 2, "states": [{}]}'):
+        store.set("states/1", text)
+        assert node.shown() == ([], False)
