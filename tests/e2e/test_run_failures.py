@@ -82,6 +82,7 @@ dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(7 + 3 * dist.get_rank()))
 """
     done = run("--nproc-per-node=2", script, tmp_path)
+    assert re.search(r"called last: rank [01] all_reduce #1 \(f32\[(7|10)\]\)\.", done.err), done
     assert re.search(r"paceline: rank [01] of 2 failed: killed by SIGABRT\n", done.err), done
     assert "why:   collectives pair by order alone" in done.err
 

@@ -26,6 +26,7 @@ from torch.distributed.elastic.utils import macros
 
 from paceline.launch import bundle, memory
 from paceline.launch.crew import Crew
+from paceline.launch.evidence import last_call
 from paceline.launch.hearsay import Hearsay
 from paceline.launch.logs import connect_logs
 from paceline.launch.nodes import FreshRendezvous
@@ -295,6 +296,7 @@ class Agent(LocalElasticAgent):
             nodes=1 + silent,
             again=again,
             memory=(self._memory, memory.read()),
+            calls={rank.rank: last_call(rank.answer) for rank in crew.ranks},
         )
         if self._remaining_restarts > 0:
             crew.say(render_restart(verdict, shape))

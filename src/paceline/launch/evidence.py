@@ -152,6 +152,18 @@ def read_calls(
     )
 
 
+def last_call(answer: Mapping[str, Any]) -> str:
+    """The collective that a rank entered last, by its answer; empty where it told none.
+
+    Collective: none.
+    """
+    try:
+        calls = read_calls(answer.get("entries", ()), answer.get("groups", {}), 0.0)
+        return f"{calls[-1].name} #{calls[-1].number} ({calls[-1].kind})" if calls else ""
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return ""  # its script wrote into our socket
+
+
 def _kind(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> str:
     if not dtypes:
         return ""

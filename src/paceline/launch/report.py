@@ -7,8 +7,8 @@ known of an error comes from the table of `paceline explain`, with what this hos
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from paceline.errors import LaunchFailed
 from paceline.explain.facts import facts
@@ -26,6 +26,7 @@ class Shape:
         restarts: How many there were.
         nodes: This one, and those that have not told what became of their ranks.
         memory: What the kernel counted before and after.
+        calls: The collective that each rank entered last, where it told.
         again: Whether the same exception came in the same step of the round before.
 
     Collective: none.
@@ -36,6 +37,7 @@ class Shape:
     max_restarts: int
     nodes: int = 1
     memory: tuple[Memory, Memory] = (Memory(), Memory())
+    calls: Mapping[int, str] = field(default_factory=dict)
     again: bool = False
 
 
@@ -61,8 +63,11 @@ def render_failure(verdict: Verdict, shape: Shape) -> str:
     if verdict.followers:
         they = "it lost its peer" if len(verdict.followers) == 1 else "they lost their peer"
         lines.append(f"  {name_ranks(verdict.followers)} only followed: {they}.")
-    for text, ranks in _grouped(verdict.others):
+    for text, ranks in _merged((fact.rank, fact.how) for fact in verdict.others):
         lines.append(f"  {name_ranks(ranks)} failed later: {text}.")
+    if original.gave_up and (called := _merged(shape.calls.items())):
+        last = "; ".join(f"{name_ranks(ranks)} {text}" for text, ranks in called)
+        lines.append(f"  called last: {last}.")
     if shape.again:
         lines.append(
             f"  The same exception came in step {original.step} before the restart: another would "
@@ -179,8 +184,8 @@ def _fix(fact: Fact, shape: Shape, known: Found | None) -> str:
     return known.cause.fix if known is not None else ""
 
 
-def _grouped(facts: Sequence[Fact]) -> list[tuple[str, list[int]]]:
+def _merged(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
     groups: dict[str, list[int]] = {}
-    for fact in facts:
-        groups.setdefault(fact.how, []).append(fact.rank)
-    return [(text, sorted(ranks)) for text, ranks in groups.items()]
+    for rank, text in texts:
+        groups.setdefault(text, []).append(rank)
+    return [(text, sorted(ranks)) for text, ranks in groups.items() if text]
