@@ -82,8 +82,8 @@ for number in range(3):
         queue.Queue().get() # STUCK
     loss.backward() # WAITS
 """
-_BLOCK = "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"
-_CLOSE = """
+_RUDE = """
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 def link(fd): return os.path.exists(f'/proc/self/fd/{fd}') and os.readlink(f'/proc/self/fd/{fd}')
 for fd in map(int, os.listdir('/proc/self/fd')):
     if fd == int(os.environ['PACELINE_CONTROL_FD']) or 'paceline-probe' in str(link(fd)):
@@ -154,12 +154,9 @@ KINDS: dict[str, Kind] = {
         "if rank == 0:\n    dist.recv(torch.ones(1), src=1) # WAITS\nelse:\n    step()\n",
         ("all_reduce #4 (f32[7,3])", "at train.py:{WAITS}, in recv with rank 1"),
     ),
-    "blocks signals": Kind(
-        _stuck("time.sleep(600)", _BLOCK), (ALL_REDUCE, NOT_ENTERED + ", in time.sleep"), once=True
-    ),
     # It beats, and cannot answer.
-    "has closed its launcher's files": Kind(
-        _stuck("time.sleep(600)", _CLOSE), (ALL_REDUCE, NOT_ENTERED), once=True
+    "blocks signals and closes files": Kind(
+        _stuck("time.sleep(600)", _RUDE), (ALL_REDUCE, NOT_ENTERED), once=True
     ),
     "barriers differ": Kind(
         "if rank == 0:\n    dist.barrier() # STUCK\nstep()\ndist.barrier()\n",
