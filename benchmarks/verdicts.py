@@ -1,17 +1,22 @@
 """Let jobs hang and crash in every way we know, and look whether the launcher says the truth.
 
     python benchmarks/verdicts.py [--what hangs crashes] [--ranks 2 4] [--only WORD]
+    python benchmarks/verdicts.py --what healthy --healthy-min 30
 
 Each kind runs in a script with paceline and in one without. A verdict is right if it names the rank, the
-operation and the line. Prints counts as JSON, and what was wrong to standard error.
+operation and the line. Healthy jobs have a slow first step, one rank that evaluates for 20 s and saves for
+20 s, and every second one a busy machine: no `hang:` may be said of them. Prints
+counts as JSON, and what was wrong to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "e2e"))
 
-from hangs import KINDS, PACELINE, PLAIN, STEPS, expected, script, verdict
+from hangs import HEALTHY, KINDS, PACELINE, PLAIN, STEPS, expected, script, verdict
 from launching import run
 
 # What rank 1 does after three steps, and words of the verdict; `{LINE}` is where it does it.
@@ -39,6 +44,10 @@ CRASHES = {
         ["killed by SIGSEGV", 'train.py", line {LINE}', "memory that is not its own"],
     ),
     "aborts": ("os.abort()", ["killed by SIGABRT", 'train.py", line {LINE}']),
+    "gives another size": (
+        "dist.all_reduce(torch.ones(9, 9))",
+        ["called last: ", "(f32[9,9])", "collectives pair by order alone"],
+    ),
     "gets a bus error": (
         "os.kill(os.getpid(), signal.SIGBUS)",
         ["killed by SIGBUS", "/dev/shm has"],
@@ -77,14 +86,55 @@ def hangs(folder: Path, world: int, ours: bool, only: str) -> Iterator[tuple[str
         yield name, not wrong, float(seconds[0]) if seconds else 99.0
 
 
+def healthy(folder: Path, world: int, minutes: float, scale: float) -> dict[str, object]:
+    """Healthy jobs for so many minutes, with and without paceline, and what was said of them.
+
+    Args:
+        scale: Of all times in the script and of the threshold, which is 10 s.
+    """
+    end = time.monotonic() + minutes * 60
+    kinds = [(False, False), (True, True), (True, False), (False, True)]
+    ends = []
+    while len(ends) < 2 or time.monotonic() < end:
+        ours, busy = kinds[len(ends) % len(kinds)]
+        head = PACELINE.replace("BACKEND", "gloo") if ours else PLAIN
+        burn = [sys.executable, "-c", "while True: pass"]
+        others = [subprocess.Popen(burn) for _ in range(2 * busy * (os.cpu_count() or 1))]
+        try:
+            words = f"--nproc-per-node={world} --hang-after={10 * scale}"
+            done = run(words, head + HEALTHY, folder, deadline_s=600, SCALE=str(scale))
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+        ends.append(done)
+        if done.code or "hang:" in done.err:
+            print(f"healthy, paceline {ours}, busy {busy}:\n{done}", file=sys.stderr)
+    said = [line for done in ends for line in done.err.splitlines()]
+    return {
+        "what": "healthy",
+        "ranks": world,
+        "minutes": minutes,
+        "jobs": len(ends),
+        "ended_well": sum(done.code == 0 for done in ends),
+        "alarms": sum(line.startswith("hang:") for line in said),
+        "notices": sum(line.startswith("waiting:") for line in said),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--what", nargs="+", default=["hangs", "crashes"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--only", default="")
+    parser.add_argument("--healthy-min", type=float, default=30.0)
+    parser.add_argument("--scale", type=float, default=1.0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for what in args.what:
+        if "healthy" in args.what:
+            found = healthy(Path(folder), args.ranks[0], args.healthy_min, args.scale)
+            print(json.dumps(found), flush=True)
+        for what in [what for what in args.what if what != "healthy"]:
             for world in args.ranks:
                 for ours in (False, True):
                     side = {"hangs": hangs, "crashes": crashes}[what]

@@ -1,5 +1,7 @@
 """Whether all ranks still hold the same weights and optimizer state, bit for bit; and who does not.
 
+Buffers and generators too where that is asked for: those of BatchNorm and of dropout differ by design.
+
 A rank's tensors become one number each, a sum of their bytes as 64-bit integers, which wraps and so does
 not depend on the order of addition. Ranks compare one number; only where that differs do they compare
 tensor by tensor. Sharded tensors and parameters that DDP is told to leave alone are not replicas.
@@ -10,11 +12,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from paceline import collectives
+from paceline import collectives, rng
 from paceline.errors import ConfigError, Desync, place
 from paceline.job import Job
 from paceline.parallel import ddp as parallel
@@ -31,6 +33,7 @@ class Replicas:
 
     Args:
         every: Steps from one look to the next; None chooses by what a look costs; 0 never looks.
+        also: What is compared besides weights and optimizer state: "buffers", "rng".
 
     Collective: as the methods say.
     """
@@ -41,13 +44,19 @@ class Replicas:
         models: Sequence[torch.nn.Module],
         tracks: Sequence[Track],
         every: int | None,
+        also: Collection[str],
     ) -> None:
+        if isinstance(also, str) or not {"buffers", "rng"}.issuperset(also):
+            raise ConfigError(f'desync_also may hold "buffers" and "rng", got {also!r}.')
+        if also and every == 0:
+            raise ConfigError("desync_also has no effect with desync_every=0.")
         if every is not None and (isinstance(every, bool) or every < 0):
             raise ConfigError(f"desync_every must be a number of steps or None, got {every!r}.")
         self._job = job
         self._models = models
         self._tracks = tracks
         self._every = every
+        self._also = also
         self._off = every == 0 or job.world_size == 1
         self._equal: int | None = None  # the last step in which all were equal
         self._due = 0
@@ -80,7 +89,7 @@ class Replicas:
         if self._off or self._equal == step or self._equal is None:
             return
         began = time.perf_counter()
-        digests = _digests(self._models, self._tracks)
+        digests = self._digests()
         odd = torch.arange(len(digests), dtype=torch.int64) * 2 + 1
         values = [digests[name] for name in sorted(digests)]
         whole = int((torch.tensor(values, dtype=torch.int64) * odd).sum())
@@ -98,6 +107,38 @@ class Replicas:
         self._equal, self._due = step, step + every
         self._looked_s = time.perf_counter()
         self._cost_s = self._looked_s - began
+
+    def _digests(self) -> dict[str, int]:
+        """A number for each thing that is compared, by a name that says what it is."""
+        found: dict[str, torch.Tensor] = {}
+        for number, model in enumerate(self._models):
+            prefix = f"models.{number}." if len(self._models) > 1 else ""
+            alone = getattr(model, "parameters_to_ignore", ())
+            module = parallel.unwrap(model)
+            for name, p in module.named_parameters():
+                if name not in alone:
+                    found[prefix + name] = p
+            for name, buffer in module.named_buffers() if "buffers" in self._also else ():
+                if name not in alone:
+                    found[f"buffer {prefix}{name}"] = buffer
+        for track in self._tracks:
+            for name, p in named_parameters(self._models, track):
+                for key, value in track.optimizer.state.get(p, {}).items():
+                    found[f"{key} of {name}"] = value
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, tensor in found.items():
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
+                by_device.setdefault(tensor.device, {})[name] = _sum(tensor.detach())
+        # One wait for each device.
+        digests = {
+            name: value
+            for sums in by_device.values()
+            for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+        }
+        if "rng" in self._also:
+            states = rng.digests(self._job.device).items()
+            digests |= {f"the state of {name}": value for name, value in states}
+        return digests
 
     def _found(self, step: int, digests: dict[str, int]) -> Desync:
         everybody = collectives.gather(self._job, digests)
@@ -128,31 +169,6 @@ class Replicas:
             step=step,
             since=since,
         )
-
-
-def _digests(models: Sequence[torch.nn.Module], tracks: Sequence[Track]) -> dict[str, int]:
-    """A number for each replicated tensor, by a name that says what it is."""
-    found: dict[str, torch.Tensor] = {}
-    for number, model in enumerate(models):
-        prefix = f"models.{number}." if len(models) > 1 else ""
-        alone = getattr(model, "parameters_to_ignore", ())
-        for name, p in parallel.unwrap(model).named_parameters():
-            if name not in alone:
-                found[prefix + name] = p
-    for track in tracks:
-        for name, p in named_parameters(models, track):
-            for key, value in track.optimizer.state.get(p, {}).items():
-                found[f"{key} of {name}"] = value
-    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, tensor in found.items():
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
-            by_device.setdefault(tensor.device, {})[name] = _sum(tensor.detach())
-    # One wait for each device.
-    return {
-        name: value
-        for sums in by_device.values()
-        for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
-    }
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:

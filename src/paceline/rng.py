@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,24 @@ def snapshot(device: torch.device) -> torch.Tensor:
         "device": [] if device.type == "cpu" else default_generator(device).get_state().tolist(),
     }
     return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
+
+
+def digests(device: torch.device) -> dict[str, int]:
+    """A number for the state of each global generator that is equal on all ranks, by its name.
+
+    Python's and NumPy's, as `join` seeds them alike; torch's on the CPU, unless `device` is the CPU: there
+    dropout draws from it, by what each rank's micro-batches are.
+
+    Collective: none.
+    """
+    _, words, *rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "random": random.getstate(),
+        "numpy.random": (np.asarray(words).tolist(), rest),
+    }
+    if device.type != "cpu":
+        states["torch.default_generator"] = torch.get_rng_state().tolist()
+    return {name: zlib.crc32(repr(state).encode()) for name, state in states.items()}
 
 
 def restore(device: torch.device, saved: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +29,15 @@ class Saving:
     """
 
     def __init__(
-        self, training: Training, checkpoints: Checkpoints | None, desync_every: int | None
+        self,
+        training: Training,
+        checkpoints: Checkpoints | None,
+        desync_every: int | None,
+        desync_also: Collection[str],
     ) -> None:
         self._training = training
         tracks = list(training.tracks.values())
-        self._replicas = Replicas(training.job, training.models, tracks, desync_every)
+        self._replicas = Replicas(training.job, training.models, tracks, desync_every, desync_also)
         self._checkpoints = checkpoints
         self._resumed = checkpoints is None
         self._now = self._best = False

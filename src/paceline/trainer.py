@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,6 +112,7 @@ class Trainer:
         schedule: A function from an optimizer to a scheduler of torch.
         reproducible: Whether the result is equal to the last bit on any number of ranks.
         desync_every: After how many steps replicas are compared; see `Training`.
+        desync_also: What is compared besides weights and optimizer state; see `Training`.
 
     Collective: none to make it.
     """
@@ -129,6 +130,7 @@ class Trainer:
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         reproducible: bool = False,
         desync_every: int | None = None,
+        desync_also: Collection[str] = (),
     ) -> None:
         if not callable(optimizer):
             raise ConfigError(
@@ -145,6 +147,7 @@ class Trainer:
         self._schedule = schedule
         self._reproducible = reproducible
         self._desync_every = desync_every
+        self._desync_also = desync_also
 
     def fit(
         self,
@@ -220,6 +223,7 @@ class Trainer:
             checkpoints=checkpoints,
             reproducible=self._reproducible,
             desync_every=self._desync_every,
+            desync_also=self._desync_also,
         )
         training.report(None if folder is None else str(folder), progress=True)
         return training

@@ -7,7 +7,7 @@ begins, and keeps what a checkpoint needs. The arithmetic of a step is in `steps
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,8 @@ class Training:
             any number of ranks; see docs/reproducible.md for what that costs.
         desync_every: After how many steps, and before each save, replicas are compared bit for bit; None
             chooses so that it takes 0.5 % of the time, 0 never compares.
+        desync_also: What else is to be equal: "buffers", "rng" (of Python and NumPy; also torch's on the
+            CPU where the model is elsewhere, else dropout draws from it, on each rank another way).
 
     Raises:
         ConfigError: on all ranks, before the first step: a model that is not wrapped, has nothing to
@@ -89,6 +91,7 @@ class Training:
         checkpoints: Checkpoints | None = None,
         reproducible: bool = False,
         desync_every: int | None = None,
+        desync_also: Collection[str] = (),
     ) -> None:
         job.refuse_if_left()
         weight.check_count_kind(count)
@@ -124,7 +127,7 @@ class Training:
         self._divisor = 0.0
         self._weight = torch.zeros(())
         self._kept: dict[str, Any] = {}
-        self.saving = Saving(self, checkpoints, desync_every)
+        self.saving = Saving(self, checkpoints, desync_every, desync_also)
         self._report = Report(job)
         self._stopping = self._preempted = False
         # The step in progress, or the last when the loop was left early; and which of the two.
@@ -369,10 +372,7 @@ class Training:
         )
 
     def _close(self) -> None:
-        """Leave the thread's autocast state, and note a loop that the user left by `break`.
-
-        The step that a preempted evaluation interrupted is committed and saved.
-        """
+        """Leave autocast, note a `break`, and save the step that a preempted evaluation interrupted."""
         self.precision.leave()
         notice.unwatch(self)
         if self._open is not None and self._is_in_loop:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,8 @@ from paceline.testing import run_failing_ranks, run_ranks
 
 def _training(job: Any, **options: Any) -> Any:
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(3))
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    net[1].register_buffer("seen", torch.zeros(3, dtype=torch.int32))
     model = paceline.ddp(job, net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     batches = paceline.Batches(job, TensorDataset(x, x[:, :3].argmax(1)), global_batch=8)
@@ -39,6 +42,15 @@ def _train(job: Any, training: Any, steps: int, tamper: dict[str, Any] | None = 
 
 
 def _flip(training: Any, what: str) -> None:
+    if what == "random":
+        random.random()
+        return
+    if what == "numpy.random":
+        np.random.rand()
+        return
+    if what == "buffer":
+        paceline.unwrap(training.models[0])[1].seen.view(-1)[2] ^= 1
+        return
     net = paceline.unwrap(training.models[0])
     weight = net[2].weight
     tensor = weight if what == "weight" else next(iter(training.tracks)).state[weight][what]
@@ -86,6 +98,16 @@ def test_optimizer_state_is_compared_too() -> None:
     assert (error.parameter, error.ranks) == ("exp_avg_sq of 2.weight", [0])
 
 
+@pytest.mark.parametrize(("nproc", "what"), [(2, "buffer"), (3, "numpy.random"), (4, "random")])
+def test_what_else_was_asked_for_is_compared_too(nproc: int, what: str) -> None:
+    tamper = {"step": 3, "ranks": [1], "what": what}
+    for error in _errors(nproc, tamper, desync_every=2, desync_also=["buffers", "rng"]):
+        name = "buffer 1.seen" if what == "buffer" else f"the state of {what}"
+        ranks = [1] if nproc > 2 else None
+        assert (error.parameter, error.ranks, error.since, error.step) == (name, ranks, 2, 4)
+        assert error.differing == [name]
+
+
 def _drift_before_a_save(job: Any, folder: str) -> None:
     keep = paceline.Checkpoints(folder, every_steps=2)
     # No look is due by itself in these steps.
@@ -112,8 +134,8 @@ def test_zero_never_compares() -> None:
     assert run_ranks(_off, 0, nproc=2) == [12, 12]
 
 
-def _sound(job: Any, options: dict[str, Any]) -> Any:
-    training = _train(job, _training(job, **options), 12)
+def _sound(job: Any, options: dict[str, Any], tamper: dict[str, Any] | None = None) -> Any:
+    training = _train(job, _training(job, **options), 12, tamper)
     replicas = training.saving._replicas
     return replicas._equal, replicas._due, replicas._cost_s
 
@@ -123,6 +145,21 @@ def _sound(job: Any, options: dict[str, Any]) -> Any:
 def test_sound_replicas_are_left_in_peace(nproc: int, options: dict[str, Any]) -> None:
     found = run_ranks(_sound, options | {"desync_every": 1}, nproc=nproc)
     assert [each[:2] for each in found] == [(12, 13)] * nproc
+
+
+_SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=_SLOW), pytest.param(4, marks=_SLOW)])
+def test_generators_stay_equal_though_ranks_hold_other_samples(nproc: int) -> None:
+    options = {"desync_every": 1, "desync_also": ["buffers", "rng"]}
+    assert [each[:2] for each in run_ranks(_sound, options, nproc=nproc)] == [(12, 13)] * nproc
+
+
+def test_what_was_not_asked_for_may_differ() -> None:
+    tamper = {"step": 3, "ranks": [1], "what": "buffer"}
+    found = run_ranks(_sound, {"desync_every": 1}, tamper, nproc=2)
+    assert [each[:2] for each in found] == [(12, 13)] * 2
 
 
 def test_the_first_look_says_when_the_next_pays() -> None:
@@ -144,9 +181,9 @@ def test_one_process_has_nothing_to_compare() -> None:
     assert run_ranks(_alone, nproc=1) == [3]
 
 
-def _bad(job: Any, every: Any) -> str:
+def _bad(job: Any, every: Any, also: Any = ()) -> str:
     with pytest.raises(ConfigError) as error:
-        _training(job, desync_every=every)
+        _training(job, desync_every=every, desync_also=also)
     return str(error.value)
 
 
@@ -171,6 +208,18 @@ def test_trainer_hands_it_on() -> None:
 @pytest.mark.parametrize("every", [-1, True])
 def test_a_number_of_steps_is_asked_for(every: Any) -> None:
     assert "desync_every" in run_ranks(_bad, every, nproc=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("every", "also", "said"),
+    [
+        (1, "rng", "may hold"),
+        (1, ["gradients"], "got ['gradients']"),
+        (0, ["rng"], "has no effect with desync_every=0"),
+    ],
+)
+def test_what_else_is_checked(every: int, also: Any, said: str) -> None:
+    assert said in run_ranks(_bad, every, also, nproc=1)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.complex128])

@@ -41,6 +41,7 @@ class Kind:
         word: `hang` or `waiting`.
         backend: Of a script with paceline; shm itself refuses calls that differ.
         slow: Whether it is left to `make test-all`.
+        once: Whether the tests run it at 2 ranks without paceline alone, and the benchmark all of it.
     """
 
     body: str
@@ -48,6 +49,7 @@ class Kind:
     word: str = "hang"
     backend: str = "shm"
     slow: bool = True
+    once: bool = False
 
 
 def _stuck(line: str, before: str = "") -> str:
@@ -79,6 +81,13 @@ for number in range(3):
     if number == 2 and rank == 1:
         queue.Queue().get() # STUCK
     loss.backward() # WAITS
+"""
+_RUDE = """
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+def link(fd): return os.path.exists(f'/proc/self/fd/{fd}') and os.readlink(f'/proc/self/fd/{fd}')
+for fd in map(int, os.listdir('/proc/self/fd')):
+    if fd == int(os.environ['PACELINE_CONTROL_FD']) or 'paceline-probe' in str(link(fd)):
+        os.close(fd)
 """
 _PIPE = "here, there = os.pipe()"
 _POLL = "while not os.path.exists('/nowhere'): time.sleep(0.2)"
@@ -145,12 +154,44 @@ KINDS: dict[str, Kind] = {
         "if rank == 0:\n    dist.recv(torch.ones(1), src=1) # WAITS\nelse:\n    step()\n",
         ("all_reduce #4 (f32[7,3])", "at train.py:{WAITS}, in recv with rank 1"),
     ),
+    # It beats, and cannot answer.
+    "blocks signals and closes files": Kind(
+        _stuck("time.sleep(600)", _RUDE), (ALL_REDUCE, NOT_ENTERED), once=True
+    ),
     "barriers differ": Kind(
         "if rank == 0:\n    dist.barrier() # STUCK\nstep()\ndist.barrier()\n",
         ("barrier #4", "all_reduce #4 (f32[7,3])", "different collectives as number 4"),
         backend="gloo",
     ),
 }
+
+
+# Nothing of this is a hang, however long it takes and whatever else the machine does.
+HEALTHY = """
+rank, scale = dist.get_rank(), float(os.environ["SCALE"])
+def compute(seconds):
+    end = time.monotonic() + seconds * scale
+    while time.monotonic() < end:
+        torch.ones(200, 200) @ torch.ones(200, 200)
+def save(seconds):
+    end = time.monotonic() + seconds * scale
+    while time.monotonic() < end:
+        with open("saved", "wb") as file:
+            file.write(bytes(8 << 20))
+            os.fsync(file.fileno())
+def train(steps):
+    for _ in range(steps):
+        compute(0.1)
+        dist.all_reduce(torch.ones(1000))
+compute(12)  # the first step compiles
+for alone in (compute, save):
+    train(20)
+    if rank == 0:
+        alone(20)
+    dist.barrier()
+train(20)
+print("done")
+"""
 
 
 def script(kind: Kind, *, paceline: bool) -> str:

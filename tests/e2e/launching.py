@@ -66,10 +66,12 @@ def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Fi
     return Finished(process.returncode, out, err)
 
 
-def run(words: str, script: str, tmp_path: Path, **more: str) -> Finished:
+def run(
+    words: str, script: str, tmp_path: Path, deadline_s: float = DEADLINE_S, **more: str
+) -> Finished:
     """Run `paceline run WORDS train.py` with this script."""
     (tmp_path / "train.py").write_text(script)
-    return finish(start(["run", *words.split(), "train.py"], tmp_path, **more))
+    return finish(start(["run", *words.split(), "train.py"], tmp_path, **more), deadline_s)
 
 
 def alive(pid: int) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hangs import KINDS, expected, script, verdict
-from launching import run
+from launching import environment, run
+
+VERDICTS = Path(__file__).resolve().parents[2] / "benchmarks/verdicts.py"
 
 
 def _is_quick(name: str, world: int, ours: bool) -> bool:
@@ -19,6 +24,7 @@ CASES = [
     for name in KINDS
     for world in (2, 3, 4)
     for ours in (False, True)
+    if (world, ours) == (2, False) or not KINDS[name].once
 ]
 
 
@@ -61,6 +67,23 @@ def test_work_is_no_hang(tmp_path: Path) -> None:
     assert "hang:" not in done.err
     assert done.err.count("waiting: rank 1 (") == 1  # said once, though it comes in each epoch
     assert "compute() at train.py:8" in done.err
+
+
+@pytest.mark.slow
+def test_healthy_jobs_raise_no_alarm() -> None:
+    # Of 20 s of work alone and a threshold of 10 s, a tenth: the benchmark does the whole.
+    words = ["--what", "healthy", "--ranks", "2", "--healthy-min", "0", "--scale", "0.1"]
+    done = subprocess.run(
+        [sys.executable, str(VERDICTS), *words],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=110,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert (found["jobs"], found["ended_well"], found["alarms"]) == (2, 2, 0), done.stderr
+    assert found["notices"] >= 1  # it was looked at
 
 
 HANGS_ONCE = """

@@ -75,6 +75,18 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, said: s
     assert f"rank 1 of 2 failed: {said}" in done.err
 
 
+def test_tensors_of_two_sizes_are_why_gloo_gave_up(tmp_path: Path) -> None:
+    script = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(7 + 3 * dist.get_rank()))
+"""
+    done = run("--nproc-per-node=2", script, tmp_path)
+    assert re.search(r"called last: rank [01] all_reduce #1 \(f32\[(7|10)\]\)\.", done.err), done
+    assert re.search(r"paceline: rank [01] of 2 failed: killed by SIGABRT\n", done.err), done
+    assert "why:   collectives pair by order alone" in done.err
+
+
 LEAVES = """
 import os, sys
 import torch, torch.distributed as dist

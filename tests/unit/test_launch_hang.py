@@ -185,7 +185,7 @@ def test_the_first_of_a_chain_is_named() -> None:
 def test_ranks_of_other_nodes_make_a_notice() -> None:
     found = verdict(*waiting(0, 1), world=4)
     assert not found.alarm
-    assert "ranks 2-3: on other nodes" in found.text
+    assert "ranks 2-3: on other nodes, whose launchers have not answered" in found.text
     assert verdict(*waiting(0), absent()).alarm  # but one of this node has not come either
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 
 import pytest
 
+from paceline.launch.evidence import last_call
 from paceline.launch.report import Shape, render_failure, render_restart
 from paceline.launch.verdict import Error, Fact, judge, name_ranks, ranges
 
@@ -224,3 +226,30 @@ def test_ranges() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     assert name_ranks([4]) == "rank 4"
     assert name_ranks([0, 2]) == "ranks 0,2"
+
+
+def test_what_ranks_called_last_is_said_where_native_code_gave_up() -> None:
+    said = "what(): op.preamble.length <= op.nbytes. 44 vs 12."
+    facts = [
+        fact(0, 1.0, returncode=-6, gave_up=said),
+        *(fact(n, 1.1, error=lost_peer()) for n in (1, 2, 3)),
+    ]
+    verdict = judge(facts)
+    assert verdict is not None
+    calls = {
+        0: "",
+        1: "all_reduce #4 (f32[9])",
+        2: "all_reduce #4 (f32[7])",
+        3: "all_reduce #4 (f32[7])",
+    }
+    lines = render_failure(verdict, dataclasses.replace(SHAPE, calls=calls)).splitlines()
+    assert lines[0] == "paceline: rank 0 of 4 failed: killed by SIGABRT"
+    assert lines[2].startswith("  why:   collectives pair by order alone")
+    assert (
+        "  called last: rank 1 all_reduce #4 (f32[9]); ranks 2-3 all_reduce #4 (f32[7])." in lines
+    )
+
+
+@pytest.mark.parametrize("answer", [{}, {"entries": [1]}, {"entries": [{}]}, {"entries": 3}])
+def test_an_answer_that_says_nothing(answer: dict[str, object]) -> None:
+    assert last_call(answer) == ""

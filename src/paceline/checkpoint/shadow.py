@@ -46,6 +46,8 @@ class Shadow:
             why = "ranks of several hosts share no memory"
         if why and job.rank == 0:
             log.logger.warning("shadow=True has no effect: %s.", why)
+        if not why:
+            os.makedirs(root, mode=0o700, exist_ok=True)  # others can list /dev/shm
         name = hashlib.sha256(os.path.abspath(folder).encode()).hexdigest()[:16]
         self.kept = None if why else Checkpoints(f"{root}/{name}", keep=1)
         if self.kept is not None:

@@ -56,8 +56,8 @@ class Listener:
 
     def _start(self, work: Callable[[socket.socket], None], way: socket.socket) -> None:
         thread = threading.Thread(target=work, args=(way,), daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
     def _accept(self, listening: socket.socket) -> None:
         while self._open:
@@ -69,9 +69,10 @@ class Listener:
 
     def _serve(self, peer: socket.socket) -> None:
         with peer, contextlib.suppress(OSError):  # the one who asked says what went wrong
-            peer.settimeout(_IO_S)
+            peer.settimeout(_CONNECT_S)
             if not hmac.compare_digest(_receive(peer, _KEY_CHARS), self._key):
                 return
+            peer.settimeout(_IO_S)
             while request := peer.recv(1):
                 _receive(peer, _SIZES.get(request, 0))
                 peer.sendall(struct.pack("d", time.time()))

@@ -92,7 +92,7 @@ def causes() -> tuple[Cause, ...]:
 
 def recognise(text: str) -> Found | None:
     """The most telling known message in a short text. Collective: none."""
-    return next(iter(read(io.BytesIO(text.encode())).found), None)
+    return next(iter(read(io.BytesIO(text.encode(errors="backslashreplace"))).found), None)
 
 
 def read(stream: BinaryIO) -> Reading:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from string import Template
 from typing import Any
 
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -25,6 +26,8 @@ from torch.distributed.elastic.utils import macros
 
 from paceline.launch import bundle, memory
 from paceline.launch.crew import Crew
+from paceline.launch.evidence import last_call
+from paceline.launch.hearsay import Hearsay
 from paceline.launch.logs import connect_logs
 from paceline.launch.nodes import FreshRendezvous
 from paceline.launch.report import Shape, render_failure, render_restart
@@ -94,6 +97,7 @@ class Agent(LocalElasticAgent):
         self.preempted = False
         self._memory = memory.read()
         self._watch = task.watch
+        self._hearsay: Hearsay | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # The last round's store ends with the last reference to it.
@@ -103,6 +107,17 @@ class Agent(LocalElasticAgent):
             self._task.start_crew(self._crew)  # they import torch while the nodes meet
         with self._signals.interruptible():
             super()._rendezvous(worker_group)
+        self._hearsay = None
+        if (nodes := worker_group.group_world_size or 1) > 1:
+            node: Any = worker_group.group_rank
+            if self._meeting is not None:
+                self._hearsay = self._meeting.hearsay(node, nodes)
+            else:
+                store: Any = self._store
+                stem = f"paceline/{self._restarts}"
+                self._hearsay = Hearsay(PrefixStore(stem, store), node, nodes)
+        if self._watch is not None:
+            self._watch.hearsay = self._hearsay
         self._task.announce(worker_group)
 
     def _exit_barrier(self) -> None:
@@ -192,9 +207,14 @@ class Agent(LocalElasticAgent):
         if self._crew.done:
             self.preempted = self._crew.preempted
             self._crew.clear()
+            if self._hearsay is not None:
+                self._hearsay.tell(self._crew.facts())  # others may fail for want of these ranks
+            self._crew.say_daemons()
             self._crew.dismiss()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
+        if self._hearsay is not None and self._hearsay.pending():
+            return self._fail()
         if self._is_hanging(worker_group.workers[0].world_size):
             return self._fail()
         lost = self._meeting.lost() if self._meeting and self._remaining_restarts > 0 else []
@@ -237,25 +257,34 @@ class Agent(LocalElasticAgent):
         return True
 
     def _fail(self) -> RunResult:
-        crew = self._crew
+        crew, hearsay = self._crew, self._hearsay
+
+        def hurry() -> bool:
+            return bool(self._signals.received)
 
         def enough(facts: Any) -> bool:
             verdict = judge(facts)
-            return verdict is not None and verdict.certain
+            if verdict is None or not verdict.certain:
+                return False
+            return hearsay is None or verdict.original.returncode is not None
 
-        crew.settle(enough, hurry=lambda: bool(self._signals.received))
+        if hearsay is not None:
+            hearsay.begin()
+        if crew.failing:
+            crew.settle(enough, hurry=hurry)
         if self._remaining_restarts <= 0:
             crew.ask()
-        crew.stop(
-            signal.SIGTERM,
-            grace_s=self._task.grace_s,
-            hurry=lambda: bool(self._signals.received),
-            at_once=True,
-        )
+        if hearsay is not None:
+            hearsay.tell(crew.facts())
+        elsewhere, silent = hearsay.hear(hurry) if hearsay is not None else ([], 0)
+        crew.stop(signal.SIGTERM, grace_s=self._task.grace_s, hurry=hurry, at_once=True)
         crew.clear()
         facts = crew.facts()
-        verdict = judge(facts)
-        assert verdict is not None
+        verdict = judge([*facts, *elsewhere])
+        if verdict is None:
+            crew.say("paceline: another node has failed, and did not say of what\n")
+            crew.dismiss()
+            return RunResult(state=WorkerState.FAILED)
         again = self.verdict is not None and verdict.repeats(self.verdict)
         if again:
             self._remaining_restarts = 0
@@ -264,9 +293,10 @@ class Agent(LocalElasticAgent):
             world_size=self._worker_group.workers[0].world_size,
             restarts=self._restarts,
             max_restarts=self._worker_group.spec.max_restarts,
-            nodes=self._worker_group.group_world_size or 1,
+            nodes=1 + silent,
             again=again,
             memory=(self._memory, memory.read()),
+            calls={rank.rank: last_call(rank.answer) for rank in crew.ranks},
         )
         if self._remaining_restarts > 0:
             crew.say(render_restart(verdict, shape))
@@ -283,6 +313,7 @@ class Agent(LocalElasticAgent):
             for rank, fact in zip(crew.ranks, facts, strict=True)
             if fact.failed
         }
+        crew.say_daemons()
         crew.dismiss()
         return RunResult(state=WorkerState.FAILED, failures=failures)
 

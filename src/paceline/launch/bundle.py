@@ -38,10 +38,11 @@ def write(ranks: Sequence[Rank], facts: Sequence[Fact], said: str, log_dir: str 
     Collective: none.
     """
     folder = Path(_folder(log_dir))
-    (folder / "verdict.txt").write_text(said)
+    (folder / "verdict.txt").write_text(said, errors="backslashreplace")
     for rank, fact in zip(ranks, facts, strict=True):
         if fact.error is not None:
-            (folder / f"rank{rank.rank}-error.txt").write_text(fact.error.traceback)
+            error = folder / f"rank{rank.rank}-error.txt"
+            error.write_text(fact.error.traceback, errors="backslashreplace")
         if tail := b"".join(stream.tail for stream in rank.streams):
             (folder / f"rank{rank.rank}-output.txt").write_bytes(tail)
         state = {"stacks and collectives": rank.answer, "last seen": rank.probed()}

@@ -6,6 +6,7 @@ It gives facts about failures; it does not judge them.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -18,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.launch import processes
 from paceline.launch.output import Pump
-from paceline.launch.rank import Consoles, Rank, clear_groups
+from paceline.launch.rank import WORKER, Consoles, Rank, clear_groups
 from paceline.launch.verdict import Error, Fact
 from paceline.preemption import REQUEUE
 
@@ -301,6 +303,15 @@ class Crew:
         self._hear_all()
         return [_fact(rank) for rank in self.ranks]
 
+    def say_daemons(self) -> None:
+        """Name what cleared ranks have forked into sessions of their own. Collective: none."""
+        known = [rank.pid for rank in [*self.ranks, *self._spares]]
+        pids = [str(p) for p in processes.forks(self._shadows, str(WORKER)) if p not in known]
+        if pids:
+            self.say(
+                f"paceline: daemons of a script go on unseen, pid {', '.join(pids)}: forbid them\n"
+            )
+
     def interrupted_at(self) -> str:
         """Where the first rank was that a KeyboardInterrupt ended; empty if there is none.
 
@@ -341,17 +352,10 @@ class Crew:
 def _fact(rank: Rank) -> Fact:
     error, exit_place, at, step = None, None, rank.ended_at, 0
     for event in list(rank.events):
-        if event["event"] == "failed":
+        if event["event"] in ("raised", "failed"):
             at, step = event["time"], event["step"]
-            error = Error(
-                type=event["type"],
-                kinds=tuple(event["kinds"]),
-                message=event["message"],
-                traceback=event["traceback"],
-                module=event["module"],
-                place=event["place"],
-                shown=event["shown"],
-            )
+            told = {field.name: event[field.name] for field in dataclasses.fields(Error)}
+            error = Error(**told | {"kinds": tuple(event["kinds"])})
         elif event["event"] == "exit":
             exit_place = event["place"]
     return Fact(
@@ -365,6 +369,7 @@ def _fact(rank: Rank) -> Fact:
         hung=rank.hung,
         frozen_s=rank.frozen_s,
         step=step,
+        gave_up=rank.gave_up,
         stopped=rank.stopped_at is not None and (at == 0.0 or at > rank.stopped_at),
     )
 

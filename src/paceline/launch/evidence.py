@@ -82,6 +82,7 @@ class State:
         returncode: None while it runs.
         busy: Whether it uses the CPU, reads or writes, or is elsewhere each time.
         idle_s: For how long no collective was entered or over.
+        entering: Whether it is in some collective, where it did not tell in which.
         answered: Whether it told where it is; else `where` is where it was last seen.
         step: The training step that it is in; 0 where that is not known.
         held: Whether the interpreter's lock is held, so that it could not answer.
@@ -103,6 +104,7 @@ class State:
     busy: bool = False
     idle_s: float = 0.0
     held: bool = False
+    entering: bool = False
     answered: bool = True
     step: int = 0
     where: Where = Where()
@@ -148,6 +150,18 @@ def read_calls(
         for entry in entries
         if not entry.get("is_p2p")
     )
+
+
+def last_call(answer: Mapping[str, Any]) -> str:
+    """The collective that a rank entered last, by its answer; empty where it told none.
+
+    Collective: none.
+    """
+    try:
+        calls = read_calls(answer.get("entries", ()), answer.get("groups", {}), 0.0)
+        return f"{calls[-1].name} #{calls[-1].number} ({calls[-1].kind})" if calls else ""
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return ""  # its script wrote into our socket
 
 
 def _kind(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> str:

@@ -59,7 +59,7 @@ def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang
     if differing:
         return _render_differing(states, differing)
     members = call.members or tuple(state.rank for state in states)
-    inside = [state for state in states if state.number(call.group) >= call.number]
+    inside = [s for s in states if s.entering or s.number(call.group) >= call.number]
     absent = [state for state in states if state.rank in members and state not in inside]
     remote = sorted(set(members) - {state.rank for state in states})
     stuck = [state for state in waiting if _is_at(state.waiting, call)]
@@ -69,7 +69,7 @@ def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang
     for group, members_of in _by(others, _waits_text).items():
         lines.append(_verb(members_of, f"{'wait' if len(members_of) > 1 else 'waits'} in {group}"))
     if remote:
-        lines.append(f"{name_ranks(remote)}: on other nodes; what is said there tells more")
+        lines.append(f"{name_ranks(remote)}: on other nodes, whose launchers have not answered")
     crossed = [state for state in absent if state.waiting is not None]
     if absent and len(crossed) == len(absent):
         why = "two groups were entered in different orders, so each side waits for the other."

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -26,6 +26,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _remove_participant_epilogue,
     _RendezvousContext,
 )
+
+from paceline.launch.hearsay import Hearsay
 
 # All nodes write their heartbeats under one key: many of them had better be slower.
 _MANY_NODES = 64
@@ -147,6 +149,7 @@ class FreshRendezvous(DynamicRendezvousHandler):
         executor = _Executor(node, self._watcher, settings)
         executor.survivors = lambda: self._met - self._watcher.dead
         self._op_executor = executor
+        self._meeting = store
         self._serve = serve
         self._met: set[_NodeDesc] = set()
 
@@ -170,6 +173,11 @@ class FreshRendezvous(DynamicRendezvousHandler):
         info = super().next_rendezvous()
         self._met = set(self._watcher.state.participants)
         return info
+
+    def hearsay(self, node: int, nodes: int) -> Hearsay:
+        """What the launchers of this round tell each other. Collective: none."""
+        stem = f"paceline/{self.get_run_id()}/{self.round}"
+        return Hearsay(PrefixStore(stem, self._meeting), node, nodes)
 
     @property
     def round(self) -> int:

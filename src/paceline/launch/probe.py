@@ -59,17 +59,19 @@ class Probe:
         self._timer = True
         # A forked child has no such thread, and would wait for it for ever when it ends.
         self._arming = threading.Lock()
+        self._ended = False
         os.register_at_fork(
             before=self._disarm,
             after_in_parent=self._arming.release,
             after_in_child=self._arming.release,
         )
         multiprocessing.util.register_after_fork(self, Probe._in_child)
-        self._start(fd)
+        # The launcher holds it under the same number, so that it can be had again.
+        self._start(fd, f"/proc/{os.getppid()}/fd/{fd}")
 
-    def _start(self, fd: int) -> None:
+    def _start(self, fd: int, home: str = "") -> None:
         os.set_inheritable(fd, False)
-        self._fd, self._file = fd, os.fstat(fd).st_ino
+        self._fd, self._file, self._home = fd, os.fstat(fd).st_ino, home
         threading.Thread(target=self._beat, name=NAME, daemon=True).start()
 
     def _in_child(self) -> None:
@@ -90,15 +92,17 @@ class Probe:
         _dump_later(*args, **options)
 
     def _beat(self) -> None:
-        while self._is_ours():
+        while True:
             entered, over = counts()
             frame = sys._current_frames().get(self.main or 0)
             beat = {"time": time.monotonic(), "entered": entered, "over": over, **_brief(frame)}
             del frame
             line = json.dumps(beat).encode() + b"\n"
-            os.pwrite(self._fd, line, 0)
-            os.ftruncate(self._fd, len(line))
             with self._arming:
+                if self._ended or not self._is_ours():
+                    return
+                os.pwrite(self._fd, line, 0)
+                os.ftruncate(self._fd, len(line))
                 if self._timer:
                     os.lseek(self._fd, len(line), os.SEEK_SET)
                     _dump_later(_HELD_S, file=self._fd)
@@ -111,7 +115,24 @@ class Probe:
                 return True
         if self._timer:
             faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(OSError):
+            self._fd = os.open(self._home, os.O_RDWR | os.O_CLOEXEC)
+            return os.fstat(self._fd).st_ino == self._file
         return False
+
+    def leave(self, line: bytes) -> None:
+        """Write last words where the launcher reads the beats, and beat no more.
+
+        Raises:
+            OSError: there is no such file any more.
+
+        Collective: none.
+        """
+        with self._arming:
+            self._ended = True
+            if not self._is_ours():
+                raise OSError("the launcher is gone")
+            os.pwrite(self._fd, line, os.fstat(self._fd).st_size)
 
     def explain(self, request: dict[str, Any]) -> dict[str, Any]:
         """Everything, for a request of the launcher, or what went wrong. Collective: none."""

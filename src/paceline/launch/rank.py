@@ -30,7 +30,18 @@ WORKER = Path(__file__).with_name("worker.py")
 
 _ORDER_TIMEOUT_S = 30.0
 _GROUP_GRACE_S = 1.0
-_PROBE_BYTES = 1 << 16
+_PROBE_BYTES = 1 << 20
+# What each event has to have. A script may write into the socket what it likes.
+_FAILED: dict[str, Any] = {"time": (int, float), "step": int, "kinds": list, "shown": bool}
+_FAILED |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
+_EVENTS: dict[str, dict[str, Any]] = {
+    "failed": _FAILED,
+    "raised": _FAILED,
+    "exit": {"place": str},
+    "interrupted": {"place": str},
+    "explained": {"id": int},
+}
+_MOST_BYTES = 8 << 20  # of one event
 _NO_SIZE = struct.pack("HHHH", 0, 0, 0, 0)
 
 
@@ -90,11 +101,11 @@ class Rank:
         self.hung = False
         self._pump = pump
         self._changed = changed
-        self._received = bytearray()
+        self._received = b""
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(_ORDER_TIMEOUT_S)
         # Its probe writes here (probe.py); in memory, so that it can be read whatever the rank does.
-        self._probed = ""
+        self._probed = self._left = ""
         self._probe = os.memfd_create("paceline-probe")
         self.streams: list[Stream] = []
         self._terminals: list[tuple[Stream, Console]] = []
@@ -201,6 +212,13 @@ class Rank:
         """Whether it told of an error, and only flushes its files. Collective: none."""
         return any(event["event"] == "failed" for event in list(self.events))
 
+    @property
+    def gave_up(self) -> str:
+        """What native code wrote when it aborted; empty where it did not. Collective: none."""
+        if self.returncode != -signal.SIGABRT:
+            return ""
+        return self.streams[-1].tail.rpartition(b"terminate called")[2].decode(errors="replace")
+
     def watch_freeze(self, now: float) -> bool:
         """Note since when SIGSTOP holds it; whether it does. `now` is monotonic. Collective: none."""
         if self.returncode is None and _is_stopped(self.pid):
@@ -250,6 +268,11 @@ class Rank:
         """Take in all that the rank has said; in the pump's thread only. Collective: none."""
         while self._hear():
             continue
+        if self.returncode is not None and not self._left:
+            self._left = (
+                self.probed()
+            )  # what it could not say where the script had closed our files
+            self._take(self._left.encode().splitlines())
 
     def _hear(self) -> bool:
         """Take in some of what the rank said; False when there is nothing more."""
@@ -265,16 +288,18 @@ class Rank:
         if not data:
             self._pump.unwatch(fd, lambda: None)
             return False
-        self._received += data
-        while (end := self._received.find(b"\n")) >= 0:
-            event = json.loads(self._received[:end])
-            del self._received[: end + 1]
+        *lines, rest = (self._received + data).split(b"\n")
+        self._received = rest if len(rest) <= _MOST_BYTES else b""
+        self._take(lines)
+        self._changed()
+        return True
+
+    def _take(self, lines: Sequence[bytes]) -> None:
+        for event in filter(None, map(read_event, lines)):
             if event["event"] == "explained":
                 self.answer = event
             else:
                 self.events.append(event)
-        self._changed()
-        return True
 
     def _watch_end(self) -> None:
         # The time of death decides who was first, so it is not left to a poll.
@@ -289,6 +314,19 @@ class Rank:
             self._changed()
 
         self._pump.watch(fd, ended)
+
+
+def read_event(line: bytes) -> dict[str, Any] | None:
+    """What worker.py sent; None for anything else, which a script may have written there.
+
+    Collective: none.
+    """
+    try:
+        event: dict[str, Any] = json.loads(line)
+        well = all(isinstance(event[name], kind) for name, kind in _EVENTS[event["event"]].items())
+        return event if well and all(isinstance(k, str) for k in event.get("kinds", ())) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _is_stopped(pid: int) -> bool:

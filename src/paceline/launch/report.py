@@ -7,8 +7,8 @@ known of an error comes from the table of `paceline explain`, with what this hos
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from paceline.errors import LaunchFailed
 from paceline.explain.facts import facts
@@ -24,7 +24,9 @@ class Shape:
 
     Args:
         restarts: How many there were.
+        nodes: This one, and those that have not told what became of their ranks.
         memory: What the kernel counted before and after.
+        calls: The collective that each rank entered last, where it told.
         again: Whether the same exception came in the same step of the round before.
 
     Collective: none.
@@ -35,6 +37,7 @@ class Shape:
     max_restarts: int
     nodes: int = 1
     memory: tuple[Memory, Memory] = (Memory(), Memory())
+    calls: Mapping[int, str] = field(default_factory=dict)
     again: bool = False
 
 
@@ -44,7 +47,7 @@ def render_failure(verdict: Verdict, shape: Shape) -> str:
     lines: list[str] = []
     # A rank that left has none; that of a follower shows where it was missed, and may say more.
     told = verdict.first_follower or original
-    if told.error is not None and not told.error.shown:
+    if told.error is not None and not told.error.shown and not told.elsewhere:
         lines += _prefixed(told.error.traceback, told.rank, shape.world_size)
     who = name_ranks(verdict.alike)
     known = _known(told)
@@ -60,8 +63,11 @@ def render_failure(verdict: Verdict, shape: Shape) -> str:
     if verdict.followers:
         they = "it lost its peer" if len(verdict.followers) == 1 else "they lost their peer"
         lines.append(f"  {name_ranks(verdict.followers)} only followed: {they}.")
-    for text, ranks in _grouped(verdict.others):
+    for text, ranks in _merged((fact.rank, fact.how) for fact in verdict.others):
         lines.append(f"  {name_ranks(ranks)} failed later: {text}.")
+    if original.gave_up and (called := _merged(shape.calls.items())):
+        last = "; ".join(f"{name_ranks(ranks)} {text}" for text, ranks in called)
+        lines.append(f"  called last: {last}.")
     if shape.again:
         lines.append(
             f"  The same exception came in step {original.step} before the restart: another would "
@@ -90,7 +96,7 @@ def _prefixed(text: str, rank: int, world_size: int) -> list[str]:
 
 def _where(fact: Fact, *, several: bool) -> str:
     parts = [f"first on rank {fact.rank}"] if several else [f"rank {fact.rank}"]
-    parts += [f"host {fact.host}", f"pid {fact.pid}"]
+    parts += [f"{'another node, ' * fact.elsewhere}host {fact.host}", f"pid {fact.pid}"]
     if fact.error is not None and fact.returncode is not None and fact.returncode > 0:
         parts.append(f"exit code {fact.returncode}")
     place = fact.error.place if fact.error is not None else fact.exit_place
@@ -102,7 +108,9 @@ def _known(fact: Fact) -> Found | None:
     error = fact.error
     if error is not None and "paceline.errors.PacelineError" in error.kinds:
         return None
-    found = recognise(fact.how if error is None else f"{error.type}: {error.message}")
+    text = fact.how if error is None else f"{error.type}: {error.message}"
+    # Why it gave up says more than that it did.
+    found = recognise(fact.gave_up) or recognise(text)
     # Who only followed was judged by where its error was raised, and a victim's text says no more.
     return None if found is None or found.cause.kind == "victim" else found
 
@@ -117,6 +125,8 @@ def _why(verdict: Verdict, shape: Shape, known: Found | None) -> str:
             "it came to its end, or called sys.exit(0) or os._exit(0), before the others were done"
             f"{elsewhere}."
         )
+    if fact.elsewhere:
+        return ""
     if (counted := _counted(fact, shape)) or fact.frozen_s:
         return (
             counted or "something outside the job sent SIGSTOP, and the other ranks waited for it."
@@ -164,6 +174,8 @@ def _fix(fact: Fact, shape: Shape, known: Found | None) -> str:
         return ""
     if fact.left:
         return "let all ranks do as many steps and end together."
+    if fact.elsewhere:
+        return f"see what the launcher on host {fact.host} says of it."
     before, after = shape.memory
     if fact.returncode == -signal.SIGKILL and after.kills is not None:
         if after.killed_since(before):
@@ -172,8 +184,8 @@ def _fix(fact: Fact, shape: Shape, known: Found | None) -> str:
     return known.cause.fix if known is not None else ""
 
 
-def _grouped(facts: Sequence[Fact]) -> list[tuple[str, list[int]]]:
+def _merged(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
     groups: dict[str, list[int]] = {}
-    for fact in facts:
-        groups.setdefault(fact.how, []).append(fact.rank)
-    return [(text, sorted(ranks)) for text, ranks in groups.items()]
+    for rank, text in texts:
+        groups.setdefault(text, []).append(rank)
+    return [(text, sorted(ranks)) for text, ranks in groups.items() if text]

@@ -56,6 +56,8 @@ class Fact:
         hung: The launcher stopped it because it held up the others.
         frozen_s: For how long SIGSTOP had held it when the launcher killed it for that; else 0.
         step: The training step that an error came in; 0 where that is not known.
+        gave_up: What native code wrote when it aborted; empty where it wrote nothing.
+        elsewhere: Its launcher is another one, which has told this.
 
     Collective: none.
     """
@@ -71,6 +73,8 @@ class Fact:
     hung: bool = False
     frozen_s: float = 0.0
     step: int = 0
+    gave_up: str = ""
+    elsewhere: bool = False
 
     @property
     def failed(self) -> bool:
@@ -97,7 +101,7 @@ class Fact:
     def how(self) -> str:
         """The failure in a few words, equal for ranks that failed alike. Collective: none."""
         if self.hung:
-            return "held up the others, as said above"
+            return "held up the others" + (", as said above" if not self.elsewhere else "")
         if self.error is not None:
             text = self.error.message.strip().split("\n", 1)[0]
             if len(text) > _HOW_CHARS:

@@ -20,12 +20,14 @@ from paceline.launch import processes
 from paceline.launch.crew import Crew
 from paceline.launch.evidence import State, Where, read_calls, read_dump, read_place, read_stack
 from paceline.launch.hang import Hang, judge
+from paceline.launch.hearsay import Hearsay
 from paceline.launch.rank import Rank
 
 HANG_AFTER_S = 10.0
 _STEPS = 10  # as many usual steps without progress, where that is longer
 _LOOK_S = 0.5
 _ANSWER_S = 0.8
+_OTHERS_S = 2.5  # until launchers of other nodes have answered
 _HELD_S = 1.2  # a beat this old means that no thread of Python runs
 _BUSY = 0.03  # of a core
 _BUSY_BYTES_S = 16 << 10
@@ -73,6 +75,8 @@ class Watch:
         self._after_s = after_s
         self._ends = ends
         self._said: set[tuple[object, ...]] = set()
+        # Of several nodes; each launcher then judges by what all of them have seen.
+        self.hearsay: Hearsay | None = None
         self._asked = 0
         self._next = 0.0
         self._begin([])
@@ -80,7 +84,7 @@ class Watch:
     def _begin(self, pids: list[int]) -> None:
         """A round begins."""
         self._pids = pids
-        self._ask_next = self._deadline = 0.0
+        self._ask_next = self._deadline = self._others_until = 0.0
         self._seen: dict[int, _Seen] = {}
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._moved = time.monotonic()
@@ -107,7 +111,12 @@ class Watch:
                 return None
             self._deadline = 0.0
             return self._conclude(now, world_size)
-        if now >= self._ask_next and self._suspicious(alive, now):
+        if self._others_until:
+            return self._conclude(now, world_size)
+        asked = self.hearsay is not None and self.hearsay.is_asked()
+        if asked or (now >= self._ask_next and self._suspicious(alive, now)):
+            if self.hearsay is not None:
+                self.hearsay.ask(anew=not asked)
             self._asked += 1
             self._deadline = now + _ANSWER_S
             self._ask_next = now + self._patience
@@ -172,8 +181,22 @@ class Watch:
 
     def _conclude(self, now: float, world_size: int) -> Hang | None:
         states = [self._state(rank, now) for rank in self._crew.ranks]
+        speaks = self.hearsay is None or self.hearsay.node == 0
+        if self.hearsay is not None:
+            if not self._others_until:
+                self.hearsay.show(states)
+                self._others_until = now + _OTHERS_S
+            others, complete = self.hearsay.shown()
+            if not complete and now < self._others_until:
+                self._next = now + 0.05
+                return None
+            self._others_until = 0.0
+            states += others
         hang = judge(states, world_size, self._patience - _LOOK_S)
         if hang is None:
+            return None
+        ours = any(rank.rank in hang.culprits for rank in self._crew.ranks)
+        if not (speaks or ours):
             return None
         if hang.key not in self._said:
             self._said.add(hang.key)
@@ -181,7 +204,7 @@ class Watch:
         if not hang.alarm:
             return None
         self._alarmed = True
-        return hang if self._ends else None
+        return hang if self._ends and ours else None
 
     def _state(self, rank: Rank, now: float) -> State:
         host, pid = socket.gethostname(), rank.pid
@@ -213,6 +236,7 @@ class Watch:
             busy=seen.busy(now, self._window),
             idle_s=now - seen.since,
             held=bool(dump),
+            entering=not answered and not late and seen.counts[0] > seen.counts[1],
             answered=answered,
             helpers=_helpers(pid, cwd) if told["where"].loader else (),
             kernel=processes.waits_in(pid) if seen.state == "D" else "",

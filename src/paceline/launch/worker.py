@@ -17,12 +17,9 @@ import faulthandler
 import gc
 import importlib.machinery
 import io
-import json
 import os
-import queue
 import runpy
 import signal
-import socket
 import sys
 import threading
 import time
@@ -30,69 +27,31 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from paceline.launch.control import Control
 
 _PR_SET_PDEATHSIG = 1
 _FLUSH_S = 2.0
 _TRACEBACK_CHARS = 200_000
-_Handler = Callable[[dict[str, Any]], Any]
 
-# By file, as this one: our directory is not always on sys.path, and the script's may hide it.
-_probe: Any = types.ModuleType("paceline.launch.probe")
-_probe.__file__ = os.path.join(os.path.dirname(__file__), "probe.py")
-importlib.machinery.SourceFileLoader(_probe.__name__, _probe.__file__).exec_module(_probe)
+
+def _load(name: str) -> Any:
+    # By file, as this one: our directory is not always on sys.path, and the script's may hide it.
+    module = types.ModuleType(f"paceline.launch.{name}")
+    module.__file__ = os.path.join(os.path.dirname(__file__), f"{name}.py")
+    importlib.machinery.SourceFileLoader(module.__name__, module.__file__).exec_module(module)
+    return module
+
+
+_probe, _control = _load("probe"), _load("control")
 
 # Read by native libraries when torch is imported, which is before the script says a word.
 _READ_AT_IMPORT = frozenset(
     {"TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "MKL_DYNAMIC", "KMP_AFFINITY", "KMP_BLOCKTIME"}
     | {"GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "OMP_DYNAMIC"}
 )
-
-
-class Control:
-    """This rank's end of the socket to its launcher: JSON lines both ways.
-
-    Collective: none.
-    """
-
-    def __init__(self, fd: int) -> None:
-        os.set_inheritable(fd, False)
-        self._socket = socket.socket(fileno=fd)
-        self._lock = threading.Lock()
-        self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        # Answers to the launcher's requests, by their "do"; called in the listening thread.
-        self.handlers: dict[str, _Handler] = {"run": self.orders.put, "end": _end}
-        probe = os.environ.pop("PACELINE_PROBE_FD", "")
-        if probe and os.environ.get("PACELINE_PROBE") != "0":
-            explain = _probe.Probe(int(probe)).explain
-            self.handlers["explain"] = lambda order: self.send(explain(order))
-        # A forked child is not the rank: it must neither speak for it nor keep the socket open.
-        os.register_at_fork(after_in_child=self._forget)
-        threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
-
-    def send(self, event: dict[str, Any]) -> bool:
-        """Tell the launcher; False if it is gone. Collective: none."""
-        line = json.dumps(event).encode() + b"\n"
-        try:
-            with self._lock:
-                self._socket.sendall(line)
-        except OSError:
-            return False
-        return True
-
-    def _listen(self) -> None:
-        with contextlib.suppress(ConnectionError), self._socket.makefile("rb") as lines:
-            for line in lines:
-                order = json.loads(line)
-                handler = self.handlers.get(order.get("do"))
-                if handler is not None:
-                    handler(order)
-        # The launcher is gone, so nobody waits for this rank any more. Its children go with it.
-        os.killpg(0, signal.SIGKILL)
-
-    def _forget(self) -> None:
-        os.close(self._socket.detach())
-        os.environ.pop("PACELINE_CONTROL_FD", None)
 
 
 def _end(order: dict[str, Any]) -> None:
@@ -111,7 +70,11 @@ def main() -> NoReturn:
     global control, _status
     # A rank whose launcher dies between fork and here is found by the end of the socket.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    control = Control(int(os.environ["PACELINE_CONTROL_FD"]))
+    fd = os.environ.pop("PACELINE_PROBE_FD", "")
+    probe = _probe.Probe(int(fd)) if fd and os.environ.get("PACELINE_PROBE") != "0" else None
+    control = _control.Control(int(os.environ["PACELINE_CONTROL_FD"]), probe)
+    assert control is not None
+    control.handlers["end"] = _end
     # Our own directory, put there by the interpreter; the script's takes its place.
     if not sys.flags.safe_path:
         del sys.path[0]
@@ -233,6 +196,8 @@ def _crash(error: BaseException, launcher: Control, hook: Callable[..., Any]) ->
     shown = False
     user_hook = _user_hook(hook, error)
     if user_hook is not None:
+        # In case that the hook itself ends the process; it may as well be a debugger, and stay.
+        launcher.send(_describe(error) | {"event": "raised", "shown": True})
         try:
             user_hook(type(error), error, _strip(error.__traceback__))
             shown = True
@@ -241,6 +206,9 @@ def _crash(error: BaseException, launcher: Control, hook: Callable[..., Any]) ->
     report = _describe(error) | {"shown": shown}
     if not launcher.send(report):
         print(report["traceback"], file=sys.stderr)
+    explain = launcher.handlers.get("explain")
+    if explain is not None and report["module"].startswith("torch.distributed"):
+        explain({"id": -1})  # which collective broke, and with what tensors
     # os._exit() writes out nothing, and the last lines before a crash are the ones that matter. In a
     # thread, since a full pipe would hold us up for ever.
     flusher = threading.Thread(target=_flush_files, daemon=True)

@@ -80,9 +80,9 @@ class _Watch:
         @functools.wraps(init)
         def watched(training: Training, *args: Any, **kwargs: Any) -> None:
             self._progress.ends_by_itself = True
-            kwargs["desync_every"] = (
-                0  # replicas are compared here, each step; none may stop the run
-            )
+            # Replicas are compared here, in each step; the training's own look would stop the run.
+            kwargs.pop("desync_also", None)
+            kwargs["desync_every"] = 0
             if self._progress.plan.bitwise:
                 kwargs["reproducible"] = True
             init(training, *args, **kwargs)

@@ -1,0 +1,76 @@
+"""A failure or a hang on one node of two: both launchers name the same rank."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from hangs import PLAIN
+from launching import Finished, finish, start
+
+STEPS = """
+rank = dist.get_rank()
+for _ in range(3):
+    dist.all_reduce(torch.ones(3))
+print("at", time.time(), flush=True)
+"""
+WAIT = "\ndist.all_reduce(torch.ones(3))"
+KILL = "if rank == 3: os.kill(os.getpid(), signal.SIGKILL)" + WAIT
+# What happens, ranks on each node, the rank that is the cause, the exit code, and how it is named.
+CASES = {
+    "raises while others compute": (
+        "if rank == 1: raise ValueError('bad')\ntime.sleep(600)",
+        *(1, 1, 1, "ValueError: bad"),
+    ),
+    "is killed on the second node": (KILL, 2, 3, 137, "killed by SIGKILL"),
+}
+
+
+def _run(tmp_path: Path, port: int, script: str, ranks: int, *more: str) -> list[Finished]:
+    (tmp_path / "train.py").write_text(PLAIN + STEPS + script)
+    words = ["--nnodes=2", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    words += [f"--rdzv-endpoint=localhost:{port}", *more, "train.py"]
+    nodes = [start(["run", *words], tmp_path) for _ in range(2)]
+    return [finish(node) for node in nodes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_both_nodes_name_the_cause(tmp_path: Path, free_port: int, name: str) -> None:
+    script, ranks, rank, code, how = CASES[name]
+    ends = _run(tmp_path, free_port, script, ranks)
+    ended = time.time()
+    for end in ends:
+        assert end.code == code, ends
+        assert f"paceline: rank {rank} of {2 * ranks} failed: {how}" in end.err.splitlines()
+    # One of them has seen it, the other was told.
+    assert sum("another node, host" in end.err for end in ends) == 1
+    assert sum("see what the launcher on host" in end.err for end in ends) == 1
+    assert "".join(end.err for end in ends).count("Traceback") == ("raises" in name)
+    if ranks == 2:
+        assert all("ranks 0-2 only followed" in end.err for end in ends)
+    assert ended - max(float(at) for e in ends for at in re.findall(r"at ([\d.]+)", e.out)) < 10
+
+
+EVALUATES = """
+def evaluate():
+    time.sleep(600)
+if rank == 3:
+    evaluate()
+dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.slow
+def test_a_hang_is_judged_over_both_nodes(tmp_path: Path, free_port: int) -> None:
+    ends = _run(tmp_path, free_port, EVALUATES, 2, "--hang-after=2", "--on-hang=end")
+    line = (PLAIN + STEPS + EVALUATES).splitlines().index("    time.sleep(600)") + 1
+    for end in ends:
+        assert end.code == 1, ends
+        assert "\nhang: ranks 0-2 wait in all_reduce #4 (f32[3]) at train.py:" in end.err
+        assert f"has not entered it: evaluate() at train.py:{line}, in time.sleep" in end.err
+        assert "\nwhy:  the ranks took different ways" in end.err
+        assert "paceline: rank 3 of 4 failed: held up the others" in end.err
+        assert end.err.count("hang:") == 1

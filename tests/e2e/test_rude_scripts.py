@@ -1,0 +1,149 @@
+"""Scripts that do what a launcher dreads: what is said of them still is true, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import finish, run, start
+
+# Rank 1 does it; rank 0 waits until it is ended.
+ALONE = """
+import os, signal, sys, time
+if os.environ["RANK"] == "0":
+    time.sleep(600)
+"""
+RUDE = [
+    # Descriptors of the launcher's are among them; the error reaches it all the same.
+    ("os.closerange(3, 4096)\nraise OSError('disk is gone')", 1, "OSError: disk is gone"),
+    ("os.closerange(3, 4096)\nopen('a', 'w'), open('b', 'w')\nsys.exit(5)", 5, "exit code 5"),
+    # The script's own hook ends the process before the error could be told as usual.
+    ("sys.excepthook = lambda *a: os._exit(9)\nraise OSError('x')", 9, "OSError: x"),
+]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [RUDE[0], *(pytest.param(*r, marks=pytest.mark.slow) for r in RUDE[1:])],
+)
+def test_the_error_is_told(tmp_path: Path, end: str, code: int, said: str) -> None:
+    done = run("--nproc-per-node=2", ALONE + end, tmp_path, PACELINE_PRELOAD="0")
+    assert done.code == code, done
+    assert f"paceline: rank 1 of 2 failed: {said}" in done.err
+    assert "train.py:" in done.err  # the line is known too
+    assert "os._exit() or from native code" not in done.err
+    assert done.err.count("Traceback") == (0 if "exit" in end else 1)
+
+
+BLOCKS = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    open("blocked", "w").close()
+    time.sleep(600)
+while not os.path.exists("blocked"):
+    time.sleep(0.01)
+raise OSError("x")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_blocks_signals_is_ended(tmp_path: Path) -> None:
+    words = "--nproc-per-node=2 --shutdown-timeout=1"
+    done = run(words, BLOCKS, tmp_path, PACELINE_PRELOAD="0")
+    assert (done.code, "rank 0 of 2 failed: OSError: x" in done.err) == (1, True), done
+    assert "rank 1" not in done.err
+
+
+FORKS = """
+import os, sys
+if os.fork() == 0:
+    raise OSError("in the child")
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+print("went on")
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_is_not_the_rank(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=2", FORKS, tmp_path, PACELINE_PRELOAD="0")
+    assert done.code == 0, done
+    assert done.out.count("went on") == 2
+    assert done.err.count("OSError: in the child") == 2
+    assert "failed" not in done.err
+
+
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        with open("new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename("new", "daemon")
+        while not os.path.exists("end"):
+            time.sleep(0.01)
+    os._exit(0)
+while not os.path.exists("daemon"):
+    time.sleep(0.01)
+os._exit(CODE)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_daemon_is_named(tmp_path: Path, code: int) -> None:
+    done = run("", DAEMON.replace("CODE", str(code)), tmp_path, PACELINE_PRELOAD="0")
+    pid = int((tmp_path / "daemon").read_text())
+    fd = os.pidfd_open(pid)  # it is still there
+    (tmp_path / "end").touch()
+    assert select.select([fd], [], [], 10)[0]
+    os.close(fd)
+    assert done.code == code, done
+    said = f"paceline: daemons of a script go on unseen, pid {pid}: forbid them"
+    assert done.err.splitlines()[-1] == said
+    assert ("rank 0 of 1 failed: exit code 1" in done.err) == (code == 1)
+
+
+PRINTS = """
+import os, sys, time
+# One line without an end, or many.
+chunk = "x" * (1 << 20) if os.environ["RANK"] == "0" else ("x" * 99 + "\\n") * 10486
+for _ in range(150):
+    sys.stdout.write(chunk)
+print("\\nthat was all", flush=True)
+while not os.path.exists("looked"):
+    time.sleep(0.01)
+raise OSError("disk is full")
+"""
+
+
+@pytest.mark.slow
+def test_much_output_costs_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PRINTS)
+    process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path, PACELINE_PRELOAD="0")
+    assert process.stdout is not None
+    size, last = 0, b""
+    told: set[bytes] = set()
+    while len(told) < 2:
+        data = os.read(process.stdout.fileno(), 1 << 20)
+        assert data, process.communicate()
+        size += len(data)
+        told |= set(re.findall(rb"(\[\d\]) that was all", last + data))
+        last = data[-100:]
+    most = _peak_kib(process)
+    (tmp_path / "looked").touch()
+    done = finish(process)
+    assert size > 300 << 20
+    # torch is most of it; a copy of what was printed would come on top.
+    assert most < 450 << 10, f"{most >> 10} MiB"
+    assert re.search(r"ranks? (0-1|0|1) of 2 failed: OSError: disk is full", done.err)
+
+
+def _peak_kib(process: subprocess.Popen[str]) -> int:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])

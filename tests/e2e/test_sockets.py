@@ -1,0 +1,145 @@
+"""Who can reach a job: what listens, and what is done with frames that nobody of ours has sent."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import random
+import secrets
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from hangs import PACELINE
+from launching import finish, run, start
+
+from paceline.doctor import links
+from paceline.doctor.links import Listener, measure
+from paceline.launch import processes
+from paceline.launch.rank import read_event
+
+WAITS = """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+print("ready", flush=True)
+while not os.path.exists("looked"):
+    time.sleep(0.01)
+"""
+
+
+def _listening(pids: list[int]) -> dict[int, set[str]]:
+    """Addresses that each of these processes listens on, or takes datagrams at."""
+    found: dict[int, set[str]] = {pid: set() for pid in pids}
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6", "udp", "udp6")
+        if (table := Path(f"/proc/net/{name}")).exists()
+        for line in table.read_text().splitlines()[1:]
+    ]
+    owners = {
+        os.readlink(fd.path)[8:-1]: pid
+        for pid in pids
+        for fd in os.scandir(f"/proc/{pid}/fd")
+        if os.readlink(fd.path).startswith("socket:[")
+    }
+    for row in rows:
+        if row[9] in owners and row[3] in ("0A", "07"):
+            # Words of the host's byte order.
+            data = bytes.fromhex(row[1].partition(":")[0])
+            words = [data[at : at + 4][::-1] for at in range(0, len(data), 4)]
+            found[owners[row[9]]].add(str(ipaddress.ip_address(b"".join(words))))
+    return found
+
+
+@pytest.mark.slow
+def test_a_job_on_one_host_listens_on_the_loopback_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PACELINE.replace("BACKEND", "gloo") + WAITS)
+    process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)].count("") == 0
+    found = _listening([process.pid, *processes.descendants(process.pid)])
+    (tmp_path / "looked").touch()
+    assert finish(process).code == 0
+    places = [ipaddress.ip_address(place) for each in found.values() for place in each]
+    assert all(place.is_loopback for place in places), found
+    assert len([each for each in found.values() if each]) == 3, found  # the store, and Gloo in two
+
+
+EVENT = {
+    "event": "failed",
+    "type": "ValueError",
+    "kinds": ["builtins.ValueError"],
+    "message": "told by nobody",
+    "traceback": "",
+    "module": "m",
+    "place": "p",
+    "time": 1.0,
+    "step": 0,
+    "shown": False,
+}
+
+BABBLES = """
+import json, os, random
+fd = int(os.environ["PACELINE_CONTROL_FD"])
+draw, event = random.Random(7), EVENT
+if os.environ["RANK"] == "0":
+    import time
+    time.sleep(600)
+for number in range(COUNT):
+    frame = draw.randbytes(draw.randrange(300))
+    if number % 3 == 0:
+        wrong = draw.choice([None, 7, [], {}, "x" * 300, [[]], -1e400])
+        name = draw.choice([name for name in event if not isinstance(wrong, type(event[name]))])
+        frame = json.dumps(event | {name: wrong}).encode()
+    elif number % 3 == 1:
+        answer = b'{"event": "explained", "id": -1, "entries": [1]}'
+        frame = draw.choice([b"[" * 5000, b'{"event": []}', answer, b"NaN", frame])
+    os.write(fd, frame + b"\\n" * draw.randrange(2))
+raise ValueError("the real one")
+"""
+
+
+@pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_rank_that_babbles_crashes_nothing(tmp_path: Path, count: int) -> None:
+    script = BABBLES.replace("EVENT", repr(EVENT)).replace("COUNT", str(count))
+    done = run("--nproc-per-node=2", script, tmp_path, PACELINE_PRELOAD="0")
+    assert done.code == 1
+    assert "paceline: rank 1 of 2 failed: ValueError: the real one" in done.err.splitlines()
+    assert "told by nobody" not in done.err
+    assert done.err.count("Traceback") == 1, done.err
+
+
+def test_an_event_is_what_worker_sends() -> None:
+    assert read_event(b'{"event": "exit", "code": 3, "place": "train.py:4"}') is not None
+    for line in (b"", b"[]", b"7", b'{"event": "exit"}', b'{"event": "exit", "place": 3}', b"\xff"):
+        assert read_event(line) is None
+    assert read_event(b"[" * 100_000) is None
+
+
+def test_doctor_answers_only_who_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: broken.append(args.exc_value))
+    key, draw = secrets.token_hex(32), random.Random(7)
+    monkeypatch.setattr(links, "_CONNECT_S", 0.5)
+    listener = Listener("127.0.0.1", key)
+    try:
+        where = ("127.0.0.1", listener.ends["ephemeral"])
+        for number in range(500):
+            with socket.create_connection(where) as way:
+                way.sendall(draw.randbytes(draw.randrange(1, 5000)))
+                if number % 50 == 0:
+                    way.sendall(b"s" * links._KEY_CHARS)
+                    way.settimeout(10)
+                    assert _answer(way) == b""
+        assert measure(listener.ends, key, "localhost")["latency_s"] > 0
+    finally:
+        listener.close()
+    assert broken == []
+
+
+def _answer(way: socket.socket) -> bytes:
+    try:
+        return way.recv(100)
+    except ConnectionError:
+        return b""  # closed, with words that nobody has read
