@@ -80,6 +80,7 @@ class Rank:
         self.rank = local_rank
         self.events: list[dict[str, Any]] = []
         self.answer: dict[str, Any] = {}  # the latest to `explain`
+        self.told: dict[str, dict[str, Any]] = {}  # and to `pace` and `profile`
         self.returncode: int | None = None
         self.ended_at = 0.0
         # When we first signalled it: what happens to it afterwards is our doing.
@@ -170,10 +171,11 @@ class Rank:
         except OSError:
             self.poll()
 
-    def ask(self, number: int) -> None:
-        """Have the rank explain itself; `answer` will have this number. Collective: none."""
+    def ask(self, number: int, do: str = "explain", **more: Any) -> None:
+        """Have the rank explain itself; the answer will have this number. Collective: none."""
+        request = json.dumps({"do": do, "id": number, **more}).encode() + b"\n"
         with contextlib.suppress(OSError):  # dead already, or stopped for so long that it is full
-            self._socket.sendall(b'{"do": "explain", "id": %d}\n' % number)
+            self._socket.sendall(request)
 
     def probed(self) -> str:
         """What the rank's probe wrote: a line, then perhaps stacks. Collective: none."""
@@ -269,8 +271,10 @@ class Rank:
         while (end := self._received.find(b"\n")) >= 0:
             event = json.loads(self._received[:end])
             del self._received[: end + 1]
-            if event["event"] == "explained":
+            if event["event"] == "explain":
                 self.answer = event
+            elif event["event"] in ("pace", "profile"):
+                self.told[event["event"]] = event
             else:
                 self.events.append(event)
         self._changed()

@@ -6,7 +6,6 @@ of them stands still. The verdict is hang.py's.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import statistics
@@ -18,15 +17,24 @@ from typing import Any
 
 from paceline.launch import processes
 from paceline.launch.crew import Crew
-from paceline.launch.evidence import State, Where, read_calls, read_dump, read_place, read_stack
+from paceline.launch.evidence import (
+    HELD_S,
+    State,
+    helpers_of,
+    read_beat,
+    read_calls,
+    read_dump,
+    read_place,
+    read_stack,
+)
 from paceline.launch.hang import Hang, judge
+from paceline.launch.pace import Pace
 from paceline.launch.rank import Rank
 
 HANG_AFTER_S = 10.0
 _STEPS = 10  # as many usual steps without progress, where that is longer
 _LOOK_S = 0.5
 _ANSWER_S = 0.8
-_HELD_S = 1.2  # a beat this old means that no thread of Python runs
 _BUSY = 0.03  # of a core
 _BUSY_BYTES_S = 16 << 10
 _KEPT = 20
@@ -74,6 +82,7 @@ class Watch:
         self._ends = ends
         self._said: set[tuple[object, ...]] = set()
         self._asked = 0
+        self._pace = Pace(crew)
         self._next = 0.0
         self._begin([])
 
@@ -85,6 +94,7 @@ class Watch:
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._moved = time.monotonic()
         self._alarmed = False
+        self._pace.begin()
 
     def look(self, world_size: int) -> Hang | None:
         """Look at the ranks, and say what is wrong; the hang that is to end the round, or None.
@@ -101,6 +111,7 @@ class Watch:
         alive = [rank for rank in self._crew.ranks if rank.returncode is None]
         for rank in alive:
             self._look_at(rank, now)
+        self._pace.look(now, alive, sum(seen.counts[0] for seen in self._seen.values()))
         if self._deadline:
             if now < self._deadline and any(r.answer.get("id") != self._asked for r in alive):
                 self._next = now + 0.05
@@ -127,7 +138,7 @@ class Watch:
 
     def _look_at(self, rank: Rank, now: float) -> None:
         seen = self._seen.setdefault(rank.local_rank, _Seen(since=now))
-        beat = _beat(rank.probed())
+        beat = read_beat(rank.probed())
         if beat:
             seen.beat = beat
             counts = (beat["entered"], beat["over"])
@@ -188,7 +199,7 @@ class Watch:
         if rank.returncode is not None:
             return State(rank=rank.rank, host=host, pid=pid, state="", returncode=rank.returncode)
         seen, answer, cwd = self._seen[rank.local_rank], rank.answer, os.getcwd()
-        late = now - seen.beat.get("time", now) > _HELD_S
+        late = now - seen.beat.get("time", now) > HELD_S
         # What faulthandler wrote proves it; a beat may be late for other reasons.
         dump = read_dump(rank.probed()) if late and seen.state not in ("T", "D", "Z") else []
         told: dict[str, Any] = {"entered": {}, "where": read_place(seen.beat.get("place", ""), cwd)}
@@ -214,35 +225,7 @@ class Watch:
             idle_s=now - seen.since,
             held=bool(dump),
             answered=answered,
-            helpers=_helpers(pid, cwd) if told["where"].loader else (),
+            helpers=helpers_of(pid, cwd) if told["where"].loader else (),
             kernel=processes.waits_in(pid) if seen.state == "D" else "",
             **told,
         )
-
-
-def _beat(text: str) -> dict[str, Any]:
-    try:
-        beat: dict[str, Any] = json.loads(text.partition("\n")[0])
-    except ValueError:
-        return {}  # not begun yet, or just being written
-    return beat
-
-
-def _helpers(pid: int, cwd: str) -> tuple[str, ...]:
-    """A few words for each child process that may be a loader's worker."""
-    words = []
-    for child in processes.children(pid):
-        found = processes.look(child)
-        text = processes.probed(child)
-        if found is None or not (text or found.name.startswith("pt_data_worker")):
-            continue  # a spawned worker has no probe
-        beat = _beat(text)
-        where: Where = read_place(beat.get("place", ""), cwd)
-        if time.monotonic() - beat.get("time", 0.0) > _HELD_S and (dump := read_dump(text)):
-            where = read_stack(dump, cwd)
-        state = {"T": "stopped", "D": "in a disk wait", "Z": "dead"}.get(found.state, "")
-        place = "{2}() at {0}:{1}".format(*where.script[0]) if where.script else "idle"
-        words.append(
-            (not where.script, f"pid {child} {state or ('in ' if where.script else 'is ') + place}")
-        )
-    return tuple(text for _, text in sorted(words))

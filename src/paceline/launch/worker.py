@@ -65,8 +65,9 @@ class Control:
         self.handlers: dict[str, _Handler] = {"run": self.orders.put, "end": _end}
         probe = os.environ.pop("PACELINE_PROBE_FD", "")
         if probe and os.environ.get("PACELINE_PROBE") != "0":
-            explain = _probe.Probe(int(probe)).explain
-            self.handlers["explain"] = lambda order: self.send(explain(order))
+            hear = _probe.Probe(int(probe)).hear
+            for word in ("explain", "pace", "profile"):
+                self.handlers[word] = lambda order: hear(order, self.send)
         # A forked child is not the rank: it must neither speak for it nor keep the socket open.
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()

@@ -80,7 +80,9 @@ class _Watch:
         @functools.wraps(init)
         def watched(training: Training, *args: Any, **kwargs: Any) -> None:
             self._progress.ends_by_itself = True
-            kwargs["desync_every"] = 0  # replicas are compared here, each step; none may stop the run
+            kwargs["desync_every"] = (
+                0  # replicas are compared here, each step; none may stop the run
+            )
             if self._progress.plan.bitwise:
                 kwargs["reproducible"] = True
             init(training, *args, **kwargs)
