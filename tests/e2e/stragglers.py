@@ -26,14 +26,12 @@ BODY = """
 import gc, itertools, sys, time
 kind, slow_rank, slow_ms, workers = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 slow = dist.get_rank() == slow_rank
-def work(ms):
-    time.sleep(ms / 1e3)
 class Samples(torch.utils.data.Dataset):
     def __len__(self):
         return 1 << 20
     def __getitem__(self, index):
         # Workers load while the step before is computed, which takes 20 ms.
-        work((slow_ms + 20 * (workers > 0)) * (slow and kind == "data")) # data
+        time.sleep(1e-3 * ((slow_ms + 20 * (workers > 0)) * (slow and kind == "data"))) # data
         return torch.ones(64)
 class Both(torch.autograd.Function):
     @staticmethod
@@ -41,18 +39,18 @@ class Both(torch.autograd.Function):
         return x.clone()
     @staticmethod
     def backward(ctx, gradient):
-        work(10 + slow_ms * (slow and kind == "backward")) # backward
+        time.sleep(1e-3 * (10 + slow_ms * (slow and kind == "backward"))) # backward
         return gradient.clone()
 class Net(torch.nn.Sequential):
     def forward(self, x):
-        work(10 + slow_ms * (slow and kind == "forward")) # forward
+        time.sleep(1e-3 * (10 + slow_ms * (slow and kind == "forward"))) # forward
         return Both.apply(super().forward(x))
 model = wrap(Net(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 junk = [[] for _ in range(200_000 * (slow and kind == "collection of garbage"))]
 class Weights:
     def __reduce__(self):
-        work(slow_ms) # checkpoint
+        time.sleep(slow_ms * 1e-3) # checkpoint
         return str, ()
 loader = torch.utils.data.DataLoader(Samples(), num_workers=workers)
 for step, x in enumerate(itertools.islice(loader, int(sys.argv[5]))):
@@ -65,7 +63,7 @@ for step, x in enumerate(itertools.islice(loader, int(sys.argv[5]))):
     while slow and kind == "collection of garbage" and time.perf_counter() < end:
         gc.collect() # collection of garbage
     if slow and kind == "the script":
-        work(slow_ms) # the script
+        time.sleep(slow_ms * 1e-3) # the script
     open(f"step{dist.get_rank()}", "w").write(str(step))
 print("done")
 """

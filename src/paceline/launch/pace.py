@@ -22,8 +22,8 @@ _ASK_S = 1.0
 _SELDOM_S = 3.0  # where a step has few collectives
 _FEW = 8
 _KEPT = 1024  # collectives
-_PROFILE_STEPS = 10
-_PROFILE_S = (0.6, 10.0)
+_PROFILE_STEPS = 8
+_PROFILE_S = (0.4, 10.0)
 _LATE_S = 2.0
 _REST_S = (15.0, 600.0)  # between two profiles of one suspect: first, and at most
 
@@ -59,8 +59,8 @@ class Pace:
         self._suspicion: _Suspicion | None = None
         self._rest: dict[int, tuple[float, float]] = {}  # by suspect: until when, and how long
 
-    def look(self, now: float, alive: Sequence[Rank], entered: int) -> None:
-        """Look at what the ranks have told, say who is slow, and ask again.
+    def look(self, now: float, alive: Sequence[Rank], entered: int) -> bool:
+        """Look at what the ranks have told, say who is slow, and ask again; whether to look again soon.
 
         Args:
             now: Monotonic, in seconds.
@@ -70,11 +70,11 @@ class Pace:
         Collective: none.
         """
         if len(alive) < 2:
-            return
+            return False
         fresh = [self._take(rank, do) for rank in alive for do in ("pace", "profile")]
         if self._suspicion is not None:
-            if now > self._suspicion.deadline or all(
-                rank.told.get("profile", {}).get("id") == self._suspicion.number for rank in alive
+            if now > self._suspicion.deadline or _answered(
+                alive, "profile", self._suspicion.number
             ):
                 self._conclude(self._suspicion, now, alive)
                 self._suspicion = None
@@ -83,12 +83,11 @@ class Pace:
                 if now >= self._rest.get(suspect, (0.0, 0.0))[0]:
                     self._profile(suspect, steps, now, alive)
                     break
-        if now >= self._ask_next:
+        if now >= self._ask_next and _answered(alive, "pace", self._number):
             self._ask(now, alive, entered)
+        return self._suspicion is not None or now == self._ask_last
 
     def _ask(self, now: float, alive: Sequence[Rank], entered: int) -> None:
-        if any(rank.told.get("pace", {}).get("id", 0) != self._number for rank in alive):
-            return  # it is stopped, or its interpreter held
         few = entered - self._entered < _FEW * len(alive)
         if entered == self._entered or (few and now < self._ask_last + _SELDOM_S):
             return
@@ -154,3 +153,8 @@ class Pace:
         who = f"host {socket.gethostname()}, pid {pid}"
         after = processes.moment([rank.pid for rank in alive])
         self._crew.say(render(found, who, where, suspicion.before, after, pid))
+
+
+def _answered(alive: Sequence[Rank], do: str, number: int) -> bool:
+    """Whether all have; one that is stopped, or whose interpreter is held, has not."""
+    return all(rank.told.get(do, {}).get("id", 0) == number for rank in alive)

@@ -19,9 +19,11 @@ from itertools import pairwise
 from paceline.launch.processes import Moment
 
 LEAST_FACTOR = 1.2
-_WINDOWS = (24, 36, 64, 128, 192)  # in steps; what comes seldom needs a longer one
+_WINDOWS = (20, 32, 48, 72, 108, 192)  # in steps; what comes seldom needs a longer one
 _SUSPECT = 0.13  # of the time
-_CERTAIN = 4.0  # standard errors: who is late by chance is late as often as the others
+# In standard errors, which of few steps are themselves uncertain: who is late by chance is late as often
+# as the others.
+_CERTAIN, _CERTAIN_OF_FEW = 4.0, 36
 _LEAST_S = 1e-3  # of a step; less is the machine's unrest
 _LIKE = 0.7  # of the collectives repeat with the period
 _PATTERN = 512  # collectives in which it is looked for
@@ -118,7 +120,7 @@ def suspects(enters: Enters) -> list[tuple[int, list[Step]]]:
         # Who is late in a large group may only wait for another in a small one.
         if rank is not None and rank not in held:
             found.append((rank, steps))
-            held |= steps[-1].most.keys() - {rank}
+            held |= steps[-1].most.keys()
     return found
 
 
@@ -178,9 +180,9 @@ def _period(kinds: Sequence[int]) -> int:
 
 
 def _step(run: Sequence[_Arrival]) -> Step:
-    """From a first collective to that of the next step, which is the last of `run`."""
+    """From the last collective of the step before, with which `run` begins, to its own."""
     late: dict[int, list[float]] = {}
-    for arrival in run[:-1]:
+    for arrival in run[1:]:
         for rank, seconds in arrival.late.items():
             late.setdefault(rank, []).append(seconds)
     length_s = (run[-1].at_ns - run[0].at_ns) / 1e9
@@ -195,21 +197,25 @@ def _step(run: Sequence[_Arrival]) -> Step:
 def suspect(steps: Sequence[Step]) -> int | None:
     """The rank that others seem to wait for in step after step. Collective: none."""
     found = []
-    for recent in (steps[-count:] for count in _WINDOWS if len(steps) >= count):
-        for rank in recent[-1].most:
-            excess = [_excess(step.most, rank) for step in recent]
-            error = statistics.stdev(excess) / math.sqrt(len(excess))
-            waited_s = sum(_excess(step.total, rank) for step in recent)
-            share = waited_s / sum(step.length_s for step in recent)
-            if share >= _SUSPECT and waited_s >= _LEAST_S * len(recent):
-                found += [(share, rank)] * (statistics.fmean(excess) >= _CERTAIN * error)
+    windows = [count for count in _WINDOWS if count <= len(steps)]
+    for rank in steps[-1].most if windows else ():
+        recent = steps[-windows[-1] :]
+        most = [_excess(step.most, rank) for step in recent]
+        total = [_excess(step.total, rank) for step in recent]
+        for count in windows:
+            mean = sum(most[-count:]) / count
+            error = math.sqrt(sum((one - mean) ** 2 for one in most[-count:])) / count
+            certain = mean >= (_CERTAIN + _CERTAIN_OF_FEW / count) * error
+            waited_s = sum(total[-count:])
+            share = waited_s / sum(step.length_s for step in recent[-count:])
+            if certain and share >= _SUSPECT and waited_s >= _LEAST_S * count:
+                found.append((share, rank))
     return max(found)[1] if found else None
 
 
 def _excess(late: Mapping[int, float], rank: int) -> float:
     """By how much more it is waited for than the others are: for chance, nothing in the mean."""
-    others = [seconds for other, seconds in late.items() if other != rank]
-    return late.get(rank, 0.0) - (statistics.fmean(others) if others else 0.0)
+    return late[rank] - (sum(late.values()) - late[rank]) / (len(late) - 1)
 
 
 def judge(rank: int, steps: Sequence[Step], profiles: Mapping[int, Profile]) -> Straggler | None:
@@ -264,7 +270,7 @@ def render(found: Straggler, who: str, where: str, before: Moment, after: Moment
     Collective: none.
     """
     here_s, there_s = found.phase_s
-    why, fix = _host(before, after, pid)
+    why, fix = _host(before, after, pid, found.wait_s / found.step_s)
     return (
         f"slow: rank {found.rank} ({who}) takes {found.factor:.2f}x the time of the others: they "
         f"wait {_short(found.wait_s)} for it in each step of {_short(found.step_s)}\n"
@@ -291,8 +297,8 @@ def _short(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _host(before: Moment, after: Moment, pid: int) -> tuple[str, str]:
-    """What the host did meanwhile, and what to do where that is the cause."""
+def _host(before: Moment, after: Moment, pid: int, lost: float) -> tuple[str, str]:
+    """What the host did meanwhile, and what to do where that explains most of what was lost."""
     passed_s = after.time_s - before.time_s
 
     def delay(rank: int) -> float:
@@ -308,9 +314,11 @@ def _host(before: Moment, after: Moment, pid: int) -> tuple[str, str]:
     throttled = (after.throttled_s - before.throttled_s) / passed_s
     waits = delay(pid)
     if throttled > 0.1:
-        why = f"the CPU limit of its control group held it up for {throttled:.0%} of the time."
+        why = (
+            f"the CPU limit of the control group held ranks up {min(throttled, 1):.0%} of the time."
+        )
         return why, "raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS)."
-    if waits > 0.1 and waits > statistics.fmean(map(delay, others)) + 0.05:
+    if waits - statistics.fmean(map(delay, others)) > lost / 2:
         job = {number for rank, below in after.ranks.items() for number in (rank, *below)}
         use = sorted(((rate(n, "cpu_s"), n) for n in after.processes if n not in job), reverse=True)
         most = [
@@ -333,6 +341,6 @@ def _host(before: Moment, after: Moment, pid: int) -> tuple[str, str]:
         return why, "look at the host's cooling and power settings."
     used = min(rate(pid, "cpu_s"), 99.0)
     return (
-        f"not its host: it used {used:.1f} cores, and waited for one {waits:.0%} of the time.",
+        f"its code, not its host: it used {used:.1f} cores, and waited for one {waits:.0%} of the time.",
         "",
     )

@@ -34,6 +34,7 @@ from paceline.launch.rank import Rank
 HANG_AFTER_S = 10.0
 _STEPS = 10  # as many usual steps without progress, where that is longer
 _LOOK_S = 0.5
+_SOON_S = 0.05
 _ANSWER_S = 0.8
 _BUSY = 0.03  # of a core
 _BUSY_BYTES_S = 16 << 10
@@ -111,10 +112,11 @@ class Watch:
         alive = [rank for rank in self._crew.ranks if rank.returncode is None]
         for rank in alive:
             self._look_at(rank, now)
-        self._pace.look(now, alive, sum(seen.counts[0] for seen in self._seen.values()))
+        if self._pace.look(now, alive, sum(seen.counts[0] for seen in self._seen.values())):
+            self._next = now + _SOON_S
         if self._deadline:
             if now < self._deadline and any(r.answer.get("id") != self._asked for r in alive):
-                self._next = now + 0.05
+                self._next = now + _SOON_S
                 return None
             self._deadline = 0.0
             return self._conclude(now, world_size)
@@ -122,7 +124,7 @@ class Watch:
             self._asked += 1
             self._deadline = now + _ANSWER_S
             self._ask_next = now + self._patience
-            self._next = now + 0.05
+            self._next = now + _SOON_S
             for rank in alive:
                 if self._seen[rank.local_rank].state not in ("T", "Z"):
                     rank.ask(self._asked)
