@@ -23,15 +23,15 @@ job = paceline.join(device="cpu", backend="shm", timeout_s=600)
 wrap = lambda model: paceline.ddp(job, model)
 """
 BODY = """
-import gc, itertools, sys, time
+import gc, itertools, random, sys, time
 kind, slow_rank, slow_ms, workers = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 slow = dist.get_rank() == slow_rank
 class Samples(torch.utils.data.Dataset):
     def __len__(self):
         return 1 << 20
     def __getitem__(self, index):
-        # Workers load while the step before is computed, which takes 20 ms.
-        time.sleep(1e-3 * ((slow_ms + 20 * (workers > 0)) * (slow and kind == "data"))) # data
+        # Workers load while the step before is computed, which takes 60 ms.
+        time.sleep(1e-3 * ((slow_ms + 60 * (workers > 0)) * (slow and kind == "data"))) # data
         return torch.ones(64)
 class Both(torch.autograd.Function):
     @staticmethod
@@ -39,11 +39,11 @@ class Both(torch.autograd.Function):
         return x.clone()
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(1e-3 * (10 + slow_ms * (slow and kind == "backward"))) # backward
+        time.sleep(1e-3 * (30 + slow_ms * (slow and kind == "backward"))) # backward
         return gradient.clone()
 class Net(torch.nn.Sequential):
     def forward(self, x):
-        time.sleep(1e-3 * (10 + slow_ms * (slow and kind == "forward"))) # forward
+        time.sleep(1e-3 * (30 + slow_ms * (slow and kind == "forward"))) # forward
         return Both.apply(super().forward(x))
 model = wrap(Net(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -62,12 +62,17 @@ for step, x in enumerate(itertools.islice(loader, int(sys.argv[5]))):
     end = time.perf_counter() + slow_ms / 1e3
     while slow and kind == "collection of garbage" and time.perf_counter() < end:
         gc.collect() # collection of garbage
+    if kind == "uneven":
+        time.sleep(random.random() * 0.06)
+    while kind == "compute" and time.perf_counter() < end:
+        torch.ones(300, 300) @ torch.ones(300, 300)
     if slow and kind == "the script":
         time.sleep(slow_ms * 1e-3) # the script
     open(f"step{dist.get_rank()}", "w").write(str(step))
 print("done")
 """
-STEP_MS = 20.0  # of a rank that is not slow
+STEP_MS = 60.0  # of a rank that is not slow
+HEALTHY = ("even", "uneven", "compute")  # all ranks are alike, in the mean
 KINDS = ("data", "forward", "backward", "collection of garbage", "checkpoint", "the script")
 
 

@@ -177,22 +177,16 @@ class Probe:
     def _profile(self, request: dict[str, Any]) -> dict[str, Any]:
         """What the main thread is at from now on for some seconds, as (phase, place, seconds)."""
         spent: dict[tuple[str, str], float] = defaultdict(float)
-        # Seconds of collections that are over, and when one began: in one, since this thread may come
-        # to run at any line of the callback.
-        collected: tuple[float, float] = (0.0, 0.0)
-
-        def collecting_s(now: float) -> float:
-            over_s, begun = collected
-            return over_s + (now - begun if begun else 0.0)
+        # Seconds of collections that are over, when the one began that is not, and where.
+        collected = (0.0, 0.0, "")
 
         def collect(moment: str, _: dict[str, int]) -> None:
             nonlocal collected
-            now = time.perf_counter()
+            now, (over_s, begun, place) = time.perf_counter(), collected
             if moment == "start":
-                collected = (collected[0], now)
-            elif begun := collected[1]:
-                collected = (collecting_s(now), 0.0)
-                spent["collection of garbage", _place(sys._getframe(1))] += now - begun
+                collected = (over_s, now, _place(sys._getframe(1)))
+            elif begun:
+                collected = (over_s + now - begun, 0.0, place)
 
         since_ns, first = time.time_ns(), time.perf_counter()
         last, counted_s = first, 0.0
@@ -200,10 +194,14 @@ class Probe:
         try:
             while last < first + request["seconds"]:
                 time.sleep(request["seconds"] / _SAMPLES)
-                # A collection lets no thread run: what passed in it is not the next sample's.
-                passed_s = (now := time.perf_counter()) - last - (collecting_s(now) - counted_s)
-                last, counted_s = now, collecting_s(now)
-                spent[_phase(sys._current_frames().get(self.main or 0))] += passed_s
+                # No thread runs in a collection, so what passed in it is not of this sample. The
+                # callback itself may be where this one comes to run.
+                now, (over_s, begun, place) = time.perf_counter(), collected
+                over_s += now - begun if begun else 0.0
+                spent["collection of garbage", place] += over_s - counted_s
+                phase = _phase(sys._current_frames().get(self.main or 0))
+                spent[phase] += now - last - (over_s - counted_s)
+                last, counted_s = now, over_s
         finally:
             gc.callbacks.remove(collect)
         told = [(*which, seconds) for which, seconds in spent.items()]

@@ -298,7 +298,7 @@ def _short(seconds: float) -> str:
 
 
 def _host(before: Moment, after: Moment, pid: int, lost: float) -> tuple[str, str]:
-    """What the host did meanwhile, and what to do where that explains most of what was lost."""
+    """What the host did meanwhile, and what to do where that explains much of what was lost."""
     passed_s = after.time_s - before.time_s
 
     def delay(rank: int) -> float:
@@ -318,7 +318,7 @@ def _host(before: Moment, after: Moment, pid: int, lost: float) -> tuple[str, st
             f"the CPU limit of the control group held ranks up {min(throttled, 1):.0%} of the time."
         )
         return why, "raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS)."
-    if waits - statistics.fmean(map(delay, others)) > lost / 2:
+    if waits - statistics.fmean(map(delay, others)) > lost / 3:
         job = {number for rank, below in after.ranks.items() for number in (rank, *below)}
         use = sorted(((rate(n, "cpu_s"), n) for n in after.processes if n not in job), reverse=True)
         most = [
