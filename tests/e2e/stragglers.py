@@ -30,8 +30,8 @@ class Samples(torch.utils.data.Dataset):
     def __len__(self):
         return 1 << 20
     def __getitem__(self, index):
-        # Workers load while the step before is computed, which takes 60 ms.
-        time.sleep(1e-3 * ((slow_ms + 60 * (workers > 0)) * (slow and kind == "data"))) # data
+        # Workers load while the step before is computed, which takes 40 ms.
+        time.sleep(1e-3 * ((slow_ms + 40 * (workers > 0)) * (slow and kind == "data"))) # data
         return torch.ones(64)
 class Both(torch.autograd.Function):
     @staticmethod
@@ -39,11 +39,11 @@ class Both(torch.autograd.Function):
         return x.clone()
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(1e-3 * (30 + slow_ms * (slow and kind == "backward"))) # backward
+        time.sleep(1e-3 * (20 + slow_ms * (slow and kind == "backward"))) # backward
         return gradient.clone()
 class Net(torch.nn.Sequential):
     def forward(self, x):
-        time.sleep(1e-3 * (30 + slow_ms * (slow and kind == "forward"))) # forward
+        time.sleep(1e-3 * (20 + slow_ms * (slow and kind == "forward"))) # forward
         return Both.apply(super().forward(x))
 model = wrap(Net(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -63,7 +63,7 @@ for step, x in enumerate(itertools.islice(loader, int(sys.argv[5]))):
     while slow and kind == "collection of garbage" and time.perf_counter() < end:
         gc.collect() # collection of garbage
     if kind == "uneven":
-        time.sleep(random.random() * 0.06)
+        time.sleep(random.random() * 0.04)
     while kind == "compute" and time.perf_counter() < end:
         torch.ones(300, 300) @ torch.ones(300, 300)
     if slow and kind == "the script":
@@ -71,7 +71,7 @@ for step, x in enumerate(itertools.islice(loader, int(sys.argv[5]))):
     open(f"step{dist.get_rank()}", "w").write(str(step))
 print("done")
 """
-STEP_MS = 60.0  # of a rank that is not slow
+STEP_MS = 40.0  # of a rank that is not slow
 HEALTHY = ("even", "uneven", "compute")  # all ranks are alike, in the mean
 KINDS = ("data", "forward", "backward", "collection of garbage", "checkpoint", "the script")
 

@@ -39,6 +39,6 @@ def test_a_slow_rank_is_named(
 
 @pytest.mark.slow
 def test_ranks_of_one_pace_are_not(tmp_path: Path) -> None:
-    run = train(tmp_path, "uneven", world=2, steps=120)
+    run = train(tmp_path, "uneven", world=2, steps=80)
     assert run.said == ""
-    assert run.steps == 119
+    assert run.steps == 79

@@ -79,8 +79,7 @@ class Rank:
         self.local_rank = local_rank
         self.rank = local_rank
         self.events: list[dict[str, Any]] = []
-        self.answer: dict[str, Any] = {}  # the latest to `explain`
-        self.told: dict[str, dict[str, Any]] = {}  # and to `pace` and `profile`
+        self.told: dict[str, dict[str, Any]] = {}  # its latest answer to each kind of request
         self.returncode: int | None = None
         self.ended_at = 0.0
         # When we first signalled it: what happens to it afterwards is our doing.
@@ -177,6 +176,11 @@ class Rank:
         with contextlib.suppress(OSError):  # dead already, or stopped for so long that it is full
             self._socket.sendall(request)
 
+    @property
+    def answer(self) -> dict[str, Any]:
+        """Its latest to `explain`; empty before. Collective: none."""
+        return self.told.get("explain", {})
+
     def probed(self) -> str:
         """What the rank's probe wrote: a line, then perhaps stacks. Collective: none."""
         if self._probe >= 0:
@@ -271,9 +275,7 @@ class Rank:
         while (end := self._received.find(b"\n")) >= 0:
             event = json.loads(self._received[:end])
             del self._received[: end + 1]
-            if event["event"] == "explain":
-                self.answer = event
-            elif event["event"] in ("pace", "profile"):
+            if event["event"] in ("explain", "pace", "profile"):
                 self.told[event["event"]] = event
             else:
                 self.events.append(event)
