@@ -1,7 +1,7 @@
 """Watches the ranks of this node for a hang: who has stood still for how long, and what is said of it.
 
 Reads the ranks' beats (probe.py) and /proc twice a second, and asks the ranks for everything only where one
-of them stands still. The verdict is hang.py's.
+of them stands still. The verdict is hang.py's. For a rank that is only slow it has pace.py.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Watch:
     """Looks after the ranks of one round.
 
     Args:
-        after_s: How long they may stand still; None for 10 s or ten usual steps.
+        after_s: How long they may stand still; None for 10 s or ten usual steps, 0 for ever.
         ends: Whether a hang ends the round.
 
     Collective: none.
@@ -114,6 +114,8 @@ class Watch:
             self._look_at(rank, now)
         if self._pace.look(now, alive, sum(seen.counts[0] for seen in self._seen.values())):
             self._next = now + _SOON_S
+        if self._after_s == 0:
+            return None
         if self._deadline:
             if now < self._deadline and any(r.answer.get("id") != self._asked for r in alive):
                 self._next = now + _SOON_S
