@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from paceline.launch.processes import Moment
 
@@ -30,9 +31,8 @@ _PATTERN = 512  # collectives in which it is looked for
 _SMALL = 0.01  # of the largest: barriers and logged numbers do not make the pattern
 
 Key = tuple[str, int]  # a group's name, and the number of a collective in it
-Enters = Mapping[
-    int, Mapping[Key, tuple[int, int]]
-]  # by rank: when, in ns, and with how many elements
+# By rank: when it entered each, in ns, and with how many elements.
+Enters = Mapping[int, Mapping[Key, tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,12 @@ class Straggler:
     place: str
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """A collective that all ranks of its group have entered."""
+class _Arrival(NamedTuple):
+    """A collective that all ranks of its group have entered: when, in ns, by rank."""
 
     number: int
-    at_ns: int  # when the last came
     elements: int
-    late: Mapping[int, float]  # by rank, after the others, in seconds
+    at: Mapping[int, int]
 
 
 def suspects(enters: Enters) -> list[tuple[int, list[Step]]]:
@@ -132,7 +130,7 @@ def read_steps(enters: Enters, group: str) -> list[Step]:
     for run in _runs(arrivals):
         large = [index for index, arrival in enumerate(run) if arrival.elements >= least]
         if period := _period([run[index].elements for index in large]):
-            cuts = large[(len(large) - 1) % period :: period]
+            cuts = large[(len(large) - 1) % period :: period][-_WINDOWS[-1] - 1 :]
             steps += [_step(run[first : last + 1]) for first, last in pairwise(cuts)]
     return steps
 
@@ -145,16 +143,11 @@ def _arrivals(enters: Enters, group: str) -> list[_Arrival]:
     members = {rank: at for rank, at in of_group.items() if at}
     if len(members) < 2:
         return []
-    arrivals = []
-    for number in sorted(set.intersection(*map(set, members.values()))):
-        at = {rank: entered[number][0] for rank, entered in members.items()}
-        late = {
-            rank: max(0.0, when - statistics.median(t for r, t in at.items() if r != rank)) / 1e9
-            for rank, when in at.items()
-        }
-        elements = min(entered[number][1] for entered in members.values())
-        arrivals.append(_Arrival(number, max(at.values()), elements, late))
-    return arrivals
+    first = next(iter(members.values()))
+    return [
+        _Arrival(number, first[number][1], {rank: at[number][0] for rank, at in members.items()})
+        for number in sorted(set.intersection(*map(set, members.values())))
+    ]
 
 
 def _runs(arrivals: Sequence[_Arrival]) -> list[list[_Arrival]]:
@@ -176,22 +169,26 @@ def _period(kinds: Sequence[int]) -> int:
         # Longer only where that explains more; twice the period fits as well.
         if alike > best + 0.02 * (period > 0):
             best, period = alike, length
+        if best > 0.98:
+            break
     return period
 
 
 def _step(run: Sequence[_Arrival]) -> Step:
     """From the last collective of the step before, with which `run` begins, to its own."""
-    late: dict[int, list[float]] = {}
+    most, total = dict.fromkeys(run[0].at, 0.0), dict.fromkeys(run[0].at, 0.0)
     for arrival in run[1:]:
-        for rank, seconds in arrival.late.items():
-            late.setdefault(rank, []).append(seconds)
-    length_s = (run[-1].at_ns - run[0].at_ns) / 1e9
-    return Step(
-        run[0].at_ns,
-        length_s,
-        {rank: min(max(each), length_s) for rank, each in late.items()},
-        {rank: min(sum(each), length_s) for rank, each in late.items()},
-    )
+        # The lower median of the others is the same for all who come after it.
+        usual_ns = sorted(arrival.at.values())[len(most) // 2 - 1]
+        for rank, at_ns in arrival.at.items():
+            if at_ns > usual_ns:
+                late_s = (at_ns - usual_ns) / 1e9
+                most[rank] = max(most[rank], late_s)
+                total[rank] += late_s
+    begun_ns = max(run[0].at.values())
+    length_s = (max(run[-1].at.values()) - begun_ns) / 1e9
+    total = {rank: min(late_s, length_s) for rank, late_s in total.items()}
+    return Step(begun_ns, length_s, most, total)
 
 
 def suspect(steps: Sequence[Step]) -> int | None:
@@ -229,7 +226,7 @@ def judge(rank: int, steps: Sequence[Step], profiles: Mapping[int, Profile]) -> 
     """
     own = profiles[rank]
     during = [step for step in steps if step.begun_ns >= own.since_ns]
-    if len(during) < 3:
+    if len(during) < 3 or not during[0].most.keys() <= profiles.keys():
         return None
     others = [profiles[other] for other in during[0].most if other != rank]
     step_s = statistics.fmean(step.length_s for step in during)
