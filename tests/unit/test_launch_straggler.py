@@ -202,7 +202,7 @@ def test_a_wait_that_hides_in_a_backward() -> None:
 
 
 def test_a_slow_backward_is_told_from_waiting_in_one() -> None:
-    found = judged(slow(1.5), profile(forward=0.33), profile(forward=0.33))
+    found = judged(slow(1.5), profile(forward=0.33), profile(forward=0.36))
     assert found is not None
     assert found.phase == "backward"
     # Where waiting shows, it is in no phase.
@@ -225,6 +225,11 @@ def test_asynchronous_waits_are_not_proven_by_their_sum() -> None:
     steps = read_steps(enters(slow(1.08), 60, ops=buckets(10)))
     assert suspect(steps) == 1
     assert judge(1, steps, {0: profile(), 1: profile()}) is None
+
+
+def test_less_than_a_millisecond_is_the_machines_unrest() -> None:
+    assert suspect(read_steps(enters(lambda r, s: slow(1.8)(r, s) / 100, 60))) is None
+    assert suspect(read_steps(enters(lambda r, s: slow(1.8)(r, s) / 50, 60))) == 1
 
 
 def test_what_is_not_enough() -> None:
