@@ -52,6 +52,7 @@ class Weights:
     def __reduce__(self):
         time.sleep(slow_ms * 1e-3) # checkpoint
         return str, ()
+counter = open(f"step{dist.get_rank()}", "w")
 loader = torch.utils.data.DataLoader(Samples(), num_workers=workers)
 for step, x in enumerate(itertools.islice(loader, int(sys.argv[5]))):
     model(x).sum().backward()
@@ -68,7 +69,8 @@ for step, x in enumerate(itertools.islice(loader, int(sys.argv[5]))):
         torch.ones(300, 300) @ torch.ones(300, 300)
     if slow and kind == "the script":
         time.sleep(slow_ms * 1e-3) # the script
-    open(f"step{dist.get_rank()}", "w").write(str(step))
+    counter.seek(0)
+    print(f"{step:9}", end="", file=counter, flush=True)
 print("done")
 """
 STEP_MS = 40.0  # of a rank that is not slow
