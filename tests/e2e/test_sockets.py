@@ -93,7 +93,7 @@ for number in range(COUNT):
         name = draw.choice([name for name in event if not isinstance(wrong, type(event[name]))])
         frame = json.dumps(event | {name: wrong}).encode()
     elif number % 3 == 1:
-        answer = b'{"event": "explained", "id": -1, "entries": [1]}'
+        answer = b'{"event": "explain", "id": -1, "entries": [1]}'
         frame = draw.choice([b"[" * 5000, b'{"event": []}', answer, b"NaN", frame])
     os.write(fd, frame + b"\\n" * draw.randrange(2))
 raise ValueError("the real one")

@@ -40,7 +40,8 @@ class Control:
         # Answers to the launcher's requests, by their "do"; called in the listening thread.
         self.handlers: dict[str, Callable[[dict[str, Any]], Any]] = {"run": self.orders.put}
         if probe is not None:
-            self.handlers["explain"] = lambda order: self.send(probe.explain(order))
+            for word in ("explain", "pace", "profile"):
+                self.handlers[word] = lambda order: probe.hear(order, self.send)
         # A forked child is not the rank: it must neither speak for it nor keep the socket open.
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
@@ -53,8 +54,8 @@ class Control:
             with self._lock:
                 if self._is_ours():
                     self._socket.sendall(line)
-                elif self._probe is None or event["event"] == "explained":
-                    return False
+                elif self._probe is None or event["event"] in self.handlers:
+                    return False  # an answer can wait
                 else:
                     self._probe.leave(line)
         except OSError:

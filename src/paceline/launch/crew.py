@@ -100,7 +100,7 @@ class Crew:
         self.announced = False
         # Interpreters that have imported torch and wait to be the ranks after a restart.
         self._spares: list[Rank] = []
-        self._begin: Callable[[str], list[Rank]] = list
+        self._begin: Callable[[str], list[Rank]] = lambda preload: []
         self._begun_at = 0.0
         self._guard = Guard()
         # Where checkpoints in memory live: longer than ranks, and no longer than the job.

@@ -59,9 +59,9 @@ class Options:
     notes: tuple[str, ...]
 
     def watch(self, crew: Crew) -> Watch | None:
-        """What looks after these ranks for hangs; None where nothing does. Collective: none."""
+        """What looks for hangs and stragglers; None where nothing does. Collective: none."""
         args = self.args
-        if args.hang_after == 0 or not probing() or (args.no_python and not args.run_path):
+        if not probing() or (args.no_python and not args.run_path):
             return None
         return Watch(crew, after_s=args.hang_after, ends=args.on_hang == "end")
 

@@ -4,7 +4,8 @@ A front to `sys._current_frames`, `faulthandler` and torch's flight recorder. Tw
 one line into a file in memory that the launcher holds too: how many collectives were entered and are over,
 and where the main thread is. Where no thread of Python gets to run (the interpreter's lock is held by native
 code), faulthandler's own thread adds its stacks to that file. All threads' stacks and the recorder's table
-are told on request. It judges nothing.
+are told on request, and so are when collectives were entered, and what the main thread is at for a while.
+It judges nothing.
 
 Started by worker.py, by file name: the standard library alone.
 """
@@ -14,15 +15,20 @@ from __future__ import annotations
 import ast
 import contextlib
 import faulthandler
+import functools
+import gc
 import json
 import linecache
+import math
 import multiprocessing.util
 import os
+import pickle
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -38,6 +44,22 @@ _LIBRARIES = (
     sysconfig.get_paths()["stdlib"],
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     "<frozen",
+)
+_SAMPLES = 200  # of a profile
+# What a rank is at, by the files of its stack; an earlier line wins.
+_PHASES = {
+    "checkpoint": (
+        *("torch/serialization.py", "torch/distributed/checkpoint/", "/safetensors/"),
+        *("paceline/checkpoint/", "paceline/saving.py"),
+    ),
+    "data": ("torch/utils/data/", "paceline/data/"),
+    "backward": ("torch/autograd/graph.py", "torch/autograd/__init__.py"),
+    "optimizer": ("torch/optim/", "torch/nn/utils/clip_grad.py", "paceline/step/"),
+    "forward": ("torch/nn/",),
+}
+_WAITS = (
+    *("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"),
+    "paceline/shm/",
 )
 Stack = list[tuple[str, int, str]]
 _dump_later = faulthandler.dump_traceback_later
@@ -134,15 +156,23 @@ class Probe:
                 raise OSError("the launcher is gone")
             os.pwrite(self._fd, line, os.fstat(self._fd).st_size)
 
-    def explain(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Everything, for a request of the launcher, or what went wrong. Collective: none."""
-        answer = {"event": "explained", "id": request["id"]}
-        try:
-            return answer | self._everything()
-        except Exception as error:  # whatever it is, this rank must go on to hear its launcher
-            return answer | {"error": repr(error)}
+    def hear(self, request: dict[str, Any], send: Callable[[dict[str, Any]], Any]) -> None:
+        """Answer a request of the launcher, or say what went wrong. Collective: none."""
 
-    def _everything(self) -> dict[str, Any]:
+        def answer() -> None:
+            told = {"event": request["do"], "id": request["id"]}
+            try:
+                told |= getattr(self, f"_{request['do']}")(request)
+            except Exception as error:  # whatever it is, this rank must go on to hear its launcher
+                told["error"] = repr(error)
+            send(told)
+
+        if request["do"] == "profile":
+            threading.Thread(target=answer, name=NAME, daemon=True).start()
+        else:
+            answer()
+
+    def _explain(self, _: dict[str, Any]) -> dict[str, Any]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads: list[dict[str, Any]] = []
         for ident, frame in sys._current_frames().items():
@@ -161,17 +191,78 @@ class Probe:
             "entered": {name: line.entered for name, line in _lines()},
         }
 
+    def _pace(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Which collectives were entered since then, and when."""
+        return {"entered": [one for one in _arrivals() if one[2] > request["since"]]}
+
+    def _profile(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What the main thread is at from now on for some seconds, as (phase, place, seconds)."""
+        spent: dict[tuple[str, str], float] = defaultdict(float)
+        # Seconds of collections that are over, when the one began that is not, and where.
+        collected = (0.0, 0.0, "")
+
+        def collect(moment: str, _: dict[str, int]) -> None:
+            nonlocal collected
+            now, (over_s, begun, place) = time.perf_counter(), collected
+            if moment == "start":
+                collected = (over_s, now, _place(sys._getframe(1)))
+            elif begun:
+                collected = (over_s + now - begun, 0.0, place)
+
+        since_ns, first = time.time_ns(), time.perf_counter()
+        last, counted_s = first, 0.0
+        gc.callbacks.append(collect)
+        try:
+            while last < first + request["seconds"]:
+                time.sleep(request["seconds"] / _SAMPLES)
+                # No thread runs in a collection, so what passed in it is not of this sample. The
+                # callback itself may be where this one comes to run.
+                now, (over_s, begun, place) = time.perf_counter(), collected
+                over_s += now - begun if begun else 0.0
+                spent["collection of garbage", place] += over_s - counted_s
+                phase = _phase(sys._current_frames().get(self.main or 0))
+                spent[phase] += now - last - (over_s - counted_s)
+                last, counted_s = now, over_s
+        finally:
+            gc.callbacks.remove(collect)
+        told = [(*which, seconds) for which, seconds in spent.items()]
+        return self._pace(request) | {"since_ns": since_ns, "seconds": last - first, "spent": told}
+
 
 def _brief(frame: FrameType | None) -> dict[str, Any]:
     """Where the main thread is: the innermost line of the script, and a number for the whole stack."""
-    place, parts = "", []
+    place, parts = _place(frame), []
     while frame is not None and frame.f_code.co_name != "_bootstrap":  # below are the parent's
-        code = frame.f_code
-        if not place and is_script(code.co_filename):
-            place = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        parts.append((id(code), frame.f_lasti))
+        parts.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return {"place": place, "at": hash(tuple(parts))}
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line of the script."""
+    while frame is not None and frame.f_code.co_name != "_bootstrap":  # below are the parent's
+        if is_script(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def _phase(frame: FrameType | None) -> tuple[str, str]:
+    """What a stack is at, and where in the script."""
+    place, phase, depth = _place(frame), len(_PHASES), 0
+    while frame is not None:
+        waits, found = _kind_of(frame.f_code.co_filename)
+        if waits and depth < 3:
+            return "waiting", place
+        phase, depth, frame = min(phase, found), depth + 1, frame.f_back
+    return [*_PHASES, "the script"][phase], place
+
+
+@functools.cache
+def _kind_of(file: str) -> tuple[bool, int]:
+    """Whether this file waits for other ranks, and its line in `_PHASES`."""
+    phases = [any(part in file for part in parts) for parts in _PHASES.values()]
+    return any(part in file for part in _WAITS), [*phases, True].index(True)
 
 
 def is_script(name: str) -> bool:
@@ -232,10 +323,11 @@ def _expression(code: CodeType, offset: int) -> str:
 
 def _dumps(collectives: bool) -> Iterable[dict[str, Any]]:
     module = sys.modules.get("torch._C._distributed_c10d")
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
         dump = getattr(module, name, None)
         if dump is not None:
-            yield json.loads(dump(collectives, False))
+            # Without stacks, and not only what is active. As JSON it takes twice as long.
+            yield pickle.loads(dump(collectives, False, False))
 
 
 def _recorded() -> list[dict[str, Any]]:
@@ -271,6 +363,20 @@ def _lines() -> Iterable[tuple[str, Any]]:
         line = getattr(group, "_line", None)
         if line is not None:
             yield name, line
+
+
+def _arrivals() -> Iterable[tuple[str, int, int, int]]:
+    """The latest collectives: group, number, when they were entered in ns, elements."""
+    for dump in _dumps(True):
+        for entry in dump.get("entries", ()):
+            if not entry["is_p2p"]:
+                elements = sum(map(math.prod, entry["input_sizes"]))
+                at_ns = entry["time_created_ns"]
+                yield entry["process_group"][0], entry["collective_seq_id"], at_ns, elements
+    for name, line in _lines():
+        base_ns = time.time_ns() - time.monotonic_ns()
+        for number, issued, elements in tuple(line.recent):
+            yield f"{name} shm", number, base_ns + int(issued * 1e9), elements
 
 
 def _in_memory() -> list[dict[str, Any]]:

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from paceline.cores import group_folders, read_text
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PROBED = "/memfd:paceline-probe"
@@ -22,6 +26,8 @@ class Process:
         state: As /proc has it: R runs, S sleeps, D waits for a device, T is stopped, Z is dead.
         cpu_s: Seconds of CPU so far, of all its threads.
         io_bytes: Read and written so far, files and pipes together.
+        faults: Pages that had to come from a disk so far.
+        core: The core that it last ran on.
 
     Collective: none.
     """
@@ -31,6 +37,62 @@ class Process:
     state: str
     cpu_s: float
     io_bytes: int
+    faults: int
+    core: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What the host is at, at one moment.
+
+    Args:
+        processes: All that can be seen, by number.
+        ranks: Of the job, with all processes below, by the number of the rank's own.
+        delay_s: For how long each rank's main thread has waited for a core so far.
+        throttled_s: For how long the limit of a control group has held them up so far.
+        mhz: Of the core that each rank last ran on, where it can be read.
+
+    Collective: none.
+    """
+
+    time_s: float
+    processes: Mapping[int, Process]
+    ranks: Mapping[int, Sequence[int]]
+    delay_s: Mapping[int, float]
+    throttled_s: float
+    mhz: Mapping[int, float]
+
+
+def moment(pids: Sequence[int]) -> Moment:
+    """The host now, and these ranks on it. Collective: none."""
+    numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    found = {pid: seen for pid in numbers if (seen := look(pid)) is not None}
+    delay_s, mhz = {}, {}
+    for pid in pids:
+        waited_ns = read_text(Path(f"/proc/{pid}/schedstat")).split()[1:2]
+        delay_s[pid] = int(waited_ns[0]) / 1e9 if waited_ns else 0.0
+        if pid in found:
+            folder = Path(f"/sys/devices/system/cpu/cpu{found[pid].core}/cpufreq")
+            if text := read_text(folder / "scaling_cur_freq").strip():
+                mhz[pid] = int(text) / 1e3
+    return Moment(
+        time_s=time.monotonic(),
+        processes=found,
+        ranks={pid: descendants(pid) for pid in pids},
+        delay_s=delay_s,
+        throttled_s=_throttled_s(),
+        mhz=mhz,
+    )
+
+
+def _throttled_s() -> float:
+    units = {"throttled_usec": 1e6, "throttled_time": 1e9}  # cgroup 2, and 1
+    lines = [
+        line.split()
+        for folder in group_folders("cpu")
+        for line in read_text(folder / "cpu.stat").splitlines()
+    ]
+    return max((int(n) / units[name] for name, n in lines if name in units), default=0.0)
 
 
 def look(pid: int) -> Process | None:
@@ -50,6 +112,8 @@ def look(pid: int) -> Process | None:
         state=fields[0],
         cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS,
         io_bytes=io_bytes,
+        faults=int(fields[9]),
+        core=int(fields[36]),
     )
 
 

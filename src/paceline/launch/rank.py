@@ -34,12 +34,13 @@ _PROBE_BYTES = 1 << 20
 # What each event has to have. A script may write into the socket what it likes.
 _FAILED: dict[str, Any] = {"time": (int, float), "step": int, "kinds": list, "shown": bool}
 _FAILED |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
+_ANSWERS = ("explain", "pace", "profile")
 _EVENTS: dict[str, dict[str, Any]] = {
     "failed": _FAILED,
     "raised": _FAILED,
     "exit": {"place": str},
     "interrupted": {"place": str},
-    "explained": {"id": int},
+    **{answer: {"id": int} for answer in _ANSWERS},
 }
 _MOST_BYTES = 8 << 20  # of one event
 _NO_SIZE = struct.pack("HHHH", 0, 0, 0, 0)
@@ -90,7 +91,7 @@ class Rank:
         self.local_rank = local_rank
         self.rank = local_rank
         self.events: list[dict[str, Any]] = []
-        self.answer: dict[str, Any] = {}  # the latest to `explain`
+        self.told: dict[str, dict[str, Any]] = {}  # its latest answer to each kind of request
         self.returncode: int | None = None
         self.ended_at = 0.0
         # When we first signalled it: what happens to it afterwards is our doing.
@@ -181,10 +182,16 @@ class Rank:
         except OSError:
             self.poll()
 
-    def ask(self, number: int) -> None:
-        """Have the rank explain itself; `answer` will have this number. Collective: none."""
+    def ask(self, number: int, do: str = "explain", **more: Any) -> None:
+        """Have the rank explain itself; the answer will have this number. Collective: none."""
+        request = json.dumps({"do": do, "id": number, **more}).encode() + b"\n"
         with contextlib.suppress(OSError):  # dead already, or stopped for so long that it is full
-            self._socket.sendall(b'{"do": "explain", "id": %d}\n' % number)
+            self._socket.sendall(request)
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """Its latest to `explain`; empty before. Collective: none."""
+        return self.told.get("explain", {})
 
     def probed(self) -> str:
         """What the rank's probe wrote: a line, then perhaps stacks. Collective: none."""
@@ -296,8 +303,8 @@ class Rank:
 
     def _take(self, lines: Sequence[bytes]) -> None:
         for event in filter(None, map(read_event, lines)):
-            if event["event"] == "explained":
-                self.answer = event
+            if event["event"] in _ANSWERS:
+                self.told[event["event"]] = event
             else:
                 self.events.append(event)
 

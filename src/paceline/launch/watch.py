@@ -1,12 +1,11 @@
 """Watches the ranks of this node for a hang: who has stood still for how long, and what is said of it.
 
 Reads the ranks' beats (probe.py) and /proc twice a second, and asks the ranks for everything only where one
-of them stands still. The verdict is hang.py's.
+of them stands still. The verdict is hang.py's. For a rank that is only slow it has pace.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import statistics
@@ -18,17 +17,27 @@ from typing import Any
 
 from paceline.launch import processes
 from paceline.launch.crew import Crew
-from paceline.launch.evidence import State, Where, read_calls, read_dump, read_place, read_stack
+from paceline.launch.evidence import (
+    HELD_S,
+    State,
+    helpers_of,
+    read_beat,
+    read_calls,
+    read_dump,
+    read_place,
+    read_stack,
+)
 from paceline.launch.hang import Hang, judge
 from paceline.launch.hearsay import Hearsay
+from paceline.launch.pace import Pace
 from paceline.launch.rank import Rank
 
 HANG_AFTER_S = 10.0
 _STEPS = 10  # as many usual steps without progress, where that is longer
 _LOOK_S = 0.5
+_SOON_S = 0.05
 _ANSWER_S = 0.8
 _OTHERS_S = 2.5  # until launchers of other nodes have answered
-_HELD_S = 1.2  # a beat this old means that no thread of Python runs
 _BUSY = 0.03  # of a core
 _BUSY_BYTES_S = 16 << 10
 _KEPT = 20
@@ -64,7 +73,7 @@ class Watch:
     """Looks after the ranks of one round.
 
     Args:
-        after_s: How long they may stand still; None for 10 s or ten usual steps.
+        after_s: How long they may stand still; None for 10 s or ten usual steps, 0 for ever.
         ends: Whether a hang ends the round.
 
     Collective: none.
@@ -78,6 +87,7 @@ class Watch:
         # Of several nodes; each launcher then judges by what all of them have seen.
         self.hearsay: Hearsay | None = None
         self._asked = 0
+        self._pace = Pace(crew)
         self._next = 0.0
         self._begin([])
 
@@ -89,6 +99,7 @@ class Watch:
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._moved = time.monotonic()
         self._alarmed = False
+        self._pace.begin()
 
     def look(self, world_size: int) -> Hang | None:
         """Look at the ranks, and say what is wrong; the hang that is to end the round, or None.
@@ -105,9 +116,13 @@ class Watch:
         alive = [rank for rank in self._crew.ranks if rank.returncode is None]
         for rank in alive:
             self._look_at(rank, now)
+        if self._pace.look(now, alive, sum(seen.counts[0] for seen in self._seen.values())):
+            self._next = now + _SOON_S
+        if self._after_s == 0:
+            return None
         if self._deadline:
             if now < self._deadline and any(r.answer.get("id") != self._asked for r in alive):
-                self._next = now + 0.05
+                self._next = now + _SOON_S
                 return None
             self._deadline = 0.0
             return self._conclude(now, world_size)
@@ -120,7 +135,7 @@ class Watch:
             self._asked += 1
             self._deadline = now + _ANSWER_S
             self._ask_next = now + self._patience
-            self._next = now + 0.05
+            self._next = now + _SOON_S
             for rank in alive:
                 if self._seen[rank.local_rank].state not in ("T", "Z"):
                     rank.ask(self._asked)
@@ -136,7 +151,7 @@ class Watch:
 
     def _look_at(self, rank: Rank, now: float) -> None:
         seen = self._seen.setdefault(rank.local_rank, _Seen(since=now))
-        beat = _beat(rank.probed())
+        beat = read_beat(rank.probed())
         if beat:
             seen.beat = beat
             counts = (beat["entered"], beat["over"])
@@ -211,7 +226,7 @@ class Watch:
         if rank.returncode is not None:
             return State(rank=rank.rank, host=host, pid=pid, state="", returncode=rank.returncode)
         seen, answer, cwd = self._seen[rank.local_rank], rank.answer, os.getcwd()
-        late = now - seen.beat.get("time", now) > _HELD_S
+        late = now - seen.beat.get("time", now) > HELD_S
         # What faulthandler wrote proves it; a beat may be late for other reasons.
         dump = read_dump(rank.probed()) if late and seen.state not in ("T", "D", "Z") else []
         told: dict[str, Any] = {"entered": {}, "where": read_place(seen.beat.get("place", ""), cwd)}
@@ -238,35 +253,7 @@ class Watch:
             held=bool(dump),
             entering=not answered and not late and seen.counts[0] > seen.counts[1],
             answered=answered,
-            helpers=_helpers(pid, cwd) if told["where"].loader else (),
+            helpers=helpers_of(pid, cwd) if told["where"].loader else (),
             kernel=processes.waits_in(pid) if seen.state == "D" else "",
             **told,
         )
-
-
-def _beat(text: str) -> dict[str, Any]:
-    try:
-        beat: dict[str, Any] = json.loads(text.partition("\n")[0])
-    except ValueError:
-        return {}  # not begun yet, or just being written
-    return beat
-
-
-def _helpers(pid: int, cwd: str) -> tuple[str, ...]:
-    """A few words for each child process that may be a loader's worker."""
-    words = []
-    for child in processes.children(pid):
-        found = processes.look(child)
-        text = processes.probed(child)
-        if found is None or not (text or found.name.startswith("pt_data_worker")):
-            continue  # a spawned worker has no probe
-        beat = _beat(text)
-        where: Where = read_place(beat.get("place", ""), cwd)
-        if time.monotonic() - beat.get("time", 0.0) > _HELD_S and (dump := read_dump(text)):
-            where = read_stack(dump, cwd)
-        state = {"T": "stopped", "D": "in a disk wait", "Z": "dead"}.get(found.state, "")
-        place = "{2}() at {0}:{1}".format(*where.script[0]) if where.script else "idle"
-        words.append(
-            (not where.script, f"pid {child} {state or ('in ' if where.script else 'is ') + place}")
-        )
-    return tuple(text for _, text in sorted(words))

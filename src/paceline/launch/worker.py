@@ -208,7 +208,7 @@ def _crash(error: BaseException, launcher: Control, hook: Callable[..., Any]) ->
         print(report["traceback"], file=sys.stderr)
     explain = launcher.handlers.get("explain")
     if explain is not None and report["module"].startswith("torch.distributed"):
-        explain({"id": -1})  # which collective broke, and with what tensors
+        explain({"do": "explain", "id": -1})  # which collective broke, and with what tensors
     # os._exit() writes out nothing, and the last lines before a crash are the ones that matter. In a
     # thread, since a full pipe would hold us up for ever.
     flusher = threading.Thread(target=_flush_files, daemon=True)

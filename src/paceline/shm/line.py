@@ -140,6 +140,8 @@ class Line:
         self._most = self._spins = _SPINS if spin else 1
         self._waiting: deque[Operation] = deque()
         self.entered = 0  # how many were issued; read by the launcher's probe, as `unfinished` is
+        # Number, when it was issued, elements: when each rank came tells who is late (launch/pace.py).
+        self.recent: deque[tuple[int, float, int]] = deque(maxlen=256)
         self._over: deque[Operation] = deque()
         self._error: BaseException | None = None
         self._wake = threading.Event()
@@ -159,6 +161,8 @@ class Line:
             alone = not self._waiting
             self.entered = operation.number = self.entered + 1
             self._waiting.append(operation)
+            elements = outputs[0].numel() if outputs else 0
+            self.recent.append((self.entered, operation.issued, elements))
         if blocking:
             operation.wait()
             return operation

@@ -1,0 +1,73 @@
+"""Let one rank be slow in each way we know, or none, and look whether `paceline run` says the truth.
+
+    python benchmarks/stragglers.py [--runs 3] [--ranks 2 4] [--factors 1.15 1.3 2] [--healthy-steps 1500]
+
+Each kind runs in a script with paceline and in one without. A verdict is right if it names the rank, the
+phase and the line; steps are counted until the launcher has said it. A rank that is less than 1.2 times as
+slow is not to be named. Prints counts as JSON, and what was wrong to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "e2e"))
+
+from stragglers import HEALTHY, KINDS, right, train
+
+
+def slow(folder: Path, args: argparse.Namespace, ranks: int, factor: float) -> None:
+    for kind in KINDS:
+        steps, correct, wrong = [], 0, 0
+        for number in range(args.runs):
+            run = train(
+                folder, kind, world=ranks, factor=factor, paceline=number % 2 == 1, steps=200
+            )
+            if run.said and right(run, folder, kind):
+                correct += 1
+                steps.append(run.steps)
+            elif run.said:
+                wrong += 1
+                print(f"{kind} x{factor}, {ranks} ranks:\n{run.said}", file=sys.stderr)
+        row = {"what": "slow", "kind": kind, "factor": factor, "ranks": ranks, "runs": args.runs}
+        row |= {"right": correct, "wrong": wrong}
+        if steps:
+            row |= {"median_steps": statistics.median(steps), "worst_steps": max(steps)}
+        print(json.dumps(row), flush=True)
+
+
+def healthy(folder: Path, args: argparse.Namespace, ranks: int) -> None:
+    for kind in HEALTHY:
+        alarms = 0
+        for number in range(args.runs):
+            run = train(
+                folder, kind, world=ranks, paceline=number % 2 == 1, steps=args.healthy_steps
+            )
+            alarms += bool(run.said)
+            print(run.said, end="", file=sys.stderr)
+        row = {"what": "healthy", "kind": kind, "ranks": ranks, "runs": args.runs}
+        print(json.dumps(row | {"steps": args.healthy_steps, "alarms": alarms}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--factors", nargs="*", type=float, default=[1.15, 1.3, 2.0])
+    parser.add_argument("--healthy-steps", type=int, default=1500)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in args.ranks:
+            for factor in args.factors:
+                slow(Path(folder), args, ranks, factor)
+            if args.healthy_steps:
+                healthy(Path(folder), args, ranks)
+
+
+if __name__ == "__main__":
+    main()

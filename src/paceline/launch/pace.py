@@ -1,0 +1,160 @@
+"""Collects what a straggler is found by, on this node: when ranks enter collectives, and profiles of them.
+
+About once a second each rank tells when it entered its latest collectives (probe.py). Where one seems to be
+late in step after step, all of them sample their stacks for a moment. What is said is straggler.py's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.launch import processes
+from paceline.launch.crew import Crew
+from paceline.launch.evidence import helpers_of, read_place
+from paceline.launch.rank import Rank
+from paceline.launch.straggler import Key, Profile, Step, judge, render, suspects
+
+_ASK_S = 1.0
+_SELDOM_S = 3.0  # where a step has few collectives
+_FEW = 8
+_KEPT = 1024  # collectives
+_PROFILE_STEPS = 8
+_PROFILE_S = (0.4, 10.0)
+_LATE_S = 2.0
+_REST_S = (15.0, 600.0)  # between two profiles of one suspect: first, and at most
+
+
+@dataclass(frozen=True)
+class _Suspicion:
+    """A profile that is being made."""
+
+    rank: int
+    number: int
+    deadline: float
+    before: processes.Moment
+
+
+class Pace:
+    """Looks for a rank that the others wait for, in one round after the other.
+
+    Collective: none.
+    """
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._said: set[tuple[int, str]] = set()
+        self._asked = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A round begins. Collective: none."""
+        self._enters: dict[int, dict[Key, tuple[int, int]]] = {}
+        self._taken: dict[tuple[int, str], int] = {}
+        self._number = self._entered = 0
+        self._ask_next = self._ask_last = 0.0
+        self._suspicion: _Suspicion | None = None
+        self._rest: dict[int, tuple[float, float]] = {}  # by suspect: until when, and how long
+
+    def look(self, now: float, alive: Sequence[Rank], entered: int) -> bool:
+        """Look at what the ranks have told, say who is slow, and ask again; whether to look again soon.
+
+        Args:
+            now: Monotonic, in seconds.
+            alive: The ranks of this node that run.
+            entered: How many collectives they have entered, together.
+
+        Collective: none.
+        """
+        if len(alive) < 2:
+            return False
+        fresh = [self._take(rank, do) for rank in alive for do in ("pace", "profile")]
+        if self._suspicion is not None:
+            if now > self._suspicion.deadline or _answered(
+                alive, "profile", self._suspicion.number
+            ):
+                self._conclude(self._suspicion, now, alive)
+                self._suspicion = None
+        elif any(fresh):
+            for suspect, steps in suspects(self._enters):
+                if now >= self._rest.get(suspect, (0.0, 0.0))[0]:
+                    self._profile(suspect, steps, now, alive)
+                    break
+        if now >= self._ask_next and _answered(alive, "pace", self._number):
+            self._ask(now, alive, entered)
+        return self._suspicion is not None or now == self._ask_last
+
+    def _ask(self, now: float, alive: Sequence[Rank], entered: int) -> None:
+        few = entered - self._entered < _FEW * len(alive)
+        if entered == self._entered or (few and now < self._ask_last + _SELDOM_S):
+            return
+        self._ask_next, self._ask_last, self._entered = now + _ASK_S, now, entered
+        self._number = self._new_number()
+        for rank in alive:
+            rank.ask(self._number, "pace", since=self._since(rank))
+
+    def _new_number(self) -> int:
+        self._asked += 1
+        return self._asked
+
+    def _since(self, rank: Rank) -> int:
+        entered = self._enters.get(rank.rank)
+        return max(at_ns for at_ns, _ in entered.values()) if entered else 0
+
+    def _take(self, rank: Rank, do: str) -> bool:
+        """Take in an answer; whether there was a new one."""
+        told = rank.told.get(do, {})
+        if self._taken.get((rank.rank, do), 0) == told.get("id", 0):
+            return False
+        self._taken[rank.rank, do] = told["id"]
+        entered = self._enters.setdefault(rank.rank, {})
+        for group, number, at_ns, elements in told.get("entered", ()):
+            entered[group, number] = (at_ns, elements)
+        for key in list(entered)[:-_KEPT]:
+            del entered[key]
+        return True
+
+    def _profile(self, rank: int, steps: Sequence[Step], now: float, alive: Sequence[Rank]) -> None:
+        usual_s = statistics.median(step.length_s for step in steps[-_PROFILE_STEPS:])
+        seconds = min(max(_PROFILE_STEPS * usual_s, _PROFILE_S[0]), _PROFILE_S[1])
+        before = processes.moment([rank.pid for rank in alive])
+        number = self._new_number()
+        self._suspicion = _Suspicion(rank, number, now + seconds + _LATE_S, before)
+        for one in alive:
+            one.ask(number, "profile", seconds=seconds, since=self._since(one))
+
+    def _conclude(self, suspicion: _Suspicion, now: float, alive: Sequence[Rank]) -> None:
+        rest_s = min(max(2 * self._rest.get(suspicion.rank, (0.0, 0.0))[1], _REST_S[0]), _REST_S[1])
+        self._rest[suspicion.rank] = (now + rest_s, rest_s)
+        profiles = {
+            rank.rank: Profile(told["since_ns"], told["seconds"], told["spent"])
+            for rank in alive
+            if (told := rank.told.get("profile", {})).get("id") == suspicion.number
+            and "spent" in told
+        }
+        steps = dict(suspects(self._enters)).get(suspicion.rank)
+        if len(profiles) < len(alive) or steps is None:
+            return
+        found = judge(suspicion.rank, steps, profiles)
+        if found is None or (found.rank, found.phase) in self._said:
+            return
+        self._said.add((found.rank, found.phase))
+        pid = next(rank.pid for rank in alive if rank.rank == found.rank)
+        cwd = os.getcwd()
+        script = read_place(found.place, cwd).script
+        where = "{}:{}".format(*script[0][:2]) if script else ""
+        if script and script[0][2].isidentifier():
+            where = f"{script[0][2]}() at {where}"
+        if found.phase == "data" and (helpers := helpers_of(pid, cwd)):
+            where += f", waiting for a loader's worker: {'; '.join(helpers[:2])}"
+        who = f"host {socket.gethostname()}, pid {pid}"
+        after = processes.moment([rank.pid for rank in alive])
+        self._crew.say(render(found, who, where, suspicion.before, after, pid))
+
+
+def _answered(alive: Sequence[Rank], do: str, number: int) -> bool:
+    """Whether all have; one that is stopped, or whose interpreter is held, has not."""
+    return all(rank.told.get(do, {}).get("id", 0) == number for rank in alive)
