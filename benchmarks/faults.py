@@ -5,7 +5,7 @@
 A child saves steps 1, 2, 3, ... with `keep=2` and says each that is saved; it is killed (SIGKILL). Then what
 is there must be whole, equal to what was saved, and hold the last step that the child said. **random**: after
 a random time. **calls**: by strace, on entering the N-th call of each system call that a save makes; without
-strace there are none. **ranks**: one of 3 ranks kills itself after a random time. Prints counts as JSON.
+strace there are none. **ranks**: one of 3 ranks kills itself after a random time. The table has counts.
 """
 
 from __future__ import annotations
@@ -185,6 +185,7 @@ def main() -> None:
     for name, count in (("random", 900), ("calls", 200), ("ranks", 20)):
         options.add_argument(f"--{name}", type=int, default=count)
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--json", action="store_true", help="print JSON and write nothing")
     args = options.parse_args()
     torch.set_num_threads(1)
     rng = random.Random(args.seed)
@@ -193,7 +194,8 @@ def main() -> None:
         save_all(job, folder, 1, lambda step: None, 2)
     kinds = {"random": random_kills, "calls": call_kills, "ranks": rank_kills}
     results = {name: kind(getattr(args, name), rng) for name, kind in kinds.items()}
-    publish("faults", [{"kills": name, **counts} for name, counts in results.items()])
+    rows = [{"kills": name, **counts} for name, counts in results.items()]
+    publish("faults", rows, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ It counts when the job ends with 0 and its ledger, losses and last checkpoint ar
 faults. Recovery is from the strike to the end of the first step that had not been done before. **node**: the
 second of two nodes is killed (**silent**: it stands still), the first goes on alone (`--nnodes 1:2`), and
 then both again. **shadow**: all ranks are killed, and nothing but the shadow was saved. With
-`--mixed-s 900` it is one training instead, with a fault of any kind every `--every-s 15`. Prints JSON.
+`--mixed-s 900` it is one training instead, with a fault of any kind every `--every-s 15`.
 """
 
 from __future__ import annotations
@@ -290,13 +290,14 @@ def main() -> None:
         options.add_argument(f"--{name}", type=int, default=count)
     options.add_argument("--mixed-s", type=float, default=0.0)
     options.add_argument("--every-s", type=float, default=15.0)
+    options.add_argument("--json", action="store_true", help="print JSON and write nothing")
     args = options.parse_args()
     rng = random.Random(args.seed)
     kinds = args.kinds.split(",")
     if args.mixed_s:
         found = mixed(args.ranks, args.mixed_s, args.every_s, kinds, rng)
         rows = [{"kind": kind, **row} for kind, row in found.pop("recovery").items()]
-        publish("mixed", rows, ranks=args.ranks, **found)
+        publish("mixed", rows, as_json=args.json, ranks=args.ranks, **found)
         return
     rows = []
     expected: dict[bool, str] = {}
@@ -313,7 +314,7 @@ def main() -> None:
             for _ in range(args.count)
         ]
         rows.append({"kind": kind, **summary(trials)})
-    publish("restarts", rows, ranks=args.ranks)
+    publish("restarts", rows, as_json=args.json, ranks=args.ranks)
 
 
 if __name__ == "__main__":

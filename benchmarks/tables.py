@@ -14,10 +14,13 @@ import torch
 FOLDER = Path(__file__).with_name("results")
 
 
-def publish(name: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> None:
+def publish(
+    name: str, rows: Sequence[Mapping[str, Any]], *, as_json: bool = False, **about: Any
+) -> None:
     """Print the rows, and write `results/NAME.json` and `results/NAME.md`.
 
     Args:
+        as_json: Print JSON, and write nothing; for the tests.
         rows: Facts by name; numbers are rounded in the Markdown alone, and lists of two are a range.
         about: What else to say of the run.
     """
@@ -29,12 +32,15 @@ def publish(name: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> None:
         "torch": torch.__version__,
         **about,
     }
+    told = {"about": facts, "rows": list(rows)}
+    if as_json:
+        print(json.dumps(told, indent=1))
+        return
     names = list(dict.fromkeys(key for row in rows for key in row))
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     lines += [f"| {' | '.join(_cell(row.get(key, '')) for key in names)} |" for row in rows]
     print("\n".join(lines), flush=True)
     FOLDER.mkdir(exist_ok=True)
-    told = {"about": facts, "rows": list(rows)}
     (FOLDER / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n")
     head = [f"# {name}", "", "; ".join(f"{key} {_cell(value)}" for key, value in facts.items()), ""]
     (FOLDER / f"{name}.md").write_text("\n".join([*head, *lines]) + "\n")
