@@ -4,24 +4,28 @@
 
 Each kind runs in a script with paceline and in one without. A verdict is right if it names the rank, the
 phase and the line; steps are counted until the launcher has said it. A rank that is less than 1.2 times as
-slow is not to be named. Prints counts as JSON, and what was wrong to standard error.
+slow is not to be named. What was wrong goes to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "e2e"))
 
 from stragglers import HEALTHY, KINDS, right, train
+from tables import publish
 
 
-def slow(folder: Path, args: argparse.Namespace, ranks: int, factor: float) -> None:
+def slow(
+    folder: Path, args: argparse.Namespace, ranks: int, factor: float
+) -> Iterator[dict[str, Any]]:
     for kind in KINDS:
         steps, correct, wrong = [], 0, 0
         for number in range(args.runs):
@@ -38,10 +42,10 @@ def slow(folder: Path, args: argparse.Namespace, ranks: int, factor: float) -> N
         row |= {"right": correct, "wrong": wrong}
         if steps:
             row |= {"median_steps": statistics.median(steps), "worst_steps": max(steps)}
-        print(json.dumps(row), flush=True)
+        yield row
 
 
-def healthy(folder: Path, args: argparse.Namespace, ranks: int) -> None:
+def healthy(folder: Path, args: argparse.Namespace, ranks: int) -> Iterator[dict[str, Any]]:
     for kind in HEALTHY:
         alarms = 0
         for number in range(args.runs):
@@ -51,7 +55,7 @@ def healthy(folder: Path, args: argparse.Namespace, ranks: int) -> None:
             alarms += bool(run.said)
             print(run.said, end="", file=sys.stderr)
         row = {"what": "healthy", "kind": kind, "ranks": ranks, "runs": args.runs}
-        print(json.dumps(row | {"steps": args.healthy_steps, "alarms": alarms}), flush=True)
+        yield row | {"steps": args.healthy_steps, "alarms": alarms}
 
 
 def main() -> None:
@@ -61,12 +65,14 @@ def main() -> None:
     parser.add_argument("--factors", nargs="*", type=float, default=[1.15, 1.3, 2.0])
     parser.add_argument("--healthy-steps", type=int, default=1500)
     args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
             for factor in args.factors:
-                slow(Path(folder), args, ranks, factor)
+                rows += slow(Path(folder), args, ranks, factor)
             if args.healthy_steps:
-                healthy(Path(folder), args, ranks)
+                rows += healthy(Path(folder), args, ranks)
+    publish("stragglers", rows)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@
 
 Each kind runs in a script with paceline and in one without. A verdict is right if it names the rank, the
 operation and the line. Healthy jobs have a slow first step, one rank that evaluates for 20 s and saves for
-20 s, and every second one a busy machine: no `hang:` may be said of them. Prints
-counts as JSON, and what was wrong to standard error.
+20 s, and every second one a busy machine: no `hang:` may be said of them. What was wrong goes to standard
+error.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "e2e"))
 
 from hangs import HEALTHY, KINDS, PACELINE, PLAIN, STEPS, expected, script, verdict
 from launching import run
+from tables import publish
 
 # What rank 1 does after three steps, and words of the verdict; `{LINE}` is where it does it.
 CRASHES = {
@@ -129,28 +129,31 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--healthy-min", type=float, default=30.0)
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--json", action="store_true", help="print JSON and write nothing")
     args = parser.parse_args()
+    rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
         if "healthy" in args.what:
-            found = healthy(Path(folder), args.ranks[0], args.healthy_min, args.scale)
-            print(json.dumps(found), flush=True)
+            rows.append(healthy(Path(folder), args.ranks[0], args.healthy_min, args.scale))
         for what in [what for what in args.what if what != "healthy"]:
             for world in args.ranks:
                 for ours in (False, True):
                     side = {"hangs": hangs, "crashes": crashes}[what]
                     found = list(side(Path(folder), world, ours, args.only))
                     seconds = [one[2] for one in found]
-                    row = {
-                        "what": what,
-                        "ranks": world,
-                        "paceline": ours,
-                        "kinds": len(found),
-                        "right": sum(one[1] for one in found),
-                        "wrong": [one[0] for one in found if not one[1]],
-                        "median_s": round(statistics.median(seconds), 2),
-                        "worst_s": round(max(seconds), 2),
-                    }
-                    print(json.dumps(row), flush=True)
+                    rows.append(
+                        {
+                            "what": what,
+                            "ranks": world,
+                            "paceline": ours,
+                            "kinds": len(found),
+                            "right": sum(one[1] for one in found),
+                            "wrong": [one[0] for one in found if not one[1]],
+                            "median_s": statistics.median(seconds),
+                            "worst_s": max(seconds),
+                        }
+                    )
+    publish("healthy" if args.what == ["healthy"] else "verdicts", rows, as_json=args.json)
 
 
 if __name__ == "__main__":

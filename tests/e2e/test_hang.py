@@ -74,14 +74,14 @@ def test_healthy_jobs_raise_no_alarm() -> None:
     # Of 20 s of work alone and a threshold of 10 s, a tenth: the benchmark does the whole.
     words = ["--what", "healthy", "--ranks", "2", "--healthy-min", "0", "--scale", "0.1"]
     done = subprocess.run(
-        [sys.executable, str(VERDICTS), *words],
+        [sys.executable, str(VERDICTS), "--json", *words],
         capture_output=True,
         text=True,
         env=environment(),
         timeout=110,
         check=True,
     )
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout)["rows"][0]
     assert (found["jobs"], found["ended_well"], found["alarms"]) == (2, 2, 0), done.stderr
     assert found["notices"] >= 1  # it was looked at
 
