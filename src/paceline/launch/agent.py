@@ -219,7 +219,9 @@ class Agent(LocalElasticAgent):
             return self._fail()
         lost = self._meeting.lost() if self._meeting and self._remaining_restarts > 0 else []
         if lost:
-            return self._lose(lost)
+            return self._lose(f"lost {', '.join(lost)}: no sign of life")
+        if self._meeting and self._remaining_restarts > 0 and self._meeting.is_expelled():
+            return self._lose("this node stood still, and the others went on without it")
         timeout = getattr(self, "_uninterruptible_state_timeout", 0.0)
         if timeout > 0:
             stuck = self._check_stuck(timeout)
@@ -325,9 +327,9 @@ class Agent(LocalElasticAgent):
             text += f"  stacks and logs could not be kept: {error}\n"
         self._crew.say(text)
 
-    def _lose(self, lost: list[str]) -> RunResult:
+    def _lose(self, why: str) -> RunResult:
         self._crew.say(
-            f"paceline: lost {', '.join(lost)}: no sign of life; restart {self._restarts + 1} of "
+            f"paceline: {why}; restart {self._restarts + 1} of "
             f"{self._worker_group.spec.max_restarts} begins\n"
         )
         self._end_ranks(signal.SIGTERM, self._task.grace_s, at_once=True)

@@ -1,9 +1,9 @@
 """What the launchers of several nodes tell each other, through the store where they met: JSON.
 
 Of a hang, where all ranks are. Of a failure, what became of them: a rank that fails makes ranks of other
-nodes fail, and only its own launcher knows that it was first. Clocks
-of hosts differ, so nodes are put in the order in which their launchers came to the store, which counts
-them. torch authenticates nobody there: what cannot be read is passed over.
+nodes fail, and only its own launcher knows that it was first. Clocks of hosts differ, so nodes are put in the
+order in which their launchers came to the store, which counts them. torch authenticates nobody there: what
+cannot be read is passed over.
 """
 
 from __future__ import annotations

@@ -194,6 +194,10 @@ class FreshRendezvous(DynamicRendezvousHandler):
         """Addresses of this round's nodes that gave no sign of life. Collective: none."""
         return sorted(node.addr for node in self._met & self._watcher.dead)
 
+    def is_expelled(self) -> bool:
+        """Whether the others went on without this node, which had stood still. Collective: none."""
+        return self._this_node not in self._watcher.state.participants
+
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return self._serve(master_addr, master_port)
 
