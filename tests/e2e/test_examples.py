@@ -49,6 +49,7 @@ def test_the_demo(tmp_path: Path) -> None:
     assert (tmp_path / "runs/demo/model.pth").exists()
 
 
+@pytest.mark.slow
 def test_the_demo_trains_anew_whatever_the_last_run_left(tmp_path: Path) -> None:
     command = [*PACELINE, "2", _example("digits.py"), "--epochs", "1"]
     first = _run(command, tmp_path)
@@ -59,12 +60,13 @@ def test_the_demo_trains_anew_whatever_the_last_run_left(tmp_path: Path) -> None
     assert len((tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()) == 23
 
 
+@pytest.mark.slow
 def test_the_demo_on_one_process_without_a_launcher(tmp_path: Path) -> None:
     output = _run([sys.executable, _example("digits.py"), "--epochs", "3"], tmp_path)
     assert _accuracy(output) >= 90
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_own_loop_resumes(nproc: str, tmp_path: Path) -> None:
     run = [*PACELINE, nproc, _example("own_loop.py"), "--epochs"]
     assert _accuracy(_run([*run, "2"], tmp_path)) >= 30
@@ -90,7 +92,7 @@ def test_examples_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 150
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_the_first_program_of_the_readme(nproc: str, tmp_path: Path) -> None:
     program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     (tmp_path / "train.py").write_text(program)
