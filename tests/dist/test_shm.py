@@ -301,8 +301,8 @@ def _functional(job: Job) -> list[Any]:
 
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_functional_collectives_go_through_memory(nproc: int) -> None:
-    # Where C++ finds no method of ours, it issues to Gloo holding the interpreter's lock, for which the
-    # thread of Gloo that it waits for may wait: FSDP's checkpoints hung in one of two runs.
+    # Before they did, FSDP's checkpoints hung in two of three runs: where C++ finds no method of ours, it
+    # issues to Gloo holding the interpreter's lock, for which a thread of Gloo seems to wait.
     total = float(sum(range(nproc)))
     gathered = [float(rank) for rank in range(nproc) for _ in range(2)]
     expected = [gathered, [[total] * 3] * 2, 2]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import paceline
 
@@ -72,6 +74,22 @@ def run(
     """Run `paceline run WORDS train.py` with this script."""
     (tmp_path / "train.py").write_text(script)
     return finish(start(["run", *words.split(), "train.py"], tmp_path, **more), deadline_s)
+
+
+def rows_of(benchmark: str, words: Sequence[str], deadline_s: float) -> list[dict[str, Any]]:
+    """What `benchmarks/BENCHMARK.py` gives; it writes nothing then."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / f"{benchmark}.py"
+    done = subprocess.run(
+        [sys.executable, str(path), "--json", *words],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=deadline_s,
+    )
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    assert rows, done.stderr
+    return rows
 
 
 def alive(pid: int) -> bool:

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import environment
-
-FAULTS = Path(__file__).resolve().parents[2] / "benchmarks/faults.py"
+from launching import rows_of
 
 
 def _counts(deadline_s: float, **counts: int) -> Any:
     words = [f"--{name}={count}" for name, count in counts.items()]
-    done = subprocess.run(
-        [sys.executable, str(FAULTS), "--json", *words],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=deadline_s,
-    )
-    assert done.returncode == 0, done.stderr
-    return {row.pop("kills"): row for row in json.loads(done.stdout)["rows"]}
+    return {row.pop("kills"): row for row in rows_of("faults", words, deadline_s)}
 
 
 def test_no_kill_tears_or_loses_a_checkpoint() -> None:

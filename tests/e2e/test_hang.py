@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hangs import KINDS, expected, script, verdict
-from launching import environment, run
-
-VERDICTS = Path(__file__).resolve().parents[2] / "benchmarks/verdicts.py"
+from launching import rows_of, run
 
 
 def _is_quick(name: str, world: int, ours: bool) -> bool:
@@ -73,16 +68,8 @@ def test_work_is_no_hang(tmp_path: Path) -> None:
 def test_healthy_jobs_raise_no_alarm() -> None:
     # Of 20 s of work alone and a threshold of 10 s, a tenth: the benchmark does the whole.
     words = ["--what", "healthy", "--ranks", "2", "--healthy-min", "0", "--scale", "0.1"]
-    done = subprocess.run(
-        [sys.executable, str(VERDICTS), "--json", *words],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=110,
-        check=True,
-    )
-    found = json.loads(done.stdout)["rows"][0]
-    assert (found["jobs"], found["ended_well"], found["alarms"]) == (2, 2, 0), done.stderr
+    found = rows_of("verdicts", words, 110)[0]
+    assert (found["jobs"], found["ended_well"], found["alarms"]) == (2, 2, 0), found
     assert found["notices"] >= 1  # it was looked at
 
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launching import environment, finish, run, start
-
-RESTARTS = Path(__file__).resolve().parents[2] / "benchmarks/restarts.py"
+from launching import finish, rows_of, run, start
 
 WAITS = """
 import os, signal, time, torch, torch.distributed as dist
@@ -107,28 +101,17 @@ def _listening(port: int) -> None:
     raise AssertionError(f"nobody listens on port {port}")
 
 
-def _counts(*words: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, str(RESTARTS), "--json", *words],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["rows"]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_no_fault_loses_anything(ranks: int) -> None:
-    found = _counts("--count=1", f"--ranks={ranks}", "--kinds=kill,raise,exit,stop,shadow")
+    words = ["--count=1", f"--ranks={ranks}", "--kinds=kill,raise,exit,stop,shadow"]
+    found = rows_of("restarts", words, 500)
     assert [kind["lost"] for kind in found] == [[]] * 5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_lost_node_and_its_return_give_the_same_bits() -> None:
-    found = _counts("--count=1", "--kinds=node,silent")
+    found = rows_of("restarts", ["--count=1", "--kinds=node,silent"], 500)
     assert [kind["lost"] for kind in found] == [[]] * 2

@@ -152,6 +152,7 @@ class Checkpoints:
             best=best,
             tree=tree,
             finite=finite,
+            waited=wait,
             prune=self._prune,
         )
         self._stall_s = time.monotonic() - began

@@ -33,8 +33,7 @@ _NICE = 19  # a sixtieth of a core that the training wants too
 
 def _step_back() -> None:
     """Let the training have the cores first: its next steps are waited for, this thread is not."""
-    # On Linux a thread has a priority of its own. It cannot be raised again, and need not be: who waits
-    # for the save leaves it the core.
+    # On Linux a thread has a priority of its own, which cannot be raised again.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
@@ -66,6 +65,7 @@ class Save:
         number: Of the save in this job; equal on all ranks.
         tree: The values, as JSON; rank 0's are written.
         finite: Prefix of the names of tensors that must be finite; "" for none.
+        waited: Somebody waits for it, as before the end of a preempted job: it goes on at full priority.
         prune: Called on rank 0 after the commit.
 
     Attributes:
@@ -86,6 +86,7 @@ class Save:
         best: bool,
         tree: Any,
         finite: str,
+        waited: bool,
         prune: Callable[[], None],
     ) -> None:
         self.step = step
@@ -96,6 +97,7 @@ class Save:
         self._timeout_s = job.timeout_s
         self._store = store
         self._best, self._tree, self._finite, self._prune = best, tree, finite, prune
+        self._waited = waited
         self._cancel = threading.Event()
         self._acks: dist.Store | None = None
         if job.store is not None:
@@ -133,7 +135,8 @@ class Save:
         """This rank's acknowledgement: its digests, or why there are none."""
         try:
             self.staging.finish()
-            _step_back()
+            if not self._waited:
+                _step_back()
             if self.staging.changed is not None:
                 text = f"{self.staging.changed} was changed outside of the optimizer while it was saved"
                 return {"kind": "other", "text": text}
