@@ -8,6 +8,7 @@ live in a notebook's cell or a script, and no rank imports the main module, whic
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -32,6 +33,9 @@ from paceline.errors import ConfigError, LaunchFailed, PeerFailed
 from paceline.job import join
 
 _GRACE_S = 5.0
+_DUMP_S = 2.0
+# Asks a rank for its stacks. Nothing else uses it, and no terminal sends it.
+_TELL = getattr(signal, "SIGRTMAX", signal.SIGQUIT)
 _main_hidden = threading.Lock()
 # Imported once, by the fork server. torch imports its compiler when the first optimizer or DDP object is
 # made, which alone takes a second.
@@ -75,7 +79,7 @@ def spawn(
 
     Raises:
         The first original error of a rank, with the rank's traceback as a note.
-        LaunchFailed: a rank was killed, or the deadline passed.
+        LaunchFailed: a rank was killed, or the deadline passed; with the stacks of those under way.
         ConfigError: `nproc` is less than 1.
 
     Collective: none.
@@ -93,8 +97,10 @@ def spawn(
     if failed:
         first = original(failed)
         assert first.error is not None
-        if first.text:
-            first.error.add_note(f"on rank {first.rank}:\n{first.text}")
+        # A rank that never ended may wait for another that did not: only all stacks together tell.
+        for outcome in failed if isinstance(first.error, LaunchFailed) else [first]:
+            if outcome.text:
+                first.error.add_note(f"on rank {outcome.rank}:\n{outcome.text}")
         raise first.error
     return [o.value for o in outcomes]
 
@@ -129,25 +135,58 @@ def run_outcomes(
         store = meeting.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
     payload = cloudpickle.dumps((function, args))
     options = {"seed": seed, "device": device, "timeout_s": timeout_s}
-    processes: list[BaseProcess] = []
-    pipes: list[Connection] = []
+    ranks: list[_Rank] = []
     try:
-        for rank in range(nproc):
+        for number in range(nproc):
             ours, theirs = context.Pipe()
-            environ = _environment(rank, nproc, store.port)
+            stack, stack_end = context.Pipe(duplex=False)
+            environ = _environment(number, nproc, store.port)
             process = context.Process(
-                target=_serve, args=(theirs, payload, environ, options), daemon=False
+                target=_serve, args=(theirs, stack_end, payload, environ, options), daemon=False
             )
             with _hidden_main():
                 process.start()
             theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        return _collect(processes, pipes, deadline_s)
+            stack_end.close()
+            ranks.append(_Rank(process, ours, stack))
+        return _collect(ranks, deadline_s)
     finally:
-        _end(processes)
-        for pipe in pipes:
-            pipe.close()
+        for each in ranks:
+            each.end()
+
+
+@dataclass
+class _Rank:
+    """One rank as its starter sees it: its process, where its outcome comes from, and its stacks."""
+
+    process: BaseProcess
+    pipe: Connection
+    stacks: Connection
+
+    def where(self) -> str:
+        """The stacks of a rank that does not finish, or nothing if it cannot be asked."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, _TELL)
+        text = b""
+        until = time.monotonic() + _DUMP_S
+        while wait([self.stacks], timeout=max(0.0, until - time.monotonic())):
+            part = os.read(self.stacks.fileno(), 1 << 16)
+            if not part:
+                break
+            text += part
+            until = min(until, time.monotonic() + 0.2)
+        return text.decode(errors="replace")
+
+    def end(self) -> None:
+        """End the process, at once if it does not end by itself."""
+        if self.process.is_alive():
+            self.process.join(timeout=0.5)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(timeout=_GRACE_S)
+        self.process.close()
+        self.pipe.close()
+        self.stacks.close()
 
 
 @contextlib.contextmanager
@@ -187,9 +226,14 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
 
 
 def _serve(
-    pipe: Connection, payload: bytes, environ: dict[str, str], options: dict[str, Any]
+    pipe: Connection,
+    stacks: Connection,
+    payload: bytes,
+    environ: dict[str, str],
+    options: dict[str, Any],
 ) -> None:
     """Be one rank: the body of each process."""
+    faulthandler.register(_TELL, file=stacks.fileno(), all_threads=True)
     rank = int(environ["RANK"])
     os.environ.clear()
     os.environ.update(environ)
@@ -227,49 +271,41 @@ def _pack(outcome: Outcome) -> bytes:
         return cloudpickle.dumps(outcome)  # type: ignore[no-any-return]
 
 
-def _collect(
-    processes: list[BaseProcess], pipes: list[Connection], deadline_s: float | None
-) -> list[Outcome]:
+def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
-    deadline = None if deadline_s is None else time.monotonic() + deadline_s
-    while len(outcomes) < len(processes):
-        open_ranks = [rank for rank in range(len(processes)) if rank not in outcomes]
+    start = time.monotonic()
+    deadline = None if deadline_s is None else start + deadline_s
+    while len(outcomes) < len(ranks):
+        open_ranks = [number for number in range(len(ranks)) if number not in outcomes]
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
-            for rank in open_ranks:
-                outcomes[rank] = Outcome(
-                    rank, error=LaunchFailed(f"rank {rank} did not finish within {deadline_s:g} s.")
-                )
+            for number in open_ranks:
+                outcomes[number] = _unfinished(number, ranks[number], time.monotonic() - start)
             break
-        wait([pipes[rank] for rank in open_ranks], timeout=left)
-        for rank in open_ranks:
-            if pipes[rank].poll():
-                outcomes[rank] = _receive(rank, pipes[rank], processes[rank])
+        wait([ranks[number].pipe for number in open_ranks], timeout=left)
+        for number in open_ranks:
+            if ranks[number].pipe.poll():
+                outcomes[number] = _receive(number, ranks[number])
         # After a failure the others have a short time to say what became of them.
         if any(o.error is not None for o in outcomes.values()):
             limit = time.monotonic() + _GRACE_S
             deadline = limit if deadline is None else min(deadline, limit)
-            deadline_s = deadline_s or _GRACE_S
-    return [outcomes[rank] for rank in range(len(processes))]
+    return [outcomes[number] for number in range(len(ranks))]
 
 
-def _receive(rank: int, pipe: Connection, process: BaseProcess) -> Outcome:
+def _unfinished(number: int, rank: _Rank, after_s: float) -> Outcome:
+    error = LaunchFailed(f"rank {number} did not finish within {after_s:.0f} s.", rank=number)
+    # Later than all that failed: it may be waiting for one of them.
+    return Outcome(number, error=error, text=rank.where(), time_s=time.time())
+
+
+def _receive(number: int, rank: _Rank) -> Outcome:
     try:
-        outcome: Outcome = cloudpickle.loads(pipe.recv_bytes())
+        outcome: Outcome = cloudpickle.loads(rank.pipe.recv_bytes())
         return outcome
     except (EOFError, ConnectionResetError):
-        process.join(timeout=_GRACE_S)
-        code = process.exitcode or 0
+        rank.process.join(timeout=_GRACE_S)
+        code = rank.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        error = LaunchFailed(f"rank {rank} {how}.", rank=rank, exit_code=code)
-        return Outcome(rank, error=error, time_s=time.time())
-
-
-def _end(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.join(timeout=0.5)
-        if process.is_alive():
-            process.kill()
-        process.join(timeout=_GRACE_S)
-        process.close()
+        error = LaunchFailed(f"rank {number} {how}.", rank=number, exit_code=code)
+        return Outcome(number, error=error, time_s=time.time())

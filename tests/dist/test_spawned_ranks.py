@@ -1,0 +1,46 @@
+"""What `spawn` says of ranks that fail beside ranks that never end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline import Job
+from paceline.errors import LaunchFailed
+
+
+def _stand_about() -> None:
+    time.sleep(60)
+
+
+def _fail_beside_a_sleeper(job: Job) -> None:
+    if job.rank == job.world_size - 1:
+        raise ValueError("the cause")
+    if job.rank == 0:
+        _stand_about()
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 4])
+def test_a_failure_is_raised_rather_than_who_waits_for_it(nproc: int) -> None:
+    with pytest.raises(ValueError, match="the cause"):
+        paceline.spawn(_fail_beside_a_sleeper, nproc=nproc, deadline_s=60)
+
+
+def _one_sleeps(job: Job, sleeper: int) -> int:
+    if job.rank == sleeper:
+        _stand_about()
+    return job.rank
+
+
+@pytest.mark.parametrize(("nproc", "sleeper"), [(1, 0), (3, 2)])
+def test_a_rank_that_does_not_finish_shows_its_stacks(nproc: int, sleeper: int) -> None:
+    with pytest.raises(LaunchFailed, match=r"did not finish within 3 s") as caught:
+        paceline.spawn(_one_sleeps, sleeper, nproc=nproc, deadline_s=3)
+    error: Any = caught.value
+    if nproc == 1:
+        assert (error.facts["rank"], "in _stand_about" in error.__notes__[0]) == (0, True)
+    else:  # rank 0 waits for the sleeper to leave; both are shown
+        assert "in _stand_about" in "".join(error.__notes__)
