@@ -6,22 +6,16 @@ agreement between ranks: gradients that were summed are equal everywhere, NaN an
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import Any, Literal, get_args
 
 import torch
 
-from paceline import collectives, log
+from paceline import log
 from paceline.errors import ConfigError
 from paceline.job import Job
+from paceline.step.turns import Turns
 
 Format = Literal["fp32", "bf16", "fp16", "auto"]
-
-# How "auto" finds out: blocks of steps in turn, of which the first two are not counted.
-_BLOCK_STEPS = 4
-_BLOCKS = ["fp32", "bf16"] * 4
-_GAIN = 1.03  # less than that may be noise, and fp32 is the exacter one
 
 
 class Precision:
@@ -51,11 +45,8 @@ class Precision:
             )
         device = job.device
         self._job = job
-        self._block_s: list[float] | None = [] if name == "auto" else None
+        self._turns = Turns(job, ["fp32", "bf16"]) if name == "auto" else None
         self._is_auto = name == "auto"
-        self._num_steps = 0
-        self._spent_s = 0.0
-        self._began: float | None = None
         self.name = "fp32" if name == "auto" else name
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         if self.scaler is not None:
@@ -76,8 +67,8 @@ class Precision:
 
     def enter(self) -> None:
         """Begin a forward."""
-        if self._block_s is not None and self._began is None:
-            self._began = time.perf_counter()
+        if self._turns is not None:
+            self._turns.begin()
         if self._autocast is not None and not self._inside:
             self._autocast.__enter__()  # type: ignore[no-untyped-call] # torch leaves it untyped
             self._inside = True
@@ -109,46 +100,32 @@ class Precision:
 
         Collective: all ranks.
         """
-        if self._block_s is not None:
-            self._end_probe_step(self._block_s)
+        if self._turns is not None:
+            self._follow(self._turns)
         if self.scaler is None:
             return True
         before = self.scaler.get_scale()
         self.scaler.update()
         return self.scaler.get_scale() >= before
 
-    def _end_probe_step(self, block_s: list[float]) -> None:
-        self._num_steps += 1
-        ends = self._num_steps == _BLOCK_STEPS
-        if ends and self._job.device.type != "cpu":
-            torch.get_device_module(self._job.device).synchronize()
-        if self._began is not None:  # else this rank had no samples
-            self._spent_s += time.perf_counter() - self._began
-            self._began = None
-        if not ends:
-            return
-        block_s.append(self._spent_s)
-        self._num_steps, self._spent_s = 0, 0.0
-        if len(block_s) < len(_BLOCKS):
-            self._use(_BLOCKS[len(block_s)])
-            return
-        self._block_s = None
-        fp32_s, bf16_s = (statistics.median(block_s[first::2]) for first in (2, 3))
-        gain = collectives.on_rank0(self._job, lambda: fp32_s / max(bf16_s, 1e-9))
-        self._use("bf16" if gain > _GAIN else "fp32")
-        if self._job.rank == 0:
-            log.logger.info("precision: %s; bf16 is %.2f times as fast as fp32.", self.name, gain)
+    def _follow(self, turns: Turns) -> None:
+        is_final = turns.end_step()
+        self._use(turns.way)
+        if is_final:
+            self._turns = None
+            if self._job.rank == 0:
+                log.logger.info("precision: %s.", turns.verdict)
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale and its history, or what "auto" has chosen; empty where there is none."""
-        if self._is_auto and self._block_s is None:
+        if self._is_auto and self._turns is None:
             return {"chosen": self.name}
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a loss scale; one from another precision has no meaning here and is left out."""
         if self._is_auto and "chosen" in state:
-            self._block_s = None
+            self._turns = None
             self._use(state["chosen"])
         if self.scaler is not None and "chosen" not in state and state:
             self.scaler.load_state_dict(state)
