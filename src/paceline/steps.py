@@ -17,7 +17,7 @@ import torch.distributed as dist
 from paceline.data.steps import MicroBatch, PlannedStep
 from paceline.errors import CountError, StepError, place
 from paceline.parallel import ddp as parallel
-from paceline.parallel import syncbn
+from paceline.parallel import reducer, syncbn
 from paceline.step import clip, weight
 from paceline.steploss import StepLoss
 from paceline.tracks import Track
@@ -89,7 +89,7 @@ class Step:
         training = self._training
         if training.reproducing is None:
             for model in training.models if training.distributed else ():
-                parallel.disarm(model)
+                reducer.disarm(model)
             yield from self._give(self._planned)
             self._take_part()
             return
@@ -112,7 +112,7 @@ class Step:
             self._micro = micro
             if training.distributed:
                 for model in training.models:
-                    parallel.set_sync(model, micro.is_last and training.reproducing is None)
+                    reducer.set_sync(model, micro.is_last and training.reproducing is None)
                 if layers:
                     syncbn.set_ghost(layers, micro.is_ghost)
             for tally in self._tallies:
@@ -354,8 +354,8 @@ class Step:
         try:
             for tally in self._tallies:
                 for model in tally.track.models:
-                    parallel.set_sync(model, True)
-                    parallel.zero_backward(model)
+                    reducer.set_sync(model, True)
+                    reducer.zero_backward(model)
         except RuntimeError as error:
             self._job.reraise(error)
 

@@ -14,6 +14,7 @@ import paceline
 from paceline.errors import ConfigError, GradientError, PeerFailed, RankDisagreement
 from paceline.job import Job
 from paceline.parallel import ddp as parallel
+from paceline.parallel import reducer
 from paceline.parallel.buffers import equalize_buffers
 from paceline.testing import digest, run_failing_ranks, run_ranks
 
@@ -172,13 +173,13 @@ def _empty(job: Job, options: dict[str, bool], heads: tuple[int, ...]) -> list[d
     for step in range(3):
         x = torch.full((1, 2), 0.5 + step)
         if step == 2:
-            parallel.set_sync(model, False)
+            reducer.set_sync(model, False)
             model(x * (1 + job.rank), heads).sum().backward()
-            parallel.set_sync(model, True)
+            reducer.set_sync(model, True)
         if job.rank == step:
             model(x, heads).sum().backward()
         else:
-            parallel.zero_backward(model)
+            reducer.zero_backward(model)
         parallel.refuse_unused(job, model)
         # Copies, since gradients are views into buckets that the next step fills again.
         steps.append(
@@ -223,8 +224,8 @@ def _signs(job: Job) -> list[bool]:
     net = nn.Linear(2, 1, bias=False)
     model = paceline.ddp(job, net)
     net.weight.grad = torch.tensor([[-0.0, job.rank + 1.0]])
-    parallel.set_sync(model, False)
-    parallel.zero_backward(model)
+    reducer.set_sync(model, False)
+    reducer.zero_backward(model)
     assert not model.require_backward_grad_sync  # left as it was, and yet all ranks had part in
     sparse = nn.Embedding(5, 2, sparse=True)
     model = paceline.ddp(job, nn.Sequential(sparse))
@@ -235,7 +236,7 @@ def _signs(job: Job) -> list[bool]:
     if job.rank == 0:
         model(torch.tensor([3])).sum().backward()
     else:
-        parallel.zero_backward(model)
+        reducer.zero_backward(model)
     rows = torch.zeros(5, 2)
     rows[3] = 1 / job.world_size
     return [*seen, torch.equal(sparse.weight.grad.to_dense(), rows)]
@@ -250,9 +251,9 @@ def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, boo
     for _ in range(2):
         heads = (0, 2) if job.rank in on else (0, 1, 2)
         if earlier:
-            parallel.set_sync(model, False)
+            reducer.set_sync(model, False)
             model(torch.ones(1, 2)).sum().backward()
-            parallel.set_sync(model, True)
+            reducer.set_sync(model, True)
         try:
             model(torch.ones(1, 2), heads).sum().backward()
         except RuntimeError as error:
@@ -342,7 +343,7 @@ def _check(job: Job) -> dict[str, Any]:
     facts["by hand"] = refused(wrapped, over(by_hand))
     by_hand[1].bias.requires_grad_(False)
     facts["by hand, sound"] = refused(wrapped, over(by_hand))
-    parallel.zero_backward(wrapped)
+    reducer.zero_backward(wrapped)
     facts["by hand, reduced"] = parallel.unused_parameters(wrapped)
     return facts
 
@@ -387,9 +388,9 @@ def _compiled(job: Job) -> list[Any]:
     net = nn.Linear(2, 1)
     plain = torch.compile(nn.Linear(2, 1), backend="eager")
     model = torch.compile(paceline.ddp(job, net), backend="eager")
-    parallel.set_sync(model, False)
+    reducer.set_sync(model, False)
     synced = model._orig_mod.require_backward_grad_sync
-    parallel.zero_backward(model)
+    reducer.zero_backward(model)
     parallel.refuse_unused(job, model)
     return [
         parallel.is_ddp(model),

@@ -8,6 +8,7 @@ from torch import nn
 import paceline
 from paceline.errors import ConfigError
 from paceline.parallel import ddp as parallel
+from paceline.parallel import reducer
 from paceline.parallel.buffers import equalize_buffers
 
 
@@ -18,8 +19,8 @@ def test_one_process_gets_its_own_module_back() -> None:
         assert paceline.ddp(job, net, find_unused=True) is net
         assert paceline.unwrap(net) is net
         assert not parallel.is_ddp(net)
-        parallel.set_sync(net, True)
-        parallel.zero_backward(net)
+        reducer.set_sync(net, True)
+        reducer.zero_backward(net)
         equalize_buffers(job, net)
         parallel.refuse_unused(job, net)
         assert parallel.unused_parameters(net) == []

@@ -4,46 +4,29 @@ Adds what torch leaves to its users: errors with parameter names before training
 hang during it, a bucket layout that is the same in a resumed run, and a part in the reduction for a rank
 that has no samples. It deliberately does not reduce gradients itself, does not weigh them (the training
 loop does, by a factor on the loss), and moves no module.
-
-torch's DDP has no public way to be told of a backward that never ran. Five of its private names are used
-for that, here and nowhere else: `_pre_forward` and `_post_forward`, and of its reducer `_autograd_hook`,
-`_rebuild_buckets` and `_reset_state`.
 """
 
 from __future__ import annotations
 
-import inspect
-import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import log
 from paceline.errors import ConfigError, GradientError
 from paceline.job import Job
+from paceline.parallel import reducer
 from paceline.parallel.buffers import equalize_buffers
 from paceline.parallel.preflight import agree_on_parameters, listed, refuse_module
-from paceline.shm.group import ShmGroup
-
-Known: TypeAlias = tuple[tuple[str, nn.Parameter], ...]
-
-# torch's default. Passed on as "not given", since only then torch keeps its small first bucket, which
-# lets the first reduction start early.
-_DEFAULT_BUCKET_MB = 25.0
-_KNOWN = "_paceline_known"
-_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def ddp(
     job: Job,
     module: nn.Module,
     *,
-    bucket_mb: float = _DEFAULT_BUCKET_MB,
+    bucket_mb: float = reducer.DEFAULT_BUCKET_MB,
     static_graph: bool = False,
     find_unused: bool = False,
 ) -> nn.Module:
@@ -76,22 +59,9 @@ def ddp(
     settings = f"{bucket_mb=:g}, {static_graph=}, {find_unused=}"
     agree_on_parameters(job, module, settings)
     try:
-        wrapper = DistributedDataParallel(
-            module,
-            device_ids=[job.device] if job.device.type == "cuda" else None,
-            process_group=job.group,
-            bucket_cap_mb=None if bucket_mb == _DEFAULT_BUCKET_MB else bucket_mb,
-            find_unused_parameters=find_unused,
-            static_graph=static_graph,
-            gradient_as_bucket_view=True,
-            **_no_buffer_broadcast(),
+        wrapper = reducer.wrap(
+            job, module, bucket_mb=bucket_mb, static_graph=static_graph, find_unused=find_unused
         )
-        unannotated: Any = wrapper
-        known = _remember(wrapper, unannotated._build_params_for_reducer()[0])
-        if not static_graph and not find_unused:
-            _rebuild_buckets_now(wrapper, job.group)
-        elif isinstance(job.group, ShmGroup):
-            job.group.share_gradients(p for _, p in known)
     except RuntimeError as error:
         job.reraise(error)
     equalize_buffers(job, wrapper)
@@ -110,92 +80,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def is_ddp(model: nn.Module) -> bool:
     """Whether `model` is torch's DDP, compiled or not. Collective: none."""
-    return _wrapper(model) is not None
-
-
-def set_sync(model: nn.Module, on: bool) -> None:
-    """Choose whether the next forward's backward reduces gradients; nothing for a plain module.
-
-    As DDP's `no_sync`, for a loop that calls it before every micro-batch.
-
-    Collective: none.
-    """
-    wrapper = model if isinstance(model, DistributedDataParallel) else _wrapper(model)
-    if wrapper is not None:
-        # nn.Module.__setattr__ takes a microsecond to find out that a bool is no parameter.
-        wrapper.__dict__["require_backward_grad_sync"] = on
-
-
-def disarm(model: nn.Module) -> None:
-    """Have DDP forget forwards that no backward followed; before the first forward of a step.
-
-    A forward with gradients enabled, for a printed accuracy or another loss, makes the reducer expect a
-    backward; the next one, of a micro-batch that must not be reduced, would be taken for it.
-
-    Collective: none.
-    """
-    wrapper = _wrapper(model)
-    if wrapper is not None:
-        wrapper.reducer._reset_state()
-
-
-def zero_backward(model: nn.Module) -> None:
-    """Take part in the gradient reduction without a backward: for a rank that has no samples.
-
-    Contributes the gradients as they stand, and zeros where there are none. Afterwards they hold the
-    reduced values, as on the other ranks. No hook of the user's parameters fires. Nothing is done for a
-    plain module.
-
-    With `find_unused` the first parameter counts as used by this rank: where no rank used it, its
-    gradient becomes zeros instead of staying None. With `static_graph` and no samples in the first step
-    this rank assumes that a backward uses each parameter once.
-
-    Collective: the ranks without samples, where the others run the step's last backward.
-    """
-    wrapper: Any = _wrapper(model)  # Any: torch does not annotate what is called below
-    if wrapper is None:
-        return
-    known = _known(wrapper)
-    _give_sparse_gradients(wrapper)
-    fire: Any = _Backward.apply
-    syncing = wrapper.require_backward_grad_sync
-    set_sync(wrapper, True)
-    try:
-        with torch.enable_grad():
-            first = known[0][1]
-            anchor = torch.zeros((), device=first.device, requires_grad=True)
-            wrapper._pre_forward(anchor)
-            if wrapper.find_unused_parameters and not wrapper.static_graph:
-                # torch marks all parameters that are not behind the output as unused when the first
-                # hook fires, so exactly one may be behind it, and only its hook may be called.
-                wrapper._post_forward(first.view_as(first))
-                output = fire(anchor, wrapper.reducer, 1)
-            else:
-                output = wrapper._post_forward(fire(anchor, wrapper.reducer, len(known)))
-        output.backward()
-    finally:
-        set_sync(wrapper, syncing)
-
-
-class _Backward(torch.autograd.Function):
-    """Calls the reducer's hooks from within a backward, where torch allows its final callback.
-
-    The hooks take `p.grad` as it is. A real backward of zeros would fire the hooks of users too, of
-    which some step an optimizer, and would turn a gradient of -0.0 into 0.0.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, reducer: Any, count: int) -> torch.Tensor:
-        ctx.reducer, ctx.count = reducer, count
-        return anchor.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        # In the order of a real backward, since torch lays out its buckets by it.
-        for index in reversed(range(ctx.count)):
-            ctx.reducer._autograd_hook(index)
-        return None, None, None
+    return reducer.find_wrapper(model) is not None
 
 
 def check_parameters(
@@ -208,13 +93,15 @@ def check_parameters(
 
     Collective: none.
     """
-    wrapper = _wrapper(model)
+    wrapper = reducer.find_wrapper(model)
     named = {id(p): name for name, p in unwrap(model).named_parameters()}
     owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if job.group is not None:
-        known = () if wrapper is None else _known(wrapper)  # also makes it one of `_wrappers`
+        known = (
+            () if wrapper is None else reducer.known_parameters(wrapper)
+        )  # and one of `wrappers`
         # An optimizer may own parameters of several models, each wrapped by itself.
-        fine = {id(p) for each in _wrappers for p in _handled(each)}
+        fine = {id(p) for each in reducer.wrappers for p in reducer.handled_parameters(each)}
         trainable = {id(p): p for p in [*unwrap(model).parameters(), *owned] if p.requires_grad}
         loose = [
             named.get(key, f"a parameter of shape {list(p.shape)} that is in the optimizer only")
@@ -264,8 +151,12 @@ def unused_parameters(model: nn.Module) -> list[str]:
 
     Collective: none.
     """
-    wrapper = _wrapper(model)
-    return [] if wrapper is None else [name for name, p in _known(wrapper) if p.grad is None]
+    wrapper = reducer.find_wrapper(model)
+    return (
+        []
+        if wrapper is None
+        else [name for name, p in reducer.known_parameters(wrapper) if p.grad is None]
+    )
 
 
 def refuse_unused(job: Job, model: nn.Module) -> None:
@@ -279,7 +170,7 @@ def refuse_unused(job: Job, model: nn.Module) -> None:
 
     Collective: none.
     """
-    wrapper = _wrapper(model)
+    wrapper = reducer.find_wrapper(model)
     if wrapper is None:
         return
     cause: RuntimeError | None = None
@@ -289,7 +180,7 @@ def refuse_unused(job: Job, model: nn.Module) -> None:
         cause = error
     lenient = wrapper.find_unused_parameters or wrapper.static_graph
     # A finished reduction leaves a gradient everywhere; none at all means that it never began.
-    if cause is None and (lenient or _known(wrapper)[0][1].grad is not None):
+    if cause is None and (lenient or reducer.known_parameters(wrapper)[0][1].grad is not None):
         return
     names = unused_parameters(wrapper)
     if names:
@@ -304,81 +195,6 @@ def refuse_unused(job: Job, model: nn.Module) -> None:
         + ("leave static_graph out." if wrapper.static_graph else "ddp(..., find_unused=True)."),
         parameters=names,
     ) from cause
-
-
-def _wrapper(model: nn.Module) -> DistributedDataParallel | None:
-    current: nn.Module | None = model
-    while current is not None and not isinstance(current, DistributedDataParallel):
-        current = current._modules.get("_orig_mod")  # what torch.compile puts around it
-    return current
-
-
-def _remember(wrapper: DistributedDataParallel, parameters: Iterable[torch.Tensor]) -> Known:
-    """Keep what the reducer waits for: later `requires_grad` may say something else."""
-    ids = {id(p) for p in parameters}
-    known = tuple((name, p) for name, p in wrapper.module.named_parameters() if id(p) in ids)
-    wrapper.__dict__[_KNOWN] = known
-    _wrappers.add(wrapper)
-    return known
-
-
-def _known(wrapper: DistributedDataParallel) -> Known:
-    known: Known | None = wrapper.__dict__.get(_KNOWN)
-    if known is None:
-        # Wrapped by hand. Only the buckets tell what was trainable then; asking for them takes, for
-        # a moment, the memory of all gradients.
-        buckets = wrapper.reducer._get_zeros_like_grad_buckets()
-        known = _remember(wrapper, [p for bucket in buckets for p in bucket.parameters()])
-    return known
-
-
-def _handled(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
-    """What DDP reduces, and what it was told to leave alone."""
-    ignored = wrapper.parameters_to_ignore
-    left_alone = [p for name, p in wrapper.module.named_parameters() if name in ignored]
-    return [p for _, p in _known(wrapper)] + left_alone
-
-
-def _rebuild_buckets_now(wrapper: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    """Have torch lay out its buckets now; of itself it does so after the first backward.
-
-    The layout decides where Gloo's and NCCL's rings cut a bucket, and so in which order 3 and more
-    ranks are added: the first step of a resumed run would differ from the same step of a straight one.
-    """
-    known = _known(wrapper)
-    # Copies: gradients that exist are views into the buckets already, which the zeros overwrite.
-    gradients = [None if p.grad is None else p.grad.clone() for _, p in known]
-    for _, p in known:
-        p.grad = None
-    zero_backward(wrapper)
-    rebuilt = wrapper.reducer._rebuild_buckets()
-    assert rebuilt, "torch did not lay out its buckets after a whole backward"
-    wrapper._has_rebuilt_buckets = True  # as DDP itself does after it; its comm hooks ask for it
-    if isinstance(group, ShmGroup):
-        group.share_gradients(p for _, p in known)
-        zero_backward(wrapper)  # moves the buckets while nobody holds a view into them
-    for (_, p), gradient in zip(known, gradients, strict=True):
-        p.grad = gradient
-
-
-def _give_sparse_gradients(wrapper: DistributedDataParallel) -> None:
-    """Give sparse embeddings without a gradient an empty one: torch reduces no undefined sparse ones."""
-    for layer in wrapper.module.modules():
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
-            weight = layer.weight
-            if weight.requires_grad and weight.grad is None:
-                index = torch.zeros((1, 0), dtype=torch.long, device=weight.device)
-                rows = weight.new_zeros((0, *weight.shape[1:]))
-                weight.grad = torch.sparse_coo_tensor(
-                    index, rows, weight.shape, check_invariants=False
-                )
-
-
-def _no_buffer_broadcast() -> dict[str, Any]:
-    # torch 2.13 renamed the option and warns of the old name, which 2.11 and 2.12 alone know.
-    names = inspect.signature(DistributedDataParallel.__init__).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-    return {name: False}
 
 
 def _refuse_options(bucket_mb: float, static_graph: bool, find_unused: bool) -> None:
