@@ -35,6 +35,7 @@ def save(training: Training, kept: dict[str, Any]) -> dict[str, Any]:
         "schedules": [t.schedule.state_dict() if t.schedule else {} for t in tracks],
         "divisors": [track.divisor for track in tracks],
         "scaler": training.precision.state_dict(),
+        "buckets": training.tuning.state_dict(),
         "exact": training.reproducing.state_dict() if training.reproducing else None,
         "threads": torch.get_num_threads(),
         "kept": {name: thing.state_dict() for name, thing in kept.items()},
@@ -64,6 +65,7 @@ def load(training: Training, saved: dict[str, Any], kept: dict[str, Any]) -> tup
         if track.schedule is not None:
             track.schedule.load_state_dict(schedule)
     training.precision.load_state_dict(saved["scaler"])
+    training.tuning.load_state_dict(saved.get("buckets", {}))  # older ones have none
     if training.reproducing is not None:
         training.reproducing.load_state_dict(saved["exact"])
         torch.set_num_threads(saved["threads"])

@@ -42,6 +42,7 @@ from paceline.tracks import (
     named_parameters,
     refuse_static_accumulation,
 )
+from paceline.tuning import BucketTuning
 
 # Losses and gradients are looked at closely in the first steps only: what is wrong with them is wrong
 # from the start, or when the model is changed, which is looked at once an epoch.
@@ -109,6 +110,7 @@ class Training:
         self.tracks = make_tracks(self.models, optimizers, schedule)
         tracks = list(self.tracks.values())
         self.reproducing = Reproducing(job, self.models, tracks, batches) if reproducible else None
+        self.tuning = BucketTuning(job, [] if reproducible else self.models)
         layers = [layer for model in self.models for layer in syncbn.layers(model)]
         self.syncbn_layers = layers if self.distributed else []
         self.control = Control(job)
@@ -183,11 +185,8 @@ class Training:
         check_bounds(epochs, until)
         self._resume()
         if self._is_finished(epochs, until):
-            log.logger.info(
-                "finished: %d steps and %d epochs are done, nothing is left to train.",
-                self.number,
-                self.position.epoch,
-            )
+            text = "finished: %d steps and %d epochs are done, nothing is left to train."
+            log.logger.info(text, self.number, self.position.epoch)
             return
         self._begin(epochs, until)
         notice.watch(self)
@@ -341,6 +340,7 @@ class Training:
         for word in self.control.end_step(step.number, loss, count, now=now):
             self._take(word)
         self.saving.step_ended(step.number, ends_epoch=step.ends_epoch)
+        self.tuning.step_ended(active=self.precision.is_settled)
 
     def _take(self, word: Word) -> None:
         self._stopping = self._stopping or word.stop

@@ -37,6 +37,7 @@ FLOOR_3 = [
     "merge",
     "evaluation",
     "tracks",
+    "tuning",
     "reproducing",
     "steps",
     "state",

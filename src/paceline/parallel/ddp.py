@@ -9,6 +9,7 @@ loop does, by a factor on the loss), and moves no module.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -21,12 +22,14 @@ from paceline.parallel import reducer
 from paceline.parallel.buffers import equalize_buffers
 from paceline.parallel.preflight import agree_on_parameters, listed, refuse_module
 
+_DEFAULT_BUCKET_MB = 25.0
+
 
 def ddp(
     job: Job,
     module: nn.Module,
     *,
-    bucket_mb: float = reducer.DEFAULT_BUCKET_MB,
+    bucket_mb: float | Literal["auto"] = _DEFAULT_BUCKET_MB,
     static_graph: bool = False,
     find_unused: bool = False,
 ) -> nn.Module:
@@ -37,7 +40,9 @@ def ddp(
     sums in the same order as an uninterrupted one.
 
     Args:
-        bucket_mb: Size of a gradient bucket in MiB; at the default the first one is 1 MiB.
+        bucket_mb: Size of a gradient bucket in MiB; at the default the first one is 1 MiB. "auto" has
+            `Training` try several in its first steps, and checkpoints keep what was fastest. Over Gloo
+            and NCCL another size means another order of sums at 3 and more ranks, so other last bits.
         static_graph: Promise that all steps use the same parameters in the same way. torch then lays
             its buckets out in the second step, so resuming at 3 and more ranks is exact to rounding
             only.
@@ -56,11 +61,16 @@ def ddp(
     refuse_module(job, module)
     if job.group is None:
         return module
-    settings = f"{bucket_mb=:g}, {static_graph=}, {find_unused=}"
+    settings = f"{bucket_mb=}, {static_graph=}, {find_unused=}"
     agree_on_parameters(job, module, settings)
     try:
         wrapper = reducer.wrap(
-            job, module, bucket_mb=bucket_mb, static_graph=static_graph, find_unused=find_unused
+            job,
+            module,
+            bucket_mb=None if bucket_mb in ("auto", _DEFAULT_BUCKET_MB) else float(bucket_mb),
+            tuned=bucket_mb == "auto",
+            static_graph=static_graph,
+            find_unused=find_unused,
         )
     except RuntimeError as error:
         job.reraise(error)
@@ -197,9 +207,11 @@ def refuse_unused(job: Job, model: nn.Module) -> None:
     ) from cause
 
 
-def _refuse_options(bucket_mb: float, static_graph: bool, find_unused: bool) -> None:
-    if not bucket_mb > 0:
-        raise ConfigError(f"bucket_mb must be more than 0, got {bucket_mb!r}.")
+def _refuse_options(
+    bucket_mb: float | Literal["auto"], static_graph: bool, find_unused: bool
+) -> None:
+    if bucket_mb != "auto" and not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
+        raise ConfigError(f"bucket_mb must be 'auto' or more than 0, got {bucket_mb!r}.")
     if static_graph and find_unused:
         raise ConfigError(
             "find_unused has no effect with static_graph, which finds unused parameters itself.",

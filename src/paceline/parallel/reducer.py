@@ -23,19 +23,27 @@ from paceline.shm.group import ShmGroup
 
 Known: TypeAlias = tuple[tuple[str, nn.Parameter], ...]
 
-# torch's default. Passed on as "not given", since only then torch keeps its small first bucket, which
-# lets the first reduction start early.
-DEFAULT_BUCKET_MB = 25.0
 _KNOWN = "_paceline_known"
 _OPTIONS = "_paceline_options"
+_TUNED = "_paceline_tuned"
 _PARTS = ("_modules", "_parameters", "_buffers")
 wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def wrap(
-    job: Job, module: nn.Module, *, bucket_mb: float, static_graph: bool, find_unused: bool
+    job: Job,
+    module: nn.Module,
+    *,
+    bucket_mb: float | None,
+    tuned: bool,
+    static_graph: bool,
+    find_unused: bool,
 ) -> DistributedDataParallel:
     """`module` in torch's DDP, with its bucket layout final at once where the options allow that.
+
+    Args:
+        bucket_mb: None is torch's default: 25 MiB, with a first one of 1 MiB, which starts early.
+        tuned: Whether a training may change that.
 
     Collective: all ranks of a job of several.
     """
@@ -48,8 +56,8 @@ def wrap(
         "gradient_as_bucket_view": True,
         **_no_buffer_broadcast(),
     }
-    wrapper = DistributedDataParallel(module, bucket_cap_mb=_cap(bucket_mb), **options)
-    wrapper.__dict__[_OPTIONS] = options
+    wrapper = DistributedDataParallel(module, bucket_cap_mb=bucket_mb, **options)
+    wrapper.__dict__.update({_OPTIONS: options, _TUNED: tuned})
     unannotated: Any = wrapper
     known = remember(wrapper, unannotated._build_params_for_reducer()[0])
     if isinstance(job.group, ShmGroup):
@@ -58,7 +66,12 @@ def wrap(
     return wrapper
 
 
-def set_bucket_mb(wrapper: DistributedDataParallel, bucket_mb: float) -> None:
+def gradient_bytes(wrapper: DistributedDataParallel) -> int:
+    """The size of what is reduced. Collective: none."""
+    return sum(p.nbytes for _, p in known_parameters(wrapper))
+
+
+def set_bucket_mb(wrapper: DistributedDataParallel, bucket_mb: float | None) -> None:
     """Have a wrapper that `wrap` made reduce in buckets of another size, from the next backward on.
 
     Between steps. What was registered on the wrapper stays; gradients keep their values.
@@ -73,7 +86,7 @@ def set_bucket_mb(wrapper: DistributedDataParallel, bucket_mb: float) -> None:
     DistributedDataParallel.__init__(
         wrapper,
         wrapper.module,
-        bucket_cap_mb=_cap(bucket_mb),
+        bucket_cap_mb=bucket_mb,
         init_sync=False,
         **wrapper.__dict__[_OPTIONS],
     )
@@ -83,8 +96,9 @@ def set_bucket_mb(wrapper: DistributedDataParallel, bucket_mb: float) -> None:
     _lay_out_now(wrapper)
 
 
-def _cap(bucket_mb: float) -> float | None:
-    return None if bucket_mb == DEFAULT_BUCKET_MB else bucket_mb
+def is_tuned(wrapper: DistributedDataParallel) -> bool:
+    """Whether a training may change the size of its buckets. Collective: none."""
+    return bool(wrapper.__dict__.get(_TUNED))
 
 
 def _no_buffer_broadcast() -> dict[str, Any]:
@@ -171,11 +185,15 @@ def disarm(model: nn.Module) -> None:
     A forward with gradients enabled, for a printed accuracy or another loss, makes the reducer expect a
     backward; the next one, of a micro-batch that must not be reduced, would be taken for it.
 
-    Collective: none.
+    Collective: all ranks, at the start of a step.
     """
     wrapper = find_wrapper(model)
-    if wrapper is not None:
-        wrapper.reducer._reset_state()
+    if wrapper is None:
+        return
+    if wrapper.static_graph and not wrapper._has_rebuilt_buckets:
+        # torch would do it in this step's forward, but forgets with the reset what it has learned.
+        wrapper._has_rebuilt_buckets = wrapper.reducer._rebuild_buckets()
+    wrapper.reducer._reset_state()
 
 
 def zero_backward(model: nn.Module) -> None:

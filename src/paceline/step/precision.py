@@ -65,6 +65,11 @@ class Precision:
         self.name = name
         self._autocast = self._make_autocast()
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the format will not change any more. Collective: none."""
+        return self._turns is None
+
     def enter(self) -> None:
         """Begin a forward."""
         if self._turns is not None:
