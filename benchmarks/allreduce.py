@@ -33,15 +33,19 @@ from paceline.testing import run_ranks
 SIZES = {4 << 10: 300, 1 << 20: 60, 25 << 20: 6}  # bytes: calls in a round
 
 
-def median_call(reduce: Callable[[torch.Tensor], Any], job: Any, size: int, calls: int) -> float:
+Side = Callable[[torch.Tensor], Callable[[], Any]]  # from a tensor to what sums it over ranks
+
+
+def median_call(side: Side, job: Any, size: int, calls: int) -> float:
     """The median of `calls` calls in us, of the slowest rank."""
     tensor = torch.ones(size // 4)
+    reduce = side(tensor)
     dist.barrier(group=job.control)
     times = []
     for _ in range(calls):
         tensor.fill_(1)  # as a backward does, which leaves it in the cache of its core
         began = time.perf_counter()
-        reduce(tensor)
+        reduce()
         times.append(time.perf_counter() - began)
     assert tensor.eq(job.world_size).all()
     slowest = torch.tensor(statistics.median(times))
@@ -49,18 +53,31 @@ def median_call(reduce: Callable[[torch.Tensor], Any], job: Any, size: int, call
     return 1e6 * slowest.item()
 
 
-def sides_of(job: Any) -> dict[str, Callable[[torch.Tensor], Any]]:
-    """What is measured: a function that sums a tensor over ranks, by name."""
-    shm = dist.new_group(backend="shm")
+def sides_of(job: Any) -> dict[str, Side]:
+    """What is measured, by name."""
+    shm, gradients = (dist.new_group(backend="shm") for _ in range(2))
     gloo = dist.new_group(backend="gloo")
-    sides: dict[str, Callable[[torch.Tensor], Any]] = {
-        "shm": lambda tensor: dist.all_reduce(tensor, group=shm),
-        "gloo": lambda tensor: dist.all_reduce(tensor, group=gloo),
+
+    def as_gradient(tensor: torch.Tensor) -> Callable[[], Any]:
+        # As `paceline.ddp` does with its buckets: the tensor itself lies in memory of all ranks.
+        parameter = torch.nn.Parameter(torch.empty_like(tensor))
+        parameter.grad = tensor
+        gradients.share_gradients([parameter])
+        return lambda: dist.all_reduce(parameter.grad, group=gradients)
+
+    sides: dict[str, Side] = {
+        "shm": lambda tensor: lambda: dist.all_reduce(tensor, group=shm),
+        "shm, of a gradient": as_gradient,
+        "gloo": lambda tensor: lambda: dist.all_reduce(tensor, group=gloo),
     }
     if "PACELINE_MPI" in os.environ:
         from mpi4py import MPI
 
-        sides["mpi"] = lambda tensor: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, tensor.numpy())
+        def mpi(tensor: torch.Tensor) -> Callable[[], Any]:
+            array = tensor.numpy()
+            return lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array)
+
+        sides["mpi"] = mpi
     return sides
 
 
@@ -72,8 +89,8 @@ def measure(job: Any, rounds: int) -> dict[int, dict[str, list[float]]]:
     for size, calls in SIZES.items():
         found[size] = {name: [] for name in sides}
         for number in range(rounds + 1):
-            for name, reduce in sides.items():
-                took = median_call(reduce, job, size, calls)
+            for name, side in sides.items():
+                took = median_call(side, job, size, calls)
                 if number:  # the first round warms up
                     found[size][name].append(took)
     return found
