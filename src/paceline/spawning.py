@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -164,9 +165,12 @@ class _Rank:
     stacks: Connection
 
     def where(self) -> str:
-        """The stacks of a rank that does not finish, or nothing if it cannot be asked."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid or 0, _TELL)
+        """The stacks of a rank that does not finish and of its loader workers, as far as they tell."""
+        pid = self.process.pid or 0
+        for each in (pid, *_children(pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, _TELL)  # a fork inherits what is to be done then
+            time.sleep(0.1)  # or their lines would mix
         text = b""
         until = time.monotonic() + _DUMP_S
         while wait([self.stacks], timeout=max(0.0, until - time.monotonic())):
@@ -187,6 +191,11 @@ class _Rank:
         self.process.close()
         self.pipe.close()
         self.stacks.close()
+
+
+def _children(pid: int) -> list[int]:
+    found = (path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(child) for each in found for child in each]
 
 
 @contextlib.contextmanager
