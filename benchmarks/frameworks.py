@@ -1,0 +1,258 @@
+"""A step on two ranks as other frameworks do it: DDP by hand, Accelerate, Lightning Fabric and its Trainer.
+
+    python benchmarks/frameworks.py [--rounds 7] [--only tiny|comm|comp] [--ranks 2]
+
+The workloads are those of `steps.py`. Each side is a job of its own, so that it takes the process group that
+it takes by itself (Gloo; Paceline: shared memory); all are started by `paceline run` with one thread a rank,
+in turn, round after round. A round gives the median step of the slower rank. The table shows medians over
+rounds, and each round's ratio to DDP by hand with its middle half. All see the same samples in the same
+order and must end with the same weights. Frameworks that are not installed are left out
+(`pip install 'paceline[bench]'`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from steps import WORKLOADS, Workload, loop_by_hand, loop_of_paceline
+from tables import publish
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.data.plan import Position
+from paceline.testing import run_ranks
+
+STEPS = {"tiny": 600, "comm": 40, "comp": 12}
+DISTINCT = 16  # batches, which come again and again
+
+
+def samples(work: Workload, ranks: int) -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    size = work.batch * ranks * DISTINCT
+    return TensorDataset(
+        torch.randn(size, *work.x, generator=draw), torch.randn(size, *work.y, generator=draw)
+    )
+
+
+def order(job: Any, name: str) -> list[torch.Tensor]:
+    """Which samples Paceline gives this rank in each step, for the others to take the same."""
+    batch = WORKLOADS[name].batch * job.world_size
+    rows = TensorDataset(torch.arange(batch * DISTINCT))
+    plan = paceline.Batches(job, rows, global_batch=batch)
+    epochs = -(-STEPS[name] // DISTINCT)
+    steps = plan.iterate(Position(job.seed, 0, 0), epochs=epochs)
+    return [micro.batch[0] for step in steps for micro in step][: STEPS[name]]
+
+
+class InMemory:
+    """What a trainer takes for a loader, so that torch's is not measured."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Rank:
+    """One rank of one side's job."""
+
+    def __init__(self, name: str, orders: str) -> None:
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.name, self.work = name, WORKLOADS[name]
+        self.data = samples(self.work, self.ranks)
+        self.mine: list[torch.Tensor] = torch.load(orders)[self.rank]
+        torch.manual_seed(0)
+        self.model = self.work.make()
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        x_all, y_all = self.data.tensors
+        for ids in self.mine:
+            yield x_all[ids], y_all[ids]
+
+    def by_hand(self) -> Iterator[None]:
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(self.model, gradient_as_bucket_view=True, static_graph=True)
+        yield from loop_by_hand(self.work, self.data, self.mine, model)
+        dist.destroy_process_group()
+
+    def paceline(self) -> Iterator[None]:
+        with paceline.join() as job:
+            model = paceline.ddp(job, self.model)
+            yield from loop_of_paceline(job, self.work, self.data, model, len(self.mine))
+
+    def accelerate(self) -> Iterator[None]:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(self.model, self.work.optimizer(self.model))
+        for x, y in self.batches():
+            with accelerator.accumulate(model):
+                accelerator.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            yield
+        accelerator.end_training()
+
+    def fabric(self) -> Iterator[None]:
+        from lightning.fabric import Fabric
+
+        fabric = Fabric(accelerator="cpu", devices=self.ranks, strategy="ddp")
+        fabric.launch()
+        model, optimizer = fabric.setup(self.model, self.work.optimizer(self.model))
+        for x, y in self.batches():
+            fabric.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+    def trainer(self) -> list[float]:
+        import lightning as L
+
+        inner, work, times = self.model, self.work, []
+
+        class Module(L.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def training_step(self, batch: Any, _: int) -> torch.Tensor:
+                times.append(time.perf_counter())
+                x, y = batch
+                return F.mse_loss(self.inner(x), y)
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return work.optimizer(self.inner)
+
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=self.ranks,
+            strategy="ddp",
+            max_epochs=1,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Module(), InMemory(list(self.batches())))
+        return [b - a for a, b in itertools.pairwise(times)]
+
+    def run(self, side: str) -> list[float]:
+        """Do all steps; the time of each in seconds."""
+        found = getattr(self, side)()
+        if isinstance(found, list):
+            return found
+        times, began = [], time.perf_counter()
+        for _ in found:
+            times.append((now := time.perf_counter()) - began)
+            began = now
+        return times
+
+
+SIDES = {
+    "by_hand": "torch",
+    "paceline": "paceline",
+    "accelerate": "accelerate",
+    "fabric": "lightning",
+    "trainer": "lightning",
+}
+
+
+def as_rank(side: str, name: str, folder: Path) -> None:
+    """Do one round of a side and leave the step time and the weights behind."""
+    warnings.filterwarnings("ignore")
+    for noisy in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    rank = Rank(name, str(folder / "orders.pt"))
+    times = rank.run(side)
+    step_us = 1e6 * statistics.median(times[len(times) // 4 :])
+    (folder / f"{rank.rank}.json").write_text(json.dumps(step_us))
+    if rank.rank == 0:
+        torch.save(rank.model.state_dict(), folder / f"{side}.pt")
+
+
+def one_round(side: str, name: str, ranks: int, folder: Path) -> float:
+    words = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "run",
+        f"--nproc-per-node={ranks}",
+        "--hang-after=60",
+    ]
+    words += [__file__, "--side", side, "--only", name, "--folder", str(folder)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(words, env=environ, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    return max(json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks))
+
+
+def measure(name: str, ranks: int, rounds: int) -> list[dict[str, Any]]:
+    sides = [side for side, module in SIDES.items() if importlib.util.find_spec(module)]
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        torch.save(run_ranks(order, name, nproc=ranks), folder / "orders.pt")
+        for _ in range(rounds):
+            for side in sides:
+                found[side].append(one_round(side, name, ranks, folder))
+        weights = {side: torch.load(folder / f"{side}.pt") for side in sides}
+    for side, state in weights.items():
+        for key, value in weights["by_hand"].items():
+            assert torch.allclose(state[key], value, atol=1e-4), f"{side} ended with another {key}"
+    rows = []
+    for side, values in found.items():
+        ratios = sorted(v / b for v, b in zip(values, found["by_hand"], strict=True))
+        cut = len(ratios) // 4
+        rows.append(
+            {
+                "workload": name,
+                "ranks": ranks,
+                "side": side,
+                "step_us": statistics.median(values),
+                "of_by_hand": statistics.median(ratios),
+                "spread": [ratios[cut], ratios[-1 - cut]],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", choices=list(STEPS), nargs="+", default=list(STEPS))
+    parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        as_rank(options.side, options.only[0], options.folder)
+        return
+    rows = [row for name in options.only for row in measure(name, options.ranks, options.rounds)]
+    publish("frameworks", rows, rounds=options.rounds)
+
+
+if __name__ == "__main__":
+    main()
