@@ -235,9 +235,11 @@ class Agent(LocalElasticAgent):
 
         While ranks of other nodes go on they may wait for these, and then have to be told so.
         """
-        hearsay = self._hearsay
-        if hearsay is None or self._crew.preempted or hearsay.all_done():
-            return True
+        try:
+            if self._hearsay is None or self._crew.preempted or self._hearsay.all_done():
+                return True
+        except RuntimeError:
+            return self._meeting is None  # else torch's loop finds that the rendezvous is lost
         # Where nothing tells that the others live, torch's patience is the limit.
         ended_at = max(rank.ended_at for rank in self._crew.ranks)
         return self._meeting is None and time.time() - ended_at > self._exit_barrier_timeout

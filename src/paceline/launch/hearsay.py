@@ -69,11 +69,14 @@ class Hearsay:
         return self._knows(_FAILED)
 
     def all_done(self) -> bool:
-        """Note that the ranks of this node are done; whether those of all nodes are. Collective: none."""
-        try:
-            count = self._store.add(_DONE, 0 if self._done else 1)
-        except RuntimeError:
-            return True  # nobody can be waited for
+        """Note that the ranks of this node are done; whether those of all nodes are.
+
+        Raises:
+            RuntimeError: the store's host is gone.
+
+        Collective: none.
+        """
+        count = self._store.add(_DONE, 0 if self._done else 1)
         self._done = True
         return count > len(self._others)
 
