@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hangs import PLAIN
-from launching import Finished, environment, finish, start
+from launching import Finished, environment, finish, start, wait_served
 
 STEPS = """
 rank = dist.get_rank()
@@ -78,6 +78,35 @@ def test_a_hang_is_judged_over_both_nodes(tmp_path: Path, free_port: int) -> Non
         assert "\nwhy:  the ranks took different ways" in end.err
         assert "paceline: rank 3 of 4 failed: held up the others" in end.err
         assert end.err.count("hang:") == 1
+
+
+GOES_ON = """
+if "HOST" not in os.environ:
+    os.rename(__file__, "gone-on")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_is_done_says_so_where_the_others_are_lost(
+    tmp_path: Path, free_port: int
+) -> None:
+    (tmp_path / "train.py").write_text(PLAIN + GOES_ON)
+    words = ["run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    words += [f"--rdzv-endpoint=localhost:{free_port}", "train.py"]
+    host = start(words, tmp_path, HOST="1")
+    assert host.stderr is not None
+    assert "waiting for 2 nodes" in host.stderr.readline()
+    wait_served(free_port)
+    other = start(words, tmp_path)
+    while not (tmp_path / "gone-on").exists():
+        assert other.poll() is None
+        time.sleep(0.01)
+    other.kill()
+    other.communicate()
+    end = finish(host)
+    assert end.code == 1, end
+    assert "paceline: lost 127.0.0.1: no sign of life; the ranks of this node had ended" in end.err
 
 
 AHEAD = """
