@@ -157,7 +157,10 @@ def test_the_traceback_stays_with_its_launcher() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"ticks": [[1, 2, 3]], "facts": [{}]}', '{"ticks": [7], "facts": []}'],
+    [
+        *("", "[]", "{}", "[" * 10_000, '{"ticks": [7], "facts": []}'),
+        *('{"ticks": [[1, 2, 3]], "facts": [{}]}', '{"ticks": [[1e999, 2, 3]], "facts": []}'),
+    ],
 )
 def test_what_cannot_be_read_is_passed_over(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(hearsay, "_LEAVE_S", 0.01)
@@ -167,6 +170,22 @@ def test_what_cannot_be_read_is_passed_over(monkeypatch: pytest.MonkeyPatch, tex
     node = Hearsay(store, 0, 2)
     node.begin()
     assert node.hear(lambda: False) == ([], 0)
+
+
+def test_what_was_told_counts_though_the_store_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(*args: object) -> None:
+        raise RuntimeError("Broken pipe")
+
+    store = HashStore()
+    other, node = (Hearsay(store, number, 2, lambda n=number: 90.0 * n) for number in (1, 0))  # type: ignore[misc]
+    other.begin()
+    other.tell([fact(1, 80.0)])
+    node.begin()
+    monkeypatch.setattr(node, "_take_turns", ends)
+    found, silent = node.hear(lambda: False)
+    # All that is known of its clock is that it came before.
+    assert [(fact.rank, fact.time, fact.within_s) for fact in found] == [(1, -10.0, math.inf)]
+    assert silent == 0
 
 
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,8 +57,9 @@ class Listener:
             with contextlib.suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)  # wakes accept()
             listening.close()
-        for thread in self._threads:
-            thread.join(_IO_S)
+        for _ in range(2):  # one that accepts may have begun to answer meanwhile
+            for thread in self._threads:
+                thread.join(_IO_S)
 
     def _start(self, work: Callable[[socket.socket], None], way: socket.socket) -> None:
         thread = threading.Thread(target=work, args=(way,), daemon=True)

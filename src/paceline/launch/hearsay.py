@@ -99,16 +99,17 @@ class Hearsay:
 
         Collective: one launcher of each node, though none waits long for another.
         """
+        found: dict[int, tuple[list[Fact], list[Tick]]] = {}
         with contextlib.suppress(RuntimeError):
             self._wait("told", self._others, _ANSWER_S, hurry)
             here = [node for node in self._others if self._knows(f"told/{node}")]
+            found = {node: self._read(node) for node in here}
             self._take_turns(here, hurry)
             found = {node: self._read(node) for node in here}
             self._store.set(f"heard/{self.node}", "")
             # The store may end with this process.
             self._wait("heard", here, _LEAVE_S, hurry)
-            return _by_our_clock(found, self.node, self._ticks), len(self._others) - len(here)
-        return [], len(self._others)
+        return _by_our_clock(found, self.node, self._ticks), len(self._others) - len(found)
 
     def _tick(self) -> None:
         before = self._clock()
@@ -181,7 +182,7 @@ class Hearsay:
             ticks = json.loads(self._store.get(last)) if self._knows(last) else told["ticks"]
             ticks = [(int(n), float(before), float(after)) for n, before, after in ticks]
             return [_fact(fact) for fact in told["facts"]] if ticks else [], ticks
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return [], []
 
 
@@ -198,6 +199,8 @@ def apart(ours: Sequence[Tick], theirs: Sequence[Tick]) -> tuple[float, float]:
     """
     most = min((t[2] - o[1] for o in ours for t in theirs if o[0] < t[0]), default=math.inf)
     least = max((t[1] - o[2] for o in ours for t in theirs if t[0] < o[0]), default=-math.inf)
+    if not (ours and theirs):
+        return 0.0, math.inf
     if math.inf in (most, -least):
         return (least if most == math.inf else most), math.inf
     return (most + least) / 2, abs(most - least) / 2
