@@ -53,6 +53,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/shadow.py
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/restarts.py
+	$(BIN)/python benchmarks/restarts.py --kinds preempt
 	$(BIN)/python benchmarks/verdicts.py
 	$(BIN)/python benchmarks/stragglers.py
 	$(BIN)/python benchmarks/probe.py

@@ -1,12 +1,15 @@
 """Strike a job with faults, and measure how soon it does a new step, and whether anything was lost.
 
-    python benchmarks/restarts.py [--kinds kill,raise,exit,stop,node,silent] [--count 20] [--ranks 3]
+    python benchmarks/restarts.py [--kinds kill,raise,exit,stop,node,silent,preempt] [--count 20]
+        [--ranks 3]
 
 Each trial is a training (`survivor.py`) under `paceline run` with one fault at a random rank, step and phase.
 It counts when the job ends with 0 and its ledger, losses and last checkpoint are those of a run without
 faults. Recovery is from the strike to the end of the first step that had not been done before. **node**: the
 second of two nodes is killed (**silent**: it stands still), the first goes on alone (`--nnodes 1:2`), and
-then both again. **shadow**: all ranks are killed, and nothing but the shadow was saved. With
+then both again. **shadow**: all ranks are killed, and nothing but the shadow was saved. **preempt**: the
+launcher gets SIGTERM in a training of 50 ms steps; all ranks have to end with the same step, and a second run
+goes on; the seconds are those from the signal to the end of that step on the last rank. With
 `--mixed-s 900` it is one training instead, with a fault of any kind every `--every-s 15`.
 """
 
@@ -154,6 +157,31 @@ def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str
         if kind == "shadow" and "was still in memory" not in (folder / "log").read_text():
             found = "it did not go on from memory"
         return found and f"{fault}: {found}", recovery_s(folder, mark.stat().st_mtime)
+
+
+def preempt_trial(nproc: int, rng: random.Random, expected: str) -> tuple[str, float]:
+    """SIGTERM to the launcher: what was lost, and the seconds until the last rank's last step was over."""
+    micro_batches = -(-8 // nproc)
+    settings = SETTINGS | {"slow_s": 0.05 / micro_batches, "save_every": 10**6}
+    words = [f"--nproc-per-node={nproc}"]
+    at = rng.randrange(10, 40)
+    with place() as folder:
+        process = start(folder, settings, words)
+        try:
+            wait_for(folder, lambda found: any(row["step"] >= at for row in found))
+            time.sleep(rng.uniform(0, 0.1))
+            struck = time.time()
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(DEADLINE_S)
+            last = [rows(path)[-1] for path in folder.glob("ledger-*")]
+            again = start(folder, settings, words).wait(DEADLINE_S)
+        except (TimeoutError, subprocess.TimeoutExpired) as error:
+            process.kill()
+            return f"after step {at}: {error}", 0.0
+        steps = {row["step"] for row in last}
+        if (code, again, len(last), len(steps)) != (75, 0, nproc, 1):
+            return f"exit codes {code}, {again}, ends {steps}\n{(folder / 'log').read_text()}", 0.0
+        return lost(folder, settings, expected), max(row["time"] for row in last) - struck
 
 
 def wait_for(folder: Path, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
@@ -310,11 +338,14 @@ def main() -> None:
         trials = [
             node_trial(kind, rng, expected[True])
             if nodes
+            else preempt_trial(args.ranks, rng, expected[False])
+            if kind == "preempt"
             else trial(kind, args.ranks, rng, expected[False])
             for _ in range(args.count)
         ]
         rows.append({"kind": kind, **summary(trials)})
-    publish("restarts", rows, as_json=args.json, ranks=args.ranks)
+    name = "preempt" if kinds == ["preempt"] else "restarts"
+    publish(name, rows, as_json=args.json, ranks=args.ranks)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def main() -> None:
             if settings["reproducible"]:
                 ids = list(dict.fromkeys(ids))  # where it learns a new scale, a step is run twice
             row = {"attempt": attempt, "step": step.number, "epoch": step.epoch, "ids": ids}
-            write(f"ledger-{job.rank}", row)
+            write(f"ledger-{job.rank}", row | {"time": time.time()})
             if job.rank == 0:
                 row = {"attempt": attempt, "step": step.number, "time": time.time()}
                 write("losses", row | {"loss": total, "world": job.world_size})

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,3 +100,15 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def wait_served(port: int) -> None:
+    """Wait until somebody listens on this port."""
+    deadline = time.monotonic() + 20
+    needle = f":{port:04X} "
+    while time.monotonic() < deadline:
+        tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        if any(needle in line and " 0A " in line for text in tables for line in text.splitlines()):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"nobody listens on port {port}")

@@ -13,7 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, serialization
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -85,6 +90,26 @@ def refused() -> None:
     dist.TCPStore("127.0.0.1", port, 1, False, SHORT)
 
 
+def _meeting(nodes: int, **more: str) -> RendezvousHandler:
+    """A node of an elastic job; with `is_host="0"` nobody serves its rendezvous."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    words = {"is_host": "1", "read_timeout": "1", "join_timeout": "1"} | more
+    parameters = RendezvousParameters("c10d", endpoint, "job", nodes, nodes, None, **words)
+    return get_rendezvous_handler(parameters)
+
+
+def closed() -> None:
+    node = _meeting(1)
+    node.set_closed()
+    node.next_rendezvous()
+
+
+def never_came() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, SHORT, False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=SHORT)
+
+
 def reentrant() -> None:
     model = DistributedDataParallel(Reentrant(), find_unused_parameters=True)
     model(torch.ones(1, 2)).sum().backward()
@@ -124,6 +149,13 @@ def saved(thing: object, length: int | None = None) -> io.BytesIO:
     return io.BytesIO(file.getvalue()[:length])
 
 
+def saved_on_a_gpu() -> None:
+    tag, serialization.location_tag = serialization.location_tag, lambda storage: "cuda:0"
+    file = saved(torch.ones(1))
+    serialization.location_tag = tag
+    torch.load(file)
+
+
 def prefixed() -> None:
     layer = nn.Linear(2, 2)
     layer.load_state_dict({f"module.{name}": value for name, value in layer.state_dict().items()})
@@ -142,6 +174,10 @@ ONE_PROCESS: list[tuple[str, Callable[[], object]]] = [
     ("host-unknown", lambda: socket.create_connection(("no-such-host.invalid", 1))),
     ("rendezvous-unreachable", lambda: dist.TCPStore("no-such-host.invalid", 1, 1, False, SHORT)),
     ("ranks-missing", lambda: dist.TCPStore("127.0.0.1", 0, 2, True, SHORT)),
+    ("rendezvous-unreachable", lambda: _meeting(1, is_host="0")),
+    ("ranks-missing", lambda: _meeting(2).next_rendezvous()),
+    ("ranks-missing", closed),
+    ("store-timeout", never_came),
     ("host-out-of-memory", lambda: torch.empty(1 << 60)),
     ("host-out-of-memory", lambda: bytearray(1 << 60)),
     ("host-out-of-memory", lambda: list(DataLoader(Dies(9), num_workers=1))),
@@ -151,6 +187,7 @@ ONE_PROCESS: list[tuple[str, Callable[[], object]]] = [
     ("cuda-missing", lambda: alone("nccl")),
     ("cuda-missing", lambda: torch.ones(1, device="cuda")),
     ("cuda-in-fork", forked),
+    ("cuda-no-such-device", saved_on_a_gpu),
     ("no-process-group", dist.barrier),
     ("weights-only", lambda: torch.load(saved(Unsafe()))),
     ("checkpoint-damaged", lambda: torch.load(saved(torch.ones(1000), 2000))),

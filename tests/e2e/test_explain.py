@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import environment, run
+from launching import environment, finish, run, spawn
 from provocations import ONE_PROCESS
 
-from paceline.explain.reading import recognise
+from paceline.explain.reading import causes, recognise
 
 DEADLINE_S = 60
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
@@ -105,7 +105,7 @@ def test_a_log_of_torchrun_by_a_pipe(tmp_path: Path) -> None:
     assert "The first Python error that is not known here: <stdin>:" in done.stdout
     assert "ValueError: bad sample" in done.stdout
     assert "(error-file-missing)" in done.stdout
-    assert "by the way: torchrun set one thread per rank" in done.stdout
+    assert "by the way: torchrun set one thread per rank (omp-threads, line 3)" in done.stdout
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), "explain imports torch"
 
 
@@ -213,6 +213,27 @@ def test_scripts(tmp_path: Path, name: str, script: str) -> None:
 
 
 @pytest.mark.slow
+def test_two_hosts_that_offer_each_other_the_loopback(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or not (shutil.which("unshare") and shutil.which("ip")):
+        pytest.skip("needs root, unshare and ip, for hosts of their own")
+    script = f"""
+import datetime, sys, torch.distributed as dist
+rank, store = int(sys.argv[1]), dist.FileStore({str(tmp_path / "store")!r}, 2)
+store.set(f"come{{rank}}", "")
+store.wait(["come0", "come1"])
+wait = datetime.timedelta(seconds=2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=wait)
+"""
+    isolated = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    hosts = [
+        spawn([*isolated, sys.executable, "-c", script, rank], tmp_path, GLOO_SOCKET_IFNAME="lo")
+        for rank in ("0", "1")
+    ]
+    # One waits to be connected to, and the other one connects to itself.
+    assert sorted(_first(finish(host).err) for host in hosts) == ["gloo-connect", "loopback"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "isolate", "script"),
     [
@@ -240,3 +261,16 @@ def test_hosts_set_up_wrongly(tmp_path: Path, name: str, isolate: str, script: s
         timeout=DEADLINE_S,
     )
     assert _first(done.stdout + done.stderr) == name
+
+
+# What takes a GPU, NCCL or another library.
+NOT_HERE = {"nccl-no-interface", "duplicate-gpu", "cuda-out-of-memory", "cuda-device-assert"}
+NOT_HERE |= {"barrier-device-unknown", "scaler-underflow", "scaler-overflow"}
+NOT_HERE |= {f"nccl-{word}" for word in ("system", "cuda", "usage", "internal", "timeout")}
+NOT_HERE |= {"nccl-watchdog-stuck", "nccl-remote"}
+
+
+def test_all_that_can_be_provoked_here_is() -> None:
+    said = Path(__file__).read_text().partition("NOT_HERE")[0]
+    here = {name for name, _ in ONE_PROCESS} | set(re.findall(r'[("]([a-z-]+)[,)"]', said))
+    assert {cause.name for cause in causes()} - here == NOT_HERE

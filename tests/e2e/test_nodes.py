@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
 
 import pytest
 from hangs import PLAIN
-from launching import Finished, finish, start
+from launching import Finished, environment, finish, start, wait_served
 
 STEPS = """
 rank = dist.get_rank()
@@ -28,11 +29,14 @@ CASES = {
 }
 
 
-def _run(tmp_path: Path, port: int, script: str, ranks: int, *more: str) -> list[Finished]:
+def _run(
+    tmp_path: Path, port: int, script: str, ranks: int, *more: str, **of_one: str
+) -> list[Finished]:
+    """Two nodes, one of them with `of_one` in its environment."""
     (tmp_path / "train.py").write_text(PLAIN + STEPS + script)
     words = ["--nnodes=2", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-id=job"]
     words += [f"--rdzv-endpoint=localhost:{port}", *more, "train.py"]
-    nodes = [start(["run", *words], tmp_path) for _ in range(2)]
+    nodes = [start(["run", *words], tmp_path, **more_env) for more_env in (of_one, {})]
     return [finish(node) for node in nodes]
 
 
@@ -50,7 +54,8 @@ def test_both_nodes_name_the_cause(tmp_path: Path, free_port: int, name: str) ->
     assert sum("see what the launcher on host" in end.err for end in ends) == 1
     assert "".join(end.err for end in ends).count("Traceback") == ("raises" in name)
     if ranks == 2:
-        assert all("ranks 0-2 only followed" in end.err for end in ends)
+        # Those of them that have noticed before they are ended.
+        assert all(re.search(r"  ranks? [0-2,-]+ only followed: ", end.err) for end in ends), ends
     assert ended - max(float(at) for e in ends for at in re.findall(r"at ([\d.]+)", e.out)) < 10
 
 
@@ -74,3 +79,92 @@ def test_a_hang_is_judged_over_both_nodes(tmp_path: Path, free_port: int) -> Non
         assert "\nwhy:  the ranks took different ways" in end.err
         assert "paceline: rank 3 of 4 failed: held up the others" in end.err
         assert end.err.count("hang:") == 1
+
+
+GOES_ON = """
+if "HOST" not in os.environ:
+    os.rename(__file__, "gone-on")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_is_done_says_so_where_the_others_are_lost(
+    tmp_path: Path, free_port: int
+) -> None:
+    (tmp_path / "train.py").write_text(PLAIN + GOES_ON)
+    words = ["run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    words += [f"--rdzv-endpoint=localhost:{free_port}", "train.py"]
+    host = start(words, tmp_path, HOST="1")
+    assert host.stderr is not None
+    assert "waiting for 2 nodes" in host.stderr.readline()
+    wait_served(free_port)
+    other = start(words, tmp_path)
+    while not (tmp_path / "gone-on").exists():
+        assert other.poll() is None
+        time.sleep(0.01)
+    other.kill()
+    other.communicate()
+    end = finish(host)
+    assert end.code == 1, end
+    assert "paceline: lost 127.0.0.1: no sign of life; the ranks of this node had ended" in end.err
+
+
+AHEAD = """
+import time
+real = time.time
+time.time = lambda: real() + 3
+"""
+BLAMES = """
+if "AHEAD" in os.environ:
+    raise ValueError("bad")
+try:
+    dist.all_reduce(torch.ones(3))
+except RuntimeError:
+    raise OSError("no answer") from None
+"""
+
+
+@pytest.mark.slow
+def test_the_first_error_is_named_where_its_clock_is_ahead(tmp_path: Path, free_port: int) -> None:
+    # Python reads this file at its start, so that a node's launcher and ranks have another clock.
+    (tmp_path / "sitecustomize.py").write_text(AHEAD)
+    path = f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"
+    ends = _run(tmp_path, free_port, BLAMES, 1, AHEAD="1", PYTHONPATH=path)
+    for end in ends:
+        assert end.code == 1, ends
+        assert re.search(r"^paceline: rank \d of 2 failed: ValueError: bad$", end.err, re.M), ends
+        assert re.search(r"^  rank \d failed later: OSError: no answer\.$", end.err, re.M), ends
+
+
+LEAVES = "if rank == 1: sys.exit(0)" + WAIT
+# A process of its own keeps the connections open, so that nobody notices.
+LEAVES_UNSEEN = """
+if rank == 1:
+    if os.fork():
+        os._exit(0)
+    time.sleep(600)
+dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unseen", [False, True])
+def test_a_node_whose_rank_is_done_tells_those_that_wait_for_it(
+    tmp_path: Path, free_port: int, unseen: bool
+) -> None:
+    words = ["--hang-after=2", "--on-hang=end"] if unseen else []
+    ends = _run(tmp_path, free_port, LEAVES_UNSEEN if unseen else LEAVES, 1, *words)
+    ended = time.time()
+    for end in ends:
+        assert end.code == 1, ends
+        if unseen:
+            assert "\nhang: rank 0 (host " in end.err
+            assert "has not entered it: ended with exit code 0\n" in end.err
+            assert "\nwhy:  it came to its end while the others go on.\n" in end.err
+        else:
+            said = "paceline: rank 1 ended with exit code 0 while the others went on"
+            assert said in end.err.splitlines(), ends
+            assert "rank 0 only followed: it lost its peer" in end.err
+            assert "or the cause is on another host" not in end.err
+    assert ended - max(float(at) for e in ends for at in re.findall(r"at ([\d.]+)", e.out)) < 15

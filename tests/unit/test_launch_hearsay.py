@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
+import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from paceline.launch import hearsay
 from paceline.launch.evidence import Call, State, Where
-from paceline.launch.hearsay import Hearsay
+from paceline.launch.hearsay import Hearsay, Tick, apart
 from paceline.launch.report import Shape, render_failure
 from paceline.launch.verdict import Error, Fact, Verdict, judge
 
@@ -32,20 +33,31 @@ def fact(rank: int, time: float, error: Error | None = ERROR, code: int | None =
     return Fact(rank=rank, host=f"h{rank}", pid=rank, time=time, returncode=code, error=error)
 
 
-def _meet(store: HashStore, facts: list[list[Fact]], came_at: list[float]) -> list[Verdict]:
-    """Each node's verdict; node 0 comes first, and nodes' clocks are what `came_at` says."""
-    nodes = [Hearsay(store, number, len(facts)) for number in range(len(facts))]
-    for node, at in zip(nodes, came_at, strict=True):
+def _meet(
+    store: HashStore, facts: list[list[Fact]], skews: list[float], late: int = 1
+) -> list[Verdict]:
+    """Each node's verdict. Times of facts are from now; the clock of each node has its skew.
+
+    The launcher of node `late` is the last to come to the store.
+    """
+    now = time.time()
+    nodes = [
+        Hearsay(store, number, len(facts), lambda skew=skew: time.time() + skew)  # type: ignore[misc]
+        for number, skew in enumerate(skews)
+    ]
+    skewed = [
+        [dataclasses.replace(fact, time=fact.time and now + skew + fact.time) for fact in each]
+        for each, skew in zip(facts, skews, strict=True)
+    ]
+    for node in sorted(nodes, key=lambda node: node.node == late):
         node.begin()
-        node._came_at = at
-    gate = threading.Barrier(len(nodes))
 
     def verdict(number: int) -> Verdict:
-        gate.wait(10)
-        nodes[number].tell(facts[number])
+        nodes[number].tell(skewed[number])
         found, silent = nodes[number].hear(lambda: False)
         assert silent == 0
-        judged = judge([*facts[number], *found])
+        assert all(fact.within_s < 0.5 for fact in found), found
+        judged = judge([*skewed[number], *found])
         assert judged is not None
         return judged
 
@@ -54,39 +66,84 @@ def _meet(store: HashStore, facts: list[list[Fact]], came_at: list[float]) -> li
 
 
 def test_the_cause_is_the_same_on_all_nodes() -> None:
-    facts = [[fact(0, 100.2, LOST), fact(1, 100.1, LOST)], [fact(2, 7.0), fact(3, 7.2, LOST)]]
-    for verdict in _meet(HashStore(), facts, [100.2, 7.0]):
+    facts = [[fact(0, -1.2, LOST), fact(1, -1.3, LOST)], [fact(2, -1.5), fact(3, -1.4, LOST)]]
+    for verdict in _meet(HashStore(), facts, [0.0, -93.0]):
         assert (verdict.original.rank, verdict.followers, verdict.certain) == (2, (0, 1, 3), True)
 
 
-@pytest.mark.parametrize("clock", [7.0, 1e9])
-def test_who_came_first_was_first_whatever_the_clocks(clock: float) -> None:
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("skews", [(0.0, 3.0), (0.0, -3.0), (3.0, 0.0), (1e9, 0.0, -3.0)])
+def test_the_earliest_wins_whatever_the_clocks(skews: tuple[float, ...], late: int) -> None:
     other = dataclasses.replace(ERROR, message="another")
-    facts = [[fact(0, 100.0)], [fact(1, clock, other), fact(2, 0.0, None, None)]]
-    for verdict in _meet(HashStore(), facts, [100.0, clock]):
-        assert verdict.original.rank == 0
-        assert [later.rank for later in verdict.others] == [1]
+    facts = [[fact(0, -2.0, other)], [fact(1, -4.0), fact(3, 0.0, None, None)], [fact(2, -1.0)]]
+    for verdict in _meet(HashStore(), facts[: len(skews)], list(skews), late):
+        assert verdict.original.rank == 1
+        assert [rank.rank for rank in verdict.others] == [0]
+        assert all(verdict.tells_apart(rank) for rank in verdict.others)
 
 
-def test_equal_errors_of_all_nodes_are_one() -> None:
-    for verdict in _meet(HashStore(), [[fact(0, 5.0)], [fact(1, 5.0), fact(2, 5.1)]], [5.0, 5.0]):
-        assert (verdict.original.rank, verdict.alike) == (0, (0, 1, 2))
+# What three launchers have counted: the second has a clock that is 3 s ahead, the third came later.
+RECORDED: list[list[Tick]] = [
+    [(1, 100.000, 100.001), (4, 100.020, 100.021), (6, 100.030, 100.031)],
+    [(2, 103.010, 103.011), (5, 103.025, 103.026)],
+    [(9, 50.0, 50.1)],
+]
 
 
-def test_a_rank_that_was_done_on_another_node_is_who_left() -> None:
-    store = HashStore()
-    done, node = Hearsay(store, 0, 2), Hearsay(store, 1, 2)
-    done.tell([fact(0, 3.0, None, 0)])
-    node.begin()
-    store.set("heard/0", "")
-    lost = fact(1, node._came_at, LOST)
-    verdict = judge([lost, *node.hear(lambda: False)[0]])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ahead", "within"),
+    [
+        (0, 1, 3.0, 0.006),
+        (1, 0, -3.0, 0.006),
+        (0, 2, 50.1 - 100.030, math.inf),
+        (2, 0, 100.030 - 50.1, math.inf),
+    ],
+)
+def test_counts_say_how_far_clocks_are_apart(
+    ours: int, theirs: int, ahead: float, within: float
+) -> None:
+    assert apart(RECORDED[ours], RECORDED[theirs]) == pytest.approx((ahead, within))
+
+
+def test_what_clocks_cannot_tell_apart_is_said_so() -> None:
+    other = dataclasses.replace(ERROR, message="another")
+    late = dataclasses.replace(fact(2, 7.010, other), within_s=0.006, elsewhere=True)
+    verdict = judge([fact(0, 7.0), late, dataclasses.replace(late, rank=3, time=7.005)])
+    assert verdict is not None
+    said = render_failure(verdict, Shape(world_size=4, restarts=0, max_restarts=0)).splitlines()
+    assert said[-2:] == [
+        "  rank 3 failed at the same time, as far as the clocks of two hosts can tell: ValueError: another.",
+        "  rank 2 failed later: ValueError: another.",
+    ]
+    # And one that only lost a peer never wins, however clocks are.
+    victim = dataclasses.replace(fact(1, 6.999, LOST), within_s=0.006, elsewhere=True)
+    verdict = judge([fact(0, 7.0), victim])
     assert verdict is not None
     assert (verdict.original.rank, verdict.followers) == (0, (1,))
 
 
+def test_equal_errors_of_all_nodes_are_one() -> None:
+    facts = [[fact(0, -2.0)], [fact(1, -1.9), fact(2, -1.8)]]
+    for verdict in _meet(HashStore(), facts, [0.0, 0.0]):
+        assert (verdict.original.rank, verdict.alike) == (0, (0, 1, 2))
+
+
+def test_a_rank_that_was_done_on_another_node_is_who_left() -> None:
+    facts = [[fact(0, -60.0, None, 0)], [fact(1, -2.0, LOST)]]
+    for verdict in _meet(HashStore(), facts, [0.0, -90.0]):
+        assert (verdict.original.rank, verdict.followers) == (0, (1,))
+
+
+def test_a_node_waits_for_the_others_while_they_go_on() -> None:
+    store = HashStore()
+    nodes = [Hearsay(store, number, 3) for number in range(3)]
+    assert [node.all_done() for node in nodes] == [False, False, True]
+    assert nodes[0].all_done()
+    assert not Hearsay(PrefixStore("gone", store), 0, 2).all_done()
+
+
 def test_the_traceback_stays_with_its_launcher() -> None:
-    here, there = _meet(HashStore(), [[fact(0, 9.0)], [fact(1, 9.1, LOST)]], [9.0, 9.1])
+    here, there = _meet(HashStore(), [[fact(0, -2.0)], [fact(1, -1.9, LOST)]], [0.0, 0.0])
     shape = Shape(world_size=2, restarts=0, max_restarts=0)
     assert "Traceback" in render_failure(here, shape)
     assert "another node" not in render_failure(here, shape)
@@ -98,18 +155,42 @@ def test_the_traceback_stays_with_its_launcher() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"number": 1, "came_at": 1, "facts": [{}]}'])
-def test_what_cannot_be_read_is_passed_over(text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "[" * 10_000, '{"ticks": [7], "facts": []}'),
+        *('{"ticks": [[1, 2, 3]], "facts": [{}]}', '{"ticks": [[1e999, 2, 3]], "facts": []}'),
+    ],
+)
+def test_what_cannot_be_read_is_passed_over(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(hearsay, "_LEAVE_S", 0.01)
     store = HashStore()
-    store.set("told/1", text)
-    store.set("heard/1", "")
+    for key in ("told", "heard", *(f"turn{turn}" for turn in range(hearsay._TURNS - 1))):
+        store.set(f"{key}/1", text)
     node = Hearsay(store, 0, 2)
     node.begin()
     assert node.hear(lambda: False) == ([], 0)
 
 
+def test_what_was_told_counts_though_the_store_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(*args: object) -> None:
+        raise RuntimeError("Broken pipe")
+
+    store = HashStore()
+    other, node = (Hearsay(store, number, 2, lambda n=number: 90.0 * n) for number in (1, 0))  # type: ignore[misc]
+    other.begin()
+    other.tell([fact(1, 80.0)])
+    node.begin()
+    monkeypatch.setattr(node, "_take_turns", ends)
+    found, silent = node.hear(lambda: False)
+    # All that is known of its clock is that it came before.
+    assert [(fact.rank, fact.time, fact.within_s) for fact in found] == [(1, -10.0, math.inf)]
+    assert silent == 0
+
+
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hearsay, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(hearsay, "_LEAVE_S", 0.05)
     store = HashStore()
     nodes = [Hearsay(PrefixStore("job/0", store), number, 3) for number in range(3)]
     assert not nodes[1].pending()

@@ -21,7 +21,11 @@ _CONNECT_S = 3.0
 _IO_S = 30.0
 _PINGS = 20
 _SIZES = {b"s": 1 << 20, b"l": 32 << 20}  # the large one where the link carries it in a moment
+_CHUNK = 1 << 20
 _MOMENT_S = 0.2
+# Who connects more often than this, at the same time, waits for those that were first to leave.
+_AT_ONCE = 32
+_PAUSE_S = 0.01
 _KEY_CHARS = 64
 _PING = b"p"
 
@@ -32,6 +36,8 @@ class Listener:
     def __init__(self, address: str, key: str) -> None:
         self._key = key.encode()
         self._open = True
+        self._room = threading.Semaphore(_AT_ONCE)
+        self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         free = next((s for p in range(*FIREWALL_PORTS) if (s := _listen(address, p))), None)
         chosen = _listen(address, 0)
@@ -51,31 +57,39 @@ class Listener:
             with contextlib.suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)  # wakes accept()
             listening.close()
-        for thread in self._threads:
-            thread.join(_IO_S)
+        for _ in range(2):  # one that accepts may have begun to answer meanwhile
+            for thread in self._threads:
+                thread.join(_IO_S)
 
     def _start(self, work: Callable[[socket.socket], None], way: socket.socket) -> None:
         thread = threading.Thread(target=work, args=(way,), daemon=True)
-        thread.start()
-        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
+        with self._lock:
+            thread.start()
+            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
     def _accept(self, listening: socket.socket) -> None:
         while self._open:
             try:
                 peer = listening.accept()[0]
             except OSError:
-                return  # closed
+                time.sleep(_PAUSE_S)  # closed; or the peer has left, or too many files are open
+                continue
+            self._room.acquire()
             self._start(self._serve, peer)
 
     def _serve(self, peer: socket.socket) -> None:
-        with peer, contextlib.suppress(OSError):  # the one who asked says what went wrong
-            peer.settimeout(_CONNECT_S)
-            if not hmac.compare_digest(_receive(peer, _KEY_CHARS), self._key):
-                return
-            peer.settimeout(_IO_S)
-            while request := peer.recv(1):
-                _receive(peer, _SIZES.get(request, 0))
-                peer.sendall(struct.pack("d", time.time()))
+        try:
+            with peer, contextlib.suppress(OSError):  # the one who asked says what went wrong
+                peer.settimeout(_CONNECT_S)
+                if not hmac.compare_digest(_receive(peer, _KEY_CHARS), self._key):
+                    return
+                peer.settimeout(_IO_S)
+                while request := peer.recv(1):
+                    for _ in range(_SIZES.get(request, 0) // _CHUNK):
+                        _receive(peer, _CHUNK)
+                    peer.sendall(struct.pack("d", time.time()))
+        finally:
+            self._room.release()
 
 
 def measure(ends: Facts, key: str, host: str) -> Facts:

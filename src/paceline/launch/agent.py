@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import Template
@@ -204,7 +205,7 @@ class Agent(LocalElasticAgent):
             self._crew.clear()
             self._crew.dismiss()
             return RunResult(state=WorkerState.HEALTHY)  # torch's loop sees who waits, and restarts
-        if self._crew.done:
+        if self._crew.done and self._is_over():
             self.preempted = self._crew.preempted
             self._crew.clear()
             if self._hearsay is not None:
@@ -217,8 +218,8 @@ class Agent(LocalElasticAgent):
             return self._fail()
         if self._is_hanging(worker_group.workers[0].world_size):
             return self._fail()
-        lost = self._meeting.lost() if self._meeting and self._remaining_restarts > 0 else []
-        if lost:
+        cares = self._remaining_restarts > 0 or self._crew.done
+        if self._meeting and cares and (lost := self._meeting.lost()):
             return self._lose(f"lost {', '.join(lost)}: no sign of life")
         if self._meeting and self._remaining_restarts > 0 and self._meeting.is_expelled():
             return self._lose("this node stood still, and the others went on without it")
@@ -228,6 +229,20 @@ class Agent(LocalElasticAgent):
             if stuck is not None:
                 return stuck
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _is_over(self) -> bool:
+        """Whether nobody needs the ranks of this node any more, all of which have ended well.
+
+        While ranks of other nodes go on they may wait for these, and then have to be told so.
+        """
+        try:
+            if self._hearsay is None or self._crew.preempted or self._hearsay.all_done():
+                return True
+        except RuntimeError:
+            return self._meeting is None  # else torch's loop finds that the rendezvous is lost
+        # Where nothing tells that the others live, torch's patience is the limit.
+        ended_at = max(rank.ended_at for rank in self._crew.ranks)
+        return self._meeting is None and time.time() - ended_at > self._exit_barrier_timeout
 
     def _check_stuck(self, timeout: float) -> RunResult | None:
         for rank in self._crew.ranks:
@@ -328,12 +343,12 @@ class Agent(LocalElasticAgent):
         self._crew.say(text)
 
     def _lose(self, why: str) -> RunResult:
-        self._crew.say(
-            f"paceline: {why}; restart {self._restarts + 1} of "
-            f"{self._worker_group.spec.max_restarts} begins\n"
-        )
+        again = self._remaining_restarts > 0
+        restart = f"restart {self._restarts + 1} of {self._worker_group.spec.max_restarts} begins"
+        then = restart if again else "the ranks of this node had ended well"
+        self._crew.say(f"paceline: {why}; {then}\n")
         self._end_ranks(signal.SIGTERM, self._task.grace_s, at_once=True)
-        return RunResult(state=WorkerState.UNHEALTHY)
+        return RunResult(state=WorkerState.UNHEALTHY if again else WorkerState.FAILED)
 
     @property
     def _meeting(self) -> FreshRendezvous | None:

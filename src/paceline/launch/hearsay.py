@@ -1,9 +1,10 @@
 """What the launchers of several nodes tell each other, through the store where they met: JSON.
 
 Of a hang, where all ranks are. Of a failure, what became of them: a rank that fails makes ranks of other
-nodes fail, and only its own launcher knows that it was first. Clocks of hosts differ, so nodes are put in the
-order in which their launchers came to the store, which counts them. torch authenticates nobody there: what
-cannot be read is passed over.
+nodes fail, and only its own launcher knows that it was first. Clocks of hosts differ, and the store has none;
+but it counts. Each launcher has the store count between two looks at its own clock, a few times in turn with
+the others: which of two counts was first is known, and so how far two clocks can be apart. torch
+authenticates nobody there: what cannot be read is passed over.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,9 +26,16 @@ _POLL_S = 0.5
 # A launcher that has failed is heard of by the others within a poll, and they answer at once.
 _ANSWER_S = 2.0
 _LEAVE_S = 1.0
-_APART_S = 1e-3
-_COUNT = "failures"
+_TURNS = 4
+_TURN_S = 0.002  # between two looks for the others' turn; about as exact are the clocks then
+_SEEN_S = 0.02
+_FAILED = "failed"
+_DONE = "done"
+_TICKS = "ticks"
 _ASKED = "asked"
+
+# What the store counted, and the clock before and after it.
+Tick = tuple[int, float, float]
 
 
 class Hearsay:
@@ -34,17 +43,22 @@ class Hearsay:
 
     Args:
         store: Asked without waiting, since the heartbeats of torch's rendezvous use its client too.
+        clock: Seconds since the epoch, as this host has it.
 
     Collective: none.
     """
 
-    def __init__(self, store: Store, node: int, nodes: int) -> None:
+    def __init__(
+        self, store: Store, node: int, nodes: int, clock: Callable[[], float] = time.time
+    ) -> None:
         self._store = store
         self.node = node
+        self._clock = clock
         self._others = [n for n in range(nodes) if n != node]
         self._next = 0.0
-        self._number, self._came_at = 0, 0.0
+        self._ticks: list[Tick] = []
         self._question = 0
+        self._done = False
 
     def pending(self) -> bool:
         """Whether another node has failed; asked of the store now and then. Collective: none."""
@@ -52,22 +66,32 @@ class Hearsay:
         if now < self._next:
             return False
         self._next = now + _POLL_S
-        return self._knows(_COUNT)
+        return self._knows(_FAILED)
+
+    def all_done(self) -> bool:
+        """Note that the ranks of this node are done; whether those of all nodes are.
+
+        Raises:
+            RuntimeError: the store's host is gone.
+
+        Collective: none.
+        """
+        count = self._store.add(_DONE, 0 if self._done else 1)
+        self._done = True
+        return count > len(self._others)
 
     def begin(self) -> None:
         """Note that this node has failed, or has heard of a failure, now. Collective: none."""
-        self._came_at = time.time()
         with contextlib.suppress(RuntimeError):  # here and below: the store's host is gone
-            self._number = self._store.add(_COUNT, 1)
+            self._tick()
+            self._store.set(_FAILED, "")
 
     def tell(self, facts: Sequence[Fact]) -> None:
         """Tell what became of the ranks of this node. Collective: none."""
-        told = {
-            "number": self._number,
-            "came_at": self._came_at or time.time(),
-            "facts": [dataclasses.asdict(_brief(fact)) for fact in facts],
-        }
         with contextlib.suppress(RuntimeError):
+            self._tick()
+            brief = [dataclasses.asdict(_brief(fact)) for fact in facts]
+            told = {"ticks": self._ticks, "facts": brief}
             self._store.set(f"told/{self.node}", json.dumps(told))
 
     def hear(self, hurry: Callable[[], bool]) -> tuple[list[Fact], int]:
@@ -75,16 +99,29 @@ class Hearsay:
 
         Collective: one launcher of each node, though none waits long for another.
         """
-        found: dict[int, list[Fact]] = {}
+        found: dict[int, tuple[list[Fact], list[Tick]]] = {}
         with contextlib.suppress(RuntimeError):
             self._wait("told", self._others, _ANSWER_S, hurry)
-            for node in self._others:
-                if self._knows(f"told/{node}"):
-                    found[node] = self._read(self._store.get(f"told/{node}"))
+            here = [node for node in self._others if self._knows(f"told/{node}")]
+            found = {node: self._read(node) for node in here}
+            self._take_turns(here, hurry)
+            found = {node: self._read(node) for node in here}
             self._store.set(f"heard/{self.node}", "")
             # The store may end with this process.
-            self._wait("heard", list(found), _LEAVE_S, hurry)
-        return [fact for facts in found.values() for fact in facts], len(self._others) - len(found)
+            self._wait("heard", here, _LEAVE_S, hurry)
+        return _by_our_clock(found, self.node, self._ticks), len(self._others) - len(found)
+
+    def _tick(self) -> None:
+        before = self._clock()
+        number = self._store.add(_TICKS, 1)
+        self._ticks.append((number, before, self._clock()))
+
+    def _take_turns(self, nodes: list[int], hurry: Callable[[], bool]) -> None:
+        """Have each node count after each other one has, so that their clocks can be compared."""
+        for turn in range(_TURNS):
+            self._tick()
+            self._store.set(f"turn{turn}/{self.node}", json.dumps(self._ticks))
+            self._wait(f"turn{turn}", nodes, _LEAVE_S, hurry, _TURN_S)
 
     def is_asked(self) -> bool:
         """Whether another launcher wants to know where all ranks are. Collective: none."""
@@ -120,25 +157,72 @@ class Hearsay:
                 complete = False
         return found, complete
 
-    def _wait(self, what: str, nodes: list[int], limit_s: float, hurry: Callable[[], bool]) -> None:
+    def _wait(
+        self,
+        what: str,
+        nodes: list[int],
+        limit_s: float,
+        hurry: Callable[[], bool],
+        every_s: float = _SEEN_S,
+    ) -> None:
         deadline = time.monotonic() + limit_s
         keys = [f"{what}/{node}" for node in nodes]
         while keys and not self._store.check(keys) and time.monotonic() < deadline and not hurry():
-            time.sleep(0.02)
+            time.sleep(every_s)
 
     def _knows(self, key: str) -> bool:
         with contextlib.suppress(RuntimeError):
             return self._store.check([key])
         return False
 
-    def _read(self, text: bytes) -> list[Fact]:
+    def _read(self, node: int) -> tuple[list[Fact], list[Tick]]:
+        last = f"turn{_TURNS - 1}/{node}"
         try:
-            told = json.loads(text)
-            later_s = (told["number"] - self._number) * _APART_S
-            shift_s = self._came_at + later_s - told["came_at"]
-            return [_fact(fact, shift_s) for fact in told["facts"]]
-        except (ValueError, KeyError, TypeError):
-            return []
+            told = json.loads(self._store.get(f"told/{node}"))
+            ticks = json.loads(self._store.get(last)) if self._knows(last) else told["ticks"]
+            ticks = [(int(n), float(before), float(after)) for n, before, after in ticks]
+            return [_fact(fact) for fact in told["facts"]] if ticks else [], ticks
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return [], []
+
+
+def apart(ours: Sequence[Tick], theirs: Sequence[Tick]) -> tuple[float, float]:
+    """How far another clock is ahead of ours, and by how much that may be wrong, in seconds.
+
+    Where all ticks of one were before all of the other there is only a bound, which is then given: the two
+    are taken to have come at the same time.
+
+    Source: of two events the earlier one was before the later one by any clock; as in Marzullo, "Maintaining
+    the Time in a Distributed System", 1984.
+
+    Collective: none.
+    """
+    most = min((t[2] - o[1] for o in ours for t in theirs if o[0] < t[0]), default=math.inf)
+    least = max((t[1] - o[2] for o in ours for t in theirs if t[0] < o[0]), default=-math.inf)
+    if not (ours and theirs):
+        return 0.0, math.inf
+    if math.inf in (most, -least):
+        return (least if most == math.inf else most), math.inf
+    return (most + least) / 2, abs(most - least) / 2
+
+
+def _by_our_clock(
+    found: dict[int, tuple[list[Fact], list[Tick]]], node: int, ours: list[Tick]
+) -> list[Fact]:
+    """Facts of other nodes; all nodes compare with the same one, so that all find the same order."""
+    ticks = {node: ours} | {other: ticks for other, (_, ticks) in found.items() if ticks}
+    first = min(ticks)
+    ahead = {n: apart(ticks[first], ticks[n]) if n != first else (0.0, 0.0) for n in ticks}
+    return [
+        dataclasses.replace(
+            fact,
+            # 0 where it still runs
+            time=fact.time and fact.time - ahead[other][0] + ahead[node][0],
+            within_s=ahead[other][1] + ahead[node][1],
+        )
+        for other, (facts, _) in found.items()
+        for fact in facts
+    ]
 
 
 def _brief(fact: Fact) -> Fact:
@@ -154,7 +238,6 @@ def _state(told: dict[str, Any]) -> State:
     return State(**told | read | {"helpers": tuple(told["helpers"])})
 
 
-def _fact(told: dict[str, Any], shift_s: float) -> Fact:
+def _fact(told: dict[str, Any]) -> Fact:
     error = told["error"] and Error(**told["error"] | {"kinds": tuple(told["error"]["kinds"])})
-    time_s = told["time"] and told["time"] + shift_s  # 0 where it still runs
-    return Fact(**told | {"error": error, "time": time_s, "elsewhere": True})
+    return Fact(**told | {"error": error, "time": float(told["time"]), "elsewhere": True})

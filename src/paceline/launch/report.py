@@ -63,8 +63,8 @@ def render_failure(verdict: Verdict, shape: Shape) -> str:
     if verdict.followers:
         they = "it lost its peer" if len(verdict.followers) == 1 else "they lost their peer"
         lines.append(f"  {name_ranks(verdict.followers)} only followed: {they}.")
-    for text, ranks in _merged((fact.rank, fact.how) for fact in verdict.others):
-        lines.append(f"  {name_ranks(ranks)} failed later: {text}.")
+    for text, ranks in _merged((fact.rank, _later(verdict, fact)) for fact in verdict.others):
+        lines.append(f"  {name_ranks(ranks)} failed {text}.")
     if original.gave_up and (called := _merged(shape.calls.items())):
         last = "; ".join(f"{name_ranks(ranks)} {text}" for text, ranks in called)
         lines.append(f"  called last: {last}.")
@@ -76,6 +76,12 @@ def render_failure(verdict: Verdict, shape: Shape) -> str:
     elif shape.restarts:
         lines.append(f"  This was after {shape.restarts} of {shape.max_restarts} restarts.")
     return "\n".join(lines) + "\n"
+
+
+def _later(verdict: Verdict, fact: Fact) -> str:
+    if verdict.tells_apart(fact):
+        return f"later: {fact.how}"
+    return f"at the same time, as far as the clocks of two hosts can tell: {fact.how}"
 
 
 def render_restart(verdict: Verdict, shape: Shape) -> str:

@@ -58,6 +58,7 @@ class Fact:
         step: The training step that an error came in; 0 where that is not known.
         gave_up: What native code wrote when it aborted; empty where it wrote nothing.
         elsewhere: Its launcher is another one, which has told this.
+        within_s: By how much `time` may be wrong, as clocks of hosts can be compared.
 
     Collective: none.
     """
@@ -75,6 +76,7 @@ class Fact:
     step: int = 0
     gave_up: str = ""
     elsewhere: bool = False
+    within_s: float = 0.0
 
     @property
     def failed(self) -> bool:
@@ -148,6 +150,15 @@ class Verdict:
             and (this.error.type, this.error.place) == (last.error.type, last.error.place)
         )
 
+    def tells_apart(self, fact: Fact) -> bool:
+        """Whether this failure surely came after the original, by the clocks of two hosts.
+
+        Collective: none.
+        """
+        first = self.original
+        within_s = fact.within_s + first.within_s if fact.host != first.host else 0.0
+        return fact.time - first.time >= within_s
+
     @property
     def exit_code(self) -> int:
         """What `paceline run` exits with. Collective: none."""
@@ -164,8 +175,8 @@ def judge(facts: Iterable[Fact]) -> Verdict | None:
     if not failures:
         return None
     causes = [fact for fact in failures if not fact.follows]
-    latest = failures[0].time + _SEEN_LATE_S
-    left = [] if causes else [fact for fact in in_time if fact.left and fact.time <= latest]
+    latest = failures[0].time + failures[0].within_s + _SEEN_LATE_S
+    left = [] if causes else [f for f in in_time if f.left and f.time - f.within_s <= latest]
     original = (causes or left or failures)[0]
     alike = left or [fact for fact in failures if fact.how == original.how]
     rest = [fact for fact in failures if fact.how != original.how]
