@@ -255,7 +255,7 @@ class Agent(LocalElasticAgent):
                     f"{dwell:.0f} s; no restart would help\n"
                 )
                 self._remaining_restarts = 0
-                return RunResult(state=WorkerState.UNHEALTHY)
+                return RunResult(state=WorkerState.FAILED)
         return None
 
     def _is_hanging(self, world_size: int) -> bool:
