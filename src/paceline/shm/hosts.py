@@ -10,7 +10,7 @@ the next is added up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -90,8 +90,10 @@ class HostRounds(Rounds):
             self._wire.give_up(self.ranks[culprit], text)
 
     def barrier(self) -> Steps:
-        note = yield from self._agree("barrier", torch.uint8, 0, 0, -1)
-        yield from self._greet(note, torch.empty(0, dtype=torch.uint8))
+        call = ("barrier", torch.uint8, 0, 0, -1)
+        yield from self._meet_for(*call)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        yield from self._greet(note_of(*call), nothing, nothing, lambda rows: None)
         self._end()
 
     def all_reduce(self, flat: torch.Tensor, op: Any, region: int | None = None) -> Steps:
@@ -104,21 +106,20 @@ class HostRounds(Rounds):
         out.copy_(whole[own : own + len(out)])
 
     def _sum(self, kind: str, flat: torch.Tensor, op: Any) -> Steps:
-        note = yield from self._agree(kind, flat.dtype, len(flat), int(op), -1)
+        call = (kind, flat.dtype, len(flat), int(op), -1)
         mean = op == _OP.AVG
         op = _OP.SUM if mean else op
         # A sum of 16-bit floats crosses in 16 bits; that of a mean might overflow.
         into = flat.float() if mean and flat.dtype in HALVES else flat
         head, parts = _cut(into)
+        if parts:  # else the first sum compares as much
+            yield from self._meet_for(*call)
 
         def inward(part: torch.Tensor) -> Steps:
             return super(HostRounds, self).all_reduce(part, op) if self._size > 1 else _nothing()
 
         yield from inward(head)
-        rows = yield from self._greet(note, head)
-        if rows:
-            fold(op, [row.view(head.dtype) for row in rows], head)
-        yield from self._spread(head)
+        yield from self._greet(note_of(*call), head, head, lambda rows: fold(op, rows, head))
         yield from self._flow(parts, inward, lambda part: self._fold_across(part, op), self._spread)
         if mean:
             into.div_(len(self.ranks))
@@ -153,7 +154,8 @@ class HostRounds(Rounds):
         count: int,
         root: int = -1,
     ) -> Steps:
-        note = yield from self._agree(kind, dtype, count, 0, root)
+        yield from self._meet_for(kind, dtype, count, 0, root)
+        note = note_of(kind, dtype, count, 0, root)
         if kind == "broadcast":
             flat = mine if mine is not None else into[root]
             assert flat is not None
@@ -178,10 +180,7 @@ class HostRounds(Rounds):
             return _nothing() if at_home else self._spread(part)
 
         yield from inward(head)
-        rows = yield from self._greet(note, head)
-        if rows:
-            head.copy_(rows[host])
-        yield from outward(head)
+        yield from self._greet(note, head, head, lambda rows: head.copy_(rows[host]))
         yield from self._flow(parts, inward, across, outward)
 
     def _all_gather(
@@ -194,9 +193,8 @@ class HostRounds(Rounds):
         yield from super().share("all_gather", mine, pieces, torch.uint8, each)
         head, parts = _cut(block)
         found = [(part, part.new_empty(hosts, len(part))) for part in (head, *parts)]
-        rows = yield from self._greet(note, head)
-        if rows:
-            torch.stack(rows, out=found[0][1])
+        first = found[0][1].view(-1)
+        yield from self._greet(note, head, first, lambda rows: torch.cat(rows, out=first))
 
         def across(pair: tuple[torch.Tensor, torch.Tensor]) -> Steps:
             assert self._wire is not None
@@ -205,7 +203,6 @@ class HostRounds(Rounds):
         def outward(pair: tuple[torch.Tensor, torch.Tensor]) -> Steps:
             return self._spread(pair[1].view(-1))
 
-        yield from outward(found[0])
         yield from self._flow(found[1:], lambda _: _nothing(), across, outward)
         whole = torch.cat([rows for _, rows in found], dim=1)
         for rank, to in enumerate(into):
@@ -213,19 +210,20 @@ class HostRounds(Rounds):
             assert to is not None
             to.view(torch.uint8).copy_(whole[host, seat * each : (seat + 1) * each])
 
-    def _agree(
-        self, kind: str, dtype: torch.dtype, count: int, op: int, root: int
-    ) -> Generator[None, None, int]:
-        """All ranks of this host see that they want the same; the number that says what."""
-        yield from self._meet_for(kind, dtype, count, op, root)
-        return note_of(kind, dtype, count, op, root)
-
-    def _greet(self, note: int, head: torch.Tensor) -> Generator[None, None, list[torch.Tensor]]:
-        """All ranks see that all hosts want the same; the bytes of each one's `head`, on the first rank.
+    def _greet(
+        self,
+        note: int,
+        head: torch.Tensor,
+        into: torch.Tensor,
+        put: Callable[[list[torch.Tensor]], object],
+    ) -> Steps:
+        """All ranks see that all hosts want the same, and get what `put` makes of the heads, in `into`.
 
         The message has one size whatever the hosts want: what Gloo does with two sizes is not to be known.
         """
-        notes, rows = torch.zeros(len(self._hosts), dtype=torch.int64), []
+        answer = torch.empty(8 * len(self._hosts) + into.nbytes, dtype=torch.uint8)
+        notes = answer[: 8 * len(self._hosts)].view(torch.int64)
+        body = answer[notes.nbytes :].view(into.dtype)
         if self._wire is not None:
             mine = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
             mine[:8].view(torch.int64).fill_(note)
@@ -233,11 +231,18 @@ class HostRounds(Rounds):
             rows = [torch.empty_like(mine) for _ in self._hosts]
             yield from self._wire.gather(rows, mine)
             torch.cat([row[:8].view(torch.int64) for row in rows], out=notes)
-        yield from self._spread(notes)
+            if bool(notes.eq(note).all()):
+                end = _NOTE_BYTES + head.nbytes
+                put([row[_NOTE_BYTES:end].view(head.dtype) for row in rows])
+                body.copy_(into)
+        yield from self._spread(answer)
         said = notes.tolist()
         if said.count(note) != len(said):
-            raise Mismatch([describe(said[self._seats[rank][0]]) for rank in self._order])
-        return [row[_NOTE_BYTES : _NOTE_BYTES + head.nbytes] for row in rows]
+            texts = [describe(said[self._seats[rank][0]]) for rank in self._order]
+            texts[self._rank] = describe(note)
+            raise Mismatch(texts)
+        if self._wire is None:
+            into.copy_(body)
 
     def _spread(self, part: torch.Tensor, seat: int = 0) -> Steps:
         """What the rank of this host at `seat` has, to all of the host."""
