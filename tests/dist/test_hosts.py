@@ -1,0 +1,234 @@
+"""Groups over several hosts: what Gloo gives, the same bits however tensors are cut, failures named everywhere.
+
+The hosts are pretended: `layout` has a letter for each rank's host.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_shm import CALL, FUZZ, _every_call, _program, pretend_hosts
+from torch import nn
+
+import paceline
+from paceline.errors import CollectiveTimeout, LaunchFailed, PeerFailed, RankDisagreement
+from paceline.job import Job
+from paceline.shm.hosts import HostRounds
+from paceline.testing import Fault, digest, inject, run_failing_ranks, run_ranks
+
+
+def _split(job: Job, layout: str, timeout_s: float = 10) -> Any:
+    """A group of all ranks over hosts."""
+    pretend_hosts(job, layout)
+    group: Any = dist.new_group(backend="shm", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group._rounds, HostRounds)
+    return group
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(FUZZ, max_examples=6)
+@given(
+    st.lists(CALL, min_size=1, max_size=25),
+    st.sampled_from(["abb", "aabb", "abab", "abca"]),
+    st.booleans(),
+)
+def test_random_programs_give_what_gloo_gives(
+    calls: list[tuple[Any, ...]], layout: str, later: bool
+) -> None:
+    nproc = len(layout)
+    assert run_ranks(_program, calls, later, layout, nproc=nproc) == [[]] * nproc
+
+
+@pytest.mark.parametrize(
+    ("layout", "every"), [("abb", 3), pytest.param("abca", 1, marks=pytest.mark.slow)]
+)
+def test_every_operation_gives_what_gloo_gives(layout: str, every: int) -> None:
+    nproc, calls = len(layout), _every_call("transposed")[::every]
+    found = run_ranks(_program, calls, False, layout, nproc=nproc)
+    assert found == [[]] * nproc
+
+
+def _bits(job: Job, layout: str) -> dict[str, bool]:
+    """Sums of the same numbers in one tensor and in pieces; means; 16-bit means."""
+    group = _split(job, layout)
+    whole = torch.randn(2_500_001, generator=torch.Generator().manual_seed(job.rank))
+    rows = [torch.empty_like(whole) for _ in layout]
+    dist.all_gather(rows, whole, group=group)
+    sums = []
+    for host in dict.fromkeys(layout):
+        own = [row for row, name in zip(rows, layout, strict=True) if name == host]
+        sums.append(own[0].clone())
+        for row in own[1:]:
+            sums[-1] += row
+    in_order = sums[0]
+    for other in sums[1:]:
+        in_order = in_order + other
+    summed, mean, half = whole.clone(), whole.clone(), torch.full((5000,), 40_000.0).half()
+    dist.all_reduce(summed, group=group)
+    dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
+    dist.all_reduce(half, dist.ReduceOp.AVG, group=group)
+    pieces = [piece.clone() for piece in whole.split([1, 1000, 200_000, 2_299_000])]
+    for piece in pieces:
+        dist.all_reduce(piece, group=group)
+    return {
+        "in order": torch.equal(summed, in_order),
+        "in pieces": torch.equal(summed, torch.cat(pieces)),
+        "mean": torch.equal(mean, in_order / len(layout)),
+        "no overflow": bool(half.eq(40_000).all()),
+    }
+
+
+@pytest.mark.parametrize("layout", ["abab", pytest.param("abca", marks=pytest.mark.slow)])
+def test_sums_are_in_the_order_of_hosts_however_they_are_cut(layout: str) -> None:
+    for found in run_ranks(_bits, layout, nproc=len(layout)):
+        assert all(found.values()), found
+
+
+def _differ(job: Job, layout: str, case: str) -> None:
+    group = _split(job, layout)
+    other = job.rank == len(layout) - 1  # alone, or with all of its host
+    if case == "host":
+        other = layout[job.rank] == layout[-1]
+    size = 20_000 if case == "host" else 3
+    dist.all_reduce(torch.ones(size + other), group=group)
+
+
+@pytest.mark.parametrize("case", ["host", "rank"])
+def test_hosts_that_disagree_are_all_told(case: str) -> None:
+    outcomes = run_failing_ranks(_differ, "abb", case, nproc=3)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, RankDisagreement | PeerFailed), outcome.text
+        assert "ranks called different collectives: rank" in str(outcome.error)
+    first = outcomes[0 if case == "host" else 2].error
+    assert isinstance(first, RankDisagreement)
+    assert first.values[-1] == f"all_reduce of {20_001 if case == 'host' else 4} x float32, sum"
+
+
+def _dies(job: Job, layout: str, faults: list[Fault], size: int) -> None:
+    group = _split(job, layout)
+    for step in range(1, 5):
+        inject(job, faults, step)
+        dist.all_reduce(torch.ones(size), group=group)
+
+
+@pytest.mark.parametrize(
+    ("layout", "victim", "size"),
+    [
+        ("aabb", 3, 3),
+        pytest.param("aabb", 2, 3_000_000, marks=pytest.mark.slow),
+        pytest.param("aabc", 2, 3, marks=pytest.mark.slow),
+    ],
+    ids=["on another host", "first of another host", "alone on one of three hosts"],
+)
+def test_a_killed_rank_is_named_on_all_hosts(layout: str, victim: int, size: int) -> None:
+    faults = [Fault(rank=victim, step=3, kind="kill")]
+    outcomes = run_failing_ranks(_dies, layout, faults, size, nproc=4, faults=faults)
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            assert isinstance(outcome.error, LaunchFailed)
+        else:
+            assert isinstance(outcome.error, PeerFailed), outcome.text
+            assert f"rank {victim}" in outcome.error.what
+
+
+def _stops(job: Job, victim: int) -> tuple[float, str, str]:
+    group = _split(job, "aabb", timeout_s=3)
+    dist.barrier(group=group)
+    store: Any = job.store
+    store.set(f"pid/{job.rank}", str(os.getpid()))
+    pids = [int(store.get(f"pid/{rank}")) for rank in range(4)]
+    if job.rank == 0:
+        os.kill(pids[victim], signal.SIGSTOP)
+    others = [f"told/{rank}" for rank in range(4) if rank != victim]
+    began = time.monotonic()
+    try:
+        if job.rank == victim:
+            store.wait(others)  # it is stopped here, or soon
+        dist.all_reduce(torch.ones(3), group=group)
+    except RuntimeError as error:
+        found = error
+    waited_s = time.monotonic() - began
+    store.set(f"told/{job.rank}", "")
+    store.wait(others)
+    if job.rank == 0:
+        os.kill(pids[victim], signal.SIGKILL)
+    return waited_s, type(found).__name__, str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [2, 3])
+def test_a_stopped_rank_is_named_on_all_hosts(victim: int) -> None:
+    outcomes = run_failing_ranks(_stops, victim, nproc=4)
+    kinds = set()
+    for rank in {0, 1, 2, 3} - {victim}:
+        waited_s, kind, text = outcomes[rank].value
+        assert 2 < waited_s < 12
+        assert f"rank {victim}" in text.partition("\n")[0]
+        kinds.add(kind)
+    assert kinds <= {CollectiveTimeout.__name__, PeerFailed.__name__}
+
+
+def _raises(job: Job) -> None:
+    group = _split(job, "abb")
+    if job.rank == 2:
+        raise ValueError("a reason of its own")
+    dist.all_reduce(torch.ones(3), group=group)
+
+
+@pytest.mark.slow
+def test_the_reason_of_a_rank_of_another_host_is_told() -> None:
+    for outcome in run_failing_ranks(_raises, nproc=3)[:2]:
+        assert isinstance(outcome.error, PeerFailed)
+        assert "a reason of its own" in str(outcome.error)
+
+
+def _trains(job: Job, layout: str, bucket_mb: float) -> str:
+    job.group = _split(job, layout)
+    torch.manual_seed(0)
+    model = paceline.ddp(job, nn.Sequential(*(nn.Linear(300, 300) for _ in range(4))), bucket_mb=bucket_mb)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(job.rank)
+    for _ in range(4):
+        model(torch.randn(8, 300)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = digest(model.state_dict())
+    del model, optimizer
+    job.group = dist.group.WORLD
+    return weights
+
+
+@pytest.mark.slow
+def test_weights_do_not_depend_on_buckets_with_three_hosts() -> None:
+    small, large = (run_ranks(_trains, "abca", mb, nproc=4) for mb in (0.5, 25))
+    assert small == large == [small[0]] * 4
+
+
+def _one_without(job: Job) -> str:
+    from paceline.shm import segment
+
+    def refuse() -> None:
+        raise segment.Unavailable("no memory for files")
+
+    if job.rank == 2:
+        segment._refuse_unfit = refuse
+    pretend_hosts(job, "aabb")
+    group = dist.new_group(backend="shm")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return f"{type(group).__name__} {total.item()}"
+
+
+@pytest.mark.slow
+def test_one_host_without_memory_sends_all_to_gloo() -> None:
+    assert run_ranks(_one_without, nproc=4) == ["ProcessGroup 4.0"] * 4
