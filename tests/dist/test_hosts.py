@@ -36,7 +36,7 @@ def _split(job: Job, layout: str, timeout_s: float = 10) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(FUZZ, max_examples=6)
+@settings(FUZZ, max_examples=4)
 @given(
     st.lists(CALL, min_size=1, max_size=25),
     st.sampled_from(["abb", "aabb", "abab", "abca"]),
@@ -142,7 +142,7 @@ def test_a_killed_rank_is_named_on_all_hosts(layout: str, victim: int, size: int
 
 
 def _stops(job: Job, victim: int) -> tuple[float, str, str]:
-    group = _split(job, "aabb", timeout_s=3)
+    group = _split(job, "aabb", timeout_s=2)
     dist.barrier(group=group)
     store: Any = job.store
     store.set(f"pid/{job.rank}", str(os.getpid()))
@@ -172,7 +172,7 @@ def test_a_stopped_rank_is_named_on_all_hosts(victim: int) -> None:
     kinds = set()
     for rank in {0, 1, 2, 3} - {victim}:
         waited_s, kind, text = outcomes[rank].value
-        assert 2 < waited_s < 12
+        assert 1 < waited_s < 12
         assert f"rank {victim}" in text.partition("\n")[0]
         kinds.add(kind)
     assert kinds <= {CollectiveTimeout.__name__, PeerFailed.__name__}

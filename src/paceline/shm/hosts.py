@@ -10,9 +10,10 @@ the next is added up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +25,14 @@ from paceline.errors import place as where_of
 from paceline.shm.folding import HALVES, fold
 from paceline.shm.rounds import Mismatch, Rounds, Steps, describe, note_of
 from paceline.shm.segment import Segment, Unavailable, open_segment, place
-from paceline.shm.wire import ROLL_CALL_S, Wire
+from paceline.shm.wire import ROLL_CALL_S, Crossing, Wire
 
 _HEAD_BYTES, _NOTE_BYTES = 4096, 64  # of the first message between hosts, and of the note in it
 _ROOM_BYTES = _HEAD_BYTES - _NOTE_BYTES
-_PART_BYTES = 4 << 20
+_PART_BYTES = (256 << 10, 2 << 20)
+_AT_ONCE = 2  # parts under way between hosts: as many as Gloo has threads
 _SMALL_BYTES = 64 << 10  # up to here each host adds everything up, which saves a message
 _OP: Any = ReduceOp.RedOpType
-_T = TypeVar("_T")
 
 
 class HostRounds(Rounds):
@@ -48,7 +49,10 @@ class HostRounds(Rounds):
     Collective: all ranks of the group; each method, in the same order.
     """
 
-    leaves = frozenset(("reduce", "gather", "scatter", "alltoall", "all_to_all_single"))
+    leaves = frozenset(
+        ("reduce", "gather", "scatter", "alltoall", "all_to_all_single")
+        + ("allgather", "all_gather_single", "all_gather_single_coalesced")
+    )
     patience_s = 2 * ROLL_CALL_S  # until the first rank has heard who is late
 
     def __init__(
@@ -72,7 +76,7 @@ class HostRounds(Rounds):
 
     @property
     def away(self) -> bool:
-        return self._wire is not None and self._wire.away
+        return self._wire is not None and self._wire.under_way > 0
 
     def look(self, missing: Sequence[int], *, late: bool) -> PacelineError | None:
         if self._wire is None:
@@ -82,7 +86,7 @@ class HostRounds(Rounds):
     def culprit(self, error: BaseException) -> int:
         facts = error.facts if isinstance(error, PacelineError) else {}
         named = [facts.get("rank"), *facts.get("missing", ())]
-        return next((self.ranks.index(r) for r in named if r is not None), self._rank)
+        return next((self.ranks.index(r) for r in named if r in self.ranks), self._rank)
 
     def gave_up(self, error: BaseException, culprit: int) -> None:
         if self._wire is not None:
@@ -92,8 +96,7 @@ class HostRounds(Rounds):
     def barrier(self) -> Steps:
         call = ("barrier", torch.uint8, 0, 0, -1)
         yield from self._meet_for(*call)
-        nothing = torch.empty(0, dtype=torch.uint8)
-        yield from self._greet(note_of(*call), nothing, nothing, lambda rows: None)
+        yield from self._greet(note_of(*call), torch.empty(0))
         self._end()
 
     def all_reduce(self, flat: torch.Tensor, op: Any, region: int | None = None) -> Steps:
@@ -119,7 +122,7 @@ class HostRounds(Rounds):
             return super(HostRounds, self).all_reduce(part, op) if self._size > 1 else _nothing()
 
         yield from inward(head)
-        yield from self._greet(note_of(*call), head, head, lambda rows: fold(op, rows, head))
+        yield from self._greet(note_of(*call), head, lambda rows: fold(op, rows, head))
         yield from self._flow(parts, inward, lambda part: self._fold_across(part, op), self._spread)
         if mean:
             into.div_(len(self.ranks))
@@ -127,7 +130,7 @@ class HostRounds(Rounds):
             flat.copy_(into)
         self._end()
 
-    def _fold_across(self, part: torch.Tensor, op: Any) -> Steps:
+    def _fold_across(self, part: torch.Tensor, op: Any) -> Crossing:
         """Reduce `part` over hosts, in place: all of it on each, or a share on each where that is less."""
         assert self._wire is not None
         hosts = len(self._hosts)
@@ -154,25 +157,19 @@ class HostRounds(Rounds):
         count: int,
         root: int = -1,
     ) -> Steps:
-        yield from self._meet_for(kind, dtype, count, 0, root)
-        note = note_of(kind, dtype, count, 0, root)
-        if kind == "broadcast":
-            flat = mine if mine is not None else into[root]
-            assert flat is not None
-            yield from self._broadcast(note, flat.view(torch.uint8), *self._seats[root])
-        else:
-            assert mine is not None
-            yield from self._all_gather(note, mine.view(torch.uint8), into)
-        self._end()
-
-    def _broadcast(self, note: int, flat: torch.Tensor, host: int, seat: int) -> Steps:
+        call = (kind, dtype, count, 0, root)
+        yield from self._meet_for(*call)
+        assert kind == "broadcast"
+        flat = mine if mine is not None else into[root]
+        assert flat is not None
+        host, seat = self._seats[root]
         at_home = host == self._here
-        head, parts = _cut(flat)
+        head, parts = _cut(flat.view(torch.uint8))
 
         def inward(part: torch.Tensor) -> Steps:
             return self._spread(part, seat) if at_home else _nothing()
 
-        def across(part: torch.Tensor) -> Steps:
+        def across(part: torch.Tensor) -> Crossing:
             assert self._wire is not None
             return self._wire.broadcast(part, host)
 
@@ -180,61 +177,35 @@ class HostRounds(Rounds):
             return _nothing() if at_home else self._spread(part)
 
         yield from inward(head)
-        yield from self._greet(note, head, head, lambda rows: head.copy_(rows[host]))
+        yield from self._greet(note_of(*call), head, lambda rows: head.copy_(rows[host]))
         yield from self._flow(parts, inward, across, outward)
-
-    def _all_gather(
-        self, note: int, mine: torch.Tensor, into: Sequence[torch.Tensor | None]
-    ) -> Steps:
-        own, each, hosts = self._hosts[self._here], len(mine), len(self._hosts)
-        # Gloo wants pieces of one length: a host with fewer ranks sends what is not read.
-        block = torch.zeros(each * max(map(len, self._hosts)), dtype=torch.uint8)
-        pieces = [block[i * each : (i + 1) * each] for i in range(len(own))]
-        yield from super().share("all_gather", mine, pieces, torch.uint8, each)
-        head, parts = _cut(block)
-        found = [(part, part.new_empty(hosts, len(part))) for part in (head, *parts)]
-        first = found[0][1].view(-1)
-        yield from self._greet(note, head, first, lambda rows: torch.cat(rows, out=first))
-
-        def across(pair: tuple[torch.Tensor, torch.Tensor]) -> Steps:
-            assert self._wire is not None
-            return self._wire.gather(list(pair[1]), pair[0])
-
-        def outward(pair: tuple[torch.Tensor, torch.Tensor]) -> Steps:
-            return self._spread(pair[1].view(-1))
-
-        yield from self._flow(found[1:], lambda _: _nothing(), across, outward)
-        whole = torch.cat([rows for _, rows in found], dim=1)
-        for rank, to in enumerate(into):
-            host, seat = self._seats[rank]
-            assert to is not None
-            to.view(torch.uint8).copy_(whole[host, seat * each : (seat + 1) * each])
+        self._end()
 
     def _greet(
         self,
         note: int,
         head: torch.Tensor,
-        into: torch.Tensor,
-        put: Callable[[list[torch.Tensor]], object],
+        put: Callable[[list[torch.Tensor]], object] = len,
     ) -> Steps:
-        """All ranks see that all hosts want the same, and get what `put` makes of the heads, in `into`.
+        """All ranks see that all hosts want the same, and have in `head` what `put` makes of all heads.
 
         The message has one size whatever the hosts want: what Gloo does with two sizes is not to be known.
         """
-        answer = torch.empty(8 * len(self._hosts) + into.nbytes, dtype=torch.uint8)
+        answer = torch.empty(8 * len(self._hosts) + head.nbytes, dtype=torch.uint8)
         notes = answer[: 8 * len(self._hosts)].view(torch.int64)
-        body = answer[notes.nbytes :].view(into.dtype)
+        body = answer[notes.nbytes :].view(head.dtype)
         if self._wire is not None:
             mine = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
             mine[:8].view(torch.int64).fill_(note)
             mine[_NOTE_BYTES : _NOTE_BYTES + head.nbytes] = head.view(torch.uint8)
             rows = [torch.empty_like(mine) for _ in self._hosts]
-            yield from self._wire.gather(rows, mine)
+            for _ in self._wire.gather(rows, mine):
+                yield
             torch.cat([row[:8].view(torch.int64) for row in rows], out=notes)
             if bool(notes.eq(note).all()):
                 end = _NOTE_BYTES + head.nbytes
                 put([row[_NOTE_BYTES:end].view(head.dtype) for row in rows])
-                body.copy_(into)
+                body.copy_(head)
         yield from self._spread(answer)
         said = notes.tolist()
         if said.count(note) != len(said):
@@ -242,7 +213,7 @@ class HostRounds(Rounds):
             texts[self._rank] = describe(note)
             raise Mismatch(texts)
         if self._wire is None:
-            into.copy_(body)
+            head.copy_(body)
 
     def _spread(self, part: torch.Tensor, seat: int = 0) -> Steps:
         """What the rank of this host at `seat` has, to all of the host."""
@@ -256,21 +227,30 @@ class HostRounds(Rounds):
 
     def _flow(
         self,
-        parts: Sequence[_T],
-        inward: Callable[[_T], Steps],
-        across: Callable[[_T], Steps],
-        outward: Callable[[_T], Steps],
+        parts: Sequence[torch.Tensor],
+        inward: Callable[[torch.Tensor], Steps],
+        across: Callable[[torch.Tensor], Crossing],
+        outward: Callable[[torch.Tensor], Steps],
     ) -> Steps:
-        """Parts one after the other into the first rank, between hosts, and out; one crosses at a time."""
-        crossing, before = _nothing(), None
-        for part in (*parts, None):
+        """Parts one after the other into the first rank, between hosts, and out; two cross at a time.
+
+        One alone leaves the connection idle in one of its directions for a third of the time.
+        """
+        going: deque[_Going] = deque()
+        for part in (*parts, *[None] * _AT_ONCE):
             if part is not None:
-                yield from _beside(crossing, inward(part))
-            yield from crossing
-            crossing = across(part) if part is not None and self._wire else _nothing()
-            if before is not None:
-                yield from _beside(crossing, outward(before))
-            before = part
+                yield from _beside(going, inward(part))
+            first = going[0] if going and (part is None or len(going) == _AT_ONCE) else None
+            if first is not None:
+                _carry_on(going)
+                while not first.over:
+                    yield
+                    _carry_on(going)
+                going.popleft()
+            if part is not None:
+                going.append(_Going(part, across(part) if self._wire else None))
+            if first is not None:
+                yield from _beside(going, outward(first.part))
 
     def _end(self) -> None:
         if self._wire is not None:
@@ -330,17 +310,40 @@ def _told(
 
 
 def _cut(flat: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """What goes with the first message, and the rest in parts."""
-    room = _ROOM_BYTES // flat.dtype.itemsize
+    """What goes with the first message; the rest in parts, four if they are not too small or large."""
+    width, (least, most) = flat.dtype.itemsize, _PART_BYTES
+    room = _ROOM_BYTES // width
     rest = flat[room:]
-    return flat[:room], rest.split(_PART_BYTES // flat.dtype.itemsize) if len(rest) else ()
+    part = min(most, max(least, rest.nbytes // 4)) // width
+    return flat[:room], rest.split(part) if len(rest) else ()
 
 
-def _beside(crossing: Steps, steps: Steps) -> Steps:
+class _Going:
+    """A part that crosses, or will."""
+
+    def __init__(self, part: torch.Tensor, crossing: Crossing | None) -> None:
+        self.part = part
+        self.over = crossing is None
+        self._crossing = crossing
+
+    def carry_on(self) -> bool:
+        """Whether the next may begin."""
+        try:
+            return self._crossing is None or next(self._crossing)
+        except StopIteration:
+            self.over, self._crossing = True, None
+            return True
+
+
+def _carry_on(going: Iterable[_Going]) -> None:
+    all(each.carry_on() for each in going)
+
+
+def _beside(going: Iterable[_Going], steps: Steps) -> Steps:
     """Carry on what crosses while `steps` are carried on, until these are over."""
-    next(crossing, None)
+    _carry_on(going)
     for _ in steps:
-        next(crossing, None)
+        _carry_on(going)
         yield
 
 

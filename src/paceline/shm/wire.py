@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveTimeout, PacelineError, PeerFailed
-from paceline.shm.rounds import Steps
+
+# Yields whether it has issued all that it will, so that another may begin: hosts must issue in one order.
+Crossing = Generator[bool, None, None]
 
 ROLL_CALL_S = 1.5
 _ASK_S = 0.25
@@ -27,7 +29,7 @@ class Wire:
     """What the first rank of a host has of the others.
 
     Attributes:
-        away: whether this rank waits for another host.
+        under_way: how many messages are.
         over: how many operations of the group are over here.
 
     Collective: the first ranks of all hosts; each generator, in the same order.
@@ -36,7 +38,7 @@ class Wire:
     def __init__(
         self, store: dist.Store, gloo: Any, leaders: Sequence[int], here: int, where: str
     ) -> None:
-        self.away = False
+        self.under_way = 0
         self.over = 0
         # The rank itself may sit in a blocking call of the store, which holds its client's lock.
         self._store = store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
@@ -47,27 +49,27 @@ class Wire:
         self._asked = 0.0
         self._said: Sequence[int] = ()
 
-    def gather(self, rows: Sequence[torch.Tensor], mine: torch.Tensor) -> Steps:
+    def gather(self, rows: Sequence[torch.Tensor], mine: torch.Tensor) -> Crossing:
         """Everyone's `mine`, in the order of hosts. The tensors of this and the next are flat."""
         rows = [row.view(torch.uint8) for row in rows]
-        yield from self._until(self._gloo.allgather([rows], [mine.view(torch.uint8)]))
+        yield from self._until(self._gloo.allgather([rows], [mine.view(torch.uint8)]), last=True)
 
-    def exchange(self, theirs: torch.Tensor, mine: torch.Tensor) -> Steps:
-        """The n-th part of `mine` for the n-th host, and its part for this one in `theirs`."""
+    def exchange(self, theirs: torch.Tensor, mine: torch.Tensor) -> Crossing:
+        """The n-th part of `mine` for the n-th host, its part for this one in `theirs`; `gather` follows."""
         sides = theirs.view(torch.uint8), mine.view(torch.uint8)
-        yield from self._until(self._gloo.alltoall_base(*sides, [], []))
+        yield from self._until(self._gloo.alltoall_base(*sides, [], []), last=False)
 
-    def broadcast(self, part: torch.Tensor, host: int) -> Steps:
+    def broadcast(self, part: torch.Tensor, host: int) -> Crossing:
         """Host `host`'s bytes for all."""
-        yield from self._until(self._gloo.broadcast(part, host))
+        yield from self._until(self._gloo.broadcast(part, host), last=True)
 
-    def _until(self, work: dist.Work) -> Steps:
-        self.away = True
+    def _until(self, work: dist.Work, *, last: bool) -> Crossing:
+        self.under_way += 1
         try:
             while not work.is_completed():
-                yield
+                yield last
         finally:
-            self.away = False
+            self.under_way -= 1
         try:
             work.wait()
         except RuntimeError as error:
