@@ -293,6 +293,7 @@ def open_rounds(options: Any) -> tuple[Rounds, Sequence[int]]:
     if rank == own[0]:
         far = dist.PrefixStore("hosts", store)
         gloo = dist.ProcessGroupGloo(far, here, len(hosts), timeout)
+        gloo.set_timeout(timeout + timedelta(seconds=HostRounds.patience_s))  # ours comes first
         where = where_of(names[rank], size, detail="backend shm")
         wire = Wire(far, gloo, [names[each[0]] for each in hosts], here, where)
     rounds = HostRounds(segment, hosts, here, names, wire, spin=spin)
