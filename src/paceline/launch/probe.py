@@ -330,9 +330,15 @@ def _dumps(collectives: bool) -> Iterable[dict[str, Any]]:
             yield pickle.loads(dump(collectives, False, False))
 
 
+def _entries() -> list[dict[str, Any]]:
+    """What the flight recorder has of groups with a name: those without are parts of our own groups."""
+    entries = [entry for dump in _dumps(True) for entry in dump.get("entries", [])]
+    return [entry for entry in entries if entry["process_group"][0]]
+
+
 def _recorded() -> list[dict[str, Any]]:
     """The flight recorder's latest entries, and all that are not over, oldest first."""
-    entries = [entry for dump in _dumps(True) for entry in dump.get("entries", [])]
+    entries = _entries()
     return [
         {key: entry.get(key) for key in _KEYS}
         for index, entry in enumerate(entries)
@@ -367,12 +373,11 @@ def _lines() -> Iterable[tuple[str, Any]]:
 
 def _arrivals() -> Iterable[tuple[str, int, int, int]]:
     """The latest collectives: group, number, when they were entered in ns, elements."""
-    for dump in _dumps(True):
-        for entry in dump.get("entries", ()):
-            if not entry["is_p2p"]:
-                elements = sum(map(math.prod, entry["input_sizes"]))
-                at_ns = entry["time_created_ns"]
-                yield entry["process_group"][0], entry["collective_seq_id"], at_ns, elements
+    for entry in _entries():
+        if not entry["is_p2p"]:
+            elements = sum(map(math.prod, entry["input_sizes"]))
+            at_ns = entry["time_created_ns"]
+            yield entry["process_group"][0], entry["collective_seq_id"], at_ns, elements
     for name, line in _lines():
         base_ns = time.time_ns() - time.monotonic_ns()
         for number, issued, elements in tuple(line.recent):
