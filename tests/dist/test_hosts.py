@@ -22,6 +22,7 @@ from torch import nn
 import paceline
 from paceline.errors import CollectiveTimeout, LaunchFailed, PeerFailed, RankDisagreement
 from paceline.job import Job
+from paceline.launch import probe
 from paceline.shm.hosts import HostRounds
 from paceline.testing import digest, run_failing_ranks, run_ranks
 
@@ -221,3 +222,23 @@ def _one_without(job: Job) -> str:
 @LONG
 def test_one_host_without_memory_sends_all_to_gloo() -> None:
     assert run_ranks(_one_without, nproc=4) == ["ProcessGroup 4.0"] * 4
+
+
+def _recorded_calls(job: Job) -> tuple[list[str], list[str]]:
+    group = _split(job, "aab")
+    dist.barrier(group=job.control)
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    work.wait()
+    kinds = [entry["profiling_name"] for entry in probe._recorded()]
+    return kinds, [name for name, *_ in probe._arrivals() if "shm" not in name]
+
+
+@LONG
+def test_what_passes_between_hosts_is_no_call_of_the_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    for kinds, groups in run_ranks(_recorded_calls, nproc=3):
+        assert "gloo:barrier" in kinds
+        assert "gloo:all_gather" not in kinds
+        assert "" not in groups

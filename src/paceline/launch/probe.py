@@ -330,20 +330,13 @@ def _dumps(collectives: bool) -> Iterable[dict[str, Any]]:
             yield pickle.loads(dump(collectives, False, False))
 
 
-def _entries() -> list[dict[str, Any]]:
-    """What the flight recorder has of groups with a name: those without are parts of our own groups."""
-    entries = [entry for dump in _dumps(True) for entry in dump.get("entries", [])]
-    return [entry for entry in entries if entry["process_group"][0]]
-
-
 def _recorded() -> list[dict[str, Any]]:
-    """The flight recorder's latest entries, and all that are not over, oldest first."""
-    entries = _entries()
-    return [
-        {key: entry.get(key) for key in _KEYS}
-        for index, entry in enumerate(entries)
-        if index >= len(entries) - _ENTRIES or not entry.get("retired")
-    ]
+    """The recorder's latest entries, and all not over, oldest first; groups without a name are ours."""
+    found = (entry for dump in _dumps(True) for entry in dump.get("entries", []))
+    entries = [entry for entry in found if entry["process_group"][0]]
+    first = len(entries) - _ENTRIES
+    kept = (entry for n, entry in enumerate(entries) if n >= first or not entry.get("retired"))
+    return [{key: entry.get(key) for key in _KEYS} for entry in kept]
 
 
 def _world() -> Any:
@@ -373,11 +366,12 @@ def _lines() -> Iterable[tuple[str, Any]]:
 
 def _arrivals() -> Iterable[tuple[str, int, int, int]]:
     """The latest collectives: group, number, when they were entered in ns, elements."""
-    for entry in _entries():
-        if not entry["is_p2p"]:
-            elements = sum(map(math.prod, entry["input_sizes"]))
-            at_ns = entry["time_created_ns"]
-            yield entry["process_group"][0], entry["collective_seq_id"], at_ns, elements
+    for dump in _dumps(True):
+        for entry in dump.get("entries", ()):
+            if not entry["is_p2p"] and entry["process_group"][0]:
+                elements = sum(map(math.prod, entry["input_sizes"]))
+                at_ns = entry["time_created_ns"]
+                yield entry["process_group"][0], entry["collective_seq_id"], at_ns, elements
     for name, line in _lines():
         base_ns = time.time_ns() - time.monotonic_ns()
         for number, issued, elements in tuple(line.recent):
