@@ -47,11 +47,10 @@ def choose_device(asked: str | torch.device | None, where: environment.Place) ->
     return torch.device(device.type, index)
 
 
-def choose_backend(asked: str | None, device: torch.device, *, one_host: bool) -> str:
+def choose_backend(asked: str | None, device: torch.device) -> str:
     """The backend string for torch: what was asked for, here or by `PACELINE_BACKEND`, else by device.
 
-    On CPU that is "shm" where all ranks are on one host; it takes Gloo itself where they cannot share
-    memory, and says so.
+    On CPU that is "shm", on any number of hosts; it takes Gloo itself where no ranks can share memory.
 
     Raises:
         ConfigError: torch was built without it.
@@ -62,7 +61,7 @@ def choose_backend(asked: str | None, device: torch.device, *, one_host: bool) -
     asked = asked or os.environ.get("PACELINE_BACKEND")
     if asked is None:
         by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
-        asked = by_device.get(device.type, "shm" if one_host else "gloo")
+        asked = by_device.get(device.type, "shm")
     for part in asked.split(","):
         name = part.rpartition(":")[2]
         available = {

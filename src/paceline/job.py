@@ -255,8 +255,8 @@ def join(
             seeded too, so that weights drawn next are the same everywhere.
         device: "cpu", "cuda", "xpu", or None for the best there is. An index is chosen by local rank.
         backend: A backend of torch.distributed; None chooses by device ("nccl" and "gloo" on CUDA,
-            "xccl" and "gloo" on XPU; on CPU "shm", shared memory, where all ranks are on one host,
-            else "gloo").
+            "xccl" and "gloo" on XPU; on CPU "shm": shared memory between ranks of one host, Gloo
+            between hosts).
         timeout_s: How long a collective may wait, in seconds.
 
     Raises:
@@ -275,7 +275,7 @@ def join(
         raise ConfigError(f"timeout_s must be more than 0, got {timeout_s}.")
     where = environment.read(os.environ)
     chosen = choose_device(device, where)
-    names = choose_backend(backend, chosen, one_host=where.one_host)
+    names = choose_backend(backend, chosen)
     job = Job(where, chosen, seed=seed, timeout_s=timeout_s)
     try:
         if chosen.type != "cpu":

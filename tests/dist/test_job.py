@@ -225,14 +225,13 @@ def test_a_device_that_is_not_there() -> None:
 
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert choose_backend(None, cpu, one_host=True) == "shm"
-    assert choose_backend(None, cpu, one_host=False) == "gloo"
-    assert choose_backend("gloo", cpu, one_host=True) == "gloo"
+    assert choose_backend(None, cpu) == "shm"
+    assert choose_backend("gloo", cpu) == "gloo"
     monkeypatch.setenv("PACELINE_BACKEND", "gloo")
-    assert choose_backend(None, cpu, one_host=True) == "gloo"
+    assert choose_backend(None, cpu) == "gloo"
     if not dist.is_mpi_available():
         with pytest.raises(ConfigError) as caught:
-            choose_backend("mpi", cpu, one_host=True)
+            choose_backend("mpi", cpu)
         assert caught.value.backend == "mpi"
     with pytest.raises(ConfigError):
-        choose_backend("carrier-pigeon", cpu, one_host=True)
+        choose_backend("carrier-pigeon", cpu)

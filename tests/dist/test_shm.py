@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import CollectiveTimeout, LaunchFailed, PeerFailed, RankDisagreement
 from paceline.job import Job
+from paceline.shm import hosts
 from paceline.shm.group import ShmGroup
+from paceline.shm.hosts import HostRounds
 from paceline.shm.segment import slot_bytes
 from paceline.testing import Fault, inject, run_failing_ranks, run_ranks
 
@@ -82,7 +84,7 @@ def _call(
     call: tuple[Any, ...], group: Any, number: int, *, later: bool
 ) -> tuple[list[torch.Tensor], Any]:
     """Issue one operation; what it changes, and its work."""
-    if call[5] == "strided" and not isinstance(group, ShmGroup):
+    if call[5] == "strided" and not (isinstance(group, ShmGroup) and not group._rounds.leaves):
         call = (*call[:5], "whole", *call[6:])  # Gloo reads past the strides, without a word
     kind, dtype, numel, op_name, root, layout, _ = call
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -145,9 +147,16 @@ def _groups(job: Job, backend: str) -> list[Any]:
     return [everyone, most, ends]
 
 
-def _program(job: Job, calls: list[tuple[Any, ...]], later: bool) -> list[str]:
-    """Run all calls on both backends; what differs. `later` waits at the end, the last issued first."""
+def _program(
+    job: Job, calls: list[tuple[Any, ...]], later: bool, layout: str | None = None
+) -> list[str]:
+    """Run all calls on both backends; what differs. `later` waits at the end, the last issued first.
+
+    `layout` has a letter for each rank's host; None is one host.
+    """
     wrong = []
+    if layout is not None:
+        pretend_hosts(job, layout)
     results: dict[str, list[list[torch.Tensor]]] = {}
     for backend in ("shm", "gloo"):
         groups = _groups(job, backend)
@@ -170,7 +179,7 @@ def _program(job: Job, calls: list[tuple[Any, ...]], later: bool) -> list[str]:
         dist.barrier(group=job.control)
         for group in groups:
             if group != dist.GroupMember.NON_GROUP_MEMBER:
-                assert backend == "gloo" or dist.get_world_size(group) == 1 or _is_ours(group)
+                assert backend == "gloo" or _carries(group, layout)
                 dist.destroy_process_group(group)
     for number, call in enumerate(calls):
         pairs = zip(results["shm"][number], results["gloo"][number], strict=True)
@@ -179,8 +188,18 @@ def _program(job: Job, calls: list[tuple[Any, ...]], later: bool) -> list[str]:
     return wrong
 
 
-def _is_ours(group: Any) -> bool:
-    return isinstance(group, ShmGroup)
+def pretend_hosts(job: Job, layout: str) -> None:
+    """Have groups that are made from now on find this rank on the host that `layout` names."""
+    hosts.place = lambda: f"{layout[job.rank]} 0"
+
+
+def _carries(group: Any, layout: str | None) -> bool:
+    """Whether a group is of the kind that it should be."""
+    members = dist.get_process_group_ranks(group)
+    own = {layout[rank] for rank in members} if layout else {""}
+    if len(own) == len(members):
+        return not isinstance(group, ShmGroup)
+    return isinstance(group._rounds, HostRounds) is (len(own) > 1)
 
 
 FUZZ = settings(
@@ -321,11 +340,7 @@ def test_gloo_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _apart(job: Job) -> str:
-    """One rank cannot open the memory, as on another host: all use Gloo."""
-    from paceline.shm import segment
-
-    if job.rank == 1:
-        segment._place = lambda: "another host"
+    pretend_hosts(job, "abc")
     group = dist.new_group(backend="shm")
     total = torch.ones(1)
     dist.all_reduce(total, group=group)

@@ -331,13 +331,12 @@ def _dumps(collectives: bool) -> Iterable[dict[str, Any]]:
 
 
 def _recorded() -> list[dict[str, Any]]:
-    """The flight recorder's latest entries, and all that are not over, oldest first."""
-    entries = [entry for dump in _dumps(True) for entry in dump.get("entries", [])]
-    return [
-        {key: entry.get(key) for key in _KEYS}
-        for index, entry in enumerate(entries)
-        if index >= len(entries) - _ENTRIES or not entry.get("retired")
-    ]
+    """The recorder's latest entries, and all not over, oldest first; groups without a name are ours."""
+    found = (entry for dump in _dumps(True) for entry in dump.get("entries", []))
+    entries = [entry for entry in found if entry["process_group"][0]]
+    first = len(entries) - _ENTRIES
+    kept = (entry for n, entry in enumerate(entries) if n >= first or not entry.get("retired"))
+    return [{key: entry.get(key) for key in _KEYS} for entry in kept]
 
 
 def _world() -> Any:
@@ -369,7 +368,7 @@ def _arrivals() -> Iterable[tuple[str, int, int, int]]:
     """The latest collectives: group, number, when they were entered in ns, elements."""
     for dump in _dumps(True):
         for entry in dump.get("entries", ()):
-            if not entry["is_p2p"]:
+            if not entry["is_p2p"] and entry["process_group"][0]:
                 elements = sum(map(math.prod, entry["input_sizes"]))
                 at_ns = entry["time_created_ns"]
                 yield entry["process_group"][0], entry["collective_seq_id"], at_ns, elements

@@ -19,7 +19,7 @@ _FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     _KIND.BOR: torch.bitwise_or,
     _KIND.BXOR: torch.bitwise_xor,
 }
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _BITS = (_KIND.BAND, _KIND.BOR, _KIND.BXOR)
 _GROWS = (_KIND.SUM, _KIND.PRODUCT, _KIND.AVG)
@@ -32,7 +32,7 @@ def foldable(kind: Any, dtype: torch.dtype) -> bool:
     """
     if dtype in _WHOLE:
         return kind in _FUNCTIONS and kind != _KIND.AVG
-    floats = dtype in (torch.float32, torch.float64, *_HALVES)
+    floats = dtype in (torch.float32, torch.float64, *HALVES)
     return floats and kind in _FUNCTIONS and kind not in _BITS
 
 
@@ -46,7 +46,7 @@ def fold(kind: Any, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """
     function = _FUNCTIONS[kind]
     # Two halves need no help: torch widens them itself and rounds once.
-    widen = out.dtype in _HALVES and kind in _GROWS and (len(parts) > 2 or kind == _KIND.AVG)
+    widen = out.dtype in HALVES and kind in _GROWS and (len(parts) > 2 or kind == _KIND.AVG)
     into = parts[0].float() if widen else out
     function(into if widen else parts[0], parts[1], out=into)
     for part in parts[2:]:

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from paceline.cores import usable_cores
 from paceline.log import logger
 from paceline.shm.folding import foldable
+from paceline.shm.hosts import open_rounds
 from paceline.shm.line import Line
 from paceline.shm.rounds import Rounds, Steps
-from paceline.shm.segment import Segment, Unavailable, open_segment
+from paceline.shm.segment import Unavailable
 
 NAME = "shm"
 _GLOO = dist.ProcessGroup.BackendType.GLOO
@@ -47,20 +48,19 @@ def register() -> None:
 
 
 def _create(options: Any, _: Any) -> Any:
-    """What torch calls for every group: ours, or Gloo's where ranks cannot share memory."""
+    """What torch calls for every group: ours, or Gloo's where no two ranks can share memory."""
     store, rank, size = options.store, options.group_rank, options.group_size
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options.timeout)
     gloo._set_sequence_number_for_group()
     if size == 1:
         return gloo
     try:
-        segment = open_segment(dist.PrefixStore("shm", store), rank, size, options.timeout)
+        rounds, ranks = open_rounds(options)
     except Unavailable as why:
-        if rank == 0:
+        if rank == 0 and str(why):
             logger.warning("no shared memory between ranks (%s): using Gloo.", why)
         return gloo
-    ranks = list(options.global_ranks_in_group) or list(range(size))
-    return ShmGroup(store, segment, ranks, gloo, options.timeout)
+    return ShmGroup(options, rounds, ranks, gloo)
 
 
 _Plan = tuple[Steps, _Tensors] | None
@@ -76,7 +76,8 @@ def _or_gloo(plan: Callable[..., _Plan]) -> Any:
     @functools.wraps(plan)
     def operation(self: ShmGroup, *args: Any, **options: Any) -> Any:
         opts: Any = options.get("opts") or (args[-1] if args else None)
-        planned = plan(self, *args, **options) if hasattr(opts, "asyncOp") else None
+        ours = hasattr(opts, "asyncOp") and name not in self._rounds.leaves
+        planned = plan(self, *args, **options) if ours else None
         if planned is None:
             inner = getattr(self._inner, name, None) or getattr(self._inner, _FORMER[name])
             return inner(*args, **options)
@@ -94,30 +95,25 @@ def _or_gloo(plan: Callable[..., _Plan]) -> Any:
 
 
 class ShmGroup(dist.ProcessGroup):
-    """A group of ranks on one host. Tensors on CPU go through memory, all others through Gloo.
+    """A group of which ranks share a host. Tensors on CPU go through memory there, all else through Gloo.
 
     Collective: every operation, all ranks of the group, in the same order.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        segment: Segment,
-        ranks: Sequence[int],
-        gloo: dist.ProcessGroupGloo,
-        timeout: timedelta,
+        self, options: Any, rounds: Rounds, ranks: Sequence[int], gloo: dist.ProcessGroupGloo
     ) -> None:
-        super().__init__(segment.rank, segment.size)  # type: ignore[call-arg] # the extendable one
-        self._inner = dist.ProcessGroup(store, segment.rank, segment.size)
+        self._rank, self._size = options.group_rank, options.group_size
+        super().__init__(self._rank, self._size)  # type: ignore[call-arg] # the extendable one
+        self._inner = dist.ProcessGroup(options.store, self._rank, self._size)
         for group in (self, self._inner):
             group._set_default_backend(_GLOO)
             for device in ("cpu", "cuda"):
                 group._register_backend(torch.device(device), _GLOO, gloo)
-        self._rank, self._size = segment.rank, segment.size
-        self._timeout_s = timeout.total_seconds()
-        spin = segment.size <= usable_cores()
-        self._rounds = Rounds(segment, spin=spin)
-        self._line = Line(self._rounds, ranks, spin=spin)
+        self._timeout_s = options.timeout.total_seconds()
+        self._rounds = rounds
+        spin = rounds.segment.size <= usable_cores()
+        self._line = Line(rounds, ranks, spin=spin)
 
     def getBackendName(self) -> str:
         return NAME
@@ -125,11 +121,14 @@ class ShmGroup(dist.ProcessGroup):
     def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Keep the buckets that hold the gradients of these in memory of all ranks, from now on.
 
+        On several hosts they stay where they are, and are copied to be summed.
+
         A view into a gradient that is not torch's, as of numpy, must not outlive the next reduction.
 
         Collective: all ranks of the group, between the same operations.
         """
-        self._rounds.regions.watch(parameters)
+        if self._rounds.segment.size == self._size:
+            self._rounds.regions.watch(parameters)
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)

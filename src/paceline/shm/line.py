@@ -27,6 +27,7 @@ _LEFT, _FAILED = 1, 2  # in `Segment.gone`; the second plus the rank that it fai
 _SPINS = 40  # looks before a rank sleeps, at most, where each has a core: about 0.3 ms
 _SOON_S = 0.3e-3
 _DOZE_S = (2e-3, 20e-3)  # first, later
+_AWAY_S = (0.05e-3, 0.5e-3)
 _LOOK_S = 0.05  # how often a waiting rank asks whether the others live
 
 
@@ -221,7 +222,7 @@ class Line:
                 except Mismatch as error:
                     self._break(self._disagreement(error.args[0]), self._segment.rank)
                 except BaseException as error:  # an interrupt, too, leaves the ranks out of step
-                    self._break(error, self._segment.rank)
+                    self._break(error, self._rounds.culprit(error))
                     if not isinstance(error, Exception):
                         raise
             met = self._rounds.turn != before
@@ -240,8 +241,10 @@ class Line:
         self._since = now if self._waiting else 0.0
 
     def _doze(self, long: bool) -> None:
-        segment = self._segment
-        segment.doze(segment.posted[segment.rank], _DOZE_S[long])
+        if self._rounds.away:
+            time.sleep(_AWAY_S[long])
+        else:
+            self._segment.doze(self._segment.posted[self._segment.rank], _DOZE_S[long])
 
     def _end(self, operation: Operation) -> None:
         self._waiting.popleft()
@@ -256,6 +259,7 @@ class Line:
             self._waiting[0].error = error
             self._waiting[0].steps.close()
             self._end(self._waiting[0])
+        self._rounds.gave_up(error, culprit)
 
     def _look_around(self, now: float) -> None:
         """Give the line up where a rank is gone, or late."""
@@ -274,8 +278,11 @@ class Line:
                     break
             else:
                 waited_s = now - head.issued
-                if missing and waited_s > head.timeout_s:
+                late = waited_s > head.timeout_s + self._rounds.patience_s * (missing == [0])
+                if missing and late:
                     self._break(self._lateness(missing, waited_s), missing[0])
+                elif error := self._rounds.look(missing, late=late):
+                    self._break(error, self._rounds.culprit(error))
         self.advance()
 
     def _failure(self, rank: int, gone: int, condition: str) -> PeerFailed:

@@ -54,9 +54,14 @@ class Rounds:
         regions: the gradients that all ranks have mapped.
         turn: how often the ranks have met.
         polls: how often a rank looks for the others before it yields.
+        leaves: the operations of the group that are Gloo's.
+        patience_s: how much longer than an operation's timeout the first rank of the segment may take.
 
     Collective: all ranks of the group; each method, in the same order.
     """
+
+    leaves: frozenset[str] = frozenset()
+    patience_s = 0.0
 
     def __init__(self, segment: Segment, *, spin: bool) -> None:
         self.segment = segment
@@ -65,6 +70,21 @@ class Rounds:
         self.polls = _POLLS if spin else 1
         self._rank, self._size = segment.rank, segment.size
         self._slot_bytes = segment.slot_bytes
+
+    @property
+    def away(self) -> bool:
+        """Whether this rank waits for what the others' numbers do not tell."""
+        return False
+
+    def look(self, missing: Sequence[int], *, late: bool) -> Exception | None:
+        """What has gone wrong where the segment does not reach; asked while this rank waits for `missing`."""
+
+    def gave_up(self, error: BaseException, culprit: int) -> None:
+        """Tell those whom the segment does not reach."""
+
+    def culprit(self, error: BaseException) -> int:
+        """Because of whom `error` was raised, as a place in the line's ranks."""
+        return self._rank
 
     def _meet(self) -> Steps:
         """Say that this rank has written, and wait until all have."""
@@ -81,20 +101,13 @@ class Rounds:
 
     def _meet_for(self, kind: str, dtype: torch.dtype, count: int, op: int, root: int) -> Steps:
         """The first meeting of a collective, where all see that they want the same."""
-        note = KINDS.index(kind)
-        for bits, value in (
-            (_DTYPE_BITS, _DTYPE_NUMBER[dtype]),
-            (_OP_BITS, op),
-            (_ROOT_BITS, root + 1),
-            (_COUNT_BITS, count),
-        ):
-            note = note << bits | value & (1 << bits) - 1
+        note = note_of(kind, dtype, count, op, root)
         notes = self.segment.notes[self.turn & 1]
         notes[self._rank] = note
         yield from self._meet()
         all_notes = notes.tolist()
         if all_notes.count(note) != self._size:
-            raise Mismatch([_describe(each) for each in all_notes])
+            raise Mismatch([describe(each) for each in all_notes])
 
     def barrier(self) -> Steps:
         """All have come."""
@@ -318,8 +331,21 @@ class Rounds:
         return int(given.max())
 
 
-def _describe(note: int) -> str:
-    """What a rank's note says, for an error."""
+def note_of(kind: str, dtype: torch.dtype, count: int, op: int, root: int) -> int:
+    """One number for what a rank wants, to compare. Collective: none."""
+    note = KINDS.index(kind)
+    for bits, value in (
+        (_DTYPE_BITS, _DTYPE_NUMBER[dtype]),
+        (_OP_BITS, op),
+        (_ROOT_BITS, root + 1),
+        (_COUNT_BITS, count),
+    ):
+        note = note << bits | value & (1 << bits) - 1
+    return note
+
+
+def describe(note: int) -> str:
+    """What a rank's note says, for an error. Collective: none."""
     values = []
     for bits in (_COUNT_BITS, _ROOT_BITS, _OP_BITS, _DTYPE_BITS):
         values.append(note & (1 << bits) - 1)

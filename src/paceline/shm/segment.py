@@ -178,9 +178,15 @@ def _refuse_unfit() -> None:
         raise Unavailable(f"not for {platform.system()} on {platform.machine()}")
 
 
-def _place() -> str:
-    """What must be equal for one process to see the memory and the state of another."""
-    return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+def place() -> str:
+    """What must be equal for one process to see the memory and the state of another: boot, pid namespace.
+
+    Collective: none.
+    """
+    try:
+        return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""  # not Linux, for which there is no segment either
 
 
 def _make(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
@@ -192,7 +198,7 @@ def _make(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
         mark = secrets.token_bytes(8)
         memory[:8] = mark
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        store.set("memory", f"{path} {mark.hex()} {_place()}")
+        store.set("memory", f"{path} {mark.hex()} {place()}")
         # The descriptor must live until all have opened it, the memory lives as long as a mapping does.
         store.wait([f"opened/{rank}" for rank in range(1, size)], timeout)
     finally:
@@ -207,9 +213,9 @@ def _find(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
         found = store.get("memory").decode()
         if found == "none":
             raise Unavailable("rank 0 could not make the memory")
-        path, mark, place = found.split(" ", 2)
+        path, mark, theirs = found.split(" ", 2)
         _refuse_unfit()
-        if place != _place():
+        if theirs != place():
             raise Unavailable("ranks on several hosts, or in containers that do not see each other")
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
