@@ -46,6 +46,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/reproducible.py
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/steps.py
+	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/resume.py

@@ -1,7 +1,8 @@
 """Memory that a step frees stays with the process for the next step: a front to glibc's `mallopt`.
 
 torch takes CPU tensors from `malloc`, and glibc gives freed ones back to the kernel, so that each step of
-a training gets the same megabytes anew, zeroed page by page. That is up to a sixth of a bf16 step.
+a training may get the same megabytes anew, zeroed page by page: up to a sixth of a bf16 step. glibc's
+bounds grow with the largest block that was ever freed, so without this it depends on what came before.
 """
 
 from __future__ import annotations
