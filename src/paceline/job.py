@@ -24,6 +24,7 @@ from paceline import environment, hooks, log, meeting, whereabouts
 from paceline.cores import usable_cores
 from paceline.devices import choose_backend, choose_device
 from paceline.errors import ConfigError, PacelineError, PeerFailed, StepError, place
+from paceline.heap import keep_freed_memory
 from paceline.peers import Peers
 from paceline.preemption import Preempted, notice
 from paceline.rng import INIT, key
@@ -280,6 +281,8 @@ def join(
     try:
         if chosen.type != "cpu":
             torch.get_device_module(chosen).set_device(chosen)
+        else:
+            keep_freed_memory(os.environ)
         _choose_threads(job)
         _seed_everything(seed)
         whereabouts.step = 0

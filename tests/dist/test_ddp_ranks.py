@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import ConfigError, GradientError, PeerFailed, RankDisagreement
@@ -404,6 +405,27 @@ def _compiled(job: Job) -> list[Any]:
 
 def test_a_compiled_wrapper_is_looked_through() -> None:
     assert run_ranks(_compiled, nproc=2) == [[True, True, False, True, False, True]] * 2
+
+
+def _trained(job: Job, compiled: bool) -> tuple[str, list[str]]:
+    net = _deep()
+    inner: Any = torch.compile(net, backend="aot_eager") if compiled else net
+    model = paceline.ddp(job, inner)
+    data = TensorDataset(torch.randn(24, 37, generator=torch.Generator().manual_seed(1)))
+    batches = paceline.Batches(job, data, global_batch=8, micro_batch=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    training = paceline.Training(job, model, optimizer, batches, precision="bf16")
+    for step in training.steps(until=3):
+        for (x,) in step:
+            step.backward(model(x).square().sum(), count=len(x))
+        step.update(clip_norm=1.0)
+    return digest(net.state_dict()), list(training.state_dict()["models"][0])
+
+
+def test_what_is_compiled_inside_of_ddp_trains_and_is_saved_as_the_plain_model() -> None:
+    plain, compiled = (run_ranks(_trained, compiled, nproc=2) for compiled in (False, True))
+    assert compiled == plain
+    assert plain[0] == plain[1]
 
 
 def _different(job: Job, what: str) -> None:

@@ -100,3 +100,17 @@ def test_the_first_program_of_the_readme(nproc: str, tmp_path: Path) -> None:
     found = re.search(r"accuracy (0\.\d+) on 500 samples", output)
     assert found, output
     assert float(found[1]) > 0.9
+
+
+@pytest.mark.slow
+def test_the_language_model_learns_as_well_in_bf16_as_in_fp32(tmp_path: Path) -> None:
+    text = Path(_example("char_lm.py")).read_text()
+    losses = []
+    for precision in ("fp32", "bf16"):
+        script = tmp_path / f"{precision}.py"
+        script.write_text(text.replace('precision="bf16"', f'precision="{precision}"'))
+        _run([sys.executable, str(script), "--epochs", "1", "--folder", precision], tmp_path)
+        lines = (tmp_path / precision / "metrics.jsonl").read_text().splitlines()
+        losses.append(json.loads(lines[-1])["loss"])
+    assert losses[0] != losses[1], "one of the formats was not used"
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)  # what bf16 may lose

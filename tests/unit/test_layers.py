@@ -25,6 +25,7 @@ FLOOR_1 = [
     "meeting",
     "shm",
     "devices",
+    "heap",
     "preemption",
     "job",
     "collectives",
