@@ -46,11 +46,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/reproducible.py
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/steps.py
-<<<<<<< HEAD
 	$(BIN)/python benchmarks/frameworks.py
-=======
 	$(BIN)/python benchmarks/precision.py
->>>>>>> bf16
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/resume.py

@@ -113,9 +113,11 @@ def test_hosts_that_disagree_are_all_told(case: str) -> None:
     for outcome in outcomes:
         assert isinstance(outcome.error, RankDisagreement | PeerFailed), outcome.text
         assert "ranks called different collectives: rank" in str(outcome.error)
-    first = outcomes[0 if case == "host" else 2].error
-    assert isinstance(first, RankDisagreement)
-    assert first.values[-1] == f"all_reduce of {20_001 if case == 'host' else 4} x float32, sum"
+        assert f"rank 2 all_reduce of {20_001 if case == 'host' else 4} x float32, sum" in str(
+            outcome.error
+        )
+    # Who is second may hear of it from the first.
+    assert any(isinstance(outcome.error, RankDisagreement) for outcome in outcomes)
 
 
 def _struck(job: Job, layout: str, victim: int, how: int, timeouts_s: str) -> tuple[Any, ...]:
