@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ WORKLOADS = {
     "comp": Workload(Transformer, 8, (128, 256), (128, 256), adam=True, steps=5),
 }
 Steps = Iterator[None]
+_DATA_BYTES = 32 << 20  # a rank's, after which an epoch ends
 
 
 def loop_by_hand(work: Workload, data: TensorDataset, mine: Any, model: nn.Module) -> Steps:
@@ -98,11 +100,12 @@ def measure(job: Any, name: str, rounds: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     work = WORKLOADS[name]
     total = work.steps * (rounds + 1)
-    size = work.batch * job.world_size * min(total, 16)
+    distinct = min(total, _DATA_BYTES // (4 * work.batch * (prod(work.x) + prod(work.y))))
+    size = work.batch * job.world_size * distinct
     data = TensorDataset(torch.randn(size, *work.x), torch.randn(size, *work.y))
     rows = TensorDataset(torch.arange(size))
     plan = paceline.Batches(job, rows, global_batch=work.batch * job.world_size)
-    steps = plan.iterate(Position(job.seed, 0, 0), epochs=-(-total // 16))
+    steps = plan.iterate(Position(job.seed, 0, 0), epochs=-(-total // distinct))
     mine = [micro.batch[0] for step in steps for micro in step][:total]
     models = {"alone": work.make()}
     for side in ("by hand", "ddp", "paceline"):
