@@ -19,7 +19,8 @@ from paceline.errors import CountError, NonFinite
 from paceline.job import Job
 from paceline.preemption import notice
 
-WORDS_PER_S = 16.0  # a stop takes up to two words and a step: 0.2 s where steps take less than 0.07 s
+# A stop takes up to two words and a step: less than 0.2 s where a step takes less than 0.06 s.
+WORDS_PER_S = 16.0
 MAX_STEPS_PER_WORD = 128
 _HEAD = 5  # stop, step_s, save, trouble, preempt
 _MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
