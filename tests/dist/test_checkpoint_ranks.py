@@ -294,6 +294,7 @@ def test_ranks_that_see_different_folders_are_told_so(tmp_path: Path) -> None:
         assert "rank-1.bin" in str(outcome.error)
 
 
+@pytest.mark.slow
 def test_ranks_save_to_a_server_and_resume_from_it(tmp_path: Path) -> None:
     with serve(tmp_path) as url:
         run_ranks(_saves_once, f"{url}/runs/a", nproc=2)

@@ -93,6 +93,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_warning(tmpfs: Path, tmp_path: 
     assert steps_in(tmpfs)[-1] == "step-8"
 
 
+@pytest.mark.slow
 def test_too_little_space_is_found_at_the_start(tmpfs: Path, tmp_path: Path) -> None:
     (tmpfs / "ballast").write_bytes(bytes(7 << 20) + bytes(1 << 19))
     done = train(tmp_path, tmpfs)
@@ -110,6 +111,7 @@ def test_a_read_only_disk_is_found_at_the_start(tmpfs: Path, tmp_path: Path) -> 
     assert "/train.py:" in done.err.splitlines()[-2], "the user's line and not ours"
 
 
+@pytest.mark.slow
 def test_a_folder_that_may_not_be_written_is_found_at_the_start(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("a folder of somebody else's needs root")
@@ -122,6 +124,7 @@ def test_a_folder_that_may_not_be_written_is_found_at_the_start(tmp_path: Path) 
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     done = train(tmp_path, tmp_path / "file")
@@ -130,6 +133,7 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_folders_that_are_missing_are_made(tmp_path: Path) -> None:
     done = train(tmp_path, tmp_path / "a" / "b" / "c")
     assert done.code == 0, done.err

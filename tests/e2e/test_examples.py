@@ -66,7 +66,8 @@ def test_the_demo_on_one_process_without_a_launcher(tmp_path: Path) -> None:
     assert _accuracy(output) >= 90
 
 
-@pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", ["1", "2"])
 def test_own_loop_resumes(nproc: str, tmp_path: Path) -> None:
     run = [*PACELINE, nproc, _example("own_loop.py"), "--epochs"]
     assert _accuracy(_run([*run, "2"], tmp_path)) >= 30
@@ -76,10 +77,12 @@ def test_own_loop_resumes(nproc: str, tmp_path: Path) -> None:
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.slow
 def test_plain_torchrun_script(tmp_path: Path) -> None:
     assert _accuracy(_run([*PACELINE, "2", _example("plain_torchrun.py")], tmp_path)) >= 90
 
 
+@pytest.mark.slow
 def test_char_lm_learns(tmp_path: Path) -> None:
     output = _run([*PACELINE, "2", _example("char_lm.py"), "--epochs", "2"], tmp_path)
     losses = [float(x) for x in re.findall(r"epoch \d+: ([\d.]+) nats", output)]

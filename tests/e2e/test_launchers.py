@@ -126,6 +126,7 @@ def notices(tmp_path: Path) -> list[str]:
     return [path.name for path in (tmp_path / "tmp").glob("paceline-*/*")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MPI)
 def test_two_mpi_jobs_at_once_behind_shells_do_not_mix(tmp_path: Path, kind: str) -> None:
     # A shell that must come back after the rank stays between launcher and rank.
@@ -311,6 +312,7 @@ def test_a_shell_in_an_allocation_is_one_process(tmp_path: Path, slurm: dict[str
     assert lines(done, "none") == expected("none", 1)
 
 
+@pytest.mark.slow
 def test_a_batch_script_and_its_step(tmp_path: Path, slurm: dict[str, str]) -> None:
     command = " ".join(script(tmp_path, FACTS))
     (tmp_path / "batch").write_text(f"#!/bin/bash\n{command}\nsrun {command}\n")
@@ -341,7 +343,10 @@ def test_torchrun_inside_a_step_wins(
     assert said == expected("torchrun", 2)
 
 
-@pytest.mark.parametrize("how", ["raise", "exit", "unleft"])
+@pytest.mark.parametrize(
+    "how",
+    ["raise", *(pytest.param(how, marks=pytest.mark.slow) for how in ("exit", "unleft"))],
+)
 def test_the_end_of_one_rank_of_a_step_is_told_to_the_others(
     tmp_path: Path, slurm: dict[str, str], how: str
 ) -> None:

@@ -67,7 +67,16 @@ def _python(words: list[str], cwd: Path, text: str = "") -> Finished:
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
-@pytest.mark.parametrize("kind", ["stdin", "script", "module", "command", "guarded"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "script",
+        *(
+            pytest.param(k, marks=pytest.mark.slow)
+            for k in ("stdin", "module", "command", "guarded")
+        ),
+    ],
+)
 def test_spawn_from_any_main(tmp_path: Path, kind: str) -> None:
     script = SCRIPT
     if kind == "guarded":

@@ -35,9 +35,9 @@ RULES = {
     "20": "same device for all ranks",
 }
 # Of each kind of evidence one in the short suite; the others are long.
-QUICK = {"09_weights_clamped_on_one_rank", "17_barrier_under_rank0"}
-QUICK_SOUND = {"22_gan_two_optimizers"}
-QUICK_REFUSED = {"exits_early_on_one_rank"}
+QUICK = {"09_weights_clamped_on_one_rank"}
+QUICK_SOUND: set[str] = set()
+QUICK_REFUSED: set[str] = set()
 
 
 def verify(*words: str, folder: Path, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
@@ -169,6 +169,7 @@ def test_the_report_in_words(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 def test_our_own_example_is_sound(tmp_path: Path) -> None:
     code, facts = audit(TESTS.parent / "examples/plain_torchrun.py", "1,2", tmp_path)
     assert (code, facts["audits"][0]["faults"]) == (0, [])

@@ -81,6 +81,7 @@ def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
     assert {name for name in left if not name.startswith("torchinductor")} == {"train.py"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_within_rounding_by_default(tmp_path: Path) -> None:
     code, facts = verify(tmp_path, workers=2)
