@@ -98,9 +98,9 @@ def spawn(
     if failed:
         first = original(failed)
         assert first.error is not None
-        # A rank that never ended may wait for another that did not: only all stacks together tell.
-        for outcome in failed if isinstance(first.error, LaunchFailed) else [first]:
-            if outcome.text:
+        # Who ran into a timeout may have waited for one that did not end: its stacks tell why.
+        for outcome in failed:
+            if outcome.text and (outcome is first or isinstance(outcome.error, LaunchFailed)):
                 first.error.add_note(f"on rank {outcome.rank}:\n{outcome.text}")
         raise first.error
     return [o.value for o in outcomes]
@@ -168,9 +168,10 @@ class _Rank:
         """The stacks of a rank that does not finish and of its loader workers, as far as they tell."""
         pid = self.process.pid or 0
         for each in (pid, *_children(pid)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, _TELL)  # a fork inherits what is to be done then
-            time.sleep(0.1)  # or their lines would mix
+            if _tells(each):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, _TELL)
+                time.sleep(0.1)  # or their lines would mix
         text = b""
         until = time.monotonic() + _DUMP_S
         while wait([self.stacks], timeout=max(0.0, until - time.monotonic())):
@@ -194,8 +195,20 @@ class _Rank:
 
 
 def _children(pid: int) -> list[int]:
-    found = (path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children"))
-    return [int(child) for each in found for child in each]
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            found += map(int, path.read_text().split())
+    return found
+
+
+def _tells(pid: int) -> bool:
+    """Whether a process handles the signal: a rank does, and what it forked; to another it is the end."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (_TELL - 1) & 1)
+    return False
 
 
 @contextlib.contextmanager

@@ -118,6 +118,7 @@ class Step:
             for tally in self._tallies:
                 tally.owed = True
             training.seed_dropout(self.number, micro.offset)
+            training.tuning.begin()
             precision.enter()
             yield micro.batch
             precision.leave()
@@ -211,10 +212,9 @@ class Step:
 
         Collective: all ranks, once for each optimizer.
         """
-        training = self._training
+        training, planned = self._training, self._planned.num_micro_batches
         tally = self._tally(optimizer)
         track = tally.track
-        planned = self._planned.num_micro_batches
         if self._seen != planned or tally.backwards < planned or tally.updated:
             raise self._unfinished(tally)
         if clip_norm is not None:
@@ -243,8 +243,9 @@ class Step:
         training.precision.step(track.optimizer)
         tally.updated = True
         self._left -= 1
-        if not self._left and training.precision.end_step():
-            for each in self._tallies:
+        if not self._left:
+            training.tuning.stop()
+            for each in self._tallies if training.precision.end_step() else ():
                 if each.track.schedule is not None:
                     each.track.schedule.step()
         track.clear_gradients()

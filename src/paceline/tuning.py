@@ -35,6 +35,16 @@ class BucketTuning:
         self._turns = Turns(job, list(self._ways)) if len(self._ways) > 1 else None
         self._way = next(iter(_WAYS))
 
+    def begin(self) -> None:
+        """The first forward of a step begins, if it has not. Collective: none."""
+        if self._turns is not None:
+            self._turns.begin()
+
+    def stop(self) -> None:
+        """The step's last update is done. Collective: none."""
+        if self._turns is not None:
+            self._turns.stop()
+
     def step_ended(self, *, active: bool) -> None:
         """Note that a step is over, and take another size for the next one where that is due.
 
@@ -51,15 +61,14 @@ class BucketTuning:
             if self._job.rank == 0:
                 log.logger.info("buckets of %s.", self._turns.verdict)
             self._turns = None
-        else:
-            self._turns.begin()  # what is timed is the whole of a step, its data too
 
     def _use(self, way: str) -> None:
         if way == self._way:
             return
         self._way = way
         for wrapper in self._wrappers:
-            reducer.set_bucket_mb(wrapper, self._ways[way])
+            if reducer.is_tuned(wrapper):
+                reducer.set_bucket_mb(wrapper, self._ways[way])
 
     def state_dict(self) -> dict[str, Any]:
         """What was chosen; empty where nothing was, or not yet. Collective: none."""

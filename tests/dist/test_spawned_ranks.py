@@ -48,7 +48,18 @@ def _one_sleeps(job: Job, sleeper: int) -> int:
 def test_a_rank_that_does_not_finish_shows_its_stacks(nproc: int, sleeper: int) -> None:
     with pytest.raises(LaunchFailed, match=r"did not finish within 3 s") as caught:
         paceline.spawn(_one_sleeps, sleeper, nproc=nproc, deadline_s=3)
-    notes = getattr(caught.value, "__notes__", [])
+    _assert_shown(caught.value, sleeper)
+
+
+def test_who_is_waited_for_is_shown_beside_a_timeout() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        paceline.spawn(_one_sleeps, 2, nproc=3, timeout_s=2, deadline_s=60)
+    assert "did not finish" not in str(caught.value)
+    _assert_shown(caught.value, 2)
+
+
+def _assert_shown(error: BaseException, sleeper: int) -> None:
+    notes = getattr(error, "__notes__", [])
     (note,) = [note for note in notes if note.startswith(f"on rank {sleeper}:")]
     assert "in _one_sleeps" in note
     assert "in _stand_about" in note  # of its loader worker

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -43,11 +44,11 @@ def _train(
     met: list[int] = []
     for step in training.steps(until=until):
         for (x,) in step:
+            if job.rank == 0 and job.world_size > 1 and len(_sizes(model)) != fast:
+                time.sleep(0.06)
             step.backward(model(x).square().sum(), count=len(x))
         step.update()
         met.append(len(_sizes(model)) if job.world_size > 1 else 0)
-        if job.rank == 0 and met[-1] != fast:
-            time.sleep(0.06)
     assert not model.training and len(calls) >= len(met)
     assert {p.grad for p in model.parameters()} == {None}
     return {"met": met, "digest": digest([model.state_dict(), optimizer.state_dict()])}
@@ -86,3 +87,23 @@ def test_it_goes_with_the_other_options(options: dict[str, bool]) -> None:
 def test_one_process_has_no_buckets() -> None:
     assert run_ranks(_train, None, "auto", 4, 0, {}, nproc=1)[0]["met"] == [0] * 4
 
+
+
+def _hooked(job: Job) -> list[int]:
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    model: Any = paceline.ddp(job, torch.nn.Sequential(*layers), bucket_mb="auto")
+    model.register_comm_hook(job.group, allreduce_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    batches = paceline.Batches(job, TensorDataset(torch.ones(12, WIDTH)), global_batch=6)
+    training = paceline.Training(job, model, optimizer, batches)
+    met = []
+    for step in training.steps(until=10):
+        for (x,) in step:
+            step.backward(model(x).square().sum(), count=len(x))
+        step.update()
+        met.append(len(_sizes(model)))
+    return [*met, len(model._comm_hooks)]
+
+
+def test_a_model_with_a_communication_hook_is_left_alone() -> None:
+    assert run_ranks(_hooked, nproc=2) == [[2] * 10 + [1]] * 2

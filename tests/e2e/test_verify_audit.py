@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,6 @@ RULES = {
 }
 # Of each kind of evidence one in the short suite; the others are long.
 QUICK = {"09_weights_clamped_on_one_rank"}
-QUICK_SOUND: set[str] = set()
-QUICK_REFUSED: set[str] = set()
 
 
 def verify(*words: str, folder: Path, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
@@ -75,7 +74,7 @@ def _running(script: Path) -> list[str]:
     return found
 
 
-def scripts(kind: str, quick: set[str]) -> list[Any]:
+def scripts(kind: str, quick: Collection[str] = ()) -> list[Any]:
     """All scripts of a folder as parameters, those that are not quick marked slow."""
     found = []
     for path in sorted((TESTS / kind).glob("*.py")):
@@ -100,7 +99,7 @@ def test_the_fault_is_named_and_no_other(script: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("script", scripts("sound", QUICK_SOUND))
+@pytest.mark.parametrize("script", scripts("sound"))
 def test_a_sound_script_is_not_accused(script: Path, tmp_path: Path) -> None:
     code, facts = audit(script, "1,2", tmp_path)
     assert [fault for each in facts["audits"] for fault in each["faults"]] == []
@@ -142,7 +141,7 @@ SENTENCES = {
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("script", scripts("refused", QUICK_REFUSED))
+@pytest.mark.parametrize("script", scripts("refused"))
 def test_a_script_that_cannot_be_judged(script: Path, tmp_path: Path) -> None:
     if "gpu" in script.stem and os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU on this host")

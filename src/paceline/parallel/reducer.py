@@ -80,7 +80,6 @@ def set_bucket_mb(wrapper: DistributedDataParallel, bucket_mb: float | None) -> 
     """
     # All that a module has but its parts: hooks, `training`.
     kept = {name: wrapper.__dict__[name] for name in vars(nn.Module()) if name not in _PARTS}
-    hooks = list(wrapper._comm_hooks)
     # There is no other way to a new reducer that all versions of torch have in common. The hooks of the
     # old one go with it.
     DistributedDataParallel.__init__(
@@ -91,14 +90,13 @@ def set_bucket_mb(wrapper: DistributedDataParallel, bucket_mb: float | None) -> 
         **wrapper.__dict__[_OPTIONS],
     )
     wrapper.__dict__.update(kept)
-    for hook, state in hooks:
-        wrapper.register_comm_hook(state, hook)
     _lay_out_now(wrapper)
 
 
 def is_tuned(wrapper: DistributedDataParallel) -> bool:
     """Whether a training may change the size of its buckets. Collective: none."""
-    return bool(wrapper.__dict__.get(_TUNED))
+    # A communication hook may keep something for each bucket, as PowerSGD's does.
+    return bool(wrapper.__dict__.get(_TUNED)) and not wrapper._comm_hooks
 
 
 def _no_buffer_broadcast() -> dict[str, Any]:

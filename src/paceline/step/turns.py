@@ -48,6 +48,12 @@ class Turns:
         if self._began is None:
             self._began = time.perf_counter()
 
+    def stop(self) -> None:
+        """What is timed of a step ends, unless it has ended already. Collective: none."""
+        if self._began is not None:  # else this rank had no samples
+            self._spent_s += time.perf_counter() - self._began
+            self._began = None
+
     def end_step(self) -> bool:
         """Whether `way` is final; else it may be another one from the next step on.
 
@@ -57,9 +63,7 @@ class Turns:
         ends = self._num_steps == _BLOCK_STEPS
         if ends and self._job.device.type != "cpu":
             torch.get_device_module(self._job.device).synchronize()
-        if self._began is not None:  # else this rank had no samples
-            self._spent_s += time.perf_counter() - self._began
-            self._began = None
+        self.stop()
         if not ends:
             return False
         self._blocks_s.append(self._spent_s)
