@@ -30,6 +30,7 @@ from paceline.launch.evidence import (
 from paceline.launch.hang import Hang, judge
 from paceline.launch.hearsay import Hearsay
 from paceline.launch.pace import Pace
+from paceline.launch.processes import Process
 from paceline.launch.rank import Rank
 
 HANG_AFTER_S = 10.0
@@ -43,30 +44,58 @@ _BUSY_BYTES_S = 16 << 10
 _KEPT = 20
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One look at a rank.
+
+    Args:
+        at_s: Seconds for which the ranks have been watched. A launcher that did not run itself for a while
+            has not seen them stand still.
+        processes: The rank's own and those below it.
+        place: Where its main thread was.
+
+    Collective: none.
+    """
+
+    at_s: float
+    processes: tuple[Process, ...]
+    place: Any
+
+
 @dataclass
-class _Seen:
-    """What was seen of one rank."""
+class Seen:
+    """What was seen of one rank. Collective: none."""
 
     counts: tuple[int, int] = (0, 0)
     since: float = 0.0  # when a collective was last entered or over
     beat: dict[str, Any] = field(default_factory=dict)
-    # Time, seconds of CPU, bytes, where its main thread was.
-    samples: deque[tuple[float, float, int, Any]] = field(default_factory=deque)
-    pids: tuple[int, ...] = ()  # whose CPU and bytes these are
+    samples: deque[Sample] = field(default_factory=deque)
     state: str = ""
 
-    def busy(self, now: float, window_s: float) -> bool:
-        """Whether it was at work in the last `window_s` seconds."""
-        inside = [sample for sample in self.samples if sample[0] >= now - window_s]
-        if len(inside) < 2 or self.state in ("T", "Z", ""):
+    def add(self, sample: Sample, window_s: float) -> None:
+        """Keep what `busy` needs: the window, and the last sample before it."""
+        self.samples.append(sample)
+        while len(self.samples) > 1 and self.samples[1].at_s <= sample.at_s - window_s:
+            self.samples.popleft()
+
+    def busy(self, window_s: float) -> bool:
+        """Whether it was at work in the last `window_s` seconds, or was not watched for so long."""
+        if self.state in ("T", "Z", ""):
             return False
-        (begun, cpu_s, size, _), (ended, cpu_then, size_then, _) = inside[0], inside[-1]
-        passed = ended - begun
-        places = [sample[3] for sample in inside]
+        passed = self.samples[-1].at_s - self.samples[0].at_s
+        if passed < window_s:
+            return True
+        first: dict[int, Process] = {}
+        last: dict[int, Process] = {}
+        for sample in self.samples:
+            for process in sample.processes:
+                first.setdefault(process.pid, process)
+                last[process.pid] = process
+        cpu_s = sum(last[pid].cpu_s - first[pid].cpu_s for pid in first)
+        size = sum(last[pid].io_bytes - first[pid].io_bytes for pid in first)
+        places = [sample.place for sample in self.samples]
         moves = len(places) > 3 and max(map(places.count, places)) * 2 < len(places)
-        return (
-            moves or cpu_then - cpu_s > _BUSY * passed or size_then - size > _BUSY_BYTES_S * passed
-        )
+        return moves or cpu_s > _BUSY * passed or size > _BUSY_BYTES_S * passed
 
 
 class Watch:
@@ -89,13 +118,14 @@ class Watch:
         self._asked = 0
         self._pace = Pace(crew)
         self._next = 0.0
+        self._looked = self._watched_s = 0.0
         self._begin([])
 
     def _begin(self, pids: list[int]) -> None:
         """A round begins."""
         self._pids = pids
         self._ask_next = self._deadline = self._others_until = 0.0
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, Seen] = {}
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._moved = time.monotonic()
         self._alarmed = False
@@ -110,6 +140,8 @@ class Watch:
         if now < self._next:
             return None
         self._next = now + _LOOK_S
+        self._watched_s += min(now - self._looked, 2 * _LOOK_S)
+        self._looked = now
         pids = [rank.pid for rank in self._crew.ranks]
         if pids != self._pids:
             self._begin(pids)
@@ -150,7 +182,7 @@ class Watch:
         return max(HANG_AFTER_S, _STEPS * usual_s)
 
     def _look_at(self, rank: Rank, now: float) -> None:
-        seen = self._seen.setdefault(rank.local_rank, _Seen(since=now))
+        seen = self._seen.setdefault(rank.local_rank, Seen(since=now))
         beat = read_beat(rank.probed())
         if beat:
             seen.beat = beat
@@ -170,14 +202,7 @@ class Watch:
         # Only where it matters, since it reads a file for each of their threads.
         below = processes.descendants(rank.pid) if now - seen.since > 1 else ()
         all_ = [found, *filter(None, map(processes.look, below))]
-        if (pids := tuple(process.pid for process in all_)) != seen.pids:
-            seen.pids = pids
-            seen.samples.clear()
-        seen.samples.append(
-            (now, sum(p.cpu_s for p in all_), sum(p.io_bytes for p in all_), seen.beat.get("at"))
-        )
-        while seen.samples[0][0] < now - self._window - _LOOK_S:
-            seen.samples.popleft()
+        seen.add(Sample(self._watched_s, tuple(all_), seen.beat.get("at")), self._window)
 
     @property
     def _window(self) -> float:
@@ -248,7 +273,7 @@ class Watch:
             host=host,
             pid=pid,
             state=seen.state,
-            busy=seen.busy(now, self._window),
+            busy=seen.busy(self._window),
             idle_s=now - seen.since,
             held=bool(dump),
             entering=not answered and not late and seen.counts[0] > seen.counts[1],
