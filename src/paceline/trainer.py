@@ -23,7 +23,7 @@ from paceline.data.batches import Batches
 from paceline.errors import ConfigError
 from paceline.evaluation import Evaluation, Score, evaluate
 from paceline.job import Job, current, join
-from paceline.parallel.ddp import ddp, unwrap
+from paceline.parallel.ddp import DEFAULT_BUCKET_MB, ddp, unwrap
 from paceline.parallel.syncbn import plain_batchnorms, sync_batchnorm
 from paceline.steps import Step
 from paceline.training import Training
@@ -111,6 +111,7 @@ class Trainer:
         validation: What to evaluate after epochs.
         schedule: A function from an optimizer to a scheduler of torch.
         reproducible: Whether the result is equal to the last bit on any number of ranks.
+        bucket_mb: Size of a gradient bucket in MiB, or "auto"; see `ddp`.
         desync_every: After how many steps replicas are compared; see `Training`.
         desync_also: What is compared besides weights and optimizer state; see `Training`.
 
@@ -129,6 +130,7 @@ class Trainer:
         validation: Validation | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         reproducible: bool = False,
+        bucket_mb: float | Literal["auto"] = DEFAULT_BUCKET_MB,
         desync_every: int | None = None,
         desync_also: Collection[str] = (),
     ) -> None:
@@ -146,6 +148,7 @@ class Trainer:
         self._validation = validation
         self._schedule = schedule
         self._reproducible = reproducible
+        self._bucket_mb = bucket_mb
         self._desync_every = desync_every
         self._desync_also = desync_also
 
@@ -207,7 +210,7 @@ class Trainer:
         module = module.to(job.device)
         if job.world_size > 1 and plain_batchnorms(module) and not self._reproducible:
             module = sync_batchnorm(job, module)
-        model = ddp(job, module)
+        model = ddp(job, module, bucket_mb=self._bucket_mb)
         optimizer = self._optimizer(model.parameters())
         checkpoints = None
         if folder is not None:

@@ -77,6 +77,30 @@ def _by_hand(job: Any) -> tuple[list[float], float]:
     return _flat(paceline.unwrap(model)), result.loss
 
 
+def _bucket_sizes(job: Any) -> list[int]:
+    """How many buckets a model had in each step, of 4 MiB of gradients."""
+    seen: list[int] = []
+
+    def note(moment: Any) -> None:
+        seen.append(len(moment.training.models[0].reducer._get_zeros_like_grad_buckets()))
+
+    data = TensorDataset(torch.ones(12, 512), torch.ones(12, 512))
+    trainer = paceline.Trainer(
+        lambda: nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]),
+        F.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-5),
+        data,
+        global_batch=2 * job.world_size,
+        bucket_mb=1.0,
+    )
+    trainer.fit(1, on={"step": note})
+    return seen
+
+
+def test_bucket_mb_reaches_ddp() -> None:
+    assert set(run_ranks(_bucket_sizes, nproc=2)[0]) == {4}
+
+
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_the_trainer_is_bit_equal_to_the_loop_by_hand(nproc: int, tmp_path: Path) -> None:
     by_hand = run_ranks(_by_hand, nproc=nproc)

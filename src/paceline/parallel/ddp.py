@@ -22,14 +22,14 @@ from paceline.parallel import reducer
 from paceline.parallel.buffers import equalize_buffers
 from paceline.parallel.preflight import agree_on_parameters, listed, refuse_module
 
-_DEFAULT_BUCKET_MB = 25.0
+DEFAULT_BUCKET_MB = 25.0
 
 
 def ddp(
     job: Job,
     module: nn.Module,
     *,
-    bucket_mb: float | Literal["auto"] = _DEFAULT_BUCKET_MB,
+    bucket_mb: float | Literal["auto"] = DEFAULT_BUCKET_MB,
     static_graph: bool = False,
     find_unused: bool = False,
 ) -> nn.Module:
@@ -67,7 +67,7 @@ def ddp(
         wrapper = reducer.wrap(
             job,
             module,
-            bucket_mb=None if bucket_mb in ("auto", _DEFAULT_BUCKET_MB) else float(bucket_mb),
+            bucket_mb=None if bucket_mb in ("auto", DEFAULT_BUCKET_MB) else float(bucket_mb),
             tuned=bucket_mb == "auto",
             static_graph=static_graph,
             find_unused=find_unused,
