@@ -1,6 +1,6 @@
 """A training step on several ranks of one host: Paceline against DDP by hand over Gloo, and the ceiling.
 
-    python benchmarks/steps.py [--ranks 2] [--rounds 9] [--only tiny|comm|comp]
+    python benchmarks/steps.py [--ranks 2] [--rounds 6] [--only tiny|comm|comp]
 
 **tiny**: MLP 32-32-8, batch 16, AdamW. **comm**: MLP 4 x 1024, batch 128 (16.8 MB of gradients), SGD.
 **comp**: transformer d 256, 4 layers, 8 x 128 tokens, AdamW. Batches are those of one rank; one thread
@@ -11,8 +11,10 @@ a rank. Sides:
     ddp        the same loop with `paceline.ddp`
     paceline   `paceline.ddp` and `paceline.Training`
 
-All live in the same processes and take turns, round after round; a round gives the mean of its steps, of
-the slowest rank: where other programs take cores away, the median of single steps would not show it for the
+All live in the same processes and take turns, round after round; four times, in new processes, with another
+side made and run first, since where a model lies in memory makes it faster or slower for good. A round gives
+the mean of its steps, of the slowest rank: where other programs take cores away, the median of single steps
+would not show it for the
 copies alone. The table has medians over rounds, and ratios of each round with their middle half. Those that
 communicate must end with the same weights.
 """
@@ -65,6 +67,7 @@ WORKLOADS = {
     "comm": Workload(mlp, 128, (1024,), (1024,), adam=False, steps=20),
     "comp": Workload(Transformer, 8, (128, 256), (128, 256), adam=True, steps=5),
 }
+SIDES = ["alone", "by hand", "ddp", "paceline"]
 Steps = Iterator[None]
 _DATA_BYTES = 32 << 20  # a rank's, after which an epoch ends
 
@@ -78,6 +81,15 @@ def loop_by_hand(work: Workload, data: TensorDataset, mine: Any, model: nn.Modul
         optimizer.step()
         optimizer.zero_grad()
         yield
+
+
+def ddp_by_hand(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(
+        model,
+        process_group=dist.new_group(backend="gloo"),
+        gradient_as_bucket_view=True,
+        static_graph=True,
+    )
 
 
 def loop_of_paceline(
@@ -95,8 +107,8 @@ def loop_of_paceline(
         yield
 
 
-def measure(job: Any, name: str, rounds: int) -> dict[str, list[float]]:
-    """For each side, the step time of each round in us."""
+def measure(job: Any, name: str, rounds: int, first: int) -> dict[str, list[float]]:
+    """For each side, the step time of each round in us; the side `first` is made first."""
     torch.set_num_threads(1)
     work = WORKLOADS[name]
     total = work.steps * (rounds + 1)
@@ -107,23 +119,19 @@ def measure(job: Any, name: str, rounds: int) -> dict[str, list[float]]:
     plan = paceline.Batches(job, rows, global_batch=work.batch * job.world_size)
     steps = plan.iterate(Position(job.seed, 0, 0), epochs=-(-total // distinct))
     mine = [micro.batch[0] for step in steps for micro in step][:total]
-    models = {"alone": work.make()}
-    for side in ("by hand", "ddp", "paceline"):
-        models[side] = work.make()
-        models[side].load_state_dict(models["alone"].state_dict())
-    hand = DistributedDataParallel(
-        models["by hand"],
-        process_group=dist.new_group(backend="gloo"),
-        gradient_as_bucket_view=True,
-        static_graph=True,
-    )
-    ours = paceline.ddp(job, models["paceline"])
-    sides = {
-        "alone": loop_by_hand(work, data, mine, models["alone"]),
-        "by hand": loop_by_hand(work, data, mine, hand),
-        "ddp": loop_by_hand(work, data, mine, paceline.ddp(job, models["ddp"])),
-        "paceline": loop_of_paceline(job, work, data, ours, total),
-    }
+    start = work.make().state_dict()
+    models, sides = {}, {}
+    for side in SIDES[first:] + SIDES[:first]:
+        models[side] = model = work.make()
+        model.load_state_dict(start)
+        if side == "by hand":
+            model = ddp_by_hand(model)
+        elif side != "alone":
+            model = paceline.ddp(job, model)
+        if side == "paceline":
+            sides[side] = loop_of_paceline(job, work, data, model, total)
+        else:
+            sides[side] = loop_by_hand(work, data, mine, model)
     found: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds + 1):
         for side, loop in sides.items():
@@ -162,16 +170,20 @@ def rows_of(name: str, ranks: int, found: dict[str, list[float]]) -> list[dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
     options = parser.parse_args()
     rows = []
     for ranks in options.ranks:
         for name in options.only:
-            found = run_ranks(
-                measure, name, options.rounds, nproc=ranks, timeout_s=300, deadline_s=1200
-            )
-            rows += rows_of(name, ranks, found[0])
+            found: dict[str, list[float]] = {}
+            for first in range(4):
+                with_first = run_ranks(
+                    measure, name, options.rounds, first, nproc=ranks, timeout_s=300, deadline_s=600
+                )
+                for side in SIDES:
+                    found.setdefault(side, []).extend(with_first[0][side])
+            rows += rows_of(name, ranks, found)
     publish("steps", rows, rounds=options.rounds)
 
 

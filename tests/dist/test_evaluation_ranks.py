@@ -101,7 +101,7 @@ def _with_metrics(job: Any, n: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("nproc", [2, 3, 4])
-@pytest.mark.parametrize("n", [6, 25])  # 6: two batches, so some ranks are empty
+@pytest.mark.parametrize("n", [6, pytest.param(25, marks=pytest.mark.slow)])  # 6: some ranks are empty
 def test_any_metric_and_predictions_in_order(nproc: int, n: int) -> None:
     want = run_ranks(_with_metrics, n, nproc=1)[0]
     for got in run_ranks(_with_metrics, n, nproc=nproc):

@@ -41,7 +41,7 @@ def _train(job: Any, folder: str, slow: str, until: int) -> tuple[str, list[str]
     return training.precision.name, met, [p.tolist() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("nproc", [*[pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)], 3])
 @pytest.mark.parametrize(("slow", "chosen"), [("float32", "bf16"), ("bfloat16", "fp32")])
 def test_all_ranks_take_what_was_faster_and_keep_it(
     tmp_path: Path, nproc: int, slow: str, chosen: str

@@ -73,6 +73,7 @@ def test_the_fastest_is_found_and_kept_and_the_sums_are_the_same(tmp_path: Path)
         assert set(rank["met"]) == {3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"find_unused": True}, {"static_graph": True}])
 def test_it_goes_with_the_other_options(options: dict[str, bool]) -> None:
     nproc = 2 if "find_unused" in options else 4

@@ -118,6 +118,11 @@ class ShmGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all ranks of the group share this memory. Collective: none."""
+        return bool(self._rounds.segment.size == self._size)
+
     def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Keep the buckets that hold the gradients of these in memory of all ranks, from now on.
 
@@ -127,7 +132,7 @@ class ShmGroup(dist.ProcessGroup):
 
         Collective: all ranks of the group, between the same operations.
         """
-        if self._rounds.segment.size == self._size:
+        if self.is_on_one_host:
             self._rounds.regions.watch(parameters)
 
     def set_timeout(self, timeout: timedelta) -> None:
