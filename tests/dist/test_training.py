@@ -218,8 +218,12 @@ def _stop_in_between(job: Any) -> int:
     return training.number
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-def test_a_stop_is_after_the_same_step_on_all_ranks(nproc: int) -> None:
+@pytest.mark.parametrize(("nproc", "backend"), [(1, "shm"), (2, "shm"), (3, "shm"), (3, "gloo")])
+def test_a_stop_is_after_the_same_step_on_all_ranks(
+    nproc: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Over shm the control word is read at once, over Gloo when the next one is due.
+    monkeypatch.setenv("PACELINE_BACKEND", backend)
     numbers = run_ranks(_stop_in_between, nproc=nproc)
     assert len(set(numbers)) == 1
     assert numbers[0] == 10 if nproc == 1 else 10 <= numbers[0] <= 12  # the epoch ends at 12
@@ -391,8 +395,11 @@ def _not_finite(job: Any, clip: float | None) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-def test_nan_is_found_on_all_ranks(nproc: int, clip: float | None) -> None:
+@pytest.mark.parametrize(("nproc", "backend"), [(1, "shm"), (2, "shm"), (3, "shm"), (2, "gloo")])
+def test_nan_is_found_on_all_ranks(
+    nproc: int, backend: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_BACKEND", backend)
     for outcome in run_failing_ranks(_not_finite, clip, nproc=nproc):
         assert isinstance(outcome.error, NonFinite), outcome.text
         if clip is not None:
@@ -466,10 +473,13 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_log_has_one_line_a_step_with_the_loss_of_all_ranks(tmp_path: Path) -> None:
+def test_the_log_has_one_line_a_step_with_the_loss_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logs = []
-    for nproc in (1, 2, 3):
-        folder = tmp_path / str(nproc)
+    for nproc, backend in ((1, "shm"), (2, "shm"), (3, "shm"), (2, "gloo")):
+        monkeypatch.setenv("PACELINE_BACKEND", backend)
+        folder = tmp_path / f"{nproc} {backend}"
         run_ranks(_report, str(folder), nproc=nproc)
         logs.append(_lines(folder))
     for lines in logs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Iterable
 from typing import Any, cast
 
 import pytest
@@ -20,7 +21,7 @@ from paceline.launch.evidence import (
 )
 from paceline.launch.hang import Hang, judge
 from paceline.launch.processes import Process
-from paceline.launch.watch import Sample, Seen, Watch
+from paceline.launch.watch import Seen, Watch
 
 TRAIN = (("train.py", 57, "step"), ("train.py", 90, "<module>"))
 EVALUATE = (("train.py", 31, "evaluate"), ("train.py", 88, "<module>"))
@@ -334,17 +335,20 @@ def process(cpu_s: float, io_bytes: int = 0, pid: int = 40) -> Process:
     )
 
 
-def seen(*samples: Sample, window_s: float = 4.0, state: str = "S") -> Seen:
+Look = tuple[float, list[Process], int]  # when, its processes, where its main thread is
+
+
+def seen(looks: Iterable[Look], window_s: float = 4.0, state: str = "S") -> Seen:
     found = Seen(state=state)
-    for sample in samples:
-        found.add(sample, window_s)
+    for at_s, processes, place in looks:
+        found.add(at_s, processes, place, window_s=window_s)
     return found
 
 
 def still(cpu_s: float = 0.0, size: int = 0, state: str = "S") -> Seen:
     """A rank that has used so much in four seconds, at one place."""
-    looks = (Sample(t, (process(cpu_s * t / 4, size * t // 4),), 7) for t in range(5))
-    return seen(*looks, state=state)
+    looks = ((t, [process(cpu_s * t / 4, size * t // 4)], 7) for t in range(5))
+    return seen(looks, state=state)
 
 
 def test_who_is_at_work() -> None:
@@ -353,33 +357,30 @@ def test_who_is_at_work() -> None:
     assert still(size=1 << 20).busy(4.0)
     assert still(size=1 << 20, state="D").busy(4.0)
     assert not still(cpu_s=1.0, state="T").busy(4.0)
-    elsewhere = seen(*(Sample(t, (process(0.0),), t) for t in range(5)))
+    elsewhere = seen((t, [process(0.0)], t) for t in range(5))
     assert elsewhere.busy(4.0)
-    polls = seen(*(Sample(t, (process(0.0),), 7 if t % 4 else 8) for t in range(5)))
+    polls = seen((t, [process(0.0)], 7 if t % 4 else 8) for t in range(5))
     assert not polls.busy(4.0)
 
 
 def test_only_the_last_seconds_count_and_the_look_before_them() -> None:
-    looks = [Sample(t, (process(2.0 if t else 0.0),), 7) for t in (0.0, 2.0, 3.0, 4.0)]
-    assert not seen(*looks, window_s=1.5).busy(1.5)
-    assert seen(*looks, window_s=3.0).busy(3.0)
-    assert [sample.at_s for sample in seen(*looks, window_s=1.5).samples] == [2.0, 3.0, 4.0]
+    looks: list[Look] = [(t, [process(2.0 if t else 0.0)], 7) for t in (0.0, 2.0, 3.0, 4.0)]
+    assert not seen(looks, window_s=1.5).busy(1.5)
+    assert seen(looks, window_s=3.0).busy(3.0)
+    assert [sample.at_s for sample in seen(looks, window_s=1.5).samples] == [2.0, 3.0, 4.0]
 
 
 def test_processes_below_a_rank_count_from_when_they_are_seen() -> None:
     script = process(0.0)
     # What a worker used before it was looked at says nothing of these seconds.
-    idle = [Sample(t, (script, *[process(9.0, pid=41)] * (t > 1)), 7) for t in range(5)]
-    assert not seen(*idle).busy(4.0)
-    works = [Sample(t, (script, *[process(9.0 + t, pid=41)] * (t > 1)), 7) for t in range(5)]
-    assert seen(*works).busy(4.0)
-    gone = [Sample(t, (script, *[process(9.0 + t, pid=41)] * (t < 3)), 7) for t in range(5)]
-    assert seen(*gone).busy(4.0)
+    assert not seen((t, [script, *[process(9.0, pid=41)] * (t > 1)], 7) for t in range(5)).busy(4.0)
+    assert seen((t, [script, *[process(9.0 + t, pid=41)] * (t > 1)], 7) for t in range(5)).busy(4.0)
+    assert seen((t, [script, *[process(9.0 + t, pid=41)] * (t < 3)], 7) for t in range(5)).busy(4.0)
 
 
 def test_who_was_not_watched_does_not_stand_still() -> None:
-    assert seen(Sample(4.0, (process(0.0),), 7)).busy(4.0)
-    assert seen(*(Sample(t, (process(0.0),), 7) for t in (3.9, 4.0))).busy(4.0)
+    assert seen([(4.0, [process(0.0)], 7)]).busy(4.0)
+    assert seen((t, [process(0.0)], 7) for t in (3.9, 4.0)).busy(4.0)
 
 
 def test_a_launcher_that_did_not_run_has_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,10 +390,10 @@ def test_a_launcher_that_did_not_run_has_not_watched(monkeypatch: pytest.MonkeyP
     for _ in range(8):
         watch.look(1)
         now += 0.5
-    before = watch._watched_s
     now += 60.0
     watch.look(1)
-    assert watch._watched_s - before == pytest.approx(1.0)
+    assert watch._watched_s == pytest.approx(3.5 + 1.0)
+    assert now - watch._seen[0].since == pytest.approx(3.5 + 1.0)
 
 
 class Silent:

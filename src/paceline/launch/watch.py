@@ -46,56 +46,65 @@ _KEPT = 20
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at a rank.
-
-    Args:
-        at_s: Seconds for which the ranks have been watched. A launcher that did not run itself for a while
-            has not seen them stand still.
-        processes: The rank's own and those below it.
-        place: Where its main thread was.
+    """One look at a rank: when, and what it and the processes below it have used since the first look.
 
     Collective: none.
     """
 
     at_s: float
-    processes: tuple[Process, ...]
+    cpu_s: float
+    io_bytes: int
     place: Any
 
 
 @dataclass
 class Seen:
-    """What was seen of one rank. Collective: none."""
+    """What was seen of one rank. Times of samples are seconds for which the ranks have been watched: a
+    launcher that did not run itself for a while has not seen them stand still.
+
+    Collective: none.
+    """
 
     counts: tuple[int, int] = (0, 0)
     since: float = 0.0  # when a collective was last entered or over
     beat: dict[str, Any] = field(default_factory=dict)
     samples: deque[Sample] = field(default_factory=deque)
+    used: tuple[float, int] = (0.0, 0)  # as in the last sample
+    processes: dict[int, Process] = field(default_factory=dict)  # as of the last sample
     state: str = ""
 
-    def add(self, sample: Sample, window_s: float) -> None:
-        """Keep what `busy` needs: the window, and the last sample before it."""
-        self.samples.append(sample)
-        while len(self.samples) > 1 and self.samples[1].at_s <= sample.at_s - window_s:
+    def add(
+        self, at_s: float, processes: Sequence[Process], place: Any, *, window_s: float
+    ) -> None:
+        """Note what its processes have used, and where its main thread is; keep what `busy` needs.
+
+        A process counts from when it is first seen, since what it used before says nothing of now.
+        """
+        known = [(self.processes[new.pid], new) for new in processes if new.pid in self.processes]
+        cpu_s = self.used[0] + sum(new.cpu_s - old.cpu_s for old, new in known)
+        io_bytes = self.used[1] + sum(new.io_bytes - old.io_bytes for old, new in known)
+        self.used = (cpu_s, io_bytes)
+        self.processes = {process.pid: process for process in processes}
+        self.samples.append(Sample(at_s, cpu_s, io_bytes, place))
+        # The window, and the last sample before it.
+        while len(self.samples) > 1 and self.samples[1].at_s <= at_s - window_s:
             self.samples.popleft()
 
     def busy(self, window_s: float) -> bool:
         """Whether it was at work in the last `window_s` seconds, or was not watched for so long."""
         if self.state in ("T", "Z", ""):
             return False
-        passed = self.samples[-1].at_s - self.samples[0].at_s
+        first, last = self.samples[0], self.samples[-1]
+        passed = last.at_s - first.at_s
         if passed < window_s:
             return True
-        first: dict[int, Process] = {}
-        last: dict[int, Process] = {}
-        for sample in self.samples:
-            for process in sample.processes:
-                first.setdefault(process.pid, process)
-                last[process.pid] = process
-        cpu_s = sum(last[pid].cpu_s - first[pid].cpu_s for pid in first)
-        size = sum(last[pid].io_bytes - first[pid].io_bytes for pid in first)
         places = [sample.place for sample in self.samples]
         moves = len(places) > 3 and max(map(places.count, places)) * 2 < len(places)
-        return moves or cpu_s > _BUSY * passed or size > _BUSY_BYTES_S * passed
+        return (
+            moves
+            or last.cpu_s - first.cpu_s > _BUSY * passed
+            or last.io_bytes - first.io_bytes > _BUSY_BYTES_S * passed
+        )
 
 
 class Watch:
@@ -118,7 +127,7 @@ class Watch:
         self._asked = 0
         self._pace = Pace(crew)
         self._next = 0.0
-        self._looked = self._watched_s = 0.0
+        self._looked, self._watched_s = time.monotonic(), 0.0
         self._begin([])
 
     def _begin(self, pids: list[int]) -> None:
@@ -141,7 +150,10 @@ class Watch:
             return None
         self._next = now + _LOOK_S
         self._watched_s += min(now - self._looked, 2 * _LOOK_S)
+        unwatched_s = max(0.0, now - self._looked - 2 * _LOOK_S)
         self._looked = now
+        for seen in self._seen.values():
+            seen.since += unwatched_s
         pids = [rank.pid for rank in self._crew.ranks]
         if pids != self._pids:
             self._begin(pids)
@@ -202,7 +214,7 @@ class Watch:
         # Only where it matters, since it reads a file for each of their threads.
         below = processes.descendants(rank.pid) if now - seen.since > 1 else ()
         all_ = [found, *filter(None, map(processes.look, below))]
-        seen.add(Sample(self._watched_s, tuple(all_), seen.beat.get("at")), self._window)
+        seen.add(self._watched_s, all_, seen.beat.get("at"), window_s=self._window)
 
     @property
     def _window(self) -> float:

@@ -133,9 +133,7 @@ class Control:
         # One tensor from a list: each operation of torch takes its time while the cache is the model's.
         word = torch.tensor([*map(float, head), *sums, *counts, *bits], dtype=torch.float64)
         work: dist.Work | None = None
-        if self._in_memory:
-            dist.all_reduce(word, group=self._job.group)
-        elif self._job.control is not None:
+        if self._job.control is not None and not self._in_memory:
             work = dist.all_reduce(word, group=self._job.control, async_op=True)
         self._flight = (work, word, self._first, size)
         self.begin(step)
@@ -145,11 +143,13 @@ class Control:
             return []
         work, word, first, size = self._flight
         self._flight = None
-        if work is not None:
-            try:
+        try:
+            if self._in_memory:
+                dist.all_reduce(word, group=self._job.group)
+            elif work is not None:
                 work.wait()
-            except RuntimeError as error:
-                self._job.reraise(error)
+        except RuntimeError as error:
+            self._job.reraise(error)
         numbers = word.tolist()
         step_s = numbers[1] / self._job.world_size
         sums, counts, bits = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(3))
