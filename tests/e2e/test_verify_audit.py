@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ RULES = {
 }
 # Of each kind of evidence one in the short suite; the others are long.
 QUICK = {"09_weights_clamped_on_one_rank"}
+QUICK_SOUND = {"22_gan_two_optimizers"}
+QUICK_REFUSED = {"exits_early_on_one_rank"}
 
 
 def verify(*words: str, folder: Path, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
@@ -74,7 +75,7 @@ def _running(script: Path) -> list[str]:
     return found
 
 
-def scripts(kind: str, quick: Collection[str] = ()) -> list[Any]:
+def scripts(kind: str, quick: set[str]) -> list[Any]:
     """All scripts of a folder as parameters, those that are not quick marked slow."""
     found = []
     for path in sorted((TESTS / kind).glob("*.py")):
@@ -99,7 +100,7 @@ def test_the_fault_is_named_and_no_other(script: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("script", scripts("sound"))
+@pytest.mark.parametrize("script", scripts("sound", QUICK_SOUND))
 def test_a_sound_script_is_not_accused(script: Path, tmp_path: Path) -> None:
     code, facts = audit(script, "1,2", tmp_path)
     assert [fault for each in facts["audits"] for fault in each["faults"]] == []
@@ -141,7 +142,7 @@ SENTENCES = {
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("script", scripts("refused"))
+@pytest.mark.parametrize("script", scripts("refused", QUICK_REFUSED))
 def test_a_script_that_cannot_be_judged(script: Path, tmp_path: Path) -> None:
     if "gpu" in script.stem and os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU on this host")
