@@ -8,35 +8,38 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-_KIND: Any = ReduceOp.RedOpType  # its members are missing in torch's stubs
-_FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
-    _KIND.SUM: torch.add,
-    _KIND.AVG: torch.add,
-    _KIND.PRODUCT: torch.mul,
-    _KIND.MIN: torch.minimum,
-    _KIND.MAX: torch.maximum,
-    _KIND.BAND: torch.bitwise_and,
-    _KIND.BOR: torch.bitwise_or,
-    _KIND.BXOR: torch.bitwise_xor,
+# The operations are plain numbers here: torch's enumeration takes a microsecond to compare or to hash.
+_MEMBERS: dict[str, Any] = dict(ReduceOp.RedOpType.__members__)
+OPS = {name.lower(): int(op) for name, op in _MEMBERS.items()}
+SUM, AVG = OPS["sum"], OPS["avg"]
+_FUNCTIONS: dict[int, Callable[..., torch.Tensor]] = {
+    SUM: torch.add,
+    AVG: torch.add,
+    OPS["product"]: torch.mul,
+    OPS["min"]: torch.minimum,
+    OPS["max"]: torch.maximum,
+    OPS["band"]: torch.bitwise_and,
+    OPS["bor"]: torch.bitwise_or,
+    OPS["bxor"]: torch.bitwise_xor,
 }
 HALVES = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.float64, *HALVES)
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_BITS = (_KIND.BAND, _KIND.BOR, _KIND.BXOR)
-_GROWS = (_KIND.SUM, _KIND.PRODUCT, _KIND.AVG)
+_BITS = (OPS["band"], OPS["bor"], OPS["bxor"])
+_GROWS = (SUM, OPS["product"], AVG)
+_KNOWN = {(op, dtype) for op in _FUNCTIONS if op != AVG for dtype in _WHOLE}
+_KNOWN |= {(op, dtype) for op in _FUNCTIONS if op not in _BITS for dtype in _FLOATS}
 
 
-def foldable(kind: Any, dtype: torch.dtype) -> bool:
+def foldable(op: int, dtype: torch.dtype) -> bool:
     """Whether `fold` knows this operation on this dtype.
 
     Collective: none.
     """
-    if dtype in _WHOLE:
-        return kind in _FUNCTIONS and kind != _KIND.AVG
-    floats = dtype in (torch.float32, torch.float64, *HALVES)
-    return floats and kind in _FUNCTIONS and kind not in _BITS
+    return (op, dtype) in _KNOWN
 
 
-def fold(kind: Any, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def fold(op: int, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Reduce flat tensors of one length into `out`, in the order given.
 
     16-bit floats are added and multiplied in float32 and rounded once. `out` may be a part where there
@@ -44,14 +47,14 @@ def fold(kind: Any, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
     Collective: none.
     """
-    function = _FUNCTIONS[kind]
+    function = _FUNCTIONS[op]
     # Two halves need no help: torch widens them itself and rounds once.
-    widen = out.dtype in HALVES and kind in _GROWS and (len(parts) > 2 or kind == _KIND.AVG)
+    widen = out.dtype in HALVES and op in _GROWS and (len(parts) > 2 or op == AVG)
     into = parts[0].float() if widen else out
     function(into if widen else parts[0], parts[1], out=into)
     for part in parts[2:]:
         function(into, part, out=into)
-    if kind == _KIND.AVG:
+    if op == AVG:
         into.div_(len(parts))
     if widen:
         out.copy_(into)

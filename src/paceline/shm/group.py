@@ -149,12 +149,12 @@ class ShmGroup(dist.ProcessGroup):
 
     @_or_gloo
     def allreduce(self, tensors: Any, opts: Any = None) -> _Plan:
-        if not _reducible(tensors, opts):
+        op = int(opts.reduceOp.op)
+        if not _reducible(tensors, op):
             return None
-        op = opts.reduceOp.op
         if len(tensors) == 1 and _is_flat(tensors[0]):
             region = self._rounds.regions.offer(tensors[0])  # first, as it may move the tensor
-            return self._rounds.all_reduce(tensors[0].data.view(-1), op, region), tensors
+            return self._rounds.all_reduce(_flat(tensors[0]), op, region), tensors
         region = 0 if self._rounds.regions.active else None
 
         def steps() -> Steps:
@@ -172,12 +172,13 @@ class ShmGroup(dist.ProcessGroup):
 
     @_or_gloo
     def reduce(self, tensors: Any, opts: Any = None) -> _Plan:
-        if not _reducible(tensors, opts):
+        op = int(opts.reduceOp.op)
+        if not _reducible(tensors, op):
             return None
 
         def steps() -> Steps:
             flat = _flat(tensors[0])
-            yield from self._rounds.reduce(flat, opts.reduceOp.op, opts.rootRank)
+            yield from self._rounds.reduce(flat, op, opts.rootRank)
             if self._rank == opts.rootRank:
                 _put(flat, tensors[0])
 
@@ -264,12 +265,13 @@ class ShmGroup(dist.ProcessGroup):
 
     @_or_gloo
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
-        if not _reducible(outputs, opts) or not _ours(inputs[0]):
+        op = int(opts.reduceOp.op)
+        if not _reducible(outputs, op) or not _ours(inputs[0]):
             return None
         if len({piece.numel() for piece in inputs[0]}) > 1:
             return None
         _check_pieces(inputs[0], outputs[0], self._size)
-        return self._reduce_scatter(outputs[0], inputs[0], opts.reduceOp.op), outputs
+        return self._reduce_scatter(outputs[0], inputs[0], op), outputs
 
     @_or_gloo
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> _Plan:
@@ -278,7 +280,8 @@ class ShmGroup(dist.ProcessGroup):
 
     @_or_gloo
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
-        if not _reducible([*outputs, *inputs], opts):
+        op = int(opts.reduceOp.op)
+        if not _reducible([*outputs, *inputs], op):
             return None
         for output, whole in zip(outputs, inputs, strict=True):
             _check_whole(whole, output, self._size)
@@ -286,11 +289,11 @@ class ShmGroup(dist.ProcessGroup):
         def steps() -> Steps:
             for output, whole in zip(outputs, inputs, strict=True):
                 pieces = _flat(whole).split([output.numel()] * self._size)
-                yield from self._reduce_scatter(output, pieces, opts.reduceOp.op)
+                yield from self._reduce_scatter(output, pieces, op)
 
         return steps(), outputs
 
-    def _reduce_scatter(self, output: torch.Tensor, pieces: _Tensors, op: Any) -> Steps:
+    def _reduce_scatter(self, output: torch.Tensor, pieces: _Tensors, op: int) -> Steps:
         flat = _flat(output)
         yield from self._rounds.reduce_scatter([_flat(piece) for piece in pieces], flat, op)
         _put(flat, output)
@@ -371,13 +374,11 @@ def _check_whole(whole: torch.Tensor, piece: torch.Tensor, count: int) -> None:
 
 def _ours(tensors: _Tensors) -> bool:
     """Whether memory can carry these; the answer is the same on all ranks, for shapes do not matter."""
-    return all(
-        t.device.type == "cpu" and t.layout == torch.strided and not t.is_quantized for t in tensors
-    )
+    return all(t.is_cpu and t.layout == torch.strided and not t.is_quantized for t in tensors)
 
 
-def _reducible(tensors: _Tensors, opts: Any) -> bool:
-    return _ours(tensors) and all(foldable(opts.reduceOp.op, t.dtype) for t in tensors)
+def _reducible(tensors: _Tensors, op: int) -> bool:
+    return _ours(tensors) and all(foldable(op, t.dtype) for t in tensors)
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
@@ -389,7 +390,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.data  # without the history and the version counter, as in Gloo
     if not _is_flat(tensor):
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.view(-1)
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _put(flat: torch.Tensor, tensor: torch.Tensor) -> None:

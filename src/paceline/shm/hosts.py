@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp
 
 from paceline.cores import usable_cores
 from paceline.errors import PacelineError
 from paceline.errors import place as where_of
-from paceline.shm.folding import HALVES, fold
+from paceline.shm.folding import AVG, HALVES, SUM, fold
 from paceline.shm.rounds import Mismatch, Rounds, Steps, describe, note_of
 from paceline.shm.segment import Segment, Unavailable, open_segment, place
 from paceline.shm.wire import ROLL_CALL_S, Crossing, Wire
@@ -32,7 +31,6 @@ _ROOM_BYTES = _HEAD_BYTES - _NOTE_BYTES
 _PART_BYTES = (256 << 10, 2 << 20)
 _AT_ONCE = 2  # parts under way between hosts: as many as Gloo has threads
 _SMALL_BYTES = 64 << 10  # up to here each host adds everything up, which saves a message
-_OP: Any = ReduceOp.RedOpType
 
 
 class HostRounds(Rounds):
@@ -99,19 +97,19 @@ class HostRounds(Rounds):
         yield from self._greet(note_of(*call), torch.empty(0))
         self._end()
 
-    def all_reduce(self, flat: torch.Tensor, op: Any, region: int | None = None) -> Steps:
+    def all_reduce(self, flat: torch.Tensor, op: int, region: int | None = None) -> Steps:
         yield from self._sum("all_reduce", flat, op)
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, op: Any) -> Steps:
+    def reduce_scatter(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, op: int) -> Steps:
         whole = torch.cat(list(pieces))
         yield from self._sum("reduce_scatter", whole, op)
         own = self._hosts[self._here][self._rank] * len(out)
         out.copy_(whole[own : own + len(out)])
 
-    def _sum(self, kind: str, flat: torch.Tensor, op: Any) -> Steps:
-        call = (kind, flat.dtype, len(flat), int(op), -1)
-        mean = op == _OP.AVG
-        op = _OP.SUM if mean else op
+    def _sum(self, kind: str, flat: torch.Tensor, op: int) -> Steps:
+        call = (kind, flat.dtype, len(flat), op, -1)
+        mean = op == AVG
+        op = SUM if mean else op
         # A sum of 16-bit floats crosses in 16 bits; that of a mean might overflow.
         into = flat.float() if mean and flat.dtype in HALVES else flat
         head, parts = _cut(into)
@@ -130,7 +128,7 @@ class HostRounds(Rounds):
             flat.copy_(into)
         self._end()
 
-    def _fold_across(self, part: torch.Tensor, op: Any) -> Crossing:
+    def _fold_across(self, part: torch.Tensor, op: int) -> Crossing:
         """Reduce `part` over hosts, in place: all of it on each, or a share on each where that is less."""
         assert self._wire is not None
         hosts = len(self._hosts)

@@ -63,12 +63,14 @@ class Operation(dist.Work):
     def get_future(self) -> Any:
         """A future of the output tensors; DDP waits for nothing else."""
         with self._line.lock:
-            made = self._future is None
-            if made:
-                self._source = torch.futures.Future()
-                # Only an exception raised in a callback reaches those who wait in C++.
-                self._future = self._source.then(self._give)
-        if made and self.done:
+            if self._future is None:
+                future: torch.futures.Future[Any] = torch.futures.Future()
+                if self.is_success():
+                    future.set_result(self._outputs)
+                    self._future = future
+                else:  # only an exception raised in a callback reaches those who wait in C++
+                    self._source, self._future = future, future.then(self._give)
+        if self.done:
             self.settle()
         return self._future
 
@@ -87,10 +89,11 @@ class Operation(dist.Work):
 
     def settle(self) -> None:
         """Set the future, if somebody asked for one."""
-        with self._line.lock:
-            source, self._source = self._source, None
-        if source is not None:
-            source.set_result(None)
+        if self._source is not None:  # who asks from now on sees that it is done
+            with self._line.lock:
+                source, self._source = self._source, None
+            if source is not None:
+                source.set_result(None)
 
     def _give(self, _: Any) -> list[torch.Tensor]:
         if self.error is not None:
@@ -144,6 +147,7 @@ class Line:
         # Number, when it was issued, elements: when each rank came tells who is late (launch/pace.py).
         self.recent: deque[tuple[int, float, int]] = deque(maxlen=256)
         self._over: deque[Operation] = deque()
+        self._mode = torch.inference_mode()  # one for all, as making one takes longer than entering
         self._error: BaseException | None = None
         self._wake = threading.Event()
         self._closed = False
@@ -162,13 +166,10 @@ class Line:
             alone = not self._waiting
             self.entered = operation.number = self.entered + 1
             self._waiting.append(operation)
-            elements = outputs[0].numel() if outputs else 0
-            self.recent.append((self.entered, operation.issued, elements))
-        if blocking:
-            operation.wait()
-            return operation
-        if alone:
-            self._carry(operation, brief=True)
+            size = outputs[0].numel() if outputs else 0
+            self.recent.append((self.entered, operation.issued, size))
+        if blocking or alone:
+            self._carry(operation, brief=not blocking)
         if not operation.done:
             self._call_thread()
         elif operation.error is not None:
@@ -210,7 +211,7 @@ class Line:
     def advance(self) -> bool:
         """Carry the line on as far as it goes without waiting; whether the ranks met."""
         # Inference mode takes tensors of every mode; callbacks, below, must not run in it.
-        with self.lock, torch.inference_mode():
+        with self.lock, self._mode:
             before = self._rounds.turn
             while self._waiting:
                 head = self._waiting[0]
@@ -294,7 +295,6 @@ class Line:
             did = "left this group"
         else:
             did = f"died (process {self._segment.pid(rank)})"
-        assert gone or condition == "dead"
         return PeerFailed(
             f"rank {who} {did} while this rank waited for it.",
             where=self._where(),

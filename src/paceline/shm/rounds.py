@@ -10,13 +10,12 @@ Tensors are flat and contiguous. Raises `Mismatch` where ranks want different th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Generator, Sequence
 
 import torch
-from torch.distributed import ReduceOp
 
-from paceline.shm.folding import fold
+from paceline.shm.folding import OPS, fold
 from paceline.shm.regions import LEAST_BYTES, Regions
 from paceline.shm.segment import Segment
 
@@ -38,8 +37,7 @@ _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _COUNT_BITS, _ROOT_BITS, _OP_BITS, _DTYPE_BITS = 34, 12, 4, 8
 _SMALL_BYTES = 32 << 10  # up to here all ranks fold everything, which saves a meeting
 _POLLS = 40
-_KINDS_OF_OP: Mapping[str, Any] = ReduceOp.RedOpType.__members__
-_OPS = {int(kind): name.lower() for name, kind in _KINDS_OF_OP.items()}
+_OP_NAMES = {op: name for name, op in OPS.items()}
 _move = ctypes.memmove
 
 
@@ -113,7 +111,7 @@ class Rounds:
         """All have come."""
         yield from self._meet_for("barrier", torch.uint8, 0, 0, -1)
 
-    def all_reduce(self, flat: torch.Tensor, op: Any, region: int | None = None) -> Steps:
+    def all_reduce(self, flat: torch.Tensor, op: int, region: int | None = None) -> Steps:
         """Reduce `flat` over ranks, in place.
 
         Args:
@@ -129,7 +127,7 @@ class Rounds:
         yield from self._fold_everything("all_reduce", flat, op, -1)
 
     def _all_reduce_in_regions(
-        self, flat: torch.Tensor, op: Any, region: int
+        self, flat: torch.Tensor, op: int, region: int
     ) -> Generator[None, None, bool]:
         """Each rank reduces its share where it lies, and gives it to all; if all ranks offer a region.
 
@@ -138,7 +136,7 @@ class Rounds:
         """
         regions, dtype, offers = self.regions, flat.dtype, self.segment.offers[self.turn & 1]
         offers[self._rank] = region
-        yield from self._meet_for("all_reduce", dtype, flat.numel(), int(op), -1)
+        yield from self._meet_for("all_reduce", dtype, flat.numel(), op, -1)
         numbers = tuple(offers)
         if 0 in numbers:
             return False
@@ -172,11 +170,11 @@ class Rounds:
         yield from self._meet()
         return [int(cell) for cell in cells]
 
-    def reduce(self, flat: torch.Tensor, op: Any, root: int) -> Steps:
+    def reduce(self, flat: torch.Tensor, op: int, root: int) -> Steps:
         """Reduce `flat` over ranks into that of `root`; the others' stay."""
         yield from self._fold_everything("reduce", flat, op, root)
 
-    def _fold_everything(self, kind: str, flat: torch.Tensor, op: Any, root: int) -> Steps:
+    def _fold_everything(self, kind: str, flat: torch.Tensor, op: int, root: int) -> Steps:
         """Whoever wants the result reduces all of it."""
         rank, segment, dtype = self._rank, self.segment, flat.dtype
         total, width, source = flat.numel(), dtype.itemsize, flat.data_ptr()
@@ -187,7 +185,7 @@ class Rounds:
             if begin:
                 yield from self._meet()
             else:
-                yield from self._meet_for(kind, dtype, total, int(op), root)
+                yield from self._meet_for(kind, dtype, total, op, root)
             if count and root in (-1, rank):
                 out = flat if count == total else flat[begin : begin + count]
                 parts = list(segment.views(turn, dtype, 0, count))
@@ -195,7 +193,7 @@ class Rounds:
                     parts[rank] = out  # just read, so nearer than the slot
                 fold(op, parts, out)
 
-    def _all_reduce_by_shares(self, flat: torch.Tensor, op: Any) -> Steps:
+    def _all_reduce_by_shares(self, flat: torch.Tensor, op: int) -> Steps:
         """Each rank reduces its share of every chunk; shares travel back with the next chunk."""
         rank, size, segment, dtype = self._rank, self._size, self.segment, flat.dtype
         total, width, data = flat.numel(), dtype.itemsize, flat.data_ptr()
@@ -209,7 +207,7 @@ class Rounds:
             if begin:
                 yield from self._meet()
             else:
-                yield from self._meet_for("all_reduce", dtype, total, int(op), -1)
+                yield from self._meet_for("all_reduce", dtype, total, op, -1)
             for r in range(size):
                 first, last = (min(before[1], s * share) for s in (r, r + 1))
                 _move(
@@ -224,7 +222,7 @@ class Rounds:
                 fold(op, parts, out)
             before = (begin, count)
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, op: Any) -> Steps:
+    def reduce_scatter(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, op: int) -> Steps:
         """Reduce `pieces`, one per rank and of one size, and give each rank its own in `out`."""
         rank, size, segment, dtype = self._rank, self._size, self.segment, out.dtype
         piece, width = out.numel(), dtype.itemsize
@@ -238,7 +236,7 @@ class Rounds:
             if begin:
                 yield from self._meet()
             else:
-                yield from self._meet_for("reduce_scatter", dtype, piece, int(op), -1)
+                yield from self._meet_for("reduce_scatter", dtype, piece, op, -1)
             if count:
                 parts = segment.views(turn, dtype, rank * most, rank * most + count)
                 fold(op, parts, out[begin : begin + count])
@@ -331,6 +329,7 @@ class Rounds:
         return int(given.max())
 
 
+@functools.lru_cache(maxsize=1024)
 def note_of(kind: str, dtype: torch.dtype, count: int, op: int, root: int) -> int:
     """One number for what a rank wants, to compare. Collective: none."""
     note = KINDS.index(kind)
@@ -356,5 +355,5 @@ def describe(note: int) -> str:
         return text
     text += f" of {count} x {str(_DTYPES[dtype]).removeprefix('torch.')}"
     if KINDS[note] in ("all_reduce", "reduce", "reduce_scatter"):
-        text += f", {_OPS[op]}"
+        text += f", {_OP_NAMES[op]}"
     return text + (f", root {root - 1}" if root else "")
