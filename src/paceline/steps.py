@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.data.steps import MicroBatch, PlannedStep
-from paceline.errors import CountError, StepError, place
+from paceline.errors import StepError, place
 from paceline.parallel import ddp as parallel
 from paceline.parallel import reducer, syncbn
 from paceline.step import clip, weight
+from paceline.step.tokens import TokenTotals
 from paceline.steploss import StepLoss
 from paceline.tracks import Track
 
@@ -35,7 +35,6 @@ class _Tally:
     loss: torch.Tensor | None = None
     count: float | torch.Tensor = 0
     backwards: int = 0
-    total: tuple[torch.Tensor, dist.Work | None] | None = None
     updated: bool = False
 
 
@@ -58,6 +57,7 @@ class Step:
         "_seen",
         "_tallies",
         "_took_part",
+        "_totals",
         "_training",
         "ends_epoch",
         "epoch",
@@ -74,6 +74,7 @@ class Step:
         self._left = len(self._tallies)
         self._micro: MicroBatch | None = None
         self._took_part = False
+        self._totals: TokenTotals | None = None
         self._seen = 0
         self.number = number
         self.epoch = planned.epoch
@@ -112,7 +113,7 @@ class Step:
             self._micro = micro
             if training.distributed:
                 for model in training.models:
-                    reducer.set_sync(model, micro.is_last and training.reproducing is None)
+                    reducer.set_sync(model, micro.is_last and training.summing.by_ddp)
                 if layers:
                     syncbn.set_ghost(layers, micro.is_ghost)
             for tally in self._tallies:
@@ -191,6 +192,8 @@ class Step:
         if training.reproducing is not None:
             number = (micro.offset - self._planned.offset) // training.batches.micro_batch
             training.reproducing.added(tally.track, number)
+        elif micro.is_last and training.summing.in_memory:
+            self._meet_in_memory()
 
     def update(
         self,
@@ -230,9 +233,11 @@ class Step:
         training.precision.unscale(track.optimizer)
         factor = None
         if training.count == "tokens":
-            factor = self._token_factor(tally)
-        if training.after_backward != 1:
-            undo = torch.tensor(float(training.after_backward), device=self._job.device)
+            assert self._totals is not None
+            number = self._tallies.index(tally)
+            factor = self._totals.factor(number, track.divisor, self._where, self.number)
+        if training.summing.after != 1:
+            undo = torch.tensor(float(training.summing.after), device=self._job.device)
             factor = undo if factor is None else factor * undo
         if factor is not None or clip_norm is not None:
             gradients = [p.grad for p in track.parameters if p.grad is not None]
@@ -353,47 +358,39 @@ class Step:
         if self._planned.num_micro_batches or not training.distributed or training.reproducing:
             return
         try:
-            for tally in self._tallies:
+            for tally in self._tallies if training.summing.by_ddp else ():
                 for model in tally.track.models:
                     reducer.set_sync(model, True)
                     reducer.zero_backward(model)
         except RuntimeError as error:
             self._job.reraise(error)
+        if training.summing.in_memory:
+            self._meet_in_memory()
 
     def _start_totals(self) -> None:
         """Start adding up the tokens of all ranks; the sums are read by `update`.
 
         All ranks come here after their last micro-batch and before anything else, those without
-        samples too, and take the optimizers in one order.
+        samples too.
         """
-        if self._training.count != "tokens" or self._tallies[0].total is not None:
-            return
-        job = self._job
-        for tally in self._tallies:
-            count = torch.as_tensor(tally.count, dtype=torch.float64, device=job.device)
-            total = count.reshape(()).clone()
-            group = job.control if total.device.type == "cpu" else job.group
-            work = dist.all_reduce(total, group=group, async_op=True) if group else None
-            tally.total = (total, work)
+        training = self._training
+        if training.count == "tokens" and self._totals is None:
+            self._totals = TokenTotals(self._job, [tally.count for tally in self._tallies])
+            if not training.summing.in_memory:
+                self._totals.start(self._job)
 
-    def _token_factor(self, tally: _Tally) -> torch.Tensor:
-        assert tally.total is not None
-        total, work = tally.total
-        if work is not None:
-            work.wait()
-        if total.device.type == "cpu" and not total.item() > 0:
-            raise CountError(
-                f"the counts of all ranks in this step sum to {total.item():g}.",
-                where=self._where(),
-                why="every token of the step's samples is masked.",
-                fix="leave such samples out of the dataset, or use a larger global_batch.",
-                step=self.number,
-            )
-        if total.device.type == "cpu":
-            return tally.track.divisor / total
-        # Not read here, which would wait for the device; the next control word refuses a total of 0.
-        factor = torch.where(total > 0, tally.track.divisor / total, 0.0)
-        return factor.to(torch.float32)
+    def _meet_in_memory(self) -> None:
+        """What ranks of one memory exchange when the step's last backward is over on all of them."""
+        training, totals, direct = self._training, self._totals, self._training.summing.direct
+        if direct is None:
+            if totals is not None:
+                totals.add(self._job)
+            return
+        if self._planned.num_micro_batches and not direct.is_complete:
+            training.check_parameters()
+            for model in training.models:
+                parallel.refuse_unused(self._job, model, direct=True)
+        direct.add(*([] if totals is None else [totals.sums]))
 
     def _where(self) -> str:
         return place(self._job.rank, self._job.world_size, step=self.number)

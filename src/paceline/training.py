@@ -33,6 +33,7 @@ from paceline.step import clip, weight
 from paceline.step.control import Control, Word
 from paceline.step.precision import Precision
 from paceline.steps import Step
+from paceline.summing import choose_summing
 from paceline.tracks import (
     Schedule,
     Track,
@@ -121,11 +122,7 @@ class Training:
         self.scope = 0
         self._dropout_stem = key(job.seed, MICRO_BATCH)
         self._generator = default_generator(job.device)
-        # DDP takes the mean over ranks; the exact sum does not. In fp16 the mean is undone afterwards:
-        # a gradient that is `world_size` times larger would overflow on many ranks and not on one.
-        undo = 1 if reproducible else job.world_size
-        late = self.precision.scaler is not None
-        self._before_backward, self.after_backward = (1, undo) if late else (undo, 1)
+        self.summing = choose_summing(self)
         self._divisor = 0.0
         self._weight = torch.zeros(())
         self._kept: dict[str, Any] = {}
@@ -273,7 +270,7 @@ class Training:
         if ghost:
             return torch.zeros_like(loss)
         if divisor != self._divisor or loss.dtype != self._weight.dtype:
-            value = self._before_backward / divisor
+            value = self.summing.before / divisor
             self._weight = torch.tensor(value, dtype=loss.dtype, device=loss.device)
             self._divisor = divisor
         return self._weight
@@ -316,6 +313,7 @@ class Training:
                 break
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
+        self.summing, self._divisor = choose_summing(self), 0.0
         self.close_look_until = self.number + 1 + CLOSE_LOOKS
         self._stopping = self._preempted = False
         self.scope = 0 if self.job.peers is None else self.job.peers.new_scope()

@@ -24,6 +24,7 @@ class Case:
     global_batch: int
     micro_batch: int
     count: str
+    bucket_mb: float = 25.0  # any other has DDP sum what is small, too
 
 
 @st.composite
@@ -34,6 +35,7 @@ def cases(draw: Any) -> Case:
         global_batch=global_batch,
         micro_batch=draw(st.integers(1, global_batch)),
         count=draw(st.sampled_from(["samples", "tokens"])),
+        bucket_mb=draw(st.sampled_from([25.0, 1.0])),
     )
 
 
@@ -60,7 +62,7 @@ def _gradients(job: Any, todo: list[Case], dtype: torch.dtype) -> list[list[torc
         mask[0] = 1
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
-        model = paceline.ddp(job, model)
+        model = paceline.ddp(job, model, bucket_mb=case.bucket_mb)
         optimizer = Recording(model.parameters())
         batches = paceline.Batches(
             job,
@@ -115,6 +117,8 @@ def test_gradients_of_n_ranks_are_those_of_one_in_float32(nproc: int) -> None:
         Case(37, 10, 10, "tokens"),
         Case(2, 8, 8, "samples"),
         Case(29, 13, 1, "samples"),
+        Case(37, 10, 3, "samples", 1.0),
+        Case(37, 10, 10, "tokens", 1.0),
     ]
     want = run_ranks(_gradients, todo, torch.float32, nproc=1)[0]
     for got in run_ranks(_gradients, todo, torch.float32, nproc=nproc):

@@ -169,11 +169,14 @@ def unused_parameters(model: nn.Module) -> list[str]:
     )
 
 
-def refuse_unused(job: Job, model: nn.Module) -> None:
+def refuse_unused(job: Job, model: nn.Module, *, direct: bool = False) -> None:
     """Raise if the step's reduction cannot finish, because this rank did not use some parameters.
 
     torch says so in the next forward, with indices, or not at all where other ranks already wait.
     About a microsecond where all is well, so it may be called after every step's last backward.
+
+    Args:
+        direct: Whether the reduction is not DDP's and has not begun.
 
     Raises:
         GradientError: names them (`parameters`); torch's own error, if any, is its cause.
@@ -190,9 +193,12 @@ def refuse_unused(job: Job, model: nn.Module) -> None:
         cause = error
     lenient = wrapper.find_unused_parameters or wrapper.static_graph
     # A finished reduction leaves a gradient everywhere; none at all means that it never began.
-    if cause is None and (lenient or reducer.known_parameters(wrapper)[0][1].grad is not None):
+    finished = lenient or reducer.known_parameters(wrapper)[0][1].grad is not None
+    if cause is None and finished and not direct:
         return
     names = unused_parameters(wrapper)
+    if direct and not names:
+        return
     if names:
         what = f"no gradient reached {listed(names)}"
     else:

@@ -26,8 +26,20 @@ Known: TypeAlias = tuple[tuple[str, nn.Parameter], ...]
 _KNOWN = "_paceline_known"
 _OPTIONS = "_paceline_options"
 _TUNED = "_paceline_tuned"
+_DEFAULT = "_paceline_default"
 _PARTS = ("_modules", "_parameters", "_buffers")
 wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+class Replica(DistributedDataParallel):
+    """torch's DDP, but that a forward of which nothing will be reduced goes to the module at once."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own forward. Collective: all ranks, where the backward reduces."""
+        if self.require_backward_grad_sync or self.static_graph or self.device_ids:
+            averaged: Any = super().forward
+            return averaged(*inputs, **kwargs)
+        return self.module(*inputs, **kwargs)
 
 
 def wrap(
@@ -38,7 +50,7 @@ def wrap(
     tuned: bool,
     static_graph: bool,
     find_unused: bool,
-) -> DistributedDataParallel:
+) -> Replica:
     """`module` in torch's DDP, with its bucket layout final at once where the options allow that.
 
     Args:
@@ -56,8 +68,9 @@ def wrap(
         "gradient_as_bucket_view": True,
         **_no_buffer_broadcast(),
     }
-    wrapper = DistributedDataParallel(module, bucket_cap_mb=bucket_mb, **options)
-    wrapper.__dict__.update({_OPTIONS: options, _TUNED: tuned})
+    wrapper = Replica(module, bucket_cap_mb=bucket_mb, **options)
+    is_default = bucket_mb is None and not (tuned or static_graph or find_unused)
+    wrapper.__dict__.update({_OPTIONS: options, _TUNED: tuned, _DEFAULT: is_default})
     unannotated: Any = wrapper
     known = remember(wrapper, unannotated._build_params_for_reducer()[0])
     if isinstance(job.group, ShmGroup):
@@ -97,6 +110,11 @@ def is_tuned(wrapper: DistributedDataParallel) -> bool:
     """Whether a training may change the size of its buckets. Collective: none."""
     # A communication hook may keep something for each bucket, as PowerSGD's does.
     return bool(wrapper.__dict__.get(_TUNED)) and not wrapper._comm_hooks
+
+
+def is_default(wrapper: DistributedDataParallel) -> bool:
+    """Whether it was made without any option, so that nobody minds how it reduces. Collective: none."""
+    return bool(wrapper.__dict__.get(_DEFAULT))
 
 
 def _no_buffer_broadcast() -> dict[str, Any]:

@@ -157,13 +157,13 @@ class ShmGroup(dist.ProcessGroup):
             return self._rounds.all_reduce(_flat(tensors[0]), op, region), tensors
         region = 0 if self._rounds.regions.active else None
 
-        def steps() -> Steps:
+        def all_reduce() -> Steps:
             for tensor in tensors:
                 flat = _flat(tensor)
                 yield from self._rounds.all_reduce(flat, op, region)
                 _put(flat, tensor)
 
-        return steps(), tensors
+        return all_reduce(), tensors
 
     @_or_gloo
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> _Plan:

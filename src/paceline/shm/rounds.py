@@ -203,7 +203,10 @@ class Rounds:
         before = (0, 0)  # where the chunk before lies in `flat`
         for begin in range(0, total + chunk, chunk):
             turn, count = self.turn, max(0, min(chunk, total - begin))
-            _move(segment.address(turn, rank), data + begin * width, count * width)
+            slot, source = segment.address(turn, rank), data + begin * width
+            own, end = (min(count, s * share) * width for s in (rank, rank + 1))
+            _move(slot, source, own)  # all but its own share
+            _move(slot + end, source + end, count * width - end)
             if begin:
                 yield from self._meet()
             else:
@@ -217,7 +220,8 @@ class Rounds:
                 )
             first, last = (min(count, s * share) for s in (rank, rank + 1))
             if last > first:
-                parts = segment.views(turn, dtype, first, last)
+                parts = list(segment.views(turn, dtype, first, last))
+                parts[rank] = flat[begin + first : begin + last]
                 out = segment.views(turn + 1, dtype, chunk, chunk + last - first)[rank]
                 fold(op, parts, out)
             before = (begin, count)

@@ -58,13 +58,14 @@ class Control:
     Attributes:
         save: set where it is time to save; goes out with the next word.
         trouble: set where a save in the background failed; goes out with the next word.
+        in_memory: whether all ranks share memory, so that an exchange takes less than handing it over.
 
     Collective: all ranks call `end_step` after every step, with the same numbers.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._in_memory = isinstance(job.group, ShmGroup) and job.group.is_on_one_host
+        self.in_memory = isinstance(job.group, ShmGroup) and job.group.is_on_one_host
         self._stop = False
         self.save = False
         self.trouble = False
@@ -108,7 +109,7 @@ class Control:
             return []
         words = self._read()
         self._send(step)
-        if now or alone or self._in_memory:
+        if now or alone or self.in_memory:
             words += self._read()
         return words
 
@@ -133,7 +134,7 @@ class Control:
         # One tensor from a list: each operation of torch takes its time while the cache is the model's.
         word = torch.tensor([*map(float, head), *sums, *counts, *bits], dtype=torch.float64)
         work: dist.Work | None = None
-        if self._job.control is not None and not self._in_memory:
+        if self._job.control is not None and not self.in_memory:
             work = dist.all_reduce(word, group=self._job.control, async_op=True)
         self._flight = (work, word, self._first, size)
         self.begin(step)
@@ -144,7 +145,7 @@ class Control:
         work, word, first, size = self._flight
         self._flight = None
         try:
-            if self._in_memory:
+            if self.in_memory:
                 dist.all_reduce(word, group=self._job.group)
             elif work is not None:
                 work.wait()
@@ -163,7 +164,7 @@ class Control:
             if not math.isfinite(total):
                 raise _non_finite(first + i, total, int(bits[i]))
         totals = [StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)]
-        per_s = WORDS_PER_S_IN_MEMORY if self._in_memory else WORDS_PER_S
+        per_s = WORDS_PER_S_IN_MEMORY if self.in_memory else WORDS_PER_S
         steps = round(1 / (per_s * max(step_s, 1e-6)))
         self._every = min(MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every

@@ -1,0 +1,216 @@
+"""Small gradients of ranks in one memory are summed without DDP's reducer, to the same, where they may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.errors import ConfigError, GradientError
+from paceline.testing import run_failing_ranks, run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8, *, sparse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(4, width)
+        self.norm = nn.Linear(width, width).double()  # of another dtype than the rest
+        self.last = nn.Linear(width, 3)
+        self.table = nn.Embedding(3, 3, sparse=True) if sparse else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(torch.tanh(self.first(x)).double()).float()
+        return self.last(hidden)
+
+
+def _data() -> TensorDataset:
+    x = torch.randn(22, 4, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def _training(job: Any, model: nn.Module, **options: Any) -> paceline.Training:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = paceline.Batches(job, _data(), global_batch=6, micro_batch=1)
+    return paceline.Training(job, model, optimizer, batches, **options)
+
+
+def _run(training: paceline.Training, until: int = 8) -> torch.Tensor:
+    model = training.models[0]
+    for step in training.steps(until=until):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+        step.update(clip_norm=1.0)
+    return torch.cat([p.detach().reshape(-1).double() for p in model.parameters()])
+
+
+def _both(job: Any, precision: str, count: str) -> tuple[torch.Tensor, torch.Tensor]:
+    options = {"precision": precision, "count": count}
+    direct = _training(job, paceline.ddp(job, Net()), **options)
+    by_ddp = _training(job, paceline.ddp(job, Net(), bucket_mb=1), **options)
+    weights = _run(direct), _run(by_ddp)
+    assert (direct.summing.direct is not None) == (job.world_size > 1)
+    assert by_ddp.summing.by_ddp == (job.world_size > 1)
+    return weights
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize(("precision", "count"), [("fp32", "samples"), ("fp16", "tokens")])
+def test_the_weights_are_those_of_ddp(nproc: int, precision: str, count: str) -> None:
+    for direct, by_ddp in run_ranks(_both, precision, count, nproc=nproc):
+        if nproc == 3:  # DDP divides by 3, and the loss was multiplied by it
+            torch.testing.assert_close(direct, by_ddp, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(direct, by_ddp)
+
+
+def _hooked(job: Any) -> nn.Module:
+    model: Any = paceline.ddp(job, Net())
+    model.register_comm_hook(job.group, allreduce_hook)
+    return model
+
+
+CASES: dict[str, Any] = {
+    "default": lambda job: paceline.ddp(job, Net()),
+    "buckets": lambda job: paceline.ddp(job, Net(), bucket_mb=25.5),
+    "tuned": lambda job: paceline.ddp(job, Net(), bucket_mb="auto"),
+    "static": lambda job: paceline.ddp(job, Net(), static_graph=True),
+    "unused": lambda job: paceline.ddp(job, Net(), find_unused=True),
+    "large": lambda job: paceline.ddp(job, Net(400)),
+    "sparse": lambda job: paceline.ddp(job, Net(sparse=True), find_unused=True),
+    "hooked": _hooked,
+}
+
+
+def _chosen(job: Any) -> dict[str, bool]:
+    found = {}
+    for name, make in CASES.items():
+        model = make(job)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = paceline.Batches(job, _data(), global_batch=6)
+        found[name] = paceline.Training(job, model, optimizer, batches).summing.direct is not None
+    return found
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_ddp_keeps_what_only_ddp_can_do(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_BACKEND", backend)
+    for found in run_ranks(_chosen, nproc=2):
+        assert found == {name: name == "default" and backend == "shm" for name in CASES}
+
+
+def _hook_between_steps(job: Any) -> None:
+    model: Any = paceline.ddp(job, Net())
+    training = _training(job, model)
+    for step in training.steps(until=3):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+        step.update()
+        if step.number == 1:
+            model.register_comm_hook(job.group, allreduce_hook)
+
+
+def test_a_hook_that_would_never_be_called_is_refused_on_all_ranks() -> None:
+    errors = [outcome.error for outcome in run_failing_ranks(_hook_between_steps, nproc=3)]
+    assert [type(error) for error in errors] == [ConfigError] * 3
+    assert "training.steps" in str(errors[0])
+
+
+def _hook_before_steps(job: Any) -> list[int]:
+    called: list[int] = []
+    model: Any = paceline.ddp(job, Net())
+    training = _training(job, model)
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def] # DDP wants its own annotations or none
+        called.append(1)
+        return allreduce_hook(state, bucket)
+
+    model.register_comm_hook(job.group, hook)
+    _run(training, until=3)
+    return called
+
+
+def test_a_hook_registered_after_the_training_was_made_is_called() -> None:
+    for called in run_ranks(_hook_before_steps, nproc=2):
+        assert len(called) in (3, 6)  # a bucket, or one for each dtype
+
+
+class Late(nn.Module):
+    """Uses one of its layers in the first micro-batch of a step alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.always, self.once = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.always(x) + (self.once(x) if bool(x[0, 0] > 100) else 0)
+
+
+def _used_once(job: Any) -> torch.Tensor:
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
+    x[:, 0] += 200 * (torch.arange(24) % 3 == 0)  # the first of each rank's three
+    data = TensorDataset(x / 200, x[:, 1:].argmax(1))
+    model = paceline.ddp(job, Late())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = paceline.Batches(
+        job, data, global_batch=3 * job.world_size, micro_batch=1, shuffle=False
+    )
+    training = paceline.Training(job, model, optimizer, batches)
+    for step in training.steps(until=2):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(200 * x), y, reduction="sum"), count=len(y))
+        step.update()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_a_layer_of_the_first_micro_batch_alone_is_trained() -> None:
+    one, other = run_ranks(_used_once, nproc=2)
+    assert torch.equal(one, other)
+
+
+class Table(nn.Module):
+    """An embedding that nobody recognises as a sparse one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.embedding(rows, self.table, sparse=True)
+
+
+def _sparse_gradient(job: Any) -> None:
+    model = paceline.ddp(job, Table())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, _data(), global_batch=6)
+    for step in paceline.Training(job, model, optimizer, batches).steps(until=2):
+        for _, y in step:
+            step.backward(model(y).sum(), count=len(y))
+        step.update()
+
+
+def test_a_sparse_gradient_of_a_dense_layer_is_refused() -> None:
+    errors = [outcome.error for outcome in run_failing_ranks(_sparse_gradient, nproc=2)]
+    assert [type(error) for error in errors] == [GradientError] * 2
+    assert "bucket_mb" in str(errors[0])
+
+
+def _forwards(job: Any) -> list[str]:
+    seen: list[str] = []
+    model: Any = paceline.ddp(job, Net())
+    model.register_forward_hook(lambda *_: seen.append("wrapper"))
+    model.module.register_forward_hook(lambda *_: seen.append("module"))
+    with model.no_sync():
+        model(torch.zeros(2, 4)).sum().backward()
+    return seen
+
+
+def test_hooks_of_the_wrapper_and_of_the_module_are_called() -> None:
+    assert run_ranks(_forwards, nproc=2) == [["module", "wrapper"]] * 2
