@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo check test test-slow test-all bench clean
+.PHONY: help setup demo check test test-slow test-all bench bench-all clean
 
 help:
 	@echo "make setup     build .venv with the paceline command in it"
@@ -13,7 +13,8 @@ help:
 	@echo "make check     format, lint, types, layering"
 	@echo "make test      unit, dist and e2e tests"
 	@echo "make test-all  those and the long ones (make test-slow)"
-	@echo "make bench     measure against hand-written loops and other frameworks"
+	@echo "make bench     measure speed against hand-written loops and other frameworks"
+	@echo "make bench-all that, and checkpoints, restarts, verdicts (hours)"
 
 setup: $(STAMP)
 
@@ -42,13 +43,16 @@ test-all: test test-slow
 
 bench: $(STAMP)
 	$(PIP) -e '.[bench]'
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/reproducible.py
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/frameworks.py
 	$(BIN)/python benchmarks/precision.py
+	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/overhead.py
+
+bench-all: bench
+	$(BIN)/python benchmarks/reproducible.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/shadow.py

@@ -226,10 +226,8 @@ class Step:
             self._take_part()
         if training.reproducing is not None:
             training.reproducing.sums[id(track)].finish()
-        elif training.distributed:
-            track.refuse_changes(training.check_parameters)
-            for model in track.models:
-                parallel.refuse_unused(self._job, model)
+        elif training.distributed and not training.summing.in_memory:
+            self._refuse_unshared(track)
         training.precision.unscale(track.optimizer)
         factor = None
         if training.count == "tokens":
@@ -381,16 +379,20 @@ class Step:
 
     def _meet_in_memory(self) -> None:
         """What ranks of one memory exchange when the step's last backward is over on all of them."""
-        training, totals, direct = self._training, self._totals, self._training.summing.direct
-        if direct is None:
-            if totals is not None:
-                totals.add(self._job)
-            return
-        if self._planned.num_micro_batches and not direct.is_complete:
-            training.check_parameters()
-            for model in training.models:
-                parallel.refuse_unused(self._job, model, direct=True)
-        direct.add(*([] if totals is None else [totals.sums]))
+        totals, direct = self._totals, self._training.summing.direct
+        if self._planned.num_micro_batches:
+            self._refuse_unshared(self._tallies[0].track)
+        if direct is not None:
+            direct.add(*([] if totals is None else [totals.sums]))
+        elif totals is not None:
+            totals.add(self._job)
+
+    def _refuse_unshared(self, track: Track) -> None:
+        """Raise GradientError where this rank's gradients cannot be, or were not, summed with the others'."""
+        training = self._training
+        track.refuse_changes(training.check_parameters)
+        for model in track.models:
+            parallel.refuse_unused(self._job, model, direct=training.summing.direct is not None)
 
     def _where(self) -> str:
         return place(self._job.rank, self._job.world_size, step=self.number)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import ConfigError, GradientError
+from paceline.errors import ConfigError, GradientError, PeerFailed
 from paceline.testing import run_failing_ranks, run_ranks
 
 
@@ -200,6 +200,35 @@ def test_a_sparse_gradient_of_a_dense_layer_is_refused() -> None:
     errors = [outcome.error for outcome in run_failing_ranks(_sparse_gradient, nproc=2)]
     assert [type(error) for error in errors] == [GradientError] * 2
     assert "bucket_mb" in str(errors[0])
+
+
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
+        return self.used(x) + self.idle(x) if both else self.used(x)
+
+
+def _idle_on_one_rank(job: Any, bucket_mb: float, count: str) -> None:
+    model = paceline.ddp(job, Idle(), bucket_mb=bucket_mb)
+    training = _training(job, model, count=count)
+    for step in training.steps(until=2):
+        for x, y in step:
+            outputs = model(x, both=job.rank != 1)
+            step.backward(F.cross_entropy(outputs, y, reduction="sum"), count=len(y))
+        step.update()
+
+
+@pytest.mark.parametrize("bucket_mb", [25, 1])
+@pytest.mark.parametrize("count", ["samples", "tokens"])
+def test_a_layer_that_one_rank_does_not_use_is_named(bucket_mb: float, count: str) -> None:
+    outcomes = run_failing_ranks(_idle_on_one_rank, bucket_mb, count, nproc=3)
+    errors = [outcome.error for outcome in outcomes]
+    assert [type(error) for error in errors] == [PeerFailed, GradientError, PeerFailed]
+    assert errors[1].parameters == ["idle.weight", "idle.bias"]
+    assert all("idle.weight" in str(error) for error in errors)
 
 
 def _forwards(job: Any) -> list[str]:

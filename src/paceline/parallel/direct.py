@@ -36,11 +36,6 @@ class DirectSum:
         self._options = dist.AllreduceCoalescedOptions()
         self._options.asyncOp = False
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every parameter has a gradient. Collective: none."""
-        return all(p.grad is not None for pack in self._packs for p in pack.parameters)
-
     def add(self, *others: torch.Tensor) -> None:
         """Give each parameter the sum of all ranks' gradients, and each of `others` its own sum.
 
@@ -71,14 +66,14 @@ class _Pack:
     """The gradients of one dtype, in one tensor while they travel."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.parameters = parameters
+        self._parameters = parameters
         self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
         pieces = torch.split(self._flat, [p.numel() for p in parameters])
         self._pieces = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
         self._gradients: list[torch.Tensor] = []
 
     def fill(self) -> torch.Tensor:
-        self._gradients = [_gradient(p) for p in self.parameters]
+        self._gradients = [_gradient(p) for p in self._parameters]
         torch._foreach_copy_(self._pieces, self._gradients)
         return self._flat
 
