@@ -58,9 +58,9 @@ def main() -> None:
         scripts = {"paceline run": PACELINE, "torchrun": TORCHRUN}
         for number in range(options.rounds + 1):
             for side, script in scripts.items():
-                path = Path(folder) / f"{side.split()[0]}.py"
-                path.write_text(script)
                 program, *rest = side.split()
+                path = Path(folder) / f"by_{program}.py"
+                path.write_text(script)
                 ranks = ["--nproc-per-node", str(options.ranks)]
                 times = measure([str(programs / program), *rest, *ranks, str(path)])
                 if number:  # the first round reads the disk
