@@ -48,6 +48,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/frameworks.py
 	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/start.py
+	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/overhead.py
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -20,7 +23,7 @@ from paceline.launch.evidence import (
     read_stack,
 )
 from paceline.launch.hang import Hang, judge
-from paceline.launch.processes import Process
+from paceline.launch.processes import Process, is_ending, look
 from paceline.launch.watch import Seen, Watch
 
 TRAIN = (("train.py", 57, "step"), ("train.py", 90, "<module>"))
@@ -349,6 +352,39 @@ def still(cpu_s: float = 0.0, size: int = 0, state: str = "S") -> Seen:
     """A rank that has used so much in four seconds, at one place."""
     looks = ((t, [process(cpu_s * t / 4, size * t // 4)], 7) for t in range(5))
     return seen(looks, state=state)
+
+
+def test_a_process_at_its_end_is_at_work_for_a_while() -> None:
+    found = still(state="Z")
+    assert not found.busy(4.0)  # its main thread alone has ended
+    found.ending = 1.0
+    assert found.busy(4.0)
+    found.add(16.5, [process(0.0)], 7, window_s=4.0)
+    assert not found.busy(4.0)
+
+
+OUTLIVED = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("up", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_whether_a_dead_main_thread_is_the_end_of_its_process() -> None:
+    for text, want in (("print('up', flush=True)", True), (OUTLIVED, False)):
+        child = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"up\n"
+            deadline = time.monotonic() + 20
+            while (found := look(child.pid)) is not None and found.state != "Z":
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert is_ending(child.pid) == want, text
+        finally:
+            child.kill()
+            child.communicate()
 
 
 def test_who_is_at_work() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from paceline.cores import group_folders, read_text
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+_EXITING = 0x4  # PF_EXITING of the kernel, in a thread's flags
 _PROBED = "/memfd:paceline-probe"
 
 
@@ -149,6 +151,27 @@ def forks(mark: str, command: str) -> list[int]:
             ):
                 found.append(int(entry))
     return sorted(found)
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process of which the main thread has ended has no thread that could go on.
+
+    The kernel is at it, which takes a while on a busy host, or nobody has waited for it yet. A thread that
+    outlives the main one is neither at its end nor killed.
+
+    Collective: none.
+    """
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                folder = Path(f"/proc/{pid}/task/{task}")
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] in "ZX" or int(fields[6]) & _EXITING:
+                    continue
+                pending = (folder / "status").read_text().partition("SigPnd:")[2].split()[0]
+                if not int(pending, 16) >> signal.SIGKILL - 1 & 1:
+                    return False
+    return True
 
 
 def waits_in(pid: int) -> str:

@@ -39,6 +39,9 @@ _LOOK_S = 0.5
 _SOON_S = 0.05
 _ANSWER_S = 0.8
 _OTHERS_S = 2.5  # until launchers of other nodes have answered
+_ENDING_S = (
+    15.0  # for which a process may be at its end; longer, and something in the kernel holds it
+)
 _BUSY = 0.03  # of a core
 _BUSY_BYTES_S = 16 << 10
 _KEPT = 20
@@ -72,6 +75,7 @@ class Seen:
     used: tuple[float, int] = (0.0, 0)  # as in the last sample
     processes: dict[int, Process] = field(default_factory=dict)  # as of the last sample
     state: str = ""
+    ending: float | None = None  # since when its process is at its end, which the kernel is at
 
     def add(
         self, at_s: float, processes: Sequence[Process], place: Any, *, window_s: float
@@ -92,6 +96,8 @@ class Seen:
 
     def busy(self, window_s: float) -> bool:
         """Whether it was at work in the last `window_s` seconds, or was not watched for so long."""
+        if self.ending is not None and self.samples:
+            return self.samples[-1].at_s - self.ending < _ENDING_S
         if self.state in ("T", "Z", ""):
             return False
         first, last = self.samples[0], self.samples[-1]
@@ -211,6 +217,8 @@ class Watch:
         seen.state = found.state if found is not None else ""
         if found is None:
             return
+        if seen.ending is None and found.state == "Z" and processes.is_ending(rank.pid):
+            seen.ending = self._watched_s
         # Only where it matters, since it reads a file for each of their threads.
         below = processes.descendants(rank.pid) if now - seen.since > 1 else ()
         all_ = [found, *filter(None, map(processes.look, below))]
@@ -221,11 +229,10 @@ class Watch:
         return max(1.2, self._patience / 2)
 
     def _suspicious(self, alive: Sequence[Rank], now: float) -> bool:
-        still = [
-            seen
-            for seen in (self._seen[rank.local_rank] for rank in alive)
-            if now - seen.since >= self._patience
-        ]
+        all_ = [self._seen[rank.local_rank] for rank in alive]
+        if any(seen.ending is not None and seen.busy(self._window) for seen in all_):
+            return False  # how it ended will be known at once
+        still = [seen for seen in all_ if now - seen.since >= self._patience]
         if any(seen.counts[0] > seen.counts[1] for seen in still):
             return True
         # A rank that loads or computes alone has entered nothing, and does not stand still.

@@ -1,0 +1,113 @@
+"""What part of a training step the examples spend waiting for their samples.
+
+    python benchmarks/loader.py [--ranks 2] [--rounds 3]
+
+Every example that uses `Batches` runs as it is. Timed are the asking for a step and for its micro-batches,
+and the whole step until the next one is asked for; steps that end an epoch are left out, as evaluation
+follows them. The table has the rank that waits most, medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tables import publish
+
+from paceline.data.batches import Batches
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NAMES = ("digits", "char_lm", "own_loop")
+MARK = "loader waited "
+T = TypeVar("T")
+
+
+class Watch:
+    """How long a rank waited in its steps, and how long these took."""
+
+    def __init__(self) -> None:
+        self.waited_s = self.took_s = self.current_s = 0.0
+        self.steps = 0
+
+    def asked(self, items: Iterator[T]) -> Iterator[T]:
+        while True:
+            began = time.perf_counter()
+            item = next(items, None)
+            self.current_s += time.perf_counter() - began
+            if item is None:
+                return
+            yield item
+
+    def iterate(self, steps: Iterator[Any]) -> Iterator[Any]:
+        began = time.perf_counter()
+        for step in self.asked(steps):
+            step.wrap(self.asked)
+            yield step
+            if not step.ends_epoch:
+                self.waited_s += self.current_s
+                self.took_s += time.perf_counter() - began
+                self.steps += 1
+            self.current_s, began = 0.0, time.perf_counter()
+
+
+def run_example(name: str, folder: str) -> None:
+    """One rank of an example, watched."""
+    watch, original = Watch(), Batches.iterate
+
+    def iterate(self: Batches, *args: Any, **options: Any) -> Iterator[Any]:
+        return watch.iterate(original(self, *args, **options))
+
+    Batches.iterate = iterate  # type: ignore[method-assign]
+    sys.argv = [name, "--folder", folder]
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    print(MARK + json.dumps([watch.waited_s, watch.took_s, watch.steps]), flush=True)
+
+
+def measure(name: str, ranks: int) -> tuple[float, float, int]:
+    """Of the rank that waited most: part of the time, seconds a step, steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "paceline", "run", f"--nproc-per-node={ranks}", __file__]
+        words += ["--example", name, "--folder", folder]
+        output = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = [json.loads(line.split(MARK)[1]) for line in output.splitlines() if MARK in line]
+    assert len(found) == ranks, output
+    return max((waited / took, took / steps, steps) for waited, took, steps in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--example", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.example:
+        run_example(options.example, options.folder)
+        return
+    rows = []
+    for name in NAMES:
+        rounds = [measure(name, options.ranks) for _ in range(options.rounds)]
+        parts = sorted(part for part, _, _ in rounds)
+        rows.append(
+            {
+                "example": name,
+                "steps": rounds[0][2],
+                "step_ms": 1e3 * statistics.median(step_s for _, step_s, _ in rounds),
+                "waiting": statistics.median(parts),
+                "waiting_spread": [parts[0], parts[-1]],
+            }
+        )
+    publish("loader", rows, ranks=options.ranks, rounds=options.rounds)
+
+
+if __name__ == "__main__":
+    main()
