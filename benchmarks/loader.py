@@ -68,6 +68,7 @@ def run_example(name: str, folder: str) -> None:
 
     Batches.iterate = iterate  # type: ignore[method-assign]
     sys.argv = [name, "--folder", folder]
+    sys.path.insert(0, str(EXAMPLES))  # as if it had been started
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     print(MARK + json.dumps([watch.waited_s, watch.took_s, watch.steps]), flush=True)
 
