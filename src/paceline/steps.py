@@ -18,7 +18,7 @@ from paceline.errors import StepError, place
 from paceline.parallel import ddp as parallel
 from paceline.parallel import reducer, syncbn
 from paceline.step import clip, weight
-from paceline.step.tokens import TokenTotals
+from paceline.step.tokens import TokenTotals, too_early
 from paceline.steploss import StepLoss
 from paceline.tracks import Track
 
@@ -231,7 +231,8 @@ class Step:
         training.precision.unscale(track.optimizer)
         factor = None
         if training.count == "tokens":
-            assert self._totals is not None
+            if self._totals is None:
+                raise too_early(self._where(), self.number)
             number = self._tallies.index(tally)
             factor = self._totals.factor(number, track.divisor, self._where, self.number)
         if training.summing.after != 1:

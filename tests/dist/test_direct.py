@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import ConfigError, GradientError, PeerFailed
+from paceline.errors import ConfigError, GradientError, PeerFailed, StepError
 from paceline.testing import run_failing_ranks, run_ranks
 
 
@@ -229,6 +229,40 @@ def test_a_layer_that_one_rank_does_not_use_is_named(bucket_mb: float, count: st
     assert [type(error) for error in errors] == [PeerFailed, GradientError, PeerFailed]
     assert errors[1].parameters == ["idle.weight", "idle.bias"]
     assert all("idle.weight" in str(error) for error in errors)
+
+
+def _updated_in_the_loop(job: Any) -> None:
+    models = [paceline.ddp(job, nn.Linear(4, 3)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    batches = paceline.Batches(job, _data(), global_batch=6)
+    training = paceline.Training(job, models, optimizers, batches, count="tokens")
+    for step in training.steps(until=1):
+        for x, y in step:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                loss = F.cross_entropy(model(x), y, reduction="sum")
+                step.backward(loss, count=len(y), optimizer=optimizer)
+                step.update(optimizer)
+
+
+def test_an_update_before_tokens_are_counted_is_refused() -> None:
+    errors = [outcome.error for outcome in run_failing_ranks(_updated_in_the_loop, nproc=2)]
+    assert [type(error) for error in errors] == [StepError] * 2
+    assert "after that loop" in str(errors[0])
+
+
+def _uneven(job: Any) -> float:
+    model: Any = paceline.ddp(job, Net(), bucket_mb=1)
+    with model.join():
+        for number in range(2 + job.rank):
+            with model.no_sync():
+                model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4) * number).sum().backward()
+    return float(model.module.first.weight.sum())
+
+
+def test_torchs_join_still_hears_of_forwards_that_reduce_nothing() -> None:
+    one, other = run_ranks(_uneven, nproc=2)
+    assert one == other
 
 
 def _forwards(job: Any) -> list[str]:

@@ -39,9 +39,7 @@ _LOOK_S = 0.5
 _SOON_S = 0.05
 _ANSWER_S = 0.8
 _OTHERS_S = 2.5  # until launchers of other nodes have answered
-_ENDING_S = (
-    15.0  # for which a process may be at its end; longer, and something in the kernel holds it
-)
+_ENDING_S = 15.0  # for which a process may be at its end; longer, and the kernel holds it
 _BUSY = 0.03  # of a core
 _BUSY_BYTES_S = 16 << 10
 _KEPT = 20

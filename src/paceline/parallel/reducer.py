@@ -2,8 +2,8 @@
 
 A front to `DistributedDataParallel` and its `Reducer`. torch has no public way to be told of a backward
 that never ran, or to change the size of its buckets. Its private names are used here and nowhere else:
-`_pre_forward`, `_post_forward`, `_build_params_for_reducer` and `_comm_hooks`, and of the reducer
-`_autograd_hook`, `_rebuild_buckets` and `_reset_state`.
+`_pre_forward`, `_post_forward`, `_build_params_for_reducer`, `_comm_hooks` and `_join_config`, and of the
+reducer `_autograd_hook`, `_rebuild_buckets` and `_reset_state`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Replica(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward. Collective: all ranks, where the backward reduces."""
-        if self.require_backward_grad_sync or self.static_graph or self.device_ids:
+        others_ask = self.static_graph or self.device_ids or self._join_config.enable
+        if self.require_backward_grad_sync or others_ask:
             averaged: Any = super().forward
             return averaged(*inputs, **kwargs)
         return self.module(*inputs, **kwargs)

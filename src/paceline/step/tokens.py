@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CountError
+from paceline.errors import CountError, StepError
 from paceline.job import Job
 
 
@@ -69,3 +69,14 @@ class TokenTotals:
                 step=step,
             )
         return divisor / total
+
+
+def too_early(where: str, step: int) -> StepError:
+    """What to say where an optimizer is updated before the tokens are counted. Collective: none."""
+    return StepError(
+        'with several optimizers and count="tokens", this `update` came too early.',
+        where=where,
+        why="the tokens of all ranks are counted when the loop over micro-batches is over.",
+        fix="call step.update(optimizer) for each after that loop.",
+        step=step,
+    )
