@@ -4,7 +4,8 @@
 
 Every example that uses `Batches` runs as it is. Timed are the asking for a step and for its micro-batches,
 and the whole step until the next one is asked for; steps that end an epoch are left out, as evaluation
-follows them. The table has the rank that waits most, medians over rounds.
+follows them. The table has the rank that waits most, medians over rounds: of all its time, and of its
+median step, which neither begins an epoch nor is interrupted.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Watch:
     """How long a rank waited in its steps, and how long these took."""
 
     def __init__(self) -> None:
-        self.waited_s = self.took_s = self.current_s = 0.0
-        self.steps = 0
+        self.current_s = 0.0
+        self.waited_s: list[float] = []
+        self.took_s: list[float] = []
 
     def asked(self, items: Iterator[T]) -> Iterator[T]:
         while True:
@@ -53,9 +55,8 @@ class Watch:
             step.wrap(self.asked)
             yield step
             if not step.ends_epoch:
-                self.waited_s += self.current_s
-                self.took_s += time.perf_counter() - began
-                self.steps += 1
+                self.waited_s.append(self.current_s)
+                self.took_s.append(time.perf_counter() - began)
             self.current_s, began = 0.0, time.perf_counter()
 
 
@@ -70,18 +71,24 @@ def run_example(name: str, folder: str) -> None:
     sys.argv = [name, "--folder", folder]
     sys.path.insert(0, str(EXAMPLES))  # as if it had been started
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    print(MARK + json.dumps([watch.waited_s, watch.took_s, watch.steps]), flush=True)
+    waited_s, took_s = watch.waited_s, watch.took_s
+    steps = len(took_s)
+    usual = statistics.median(waited_s) / statistics.median(took_s)
+    print(
+        MARK + json.dumps([sum(waited_s) / sum(took_s), usual, sum(took_s) / steps, steps]),
+        flush=True,
+    )
 
 
-def measure(name: str, ranks: int) -> tuple[float, float, int]:
-    """Of the rank that waited most: part of the time, seconds a step, steps."""
+def measure(name: str, ranks: int) -> list[float]:
+    """Of the rank that waited most: part of the time, of its median step, seconds a step, steps."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "paceline", "run", f"--nproc-per-node={ranks}", __file__]
         words += ["--example", name, "--folder", folder]
         output = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
     found = [json.loads(line.split(MARK)[1]) for line in output.splitlines() if MARK in line]
     assert len(found) == ranks, output
-    return max((waited / took, took / steps, steps) for waited, took, steps in found)
+    return max(found)
 
 
 def main() -> None:
@@ -97,14 +104,15 @@ def main() -> None:
     rows = []
     for name in NAMES:
         rounds = [measure(name, options.ranks) for _ in range(options.rounds)]
-        parts = sorted(part for part, _, _ in rounds)
+        parts, usual, step_s, steps = (sorted(column) for column in zip(*rounds, strict=True))
         rows.append(
             {
                 "example": name,
-                "steps": rounds[0][2],
-                "step_ms": 1e3 * statistics.median(step_s for _, step_s, _ in rounds),
+                "steps": steps[0],
+                "step_ms": 1e3 * statistics.median(step_s),
                 "waiting": statistics.median(parts),
                 "waiting_spread": [parts[0], parts[-1]],
+                "median_step": statistics.median(usual),
             }
         )
     publish("loader", rows, ranks=options.ranks, rounds=options.rounds)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 import paceline
 
@@ -22,24 +22,19 @@ VOCABULARY = 128
 PADDING = -100  # what cross_entropy leaves out
 
 
-class Lines(Dataset):
+def make_dataset() -> TensorDataset:
     """Logical lines of the json package, padded to a window; each character predicts the next."""
-
-    def __init__(self) -> None:
-        files = sorted(Path(json.__file__).parent.glob("*.py"))
-        text = "".join(path.read_text() for path in files)
-        self.lines = [line for line in text.splitlines() if len(line.strip()) > 1]
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = [min(ord(c), VOCABULARY - 1) for c in self.lines[index] + "\n"][: WINDOW + 1]
-        inputs = torch.zeros(WINDOW, dtype=torch.long)
-        targets = torch.full((WINDOW,), PADDING)
-        inputs[: len(codes) - 1] = torch.tensor(codes[:-1])
-        targets[: len(codes) - 1] = torch.tensor(codes[1:])
-        return inputs, targets
+    files = sorted(Path(json.__file__).parent.glob("*.py"))
+    text = "".join(path.read_text() for path in files)
+    lines = [line for line in text.splitlines() if len(line.strip()) > 1]
+    # Encoded once, not in each epoch: training would wait for it.
+    inputs = torch.zeros(len(lines), WINDOW, dtype=torch.long)
+    targets = torch.full((len(lines), WINDOW), PADDING)
+    for row, line in enumerate(lines):
+        codes = [min(ord(c), VOCABULARY - 1) for c in line + "\n"][: WINDOW + 1]
+        inputs[row, : len(codes) - 1] = torch.tensor(codes[:-1])
+        targets[row, : len(codes) - 1] = torch.tensor(codes[1:])
+    return TensorDataset(inputs, targets)
 
 
 class Block(nn.Module):
@@ -82,7 +77,7 @@ def main() -> None:
     with paceline.join(seed=7) as job:
         model = paceline.ddp(job, GPT().to(job.device))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-        batches = paceline.Batches(job, Lines(), global_batch=64, micro_batch=16)
+        batches = paceline.Batches(job, make_dataset(), global_batch=64, micro_batch=16)
         training = paceline.Training(
             job, model, optimizer, batches, precision="bf16", count="tokens"
         )

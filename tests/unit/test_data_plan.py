@@ -140,7 +140,9 @@ def test_blocks_hold_the_ids_of_the_coming_steps(n, b, world, seed, shuffle) -> 
         order = plan.order(seed, 2)
         offset = 0
         while offset < n:
-            for ids in plan.block(order, offset):
+            block, counts = plan.block(order, offset)
+            assert len(block) == sum(counts)
+            for ids in block.split(counts):
                 size = min(b, n - offset)
                 begin, end = size * rank // world, size * (rank + 1) // world
                 places = np.arange(offset + begin, offset + end)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from paceline.data.audit import Audit
 from paceline.data.device import moved
+from paceline.data.gathering import Ahead, ahead
 from paceline.data.plan import Int64Array, Permutation, Plan, Position, look_up
 from paceline.data.samples import Samples
 from paceline.data.steps import MicroBatch, PlannedStep
@@ -19,6 +20,16 @@ from paceline.job import Job
 
 # Of one micro-batch: seed, epoch, first place, place after the last.
 Task = tuple[int, int, int, int]
+
+
+class _Block(NamedTuple):
+    """The coming steps of one epoch: their sample ids, and what may be gathered of them already."""
+
+    seed: int
+    epoch: int
+    order: Permutation | None
+    ids: torch.Tensor
+    ready: Ahead | None
 
 
 class LocalLoader:
@@ -49,36 +60,38 @@ class LocalLoader:
         for epoch in range(position.epoch, epochs):
             order = plan.order(seed, epoch)
             while offset < size:
-                for ids in plan.block(order, offset, self._ids_device):
+                ids, counts = plan.block(order, offset, self._ids_device)
+                ready = None
+                if not self._moves:
+                    ready = ahead(self._samples, ids, counts, plan.micro_batch)
+                block = _Block(seed, epoch, order, ids, ready)
+                begin = 0
+                for count in counts:
                     n = min(plan.global_batch, size - offset)
-                    first = offset + plan.share(n)[0]
                     pieces = plan.pieces_count(n, equal)
-                    micros = self._micros(seed, epoch, offset, first, ids, pieces, order)
+                    micros = self._micros(block, begin, begin + count, offset, n, pieces)
                     end = offset + n
                     yield PlannedStep(seed, epoch, offset, n, end == size, pieces, micros)
                     offset = end
+                    begin += count
             offset = 0
 
     def _micros(
-        self,
-        seed: int,
-        epoch: int,
-        offset: int,
-        first: int,
-        ids: torch.Tensor,
-        pieces: int,
-        order: Permutation | None,
+        self, block: _Block, begin: int, end: int, offset: int, num_samples: int, pieces: int
     ) -> Iterator[MicroBatch]:
-        """The micro-batches of one step: `ids`, whose first is at place `first`, then ghosts."""
+        """The micro-batches of the step at `offset`: places `[begin, end)` of the block, then ghosts."""
+        seed, epoch, order, ids, ready = block
         size = self.plan.micro_batch
-        count = len(ids)
-        for at in range(0, count, size):
+        to_place = offset + self.plan.share(num_samples)[0] - begin
+        for at in range(begin, end, size):
             pieces -= 1
-            part = ids if count <= size else ids[at : at + size]
-            batch = self._read(seed, epoch, part)
+            stop = min(at + size, end)
+            batch = ready.batch(at) if ready is not None else None
+            if batch is None:
+                batch = self._read(seed, epoch, ids[at:stop])
             if self.audit is not None:
-                self.audit.saw(part)
-            yield MicroBatch(batch, min(size, count - at), first + at, pieces == 0, False)
+                self.audit.saw(ids[at:stop])
+            yield MicroBatch(batch, stop - at, to_place + at, pieces == 0, False)
         for left in range(pieces - 1, -1, -1):
             ghost = torch.from_numpy(look_up(order, np.array([offset])))
             batch = self._read(seed, epoch, ghost.to(ids.device))

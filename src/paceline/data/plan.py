@@ -185,20 +185,26 @@ class Plan:
 
     def block(
         self, order: Permutation | None, offset: int, device: torch.device | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """This rank's sample ids of the coming steps from `offset` on, one int64 tensor a step.
+    ) -> tuple[torch.Tensor, list[int]]:
+        """This rank's sample ids (int64) of the coming steps from `offset` on, and how many each has.
 
         How many steps come at once is left to this function: at least one, and never across the end
         of the epoch.
         """
         left = self.num_samples - offset
-        size = min(self.global_batch, left)
-        begin, end = self.share(size)
+        begin, end = self.share(min(self.global_batch, left))
         steps = max(1, min(left // self.global_batch, _BLOCK // max(1, end - begin)))
         starts = offset + np.arange(steps, dtype=np.int64) * self.global_batch
-        places = starts[:, None] + np.arange(begin, end, dtype=np.int64)
-        ids = torch.from_numpy(look_up(order, places.reshape(-1)).reshape(places.shape))
-        return (ids if device is None else ids.to(device)).unbind(0)
+        places = (starts[:, None] + np.arange(begin, end, dtype=np.int64)).reshape(-1)
+        sizes = [end - begin] * steps
+        rest = left - steps * self.global_batch
+        if 0 < rest < self.global_batch:
+            begin, end = self.share(rest)
+            last = self.num_samples - rest
+            places = np.append(places, np.arange(last + begin, last + end, dtype=np.int64))
+            sizes.append(end - begin)
+        ids = torch.from_numpy(look_up(order, places))
+        return ids if device is None else ids.to(device), sizes
 
 
 def look_up(order: Permutation | None, places: Int64Array) -> Int64Array:
