@@ -82,11 +82,11 @@ def ahead(samples: Samples, ids: torch.Tensor, counts: list[int], micro_batch: i
 
 def _can_wait(tensor: torch.Tensor, count: int, micro_batch: int) -> bool:
     """Whether a write to it would be seen, and each micro-batch would lie as if gathered alone."""
-    row = _row_bytes(tensor)
+    row, storage = _row_bytes(tensor), tensor.untyped_storage()
     return (
         # Memory of numpy's or of other processes is written to without a trace.
-        tensor.untyped_storage().resizable()
-        and not tensor.is_shared()
+        storage.resizable()
+        and not storage.is_shared()
         and not tensor.requires_grad
         and not tensor.is_inference()
         and count * row % _ALIGNED == 0
