@@ -150,6 +150,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=list(WORK), nargs="+", default=list(WORK))
     options = parser.parse_args()
+    if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        print("precision: left out, as this processor has neither AVX512-bf16 nor AMX")
+        return
     rows = []
     for name in options.only:
         for ranks in options.ranks:

@@ -315,3 +315,26 @@ def test_without_a_log_dir_the_folder_is_a_temporary_one(tmp_path: Path) -> None
     assert "OSError: x" in (folder / "rank0-error.txt").read_text()
     again = run("", "raise OSError('y')", tmp_path, TMPDIR=str(tmp_path), PACELINE_PRELOAD="0")
     assert again.err.splitlines()[-1] != done.err.splitlines()[-1]
+
+
+STUCK_IN_KERNEL = """
+import ctypes, os, signal, time
+if os.environ["RANK"] == "1":
+    # A parent of vfork sleeps uninterruptibly (state D) until its child has ended; clone on x86-64.
+    if ctypes.CDLL(None).syscall(56, 0x4000 | int(signal.SIGCHLD), 0, 0, 0, 0) == 0:
+        time.sleep(30)
+        os._exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of clone is x86-64's")
+def test_a_rank_stuck_in_the_kernel_ends_the_job_where_torch_is_told_to_look(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("torch.distributed.elastic.utils.process_state", reason="an older torch")
+    job = "--nproc-per-node=3 --max-restarts=2"
+    done = run(job, STUCK_IN_KERNEL, tmp_path, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1.5")
+    assert done.code == 1
+    assert re.search(r"paceline: rank 1 \(pid \d+\) is stuck in the kernel for \d+ s", done.err)
+    assert "restart 1 of 2" not in done.err
