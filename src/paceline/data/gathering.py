@@ -1,7 +1,7 @@
 """Small samples of tensors in memory, gathered for several steps by one call.
 
-A gather of a few rows costs its call and cold caches, not its bytes. What is gathered here is what
-would be gathered when the loop asks for it, or is not handed out.
+A gather of a few rows costs its call and cold caches, not its bytes. What torch has written over since
+is not handed out; writes through `.numpy()` or `.data` leave no trace.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def ahead(samples: Samples, ids: torch.Tensor, counts: list[int], micro_batch: i
 
 
 def _can_wait(tensor: torch.Tensor, count: int, micro_batch: int) -> bool:
-    """Whether a write to it would be seen, and each micro-batch would lie as if gathered alone."""
+    """Whether torch's writes to it are seen, and each micro-batch would lie as if gathered alone."""
     row, storage = _row_bytes(tensor), tensor.untyped_storage()
     return (
         # Memory of numpy's or of other processes is written to without a trace.
