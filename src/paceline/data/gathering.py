@@ -12,9 +12,8 @@ import torch
 
 from paceline.data.samples import Samples
 
-_BYTES = (
-    1 << 18
-)  # gathered at once: it waits in a cache, and is all that a kept batch can hold on to
+# Gathered at once: it waits in a cache, and is all that a kept batch can hold on to.
+_BYTES = 1 << 18
 _ALIGNED = 64  # bytes; kernels may round otherwise where memory lies otherwise
 
 
@@ -39,9 +38,8 @@ class Ahead:
         self._micro_batch = micro_batch
         self._group = group
         self._stop = 0  # the place after the last that was gathered
-        self._batches: dict[
-            int, tuple[torch.Tensor, ...]
-        ] = {}  # by the place of their first sample
+        # By the place of their first sample.
+        self._batches: dict[int, tuple[torch.Tensor, ...]] = {}
         self._versions: list[int] = []
 
     def batch(self, begin: int) -> list[torch.Tensor] | None:

@@ -82,7 +82,7 @@ class LocalLoader:
         """The micro-batches of the step at `offset`: places `[begin, end)` of the block, then ghosts."""
         seed, epoch, order, ids, ready = block
         size = self.plan.micro_batch
-        to_place = offset + self.plan.share(num_samples)[0] - begin
+        shift = offset + self.plan.share(num_samples)[0] - begin
         for at in range(begin, end, size):
             pieces -= 1
             stop = min(at + size, end)
@@ -91,7 +91,7 @@ class LocalLoader:
                 batch = self._read(seed, epoch, ids[at:stop])
             if self.audit is not None:
                 self.audit.saw(ids[at:stop])
-            yield MicroBatch(batch, stop - at, to_place + at, pieces == 0, False)
+            yield MicroBatch(batch, stop - at, shift + at, pieces == 0, False)
         for left in range(pieces - 1, -1, -1):
             ghost = torch.from_numpy(look_up(order, np.array([offset])))
             batch = self._read(seed, epoch, ghost.to(ids.device))
