@@ -152,7 +152,9 @@ class Peers:
             while not self._store.check([f"{name}/{rank}"]):
                 passed = self._passed_by(rank, loop)
                 if passed >= step or time.monotonic() > deadline:
-                    missing[rank] = passed
+                    # It may have come and passed on since it was looked for; it tells before it passes.
+                    if not self._store.check([f"{name}/{rank}"]):
+                        missing[rank] = passed
                     break
                 time.sleep(_POLL_S / 50)
         if missing:
