@@ -53,11 +53,31 @@ def test_slow_reading_gets_workers_and_the_same_samples(nproc: int) -> None:
 
 
 def test_reading_that_takes_no_time_gets_none() -> None:
-    assert run_ranks(_read_tensors, nproc=2) == [0, 0]
-
-
-def _read_tensors(job: Any) -> Any:
     data = torch.utils.data.TensorDataset(torch.arange(SIZE))
+    assert run_ranks(_workers_for, data, nproc=2) == [0, 0]
+
+
+def test_two_delays_do_not_decide() -> None:
+    assert run_ranks(_workers_for, _Delayed(), nproc=2) == [0, 0]
+
+
+class _Delayed(Dataset[Any]):
+    """Rows that take no time, but for two, as where another program takes the core for a moment."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.reads in (20, 30):  # of 38 on each of two ranks
+            time.sleep(0.2)
+        return index
+
+
+def _workers_for(job: Any, data: Any) -> Any:
     batches = paceline.Batches(job, data, global_batch=GLOBAL_BATCH, workers="auto")
     for step in batches.iterate(Position(job.seed, 0, 0), epochs=1):
         for _ in step:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline import log
 from paceline.cores import usable_cores
@@ -20,7 +20,8 @@ from paceline.data.steps import PlannedStep
 from paceline.job import Job
 
 _SKIPPED_STEPS = 4  # in which caches are filled
-_TIMED_STEPS = 12
+_WINDOWS = 5  # of which the median counts, since a neighbour that takes a core for a moment is in one or two
+_WINDOW_STEPS = 3
 _TOLERATED = 0.01  # of a step's time
 _MOST = 16
 _MARGIN = 1.5  # over what would just do, since steps and samples differ
@@ -63,22 +64,25 @@ class AutoLoader:
         """The steps from `position` to the end of epoch `epochs`."""
         if self.workers is None:
             clock = _Clock()
+            windows: list[_Window] = []
             steps = self._loader.steps(position, epochs, equal)
             for number, step in enumerate(steps, start=1):
-                if number == _SKIPPED_STEPS:
-                    clock = _Clock()
                 step.wrap(clock.timed)
                 yield step
                 position = step.next_position
-                if number == _SKIPPED_STEPS + _TIMED_STEPS:
+                timed = number - _SKIPPED_STEPS
+                if timed >= 0 and timed % _WINDOW_STEPS == 0:
+                    windows.append(clock.window())
+                if timed == _WINDOWS * _WINDOW_STEPS:
                     break
             else:
                 return
-            self._choose(clock)
+            self._choose(windows[1:])  # the first holds the skipped steps
         yield from self._loader.steps(position, epochs, equal)
 
-    def _choose(self, clock: _Clock) -> None:
-        load_s, cpu_s, step_s = (t / _TIMED_STEPS for t in clock.totals())
+    def _choose(self, windows: list[_Window]) -> None:
+        by_share = sorted(windows, key=lambda window: window.load_s / window.wall_s)
+        load_s, cpu_s, step_s = (seconds / _WINDOW_STEPS for seconds in by_share[len(windows) // 2])
         own_s = step_s - load_s
         if load_s <= _TOLERATED * step_s:
             self.workers = 0
@@ -103,10 +107,21 @@ class AutoLoader:
         self._loader.close()
 
 
+class _Window(NamedTuple):
+    """Seconds of some steps: reading, by the wall and by this thread's processor; and all of them."""
+
+    load_s: float
+    cpu_s: float
+    wall_s: float
+
+
 class _Clock:
-    """Wall and processor seconds in an iterator, and wall seconds since it was made."""
+    """Adds up what an iterator takes, window by window."""
 
     def __init__(self) -> None:
+        self._restart()
+
+    def _restart(self) -> None:
         self._load_s = self._cpu_s = 0.0
         self._began = time.perf_counter()
 
@@ -120,5 +135,8 @@ class _Clock:
                 return
             yield item
 
-    def totals(self) -> tuple[float, float, float]:
-        return self._load_s, self._cpu_s, time.perf_counter() - self._began
+    def window(self) -> _Window:
+        """What was taken since the last window; the next begins here."""
+        window = _Window(self._load_s, self._cpu_s, time.perf_counter() - self._began)
+        self._restart()
+        return window
