@@ -123,11 +123,6 @@ class ExactSum:
             self.exponents = foreseen(self._seen)
         return fits
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether no gradient of the step was NaN or infinite; after `agree`. Collective: none."""
-        return _INFINITE not in self._seen
-
     def finish(self) -> None:
         """Give each parameter the summed gradient, equal to the last bit on all ranks.
 

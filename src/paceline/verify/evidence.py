@@ -89,18 +89,6 @@ class RankLog:
                 found[last] = None
         return list(found)
 
-    @cached_property
-    def evaluation_loaders(self) -> list[str]:
-        """Loaders whose batches were followed by forwards without gradient alone. Collective: none."""
-        found: dict[str, None] = {}
-        last = None
-        for event in self.of("batch", "forward"):
-            if event["k"] == "batch":
-                last = event["loader"]
-            elif last is not None and not event["trains"]:
-                found[last] = None
-        return [name for name in found if name not in self.training_loaders]
-
 
 @dataclass(frozen=True)
 class Run:
