@@ -206,20 +206,20 @@ def test_ranks_with_different_data_or_arguments_all_hear_of_it(what: str) -> Non
 
 def _lose_one(job: Job) -> None:
     """Rank 1, which has samples 4 to 7, takes 3 instead of 6."""
-    right = maploader.Plan.block
+    right = maploader.Plan.blocks
 
     def wrong(*args: Any) -> Any:
-        ids, counts = right(*args)
-        return torch.where(ids == 6, 3, ids), counts
+        for block in right(*args):
+            yield block._replace(ids=torch.where(block.ids == 6, 3, block.ids))
 
     if job.rank == 1:
-        maploader.Plan.block = wrong  # type: ignore[method-assign]
+        maploader.Plan.blocks = wrong  # type: ignore[method-assign]
     try:
         batches = Batches(job, TensorDataset(torch.arange(8)), global_batch=8, shuffle=False)
         for step in batches.iterate(Position(0), epochs=1):
             list(step)
     finally:
-        maploader.Plan.block = right  # type: ignore[method-assign]
+        maploader.Plan.blocks = right  # type: ignore[method-assign]
 
 
 def test_a_sample_that_one_rank_lost_is_an_error_on_all() -> None:

@@ -32,7 +32,7 @@ def _ids(*ids: int) -> torch.Tensor:
 
 
 def test_each_sample_once_is_right_in_any_order(job: Job) -> None:
-    counts = Audit(job)
+    counts = Audit(job, None)
     counts.saw(_ids(3, 1))
     counts.saw(_ids())
     counts.saw(_ids(0, 2))
@@ -41,6 +41,7 @@ def test_each_sample_once_is_right_in_any_order(job: Job) -> None:
         counts.close(epoch=0, size=5, used_before=NOTHING)
 
 
+@pytest.mark.parametrize("num_samples", [None, 4])
 @pytest.mark.parametrize(
     ("seen", "used", "lost", "doubled"),
     [
@@ -54,9 +55,14 @@ def test_each_sample_once_is_right_in_any_order(job: Job) -> None:
     ],
 )
 def test_what_was_lost_or_doubled_is_named(
-    job: Job, seen: list[int], used: list[int], lost: list[int], doubled: list[int]
+    job: Job,
+    num_samples: int | None,
+    seen: list[int],
+    used: list[int],
+    lost: list[int],
+    doubled: list[int],
 ) -> None:
-    counts = Audit(job)
+    counts = Audit(job, num_samples)
     counts.saw(_ids(*seen))
     with pytest.raises(AuditError) as caught:
         counts.close(epoch=2, size=4, used_before=np.array(used, dtype=np.int64))
@@ -66,13 +72,13 @@ def test_what_was_lost_or_doubled_is_named(
 
 def test_long_lists_are_shortened_in_the_text_alone(job: Job) -> None:
     with pytest.raises(AuditError, match=r"100 lost \(0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\)") as caught:
-        Audit(job).close(epoch=0, size=100, used_before=NOTHING)
+        Audit(job, None).close(epoch=0, size=100, used_before=NOTHING)
     assert len(caught.value.lost) == 100
 
 
 def test_ids_are_counted_in_portions(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "_PENDING", 3)
-    counts = Audit(job)
+    counts = Audit(job, None)
     for first in range(0, 20, 2):
         counts.saw(_ids(first, first + 1))
         assert len(counts._pending) < 3
@@ -117,13 +123,13 @@ def test_micro_batches_that_nobody_read_are_lost_samples(job: Job) -> None:
 def test_a_loader_that_repeats_a_sample_is_found_out(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = maploader.Plan.block
+    right = maploader.Plan.blocks
 
     def wrong(*args: Any) -> Any:
-        ids, counts = right(*args)
-        return torch.where(ids == 3, 1, ids), counts
+        for block in right(*args):
+            yield block._replace(ids=torch.where(block.ids == 3, 1, block.ids))
 
-    monkeypatch.setattr(maploader.Plan, "block", wrong)
+    monkeypatch.setattr(maploader.Plan, "blocks", wrong)
     batches = Batches(job, TensorDataset(torch.arange(5)), global_batch=2)
     with pytest.raises(AuditError) as caught:
         _run(batches, Position(0), 1)

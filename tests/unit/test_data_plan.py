@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from paceline.errors import ConfigError
 
 
 def _order(size: int, seed: int, epoch: int) -> list[int]:
-    return Permutation(size, seed, rng.SHUFFLE, epoch)(np.arange(size)).tolist()
+    return Permutation(size, rng.key(seed, rng.SHUFFLE, epoch))(np.arange(size)).tolist()
 
 
 def _plan(n: int, b: int, micro: int, rank: int = 0, world: int = 1, shuffle: bool = True) -> Plan:
@@ -31,7 +32,7 @@ def test_a_permutation_has_each_member_once() -> None:
 @settings(deadline=None, max_examples=50)  # the machine may be busy
 @given(st.integers(1, 10**12), st.integers(0, 2**64), st.data())
 def test_any_part_of_a_permutation_equals_that_part_of_the_whole(size, seed, data) -> None:
-    permutation = Permutation(min(size, 10**9), seed, 1, 0)
+    permutation = Permutation(min(size, 10**9), rng.key(seed, 1, 0))
     places = data.draw(st.lists(st.integers(0, permutation.size - 1), min_size=1, max_size=20))
     together = permutation(np.array(places, dtype=np.int64)).tolist()
     alone = [int(permutation(np.array([place], dtype=np.int64))[0]) for place in places]
@@ -43,7 +44,7 @@ def test_the_order_of_an_epoch_is_part_of_the_contract() -> None:
     # Old checkpoints resume into these orders. A change here changes every training.
     assert _order(10, 0, 0) == [7, 9, 6, 5, 4, 1, 8, 3, 0, 2]
     assert _order(2000, 7, 3)[:8] == [1457, 300, 1201, 908, 639, 32, 675, 1922]
-    assert Permutation(10**7, 7, rng.SHUFFLE, 3)(np.arange(4)).tolist() == [
+    assert Permutation(10**7, rng.key(7, rng.SHUFFLE, 3))(np.arange(4)).tolist() == [
         4343743,
         6953751,
         7375648,
@@ -133,22 +134,44 @@ def test_with_equal_all_ranks_have_equally_many_and_ghosts_are_extra() -> None:
 
 
 @settings(deadline=None, max_examples=50)  # the machine may be busy
-@given(st.integers(1, 100), st.integers(1, 40), st.integers(1, 5), st.integers(0, 3), st.booleans())
-def test_blocks_hold_the_ids_of_the_coming_steps(n, b, world, seed, shuffle) -> None:
+@given(
+    st.integers(1, 100),
+    st.integers(1, 40),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_blocks_hold_the_ids_of_the_coming_steps(n, b, world, seed, start, shuffle) -> None:
+    position = Position(seed, 2, b * (start % -(-n // b)))
     for rank in range(world):
         plan = _plan(n, b, b, rank, world, shuffle)
-        order = plan.order(seed, 2)
-        offset = 0
-        while offset < n:
-            block, counts = plan.block(order, offset)
-            assert len(block) == sum(counts)
-            for ids in block.split(counts):
-                size = min(b, n - offset)
+        steps = plan.steps(position, 5)
+        for block in plan.blocks(position, 5):
+            order, offset = plan.order(seed, block.epoch), block.offset
+            assert len(block.ids) == sum(block.counts)
+            for ids in block.ids.split(block.counts):
+                epoch, begins, size = next(steps)
+                assert (block.seed, block.epoch, offset) == (seed, epoch, begins)
                 begin, end = size * rank // world, size * (rank + 1) // world
                 places = np.arange(offset + begin, offset + end)
                 assert ids.tolist() == look_up(order, places).tolist()
                 offset += size
-        assert offset == n
+        assert next(steps, None) is None
+
+
+@pytest.mark.parametrize(
+    ("n", "b"), [(100_000, 3), (40_000, 64), (70_000, 70_000), (200_000, 90_000)]
+)
+def test_epochs_longer_than_a_block_come_in_several(n: int, b: int) -> None:
+    plan, position = _plan(n, b, b, 1, 3), Position(5, 1, b)
+    ids = torch.cat([block.ids for block in plan.blocks(position, 3)])
+    order = {epoch: plan.order(5, epoch) for epoch in (1, 2)}
+    places = [
+        (e, np.arange(*(at + i for i in plan.share(size))))
+        for e, at, size in plan.steps(position, 3)
+    ]
+    assert ids.tolist() == np.concatenate([look_up(order[e], own) for e, own in places]).tolist()
 
 
 def test_steps_from_a_position_are_the_rest() -> None:

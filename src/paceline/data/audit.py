@@ -27,11 +27,15 @@ Counts = npt.NDArray[np.uint8]
 class Audit:
     """Counts the sample ids of one epoch on this rank.
 
+    Args:
+        num_samples: Of the epoch; None for a stream, which tells at its end.
+
     Collective: none; see `close`.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, num_samples: int | None) -> None:
         self._job = job
+        self._num_samples = num_samples
         self._counts: Counts = np.zeros(0, dtype=np.uint8)
         self._pending: list[torch.Tensor] = []
         self._num_pending = 0
@@ -55,9 +59,11 @@ class Audit:
         Collective: all ranks, once, after the last step of the epoch.
         """
         self._count()
-        # A stream may be longer on one rank than another believes.
-        longest = max(collectives.gather(self._job, len(self._counts)))
-        length = max(longest, size)
+        if self._num_samples is None:
+            # A stream may be longer on one rank than another believes.
+            length = max(size, *collectives.gather(self._job, len(self._counts)))
+        else:
+            length = self._num_samples + 1
         self._grow(length)
         seen: Counts = collectives.sum_tensor(self._job, torch.from_numpy(self._counts)).numpy()
         expected = np.ones(length, dtype=np.uint8)
@@ -86,6 +92,9 @@ class Audit:
         ids = torch.cat(self._pending).cpu().numpy()
         self._pending.clear()
         self._num_pending = 0
+        if self._num_samples is not None:
+            # So that all ranks have equally many counts; the last is of ids that there should not be.
+            ids = np.minimum(ids, self._num_samples)
         if len(ids):
             self._grow(int(ids.max()) + 1)
             np.add.at(self._counts, ids, np.uint8(1))

@@ -195,7 +195,7 @@ class Batches:
     def _audited_steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         steps = self._loader.steps(position, epochs, equal)
         if not self._audited:
-            audit = Audit(self._job)
+            audit = Audit(self._job, self.num_samples)
             self._loader.audit = audit
             try:
                 for step in steps:

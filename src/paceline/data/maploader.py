@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch
 from paceline.data.audit import Audit
 from paceline.data.device import moved
 from paceline.data.gathering import Ahead, ahead
-from paceline.data.plan import Int64Array, Permutation, Plan, Position, look_up
+from paceline.data.plan import Block, Int64Array, Permutation, Plan, Position, look_up
 from paceline.data.samples import Samples
 from paceline.data.steps import MicroBatch, PlannedStep
 from paceline.data.workers import Failure, Workers, refuse_unsendable, worker_number
@@ -20,16 +20,6 @@ from paceline.job import Job
 
 # Of one micro-batch: seed, epoch, first place, place after the last.
 Task = tuple[int, int, int, int]
-
-
-class _Block(NamedTuple):
-    """The coming steps of one epoch: their sample ids, and what may be gathered of them already."""
-
-    seed: int
-    epoch: int
-    order: Permutation | None
-    ids: torch.Tensor
-    ready: Ahead | None
 
 
 class LocalLoader:
@@ -54,33 +44,33 @@ class LocalLoader:
 
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         """The steps from `position` to the end of epoch `epochs`."""
-        plan, seed = self.plan, position.seed
-        size = plan.num_samples
-        offset = position.offset
-        for epoch in range(position.epoch, epochs):
-            order = plan.order(seed, epoch)
-            while offset < size:
-                ids, counts = plan.block(order, offset, self._ids_device)
-                ready = None
-                if not self._moves:
-                    ready = ahead(self._samples, ids, counts, plan.micro_batch)
-                block = _Block(seed, epoch, order, ids, ready)
-                begin = 0
-                for count in counts:
-                    n = min(plan.global_batch, size - offset)
-                    pieces = plan.pieces_count(n, equal)
-                    micros = self._micros(block, begin, begin + count, offset, n, pieces)
-                    end = offset + n
-                    yield PlannedStep(seed, epoch, offset, n, end == size, pieces, micros)
-                    offset = end
-                    begin += count
-            offset = 0
+        plan, size = self.plan, self.plan.num_samples
+        for block in plan.blocks(position, epochs, self._ids_device):
+            ready = None
+            if not self._moves:
+                ready = ahead(self._samples, block.ids, block.counts, plan.micro_batch)
+            offset, begin = block.offset, 0
+            for count in block.counts:
+                n = min(plan.global_batch, size - offset)
+                pieces = plan.pieces_count(n, equal)
+                micros = self._micros(block, ready, begin, begin + count, offset, n, pieces)
+                end = offset + n
+                yield PlannedStep(block.seed, block.epoch, offset, n, end == size, pieces, micros)
+                offset = end
+                begin += count
 
     def _micros(
-        self, block: _Block, begin: int, end: int, offset: int, num_samples: int, pieces: int
+        self,
+        block: Block,
+        ready: Ahead | None,
+        begin: int,
+        end: int,
+        offset: int,
+        num_samples: int,
+        pieces: int,
     ) -> Iterator[MicroBatch]:
         """The micro-batches of the step at `offset`: places `[begin, end)` of the block, then ghosts."""
-        seed, epoch, order, ids, ready = block
+        seed, epoch, _, ids, _ = block
         size = self.plan.micro_batch
         shift = offset + self.plan.share(num_samples)[0] - begin
         for at in range(begin, end, size):
@@ -93,7 +83,7 @@ class LocalLoader:
                 self.audit.saw(ids[at:stop])
             yield MicroBatch(batch, stop - at, shift + at, pieces == 0, False)
         for left in range(pieces - 1, -1, -1):
-            ghost = torch.from_numpy(look_up(order, np.array([offset])))
+            ghost = torch.from_numpy(look_up(self.plan.order(seed, epoch), np.array([offset])))
             batch = self._read(seed, epoch, ghost.to(ids.device))
             yield MicroBatch(batch, 1, offset, left == 0, True)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,8 @@ Int64Array = npt.NDArray[np.int64]
 # How many ids are drawn at once: enough to spread numpy's cost a call, few enough for the first batch
 # to come within a millisecond or two.
 _BLOCK = 1 << 16
+# Epochs of a small set are drawn together, as far as the tables of so many stay small.
+_EPOCHS = 32
 _ROUNDS = 8
 # A small set has few orders, and a few rounds do not reach all of them equally often.
 _ROUNDS_SMALL = 32
@@ -64,42 +67,54 @@ class Permutation:
 
     Args:
         size: At least 1.
-        meaning: What the permutation is for, as `rng.key` takes it.
+        stems: A `rng.key` for what the permutation is for; several are several permutations, which
+            cost little more than one where they are small.
 
     Collective: none.
     """
 
-    def __init__(self, size: int, *meaning: int) -> None:
+    def __init__(self, size: int, *stems: int) -> None:
         self.size = size
         self._rows = rows = math.isqrt(size - 1) + 1
         self._columns = columns = -(-size // rows)
         rounds = _ROUNDS_SMALL if size < _SMALL else _ROUNDS
-        words = rng.keys(rng.key(*meaning), np.arange(rounds * rows)).reshape(rounds, rows)
+        words = np.stack([rng.keys(stem, np.arange(rounds * rows)) for stem in stems])
+        # A round's tables of all permutations lie one after the other.
+        words = words.reshape(-1, rounds, rows).swapaxes(0, 1).reshape(rounds, -1)
         words[0::2] %= np.uint64(rows)
         words[1::2] %= np.uint64(columns)
         self._tables: Int64Array = words.view(np.int64)
+        self._count = len(stems)
 
     def __call__(self, places: Int64Array) -> Int64Array:
-        """The members at these places, each in `range(size)`."""
-        members = self._encipher(places)
+        """The members at these places, each in `range(size)`; of several permutations one after the other."""
+        if self._count == 1:
+            return self._walk(places, None)
+        begins = np.arange(self._count) * self._rows
+        return self._walk(np.tile(places, self._count), np.repeat(begins, len(places)))
+
+    def _walk(self, numbers: Int64Array, begins: Int64Array | None) -> Int64Array:
+        """`begins`: where the table of each number's permutation begins; None for a single one."""
+        members = self._encipher(numbers, begins)
         while len(outside := np.flatnonzero(members >= self.size)):
-            members[outside] = self._encipher(members[outside])
+            own = None if begins is None else begins[outside]
+            members[outside] = self._encipher(members[outside], own)
         return members
 
-    def _encipher(self, numbers: Int64Array) -> Int64Array:
+    def _encipher(self, numbers: Int64Array, begins: Int64Array | None) -> Int64Array:
         row = numbers // self._columns
         column = numbers - row * self._columns
         for first, second in zip(self._tables[0::2], self._tables[1::2], strict=True):
-            _add(row, first, column, self._rows)
-            _add(column, second, row, self._columns)
+            _add(row, first, column if begins is None else column + begins, self._rows)
+            _add(column, second, row if begins is None else row + begins, self._columns)
         row *= self._columns
         row += column
         return row
 
 
-def _add(half: Int64Array, table: Int64Array, other: Int64Array, modulus: int) -> None:
-    """`half = (half + table[other]) % modulus`, in place."""
-    half += table.take(other, mode="clip")
+def _add(half: Int64Array, table: Int64Array, places: Int64Array, modulus: int) -> None:
+    """`half = (half + table[places]) % modulus`, in place."""
+    half += table.take(places, mode="clip")
     # Unsigned, what is below the modulus wraps to a huge number and loses the minimum; far cheaper
     # than a division.
     unsigned = half.view(np.uint64)
@@ -117,6 +132,16 @@ def share(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
 def micro_batches(count: int, micro_batch: int) -> int:
     """How many micro-batches of at most `micro_batch` samples make `count`. Collective: none."""
     return -(-count // micro_batch)
+
+
+class Block(NamedTuple):
+    """This rank's sample ids (int64) of some coming steps of one epoch, and how many each step has."""
+
+    seed: int
+    epoch: int
+    offset: int
+    ids: torch.Tensor
+    counts: list[int]
 
 
 @dataclass(frozen=True)
@@ -148,11 +173,13 @@ class Plan:
         """Steps of a whole epoch, the smaller last one included."""
         return -(-self.num_samples // self.global_batch)
 
-    def order(self, seed: int, epoch: int) -> Permutation | None:
-        """The permutation of an epoch; None where samples come in their own order."""
+    def order(self, seed: int, *epochs: int) -> Permutation | None:
+        """The permutation of an epoch, or of some; None where samples come in their own order."""
         if not self.shuffle:
             return None
-        return Permutation(self.num_samples, seed, rng.SHUFFLE, epoch)
+        return Permutation(
+            self.num_samples, *(rng.key(seed, rng.SHUFFLE, epoch) for epoch in epochs)
+        )
 
     def steps(self, position: Position, epochs: int) -> Iterator[tuple[int, int, int]]:
         """`(epoch, offset, num_samples)` of each step from `position` to the end of epoch `epochs`."""
@@ -183,28 +210,45 @@ class Plan:
         begin, end = self.share(num_samples)
         return micro_batches(end - begin, self.micro_batch)
 
-    def block(
-        self, order: Permutation | None, offset: int, device: torch.device | None = None
-    ) -> tuple[torch.Tensor, list[int]]:
-        """This rank's sample ids (int64) of the coming steps from `offset` on, and how many each has.
+    def blocks(
+        self, position: Position, epochs: int, device: torch.device | None = None
+    ) -> Iterator[Block]:
+        """This rank's samples from `position` to the end of epoch `epochs - 1`, ids on `device`.
 
-        How many steps come at once is left to this function: at least one, and never across the end
-        of the epoch.
+        How many steps come at once is left to this function: at least one, and none of another epoch.
         """
+        epoch, offset = position.epoch, position.offset
+        while epoch < epochs:
+            # What costs are calls, after an evaluation has emptied the caches.
+            together = 1
+            if self.shuffle and offset == 0:
+                together = min(max(1, _BLOCK // self.num_samples), _EPOCHS, epochs - epoch)
+            order = self.order(position.seed, *range(epoch, epoch + together))
+            while offset < self.num_samples:
+                places, counts, end = self._coming(offset)
+                ids = torch.from_numpy(look_up(order, places)).view(together, len(places))
+                ids = ids if device is None else ids.to(device)
+                for number, own in enumerate(ids):
+                    yield Block(position.seed, epoch + number, offset, own, counts)
+                offset = end
+            epoch += together
+            offset = 0
+
+    def _coming(self, offset: int) -> tuple[Int64Array, list[int], int]:
+        """This rank's places of the coming steps of an epoch, how many each has, and the steps' end."""
         left = self.num_samples - offset
         begin, end = self.share(min(self.global_batch, left))
         steps = max(1, min(left // self.global_batch, _BLOCK // max(1, end - begin)))
         starts = offset + np.arange(steps, dtype=np.int64) * self.global_batch
         places = (starts[:, None] + np.arange(begin, end, dtype=np.int64)).reshape(-1)
-        sizes = [end - begin] * steps
+        counts = [end - begin] * steps
         rest = left - steps * self.global_batch
-        if 0 < rest < self.global_batch:
-            begin, end = self.share(rest)
-            last = self.num_samples - rest
-            places = np.append(places, np.arange(last + begin, last + end, dtype=np.int64))
-            sizes.append(end - begin)
-        ids = torch.from_numpy(look_up(order, places))
-        return ids if device is None else ids.to(device), sizes
+        if rest <= 0 or rest >= self.global_batch:
+            return places, counts, self.num_samples - max(rest, 0)
+        begin, end = self.share(rest)
+        last = self.num_samples - rest
+        places = np.append(places, np.arange(last + begin, last + end, dtype=np.int64))
+        return places, [*counts, end - begin], self.num_samples
 
 
 def look_up(order: Permutation | None, places: Int64Array) -> Int64Array:
