@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import paceline
 from paceline import state
 from paceline.checkpoint.manifest import parse
 from paceline.checkpoint.store import committed, open_store, read_manifest_text
-from paceline.errors import CheckpointError, NonFinite, PeerFailed, SaveFailed
+from paceline.errors import CheckpointError, NonFinite, PeerFailed, RankDisagreement, SaveFailed
 from paceline.testing import run_failing_ranks, run_ranks
 
 
@@ -292,6 +293,24 @@ def test_ranks_that_see_different_folders_are_told_so(tmp_path: Path) -> None:
     for outcome in run_failing_ranks(_elsewhere, str(tmp_path), nproc=2):
         assert isinstance(outcome.error, SaveFailed | PeerFailed), outcome.text
         assert "rank-1.bin" in str(outcome.error)
+
+
+def _apart(job: Any, folder: str, named: bool) -> None:
+    own = Path(folder) / ("a" if job.rank == 0 else "b")
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    training = _training(job, folder, paceline.Checkpoints(own / "runs" if named else "runs"))
+    _train(training, until=1)
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("named", [True, False])
+def test_folders_that_differ_are_found_at_the_start(nproc: int, named: bool, tmp_path: Path) -> None:
+    for outcome in run_failing_ranks(_apart, str(tmp_path), named, nproc=nproc):
+        assert isinstance(outcome.error, RankDisagreement), outcome.text
+        expected = r"rank 0 \S*/a/runs" if named else "rank 0 does not see what rank 1"
+        assert re.search(expected, str(outcome.error)), outcome.text
+    assert not list(tmp_path.glob("**/probe-*"))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from launching import Finished, run
 
 SCRIPT = """
-import ctypes, os, torch, paceline
+import ctypes, os, time, torch, paceline
 from torch.utils.data import TensorDataset
 
 if os.environ.get("POWERLESS"):  # capset: root without its powers is bound by permissions
@@ -32,6 +32,10 @@ with paceline.join(seed=1, timeout_s=30) as job:
             step.backward(model(x).square().sum(), count=len(x))
         step.update()
         if job.rank == 0 and step.number == int(os.environ.get("FILL_AT", -1)):
+            before = os.path.join(folder, f"step-{step.number - 1}")
+            until = time.monotonic() + 20
+            while not os.path.isdir(before) and time.monotonic() < until:
+                time.sleep(0.01)  # the save from before is in the background
             with open(ballast, "wb") as file:
                 try:
                     while True:
@@ -40,6 +44,7 @@ with paceline.join(seed=1, timeout_s=30) as job:
                 except OSError:
                     pass
         if job.rank == 0 and step.number == int(os.environ.get("FREE_AT", -1)):
+            time.sleep(2)  # in which the save in the background fails
             os.remove(ballast)
     if job.rank == 0:
         print("trained to", training.number)

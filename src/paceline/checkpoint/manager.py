@@ -18,10 +18,11 @@ from paceline.checkpoint import codec
 from paceline.checkpoint.layout import Planner
 from paceline.checkpoint.manifest import Damaged, Manifest, parse
 from paceline.checkpoint.reader import read
+from paceline.checkpoint.sharing import check_shared, megabytes
 from paceline.checkpoint.staging import Buffer, Staging
 from paceline.checkpoint.store import committed, open_store, read_manifest_text
 from paceline.checkpoint.writer import Save, Verdict
-from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed, place
+from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import Job
 
 Resume = Literal["auto", "never", "must"]
@@ -239,10 +240,11 @@ class Checkpoints:
         Raises:
             CheckpointError: none is there and resume="must"; all of them are damaged; one is not ours.
             SaveFailed: the folder cannot be written, or has no room.
+            RankDisagreement: the ranks do not see one folder.
 
         Collective: all ranks.
         """
-        self._probe(job, size_bytes)
+        check_shared(job, self._store, str(self.folder), size_bytes)
         self._cost_s = self._cost_s or size_bytes / _GUESSED_BYTES_PER_S
         collectives.on_rank0(job, self._tidy)
         newest = collectives.on_rank0(job, lambda: max(committed(self._store), default=0))
@@ -330,26 +332,6 @@ class Checkpoints:
         for step in steps:
             self._store.rename(f"step-{step}", f"before-{number}/step-{step}")
 
-    def _probe(self, job: Job, size_bytes: int) -> None:
-        """Find out at the start whether each rank can write here, and whether there is room."""
-        why = ""
-        try:
-            self._store.write(f"probe-{job.rank}", [b"paceline"])
-            self._store.remove(f"probe-{job.rank}")
-            free = self._store.free_bytes()
-            if job.rank == 0 and free is not None and free < size_bytes:
-                why = f"a save takes {_mb(size_bytes)} and {_mb(free)} are free"
-        except OSError as error:
-            why = f"{type(error).__name__}: {error}"
-        for rank, their in enumerate(collectives.gather(job, why)):
-            if their:
-                raise SaveFailed(
-                    f"checkpoints cannot be kept in {self.folder}: {their}.",
-                    where=place(rank, job.world_size) if rank == job.rank else f"rank {rank}",
-                    fix="give another folder, or make room there.",
-                    path=str(self.folder),
-                )
-
     def _prune(self) -> None:
         """Drop the oldest by step; never the newest, nor the last that was marked as the best."""
         steps = committed(self._store)
@@ -385,16 +367,12 @@ class Checkpoints:
             free = self._store.free_bytes()
         except OSError:
             free = None
-        room = "" if free is None else f", {_mb(free)} are free"
+        room = "" if free is None else f", {megabytes(free)} are free"
         return SaveFailed(
             f"step {step} cannot be saved in {self.folder}: {verdict.text}",
             where=where,
-            why=f"this rank writes about {_mb(save.staging.layout.size_bytes)}{room}.",
+            why=f"this rank writes about {megabytes(save.staging.layout.size_bytes)}{room}.",
             fix="check space and permission; earlier checkpoints there are untouched.",
             path=str(self.folder),
             step=step,
         )
-
-
-def _mb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f} MB"
