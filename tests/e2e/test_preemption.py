@@ -14,8 +14,10 @@ import pytest
 from launching import Finished, alive, environment, finish, run, start
 
 SCRIPT = """
-import hashlib, os, time, torch, paceline
+import atexit, hashlib, os, time, torch, paceline
 from torch.utils.data import TensorDataset
+
+atexit.register(time.sleep, float(os.environ.get("END_S", 0)))
 
 def score(model, batch):
     if job.rank == 0:
@@ -246,9 +248,13 @@ def test_a_script_without_a_training_ends_as_always(tmp_path: Path, number: str,
 
 
 @pytest.mark.slow
-def test_a_notice_to_one_node_stops_both(tmp_path: Path, free_port: int) -> None:
+@pytest.mark.parametrize("end_s", [("0", "0"), ("2", "0"), ("0", "2")])
+def test_a_notice_to_one_node_stops_both(
+    tmp_path: Path, free_port: int, end_s: tuple[str, str]
+) -> None:
+    """Also where one of them, which may serve the store, is done before the other."""
     words = f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:{free_port} --rdzv-id=job"
-    nodes = [begin(tmp_path, words + " --max-restarts=3") for _ in range(2)]
+    nodes = [begin(tmp_path, words + " --max-restarts=3", END_S=seconds) for seconds in end_s]
     wait_for(nodes[0], tmp_path, "step", 15)
     nodes[1].send_signal(signal.SIGTERM)
     ends = [finish(node) for node in nodes]

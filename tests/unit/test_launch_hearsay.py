@@ -142,6 +142,21 @@ def test_a_node_waits_for_the_others_while_they_go_on() -> None:
     assert not Hearsay(PrefixStore("gone", store), 0, 2).all_done()
 
 
+def test_a_preempted_node_stays_until_the_others_are_done_but_not_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    with ThreadPoolExecutor() as pool:
+        staying = pool.submit(Hearsay(store, 0, 2).stay, lambda: False)
+        time.sleep(0.2)
+        assert not staying.done()
+        Hearsay(store, 1, 2).stay(lambda: False)
+        staying.result(timeout=2)
+    Hearsay(PrefixStore("hurry", store), 0, 2).stay(lambda: True)
+    monkeypatch.setattr(hearsay, "_STAY_S", 0.1)
+    Hearsay(PrefixStore("alone", store), 0, 2).stay(lambda: False)
+
+
 def test_the_traceback_stays_with_its_launcher() -> None:
     here, there = _meet(HashStore(), [[fact(0, -2.0)], [fact(1, -1.9, LOST)]], [0.0, 0.0])
     shape = Shape(world_size=2, restarts=0, max_restarts=0)

@@ -26,6 +26,7 @@ _POLL_S = 0.5
 # A launcher that has failed is heard of by the others within a poll, and they answer at once.
 _ANSWER_S = 2.0
 _LEAVE_S = 1.0
+_STAY_S = 5.0  # all ranks were stopped after one step; what they do then differs little
 _TURNS = 4
 _TURN_S = 0.002  # between two looks for the others' turn; about as exact are the clocks then
 _SEEN_S = 0.02
@@ -79,6 +80,16 @@ class Hearsay:
         count = self._store.add(_DONE, 0 if self._done else 1)
         self._done = True
         return count > len(self._others)
+
+    def stay(self, hurry: Callable[[], bool]) -> None:
+        """Wait a moment until the ranks of all nodes are done, as the store may end with this process.
+
+        Collective: one launcher of each node, though none waits long for another.
+        """
+        deadline = time.monotonic() + _STAY_S
+        with contextlib.suppress(RuntimeError):
+            while not self.all_done() and time.monotonic() < deadline and not hurry():
+                time.sleep(_SEEN_S)
 
     def begin(self) -> None:
         """Note that this node has failed, or has heard of a failure, now. Collective: none."""
