@@ -81,5 +81,5 @@ def _workers_for(job: Any, data: Any) -> Any:
     batches = paceline.Batches(job, data, global_batch=GLOBAL_BATCH, workers="auto")
     for step in batches.iterate(Position(job.seed, 0, 0), epochs=1):
         for _ in step:
-            time.sleep(0.05)
+            time.sleep(0.1)
     return batches._loader.workers  # type: ignore[union-attr]
