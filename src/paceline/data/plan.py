@@ -242,13 +242,14 @@ class Plan:
         starts = offset + np.arange(steps, dtype=np.int64) * self.global_batch
         places = (starts[:, None] + np.arange(begin, end, dtype=np.int64)).reshape(-1)
         counts = [end - begin] * steps
-        rest = left - steps * self.global_batch
-        if rest <= 0 or rest >= self.global_batch:
-            return places, counts, self.num_samples - max(rest, 0)
-        begin, end = self.share(rest)
-        last = self.num_samples - rest
-        places = np.append(places, np.arange(last + begin, last + end, dtype=np.int64))
-        return places, [*counts, end - begin], self.num_samples
+        rest = max(0, left - steps * self.global_batch)
+        if 0 < rest < self.global_batch:  # the smaller last step, which comes with the others
+            begin, end = self.share(rest)
+            last = self.num_samples - rest
+            places = np.append(places, np.arange(last + begin, last + end, dtype=np.int64))
+            counts.append(end - begin)
+            rest = 0
+        return places, counts, self.num_samples - rest
 
 
 def look_up(order: Permutation | None, places: Int64Array) -> Int64Array:
