@@ -26,6 +26,7 @@ from paceline.launch.straggler import (
     Straggler,
     judge,
     render,
+    spoiled,
     suspect,
     suspects,
 )
@@ -153,6 +154,15 @@ def test_one_long_pause_makes_no_straggler() -> None:
         assert suspect(read_steps(enters(work, count))) is None
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_pauses_now_and_then_do_not_hide_a_slow_rank(world: int) -> None:
+    def work(rank: int, step: int) -> float:
+        paused = step % 13 == 5 and rank == step % world  # so no 20 steps are without
+        return slow(1.5)(rank, step) + 0.8 * paused
+
+    assert suspect(read_steps(enters(work, 60, world=world))) == 1
+
+
 def test_a_rank_that_alternates_is_none() -> None:
     work = [slow(1.5, rank=0), slow(1.5, rank=1)]
     assert suspect(read_steps(enters(lambda r, s: work[s % 2](r, s), 100))) is None
@@ -232,10 +242,35 @@ def test_less_than_a_millisecond_is_the_machines_unrest() -> None:
     assert suspect(read_steps(enters(lambda r, s: slow(1.8)(r, s) / 50, 60))) == 1
 
 
+def test_a_profile_with_a_pause_in_it_tells_nothing() -> None:
+    def work(rank: int, step: int) -> float:
+        return slow(1.5)(rank, step) + 0.8 * (rank == 1 and step == 50)
+
+    profiles = {rank: profile(since_s=6.7) for rank in (0, 1)}
+    steps = read_steps(enters(work, 60))
+    assert suspect(steps) == 1
+    assert spoiled(1, steps, profiles)
+    # Nor while the step that it paused in is not over.
+    until_then = read_steps(enters(work, 50))
+    assert not spoiled(1, until_then, profiles)
+    assert spoiled(1, until_then, profiles | {1: replace(profiles[1], seconds=1.8)})
+    assert spoiled(1, until_then, profiles | {0: replace(profiles[0], seconds=1.8)})
+
+
+def test_a_profile_of_what_comes_seldom_is_not_spoiled_by_it() -> None:
+    steps = read_steps(enters(slow(1.4, every=10), 200))
+    profiles = {rank: profile(since_s=10.0) for rank in (0, 1)}
+    assert any(step.most[1] > 0.3 for step in steps if step.begun_ns >= profiles[1].since_ns)
+    assert not spoiled(1, steps, profiles)
+
+
 def test_what_is_not_enough() -> None:
     assert judged(slow(1.1), profile(), profile()) is None
-    # Only steps of the time of the profile count, and there are none.
-    assert judged(slow(2.0), profile(since_s=60), profile(since_s=60)) is None
+    steps = read_steps(enters(slow(2.0), 60))
+    assert not spoiled(1, steps, {0: profile(), 1: profile()})
+    assert spoiled(1, steps, {1: profile()})
+    # Only steps of the time of a profile count, and there are none.
+    assert spoiled(1, steps, {0: profile(), 1: profile(since_s=60)})
 
 
 def process(pid: int, cpu_s: float, name: str = "python", faults: int = 0) -> Process:
@@ -305,11 +340,11 @@ class Rank:
         self.told: dict[str, dict[str, Any]] = {}
         self.asked: list[str] = []
         self._entered = [(*key, *at) for key, at in entered.items()]
-        self.until = 30  # collectives
+        self.until = 20  # collectives
 
     def ask(self, number: int, do: str, **more: Any) -> None:
         self.asked.append(do)
-        self.until += 10 * (do == "profile")
+        self.until += 10
         told: dict[str, Any] = {
             "id": number,
             "entered": [one for one in self._entered[: self.until] if one[2] > more["since"]],
@@ -332,17 +367,30 @@ class Crew:
 def test_a_straggler_is_said_once() -> None:
     crew: Any = Crew()
     pace = Pace(crew)
-    ranks: Any = [Rank(rank, entered) for rank, entered in enters(slow(1.5), 300).items()]
+    ranks: Any = [Rank(rank, entered) for rank, entered in enters(slow(1.5), 1200).items()]
     for second in range(20, 120):
         pace.look(float(second), ranks, entered=100 * second)
     assert crew.said.count("slow: rank 1 (host ") == 1
     assert "\n      forward takes 91" in crew.said
     assert " ms there, 45" in crew.said
-    assert ranks[0].asked.count("profile") == 3  # again after 15 s, and after 30 s more
+    assert ranks[0].asked.count("profile") == 7  # after 1 s, 2, 4 and so on
     # Nothing has been entered since, so nothing is asked.
     asked = ranks[0].asked.count("pace")
     pace.look(500.0, ranks, entered=100 * 119)
     assert ranks[0].asked.count("pace") == asked
+
+
+def test_a_pause_while_ranks_are_looked_at_costs_seconds() -> None:
+    def work(rank: int, step: int) -> float:
+        return slow(1.5)(rank, step) + 0.8 * (rank == 0 and step == 35)
+
+    crew: Any = Crew()
+    pace = Pace(crew)
+    ranks: Any = [Rank(rank, entered) for rank, entered in enters(work, 300).items()]
+    for second in range(20, 28):
+        pace.look(float(second), ranks, entered=100 * second)
+    assert ranks[0].asked.count("profile") > 1  # the pause was in the first
+    assert crew.said.count("slow: rank 1 (host ") == 1
 
 
 def test_a_rank_that_does_not_answer_is_not_asked_again() -> None:

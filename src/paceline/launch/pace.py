@@ -16,7 +16,7 @@ from paceline.launch import processes
 from paceline.launch.crew import Crew
 from paceline.launch.evidence import helpers_of, read_place
 from paceline.launch.rank import Rank
-from paceline.launch.straggler import Key, Profile, Step, judge, render, suspects
+from paceline.launch.straggler import Key, Profile, Step, judge, render, spoiled, suspects
 
 _ASK_S = 1.0
 _SELDOM_S = 3.0  # where a step has few collectives
@@ -25,7 +25,8 @@ _KEPT = 1024  # collectives
 _PROFILE_STEPS = 8
 _PROFILE_S = (0.4, 10.0)
 _LATE_S = 2.0
-_REST_S = (15.0, 600.0)  # between two profiles of one suspect: first, and at most
+_REST_S = (1.0, 600.0)  # between two profiles of one suspect: first, and at most
+_GROWTH = (1.25, 2.0)  # of that: after a profile that told nothing, and after others
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,6 @@ class Pace:
             one.ask(number, "profile", seconds=seconds, since=self._since(one))
 
     def _conclude(self, suspicion: _Suspicion, now: float, alive: Sequence[Rank]) -> None:
-        rest_s = min(max(2 * self._rest.get(suspicion.rank, (0.0, 0.0))[1], _REST_S[0]), _REST_S[1])
-        self._rest[suspicion.rank] = (now + rest_s, rest_s)
         profiles = {
             rank.rank: Profile(told["since_ns"], told["seconds"], told["spent"])
             for rank in alive
@@ -136,7 +135,9 @@ class Pace:
             and "spent" in told
         }
         steps = dict(suspects(self._enters)).get(suspicion.rank)
-        if len(profiles) < len(alive) or steps is None:
+        useful = steps is not None and not spoiled(suspicion.rank, steps, profiles)
+        self._postpone(suspicion.rank, now, useful=useful)
+        if steps is None or not useful:
             return
         found = judge(suspicion.rank, steps, profiles)
         if found is None or (found.rank, found.phase) in self._said:
@@ -153,6 +154,12 @@ class Pace:
         who = f"host {socket.gethostname()}, pid {pid}"
         after = processes.moment([rank.pid for rank in alive])
         self._crew.say(render(found, who, where, suspicion.before, after, pid))
+
+    def _postpone(self, suspect: int, now: float, *, useful: bool) -> None:
+        """The next profile of a suspect: soon after one that told nothing, else ever more seldom."""
+        _, rest_s = self._rest.get(suspect, (0.0, 0.0))
+        rest_s = min(max(rest_s * _GROWTH[useful], _REST_S[0]), _REST_S[1])
+        self._rest[suspect] = (now + rest_s, rest_s)
 
 
 def _answered(alive: Sequence[Rank], do: str, number: int) -> bool:

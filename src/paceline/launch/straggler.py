@@ -25,6 +25,7 @@ _SUSPECT = 0.13  # of the time
 # In standard errors, which of few steps are themselves uncertain: who is late by chance is late as often
 # as the others.
 _CERTAIN, _CERTAIN_OF_FEW = 4.0, 36
+_PAUSE, _SELDOM = 3.0, 0.08  # by what is usual; of the steps, less than any window is certain of
 _LEAST_S = 1e-3  # of a step; less is the machine's unrest
 _LIKE = 0.7  # of the collectives repeat with the period
 _PATTERN = 512  # collectives in which it is looked for
@@ -196,18 +197,34 @@ def suspect(steps: Sequence[Step]) -> int | None:
     found = []
     windows = [count for count in _WINDOWS if count <= len(steps)]
     for rank in steps[-1].most if windows else ():
-        recent = steps[-windows[-1] :]
-        most = [_excess(step.most, rank) for step in recent]
-        total = [_excess(step.total, rank) for step in recent]
+        most = [_excess(step.most, rank) for step in steps]
+        total = [_excess(step.total, rank) for step in steps]
         for count in windows:
-            mean = sum(most[-count:]) / count
-            error = math.sqrt(sum((one - mean) ** 2 for one in most[-count:])) / count
-            certain = mean >= (_CERTAIN + _CERTAIN_OF_FEW / count) * error
-            waited_s = sum(total[-count:])
-            share = waited_s / sum(step.length_s for step in recent[-count:])
-            if certain and share >= _SUSPECT and waited_s >= _LEAST_S * count:
-                found.append((share, rank))
-    return max(found)[1] if found else None
+            late, waited = most[-count:], total[-count:]
+            lengths = [step.length_s for step in steps[-count:]]
+            share = max(
+                _share(late, waited, statistics.fmean(lengths)),
+                # Pauses now and then, of whichever rank, hide who is late in each step.
+                _share(_usual(late), _usual(waited), statistics.median(lengths)),
+            )
+            found.append((share, rank))
+    share, rank = max(found, default=(0.0, 0))
+    return rank if share >= _SUSPECT else None
+
+
+def _share(late: Sequence[float], waited: Sequence[float], length_s: float) -> float:
+    """How much of their time the others wait for a rank; 0 where that may be chance."""
+    count = len(late)
+    mean, wait_s = statistics.fmean(late), statistics.fmean(waited)
+    error = math.sqrt(sum((one - mean) ** 2 for one in late)) / count
+    certain = mean >= (_CERTAIN + _CERTAIN_OF_FEW / count) * error
+    return wait_s / length_s if certain and wait_s >= _LEAST_S else 0.0
+
+
+def _usual(values: Sequence[float]) -> list[float]:
+    """Each no larger than is usual among them, whatever its sign: what is even about 0 stays so."""
+    most = statistics.median(map(abs, values))
+    return [max(-most, min(one, most)) for one in values]
 
 
 def _excess(late: Mapping[int, float], rank: int) -> float:
@@ -215,19 +232,43 @@ def _excess(late: Mapping[int, float], rank: int) -> float:
     return late[rank] - (sum(late.values()) - late[rank]) / (len(late) - 1)
 
 
+def spoiled(rank: int, steps: Sequence[Step], profiles: Mapping[int, Profile]) -> bool:
+    """Whether profiles do not tell what is so in all steps: some are missing, or a rank paused in one.
+
+    Args: as of `judge`.
+
+    Collective: none.
+    """
+    late = [abs(_excess(step.most, rank)) for step in steps]
+    long_s = _PAUSE * statistics.median(late)
+    # What comes more often than pauses is what the suspicion is about.
+    seldom = sum(late_s > long_s for late_s in late) < _SELDOM * len(late)
+    lengths = sorted(step.length_s for step in steps)
+    usual_s = lengths[-1 - int(_SELDOM * len(lengths))]
+    for member in steps[-1].most:
+        profile = profiles.get(member)
+        during = [step for step in steps if profile and step.begun_ns >= profile.since_ns]
+        if profile is None or len(during) < 3:
+            return True
+        # At its ends a profile has parts of steps; more than those is a step that is not over.
+        if profile.seconds - sum(step.length_s for step in during) > 2 * usual_s:
+            return True
+        if seldom and any(abs(_excess(step.most, rank)) > long_s for step in during):
+            return True
+    return False
+
+
 def judge(rank: int, steps: Sequence[Step], profiles: Mapping[int, Profile]) -> Straggler | None:
     """Whether this rank takes longer than the others, and at what.
 
     Args:
         steps: Of a group, as far as they are known; those of the time of its profile count.
-        profiles: By rank, of all in the group.
+        profiles: By rank, of all in the group; not `spoiled`.
 
     Collective: none.
     """
     own = profiles[rank]
     during = [step for step in steps if step.begun_ns >= own.since_ns]
-    if len(during) < 3 or not during[0].most.keys() <= profiles.keys():
-        return None
     others = [profiles[other] for other in during[0].most if other != rank]
     step_s = statistics.fmean(step.length_s for step in during)
     late = statistics.fmean(_excess(step.most, rank) for step in during) / step_s
