@@ -261,3 +261,28 @@ def test_a_notice_to_one_node_stops_both(
     assert [end.code for end in ends] == [75, 75], ends
     both = Finished(75, "", "".join(end.err for end in ends))
     check_preempted(tmp_path, both, ranks=2)
+
+
+MIXED = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+time.sleep(2 * (rank == int(sys.argv[1])))
+sys.exit(75 * (rank == int(sys.argv[2])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize(("late", "preempted"), [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")])
+def test_a_node_that_ends_well_does_not_wait_for_a_preempted_one(
+    tmp_path: Path, free_port: int, backend: str, late: str, preempted: str
+) -> None:
+    """Each ends as its ranks did, once those of both are done, whichever of them serves the store."""
+    (tmp_path / "train.py").write_text(MIXED)
+    words = ["run", "--nnodes=2", f"--rdzv-backend={backend}", "--rdzv-id=job"]
+    words += [f"--rdzv-endpoint=127.0.0.1:{free_port}", f"--master-port={free_port}"]
+    script = ["train.py", late, preempted]
+    nodes = [start([*words, f"--node-rank={node}", *script], tmp_path) for node in (0, 1)]
+    done = [finish(node) for node in nodes]
+    assert sorted(end.code for end in done) == [0, 75], done
+    assert not any("Traceback" in end.err for end in done), done

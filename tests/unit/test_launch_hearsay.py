@@ -142,6 +142,19 @@ def test_a_node_waits_for_the_others_while_they_go_on() -> None:
     assert not Hearsay(PrefixStore("gone", store), 0, 2).all_done()
 
 
+def test_who_serves_the_store_is_the_last_to_leave() -> None:
+    store = HashStore()
+    both = [Hearsay(store, node, 2) for node in (0, 1)]
+    assert not both[1].all_done()
+    with ThreadPoolExecutor() as pool:
+        staying = pool.submit(both[0].stay, lambda: False)
+        time.sleep(0.2)
+        assert not staying.done()  # the other has ended, but does not know of us yet
+        assert both[1].all_done()
+        both[1].stay(lambda: False)
+        staying.result(timeout=2)
+
+
 def test_a_preempted_node_stays_until_the_others_are_done_but_not_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -122,10 +122,7 @@ class Agent(LocalElasticAgent):
         self._task.announce(worker_group)
 
     def _exit_barrier(self) -> None:
-        if self.preempted:
-            return  # an agent that got a signal does not come; the ranks have agreed on their end
-        with self._signals.interruptible():
-            super()._exit_barrier()  # type: ignore[no-untyped-call]
+        self._stay()  # torch's own waits in vain for launchers whose ranks were stopped
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if not self._crew.ranks:
@@ -212,7 +209,6 @@ class Agent(LocalElasticAgent):
                 self._hearsay.tell(self._crew.facts())  # others may fail for want of these ranks
             self._crew.say_daemons()
             self._crew.dismiss()
-            self._stay()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
         if self._hearsay is not None and self._hearsay.pending():
@@ -376,12 +372,13 @@ class Agent(LocalElasticAgent):
         received = bool(self._signals.received)
         grace_s = self._task.signal_grace_s if received else self._task.grace_s
         self._end_ranks(death_sig, grace_s, at_once=not received)
-        self._stay()
+        if self.preempted:
+            self._stay()
         super()._shutdown(death_sig, *args, **kwargs)
 
     def _stay(self) -> None:
-        """Where ranks were preempted: let the other nodes see how theirs end, before the store may go."""
-        if self.preempted and self._hearsay is not None:
+        """Where ranks have ended well: let the other nodes see how theirs end, before the store may go."""
+        if self._hearsay is not None:
             self._hearsay.stay(lambda: self._signals.hurry)
             self._hearsay = None
 

@@ -32,6 +32,7 @@ _TURN_S = 0.002  # between two looks for the others' turn; about as exact are th
 _SEEN_S = 0.02
 _FAILED = "failed"
 _DONE = "done"
+_LEFT = "left"
 _TICKS = "ticks"
 _ASKED = "asked"
 
@@ -87,9 +88,18 @@ class Hearsay:
         Collective: one launcher of each node, though none waits long for another.
         """
         deadline = time.monotonic() + _STAY_S
+
+        def patient() -> bool:
+            time.sleep(_SEEN_S)
+            return time.monotonic() < deadline and not hurry()
+
         with contextlib.suppress(RuntimeError):
-            while not self.all_done() and time.monotonic() < deadline and not hurry():
-                time.sleep(_SEEN_S)
+            while not self.all_done() and patient():
+                pass
+            # Who serves the store goes when the others need it no more.
+            count = self._store.add(_LEFT, 1)
+            while count <= len(self._others) and patient():
+                count = self._store.add(_LEFT, 0)
 
     def begin(self) -> None:
         """Note that this node has failed, or has heard of a failure, now. Collective: none."""
