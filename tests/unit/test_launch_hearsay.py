@@ -147,27 +147,24 @@ def test_who_serves_the_store_is_the_last_to_leave() -> None:
     both = [Hearsay(store, node, 2) for node in (0, 1)]
     assert not both[1].all_done()
     with ThreadPoolExecutor() as pool:
-        staying = pool.submit(both[0].stay, lambda: False)
+        staying = pool.submit(both[0].stay, 30, lambda: False)
         time.sleep(0.2)
         assert not staying.done()  # the other has ended, but does not know of us yet
         assert both[1].all_done()
-        both[1].stay(lambda: False)
+        both[1].stay(30, lambda: False)
         staying.result(timeout=2)
 
 
-def test_a_preempted_node_stays_until_the_others_are_done_but_not_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_stays_until_the_others_are_done_but_not_for_long() -> None:
     store = HashStore()
     with ThreadPoolExecutor() as pool:
-        staying = pool.submit(Hearsay(store, 0, 2).stay, lambda: False)
+        staying = pool.submit(Hearsay(store, 0, 2).stay, 30, lambda: False)
         time.sleep(0.2)
         assert not staying.done()
-        Hearsay(store, 1, 2).stay(lambda: False)
+        Hearsay(store, 1, 2).stay(30, lambda: False)
         staying.result(timeout=2)
-    Hearsay(PrefixStore("hurry", store), 0, 2).stay(lambda: True)
-    monkeypatch.setattr(hearsay, "_STAY_S", 0.1)
-    Hearsay(PrefixStore("alone", store), 0, 2).stay(lambda: False)
+    Hearsay(PrefixStore("hurry", store), 0, 2).stay(600, lambda: True)
+    Hearsay(PrefixStore("alone", store), 0, 2).stay(0.1, lambda: False)
 
 
 def test_the_traceback_stays_with_its_launcher() -> None:

@@ -36,6 +36,8 @@ from paceline.launch.signals import Signals
 from paceline.launch.verdict import Fact, Verdict, judge
 from paceline.launch.watch import Watch
 
+_STAY_S = 5.0  # all ranks were stopped after one step; what they do then differs little
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -122,7 +124,12 @@ class Agent(LocalElasticAgent):
         self._task.announce(worker_group)
 
     def _exit_barrier(self) -> None:
-        self._stay()  # torch's own waits in vain for launchers whose ranks were stopped
+        # torch's own waits in vain for launchers whose ranks were stopped.
+        if self.preempted:
+            self._stay(_STAY_S)
+        else:
+            with self._signals.interruptible():
+                self._stay(self._exit_barrier_timeout)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if not self._crew.ranks:
@@ -373,13 +380,13 @@ class Agent(LocalElasticAgent):
         grace_s = self._task.signal_grace_s if received else self._task.grace_s
         self._end_ranks(death_sig, grace_s, at_once=not received)
         if self.preempted:
-            self._stay()
+            self._stay(_STAY_S)
         super()._shutdown(death_sig, *args, **kwargs)
 
-    def _stay(self) -> None:
+    def _stay(self, most_s: float) -> None:
         """Where ranks have ended well: let the other nodes see how theirs end, before the store may go."""
         if self._hearsay is not None:
-            self._hearsay.stay(lambda: self._signals.hurry)
+            self._hearsay.stay(most_s, lambda: self._signals.hurry)
             self._hearsay = None
 
     def _end_ranks(self, number: signal.Signals, grace_s: float, *, at_once: bool) -> None:

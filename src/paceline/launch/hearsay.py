@@ -26,7 +26,6 @@ _POLL_S = 0.5
 # A launcher that has failed is heard of by the others within a poll, and they answer at once.
 _ANSWER_S = 2.0
 _LEAVE_S = 1.0
-_STAY_S = 5.0  # all ranks were stopped after one step; what they do then differs little
 _TURNS = 4
 _TURN_S = 0.002  # between two looks for the others' turn; about as exact are the clocks then
 _SEEN_S = 0.02
@@ -82,12 +81,12 @@ class Hearsay:
         self._done = True
         return count > len(self._others)
 
-    def stay(self, hurry: Callable[[], bool]) -> None:
-        """Wait a moment until the ranks of all nodes are done, as the store may end with this process.
+    def stay(self, most_s: float, hurry: Callable[[], bool]) -> None:
+        """Wait until the ranks of all nodes are done, as the store may end with this process.
 
-        Collective: one launcher of each node, though none waits long for another.
+        Collective: one launcher of each node, though none waits for another for longer than `most_s`.
         """
-        deadline = time.monotonic() + _STAY_S
+        deadline = time.monotonic() + most_s
 
         def patient() -> bool:
             time.sleep(_SEEN_S)
