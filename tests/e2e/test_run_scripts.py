@@ -107,7 +107,11 @@ def test_a_users_choice_of_threads_stays(tmp_path: Path) -> None:
 
 
 def test_programs_without_python(tmp_path: Path) -> None:
-    (tmp_path / "show.sh").write_text('echo "$RANK of $WORLD_SIZE: $1"; exit $RANK')
+    # Rank 1 fails, upon which the other is ended: not before it has said its line.
+    show = (
+        'echo "$RANK of $WORLD_SIZE: $1"; touch said$RANK; until [ -e said0 ]; do sleep 0.01; done'
+    )
+    (tmp_path / "show.sh").write_text(f"{show}; exit $RANK")
     words = ["run", "--nproc-per-node=2", "--no-python", "sh", "show.sh", "x"]
     done = finish(start(words, tmp_path))
     assert sorted(done.out.splitlines()) == ["[0] 0 of 2: x", "[1] 1 of 2: x"]
