@@ -211,13 +211,8 @@ def expected(kind: Kind, text: str, world: int) -> list[str]:
     return [words.format(**lines, s="s" if world == 2 else "") for words in kind.says]
 
 
-def verdict(text: str, tmp_path: Path, world: int, *, after_notices: bool = False) -> str:
-    """What is said first of a run that hangs; the run is then ended.
-
-    Args:
-        after_notices: Not counting what is no alarm: where the machine pauses, a launcher that has not
-            watched a rank for long enough takes it for one at work, and says the truth when it knows.
-    """
+def verdict(text: str, tmp_path: Path, world: int) -> str:
+    """What is said first of a run that hangs; the run is then ended."""
     (tmp_path / "train.py").write_text(text)
     process = start(
         [
@@ -235,9 +230,7 @@ def verdict(text: str, tmp_path: Path, world: int, *, after_notices: bool = Fals
         for line in process.stderr:
             lines.append(line)
             if line.startswith(("fix:", "paceline: rank")):  # the verdict's last line, or a crash
-                if not (after_notices and lines[1].startswith("waiting: ")):
-                    break
-                del lines[1:]
+                break
     finally:
         process.terminate()
         process.communicate(timeout=60)

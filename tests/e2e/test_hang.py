@@ -27,12 +27,16 @@ CASES = [
 def test_a_hang_is_explained(tmp_path: Path, name: str, world: int, ours: bool) -> None:
     kind = KINDS[name]
     text = script(kind, paceline=ours)
-    said = verdict(text, tmp_path, world, after_notices=kind.word == "hang")
+    said = verdict(text, tmp_path, world)
+    if kind.word == "hang" and said.startswith("waiting: "):
+        # A launcher that did not run for a while takes nobody for idle yet. Not twice in a row.
+        (again := tmp_path / "again").mkdir()
+        said = verdict(text, again, world)
     assert said.startswith(f"{kind.word}: "), said
     for words in expected(kind, text, world):
         assert words in said, f"{words!r} is not in:\n{said}"
     assert len(said.splitlines()) <= 10
-    assert int(re.findall(r"since (\d+) s", said)[0]) < 10
+    assert int(re.findall(r"since (\d+) s", said)[0]) <= 5
 
 
 HEALTHY = """

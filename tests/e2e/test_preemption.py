@@ -274,7 +274,7 @@ sys.exit(75 * (rank == int(sys.argv[2])))
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["c10d", "static"])
 @pytest.mark.parametrize(("late", "preempted"), [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")])
-def test_a_node_that_ends_well_does_not_wait_for_a_preempted_one(
+def test_a_node_that_ends_well_leaves_with_a_preempted_one(
     tmp_path: Path, free_port: int, backend: str, late: str, preempted: str
 ) -> None:
     """Each ends as its ranks did, once those of both are done, whichever of them serves the store."""

@@ -1,7 +1,4 @@
-"""A rank that is slower than the others is named with its phase and line; others are not.
-
-After how many steps is in benchmarks/stragglers.py: a pause of this machine costs some.
-"""
+"""A rank that is slower than the others is named with its phase and line, within 50 steps; others are not."""
 
 from __future__ import annotations
 
@@ -29,13 +26,20 @@ CASES = [
 def test_a_slow_rank_is_named(
     tmp_path: Path, kind: str, world: int, ours: bool, workers: int
 ) -> None:
-    run = train(tmp_path, kind, world=world, factor=1.5, paceline=ours, workers=workers, steps=400)
-    if workers:
-        assert "slow: rank 1 (" in run.said, run.said
-        assert "\n      data takes " in run.said, run.said
-        assert "waiting for a loader's worker: pid " in run.said, run.said
-    else:
-        assert right(run, tmp_path, kind), run.said
+    for folder in (tmp_path / "first", tmp_path / "again"):
+        folder.mkdir()
+        run = train(
+            folder, kind, world=world, factor=1.5, paceline=ours, workers=workers, steps=200
+        )
+        if run.said and workers:
+            assert "slow: rank 1 (" in run.said, run.said
+            assert "\n      data takes " in run.said, run.said
+            assert "waiting for a loader's worker: pid " in run.said, run.said
+        elif run.said:
+            assert right(run, folder, kind), run.said
+        if run.steps <= 50:
+            break  # else the machine paused while the ranks were looked at: not twice in a row
+    assert run.steps <= 50
     assert len(run.said.splitlines()) == 4
 
 
