@@ -15,18 +15,24 @@ from dataclasses import dataclass
 from paceline.launch import processes
 from paceline.launch.crew import Crew
 from paceline.launch.evidence import helpers_of, read_place
+from paceline.launch.lateness import Key, Step, suspects
 from paceline.launch.rank import Rank
-from paceline.launch.straggler import Key, Profile, Step, judge, render, spoiled, suspects
+from paceline.launch.straggler import Profile, Straggler, judge, parts, render
 
 _ASK_S = 1.0
 _SELDOM_S = 3.0  # where a step has few collectives
 _FEW = 8
 _KEPT = 1024  # collectives
 _PROFILE_STEPS = 8
-_PROFILE_S = (0.4, 10.0)
+_PROFILE_S = (0.4, 300.0)
+_LATEST, _LONG = (
+    20,
+    4.0,
+)  # steps that tell how long one is; of a pause, so many times the usual counts
 _LATE_S = 2.0
-_REST_S = (1.0, 600.0)  # between two profiles of one suspect: first, and at most
-_GROWTH = (1.25, 2.0)  # of that: after a profile that told nothing, and after others
+# Between two profiles of one suspect, in s and by how much it grows: after one that told nothing, and after
+# others.
+_RESTS, _REST_MOST_S = ((0.3, 1.25), (1.0, 2.0)), 600.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class _Suspicion:
 
     rank: int
     number: int
+    seconds: float
     deadline: float
     before: processes.Moment
 
@@ -58,6 +65,7 @@ class Pace:
         self._number = self._entered = 0
         self._ask_next = self._ask_last = 0.0
         self._suspicion: _Suspicion | None = None
+        self._seldom: dict[int, str] = {}  # by suspect: at what it was, but not in most steps
         self._rest: dict[int, tuple[float, float]] = {}  # by suspect: until when, and how long
 
     def look(self, now: float, alive: Sequence[Rank], entered: int) -> bool:
@@ -77,12 +85,12 @@ class Pace:
             if now > self._suspicion.deadline or _answered(
                 alive, "profile", self._suspicion.number
             ):
-                self._conclude(self._suspicion, now, alive)
-                self._suspicion = None
+                suspicion, self._suspicion = self._suspicion, None
+                self._conclude(suspicion, now, alive)
         elif any(fresh):
             for suspect, steps in suspects(self._enters):
                 if now >= self._rest.get(suspect, (0.0, 0.0))[0]:
-                    self._profile(suspect, steps, now, alive)
+                    self._profile(suspect, _length_s(steps), now, alive)
                     break
         if now >= self._ask_next and _answered(alive, "pace", self._number):
             self._ask(now, alive, entered)
@@ -118,31 +126,47 @@ class Pace:
             del entered[key]
         return True
 
-    def _profile(self, rank: int, steps: Sequence[Step], now: float, alive: Sequence[Rank]) -> None:
-        usual_s = statistics.median(step.length_s for step in steps[-_PROFILE_STEPS:])
-        seconds = min(max(_PROFILE_STEPS * usual_s, _PROFILE_S[0]), _PROFILE_S[1])
+    def _profile(self, rank: int, seconds: float, now: float, alive: Sequence[Rank]) -> None:
         before = processes.moment([rank.pid for rank in alive])
         number = self._new_number()
-        self._suspicion = _Suspicion(rank, number, now + seconds + _LATE_S, before)
+        self._suspicion = _Suspicion(rank, number, seconds, now + seconds + _LATE_S, before)
         for one in alive:
             one.ask(number, "profile", seconds=seconds, since=self._since(one))
 
     def _conclude(self, suspicion: _Suspicion, now: float, alive: Sequence[Rank]) -> None:
         profiles = {
-            rank.rank: Profile(told["since_ns"], told["seconds"], told["spent"])
+            rank.rank: Profile(told["since_ns"], told["spent"])
             for rank in alive
             if (told := rank.told.get("profile", {})).get("id") == suspicion.number
             and "spent" in told
         }
         steps = dict(suspects(self._enters)).get(suspicion.rank)
-        useful = steps is not None and not spoiled(suspicion.rank, steps, profiles)
-        self._postpone(suspicion.rank, now, useful=useful)
-        if steps is None or not useful:
+        found = parts(steps, profiles) if steps else []
+        if (
+            steps
+            and not found
+            and len(profiles) == len(alive)
+            and suspicion.seconds < _PROFILE_S[1]
+        ):
+            # They were too slow for it.
+            self._profile(suspicion.rank, 2 * suspicion.seconds, now, alive)
             return
-        found = judge(suspicion.rank, steps, profiles)
-        if found is None or (found.rank, found.phase) in self._said:
-            return
-        self._said.add((found.rank, found.phase))
+        straggler = judge(suspicion.rank, found, steps) if steps and found else None
+        certain = self._is_certain(suspicion.rank, straggler)
+        self._postpone(suspicion.rank, now, useful=bool(found) and certain)
+        if straggler and certain and (straggler.rank, straggler.phase) not in self._said:
+            self._said.add((straggler.rank, straggler.phase))
+            self._say(straggler, suspicion, alive)
+
+    def _is_certain(self, rank: int, straggler: Straggler | None) -> bool:
+        """What was not so in most steps comes seldom, or was a pause: then another phase is next."""
+        before = self._seldom.pop(rank, "")
+        if straggler is not None and straggler.seldom:
+            self._seldom[rank] = straggler.phase
+            return straggler.phase == before
+        return True
+
+    def _say(self, found: Straggler, suspicion: _Suspicion, alive: Sequence[Rank]) -> None:
         pid = next(rank.pid for rank in alive if rank.rank == found.rank)
         cwd = os.getcwd()
         script = read_place(found.place, cwd).script
@@ -158,8 +182,17 @@ class Pace:
     def _postpone(self, suspect: int, now: float, *, useful: bool) -> None:
         """The next profile of a suspect: soon after one that told nothing, else ever more seldom."""
         _, rest_s = self._rest.get(suspect, (0.0, 0.0))
-        rest_s = min(max(rest_s * _GROWTH[useful], _REST_S[0]), _REST_S[1])
+        least_s, growth = _RESTS[useful]
+        rest_s = min(max(rest_s * growth, least_s), _REST_MOST_S)
         self._rest[suspect] = (now + rest_s, rest_s)
+
+
+def _length_s(steps: Sequence[Step]) -> float:
+    """Of a profile with a few steps; where pauses are many it is longer."""
+    lengths = [step.length_s for step in steps[-_LATEST:]]
+    most_s = _LONG * statistics.median(lengths)
+    usual_s = statistics.fmean(min(length_s, most_s) for length_s in lengths)
+    return min(max(_PROFILE_STEPS * usual_s, _PROFILE_S[0]), _PROFILE_S[1])
 
 
 def _answered(alive: Sequence[Rank], do: str, number: int) -> bool:

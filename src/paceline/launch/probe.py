@@ -27,7 +27,6 @@ import sys
 import sysconfig
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -196,8 +195,8 @@ class Probe:
         return {"entered": [one for one in _arrivals() if one[2] > request["since"]]}
 
     def _profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What the main thread is at from now on for some seconds, as (phase, place, seconds)."""
-        spent: dict[tuple[str, str], float] = defaultdict(float)
+        """What the main thread is at from now on for some seconds, as (phase, place, seconds) in turn."""
+        spent: list[tuple[str, str, float]] = []
         # Seconds of collections that are over, when the one began that is not, and where.
         collected = (0.0, 0.0, "")
 
@@ -219,14 +218,15 @@ class Probe:
                 # callback itself may be where this one comes to run.
                 now, (over_s, begun, place) = time.perf_counter(), collected
                 over_s += now - begun if begun else 0.0
-                spent["collection of garbage", place] += over_s - counted_s
+                garbage_s = over_s - counted_s
+                if garbage_s:
+                    spent.append(("collection of garbage", place, garbage_s))
                 phase = _phase(sys._current_frames().get(self.main or 0))
-                spent[phase] += now - last - (over_s - counted_s)
+                spent.append((*phase, now - last - garbage_s))
                 last, counted_s = now, over_s
         finally:
             gc.callbacks.remove(collect)
-        told = [(*which, seconds) for which, seconds in spent.items()]
-        return self._pace(request) | {"since_ns": since_ns, "seconds": last - first, "spent": told}
+        return self._pace(request) | {"since_ns": since_ns, "spent": spent}
 
 
 def _brief(frame: FrameType | None) -> dict[str, Any]:
