@@ -294,11 +294,14 @@ def test_pauses_while_ranks_are_looked_at_change_nothing(
         assert told.wait_s == pytest.approx(0.02, rel=0.05)
 
 
-def test_what_comes_seldom_is_seen_in_the_mean() -> None:
-    steps, found = watched(of_steps("forward", every=5), 30, 38)
+@pytest.mark.parametrize("every", [2, 3, 5])
+@pytest.mark.parametrize("kind", ["data", "forward", "backward"])
+def test_what_comes_now_and_then_is_seen_in_the_mean(kind: str, every: int) -> None:
+    steps, found = watched(of_steps(kind, every=every), 60, 84)
     told = judge(1, found, steps)
     assert told is not None
-    assert (told.phase, told.seldom) == ("forward", True)
+    assert (told.phase, told.seldom) == (kind, True)
+    assert told.factor == pytest.approx(1.5, rel=0.1)
 
 
 def test_a_part_has_several_steps_where_there_are_many() -> None:

@@ -21,6 +21,7 @@ _SUSPECT = 0.13  # of the time
 # In standard errors, which of few steps are themselves uncertain: who is late by chance is late as often
 # as the others.
 _CERTAIN, _CERTAIN_OF_FEW = 4.0, 36
+_LATEST = 32  # steps
 _LEAST_S = 1e-3  # of a step; less is the machine's unrest
 _LIKE = 0.7  # of the collectives repeat with the period
 _PATTERN = 512  # collectives in which it is looked for
@@ -190,3 +191,14 @@ def excess(late: Mapping[int, float], rank: int) -> float:
     Collective: none.
     """
     return late[rank] - (sum(late.values()) - late[rank]) / (len(late) - 1)
+
+
+def in_most(rank: int, steps: Sequence[Step]) -> bool:
+    """Whether it was late in most of the latest steps, and by about as much. Collective: none."""
+    late = sorted(latest(rank, steps))
+    return late[len(late) // 4] > late[len(late) // 2] / 2 > 0
+
+
+def latest(rank: int, steps: Sequence[Step]) -> list[float]:
+    """How late it was in each of the latest steps, in seconds. Collective: none."""
+    return [excess(step.most, rank) for step in steps[-_LATEST:]]

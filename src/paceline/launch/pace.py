@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from paceline.launch import processes
 from paceline.launch.crew import Crew
 from paceline.launch.evidence import helpers_of, read_place
-from paceline.launch.lateness import Key, Step, suspects
+from paceline.launch.lateness import Key, Step, in_most, suspects
 from paceline.launch.rank import Rank
 from paceline.launch.straggler import Profile, Straggler, judge, parts, render
 
@@ -23,12 +23,10 @@ _ASK_S = 1.0
 _SELDOM_S = 3.0  # where a step has few collectives
 _FEW = 8
 _KEPT = 1024  # collectives
-_PROFILE_STEPS = 8
+_PROFILE_STEPS = 24, 8  # where it is late now and then, and in most steps
 _PROFILE_S = (0.4, 300.0)
-_LATEST, _LONG = (
-    20,
-    4.0,
-)  # steps that tell how long one is; of a pause, so many times the usual counts
+_LATEST = 20  # steps that tell how long one is
+_LONG = 4.0  # times the usual length; of a longer one so much counts
 _LATE_S = 2.0
 # Between two profiles of one suspect, in s and by how much it grows: after one that told nothing, and after
 # others.
@@ -90,7 +88,7 @@ class Pace:
         elif any(fresh):
             for suspect, steps in suspects(self._enters):
                 if now >= self._rest.get(suspect, (0.0, 0.0))[0]:
-                    self._profile(suspect, _length_s(steps), now, alive)
+                    self._profile(suspect, _length_s(suspect, steps), now, alive)
                     break
         if now >= self._ask_next and _answered(alive, "pace", self._number):
             self._ask(now, alive, entered)
@@ -187,12 +185,13 @@ class Pace:
         self._rest[suspect] = (now + rest_s, rest_s)
 
 
-def _length_s(steps: Sequence[Step]) -> float:
-    """Of a profile with a few steps; where pauses are many it is longer."""
+def _length_s(rank: int, steps: Sequence[Step]) -> float:
+    """Of a profile with a few steps; where pauses are many, or it is late now and then, it is longer."""
     lengths = [step.length_s for step in steps[-_LATEST:]]
     most_s = _LONG * statistics.median(lengths)
     usual_s = statistics.fmean(min(length_s, most_s) for length_s in lengths)
-    return min(max(_PROFILE_STEPS * usual_s, _PROFILE_S[0]), _PROFILE_S[1])
+    count = _PROFILE_STEPS[in_most(rank, steps)]
+    return min(max(count * usual_s, _PROFILE_S[0]), _PROFILE_S[1])
 
 
 def _answered(alive: Sequence[Rank], do: str, number: int) -> bool:

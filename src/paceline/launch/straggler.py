@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from paceline.launch.lateness import Step, excess
+from paceline.launch.lateness import Step, excess, in_most, latest
 from paceline.launch.processes import Moment
 
 _LEAST_FACTOR = 1.2
-_LATEST = 32  # steps
 _PARTS = 5, 8  # of a profile, whole steps each: at least, and at most
 
 Average = Callable[[Iterable[float]], float]
@@ -141,12 +140,12 @@ def judge(rank: int, found: Sequence[Part], steps: Sequence[Step]) -> Straggler 
 
     Collective: none.
     """
-    # What is so in most steps is not hidden by pauses in others. How late it then is, more steps tell
-    # better than those that were looked at.
-    late_s = statistics.median(excess(step.most, rank) for step in steps[-_LATEST:])
-    usual = _judge(rank, found, statistics.median, late_s)
-    if usual is not None:
-        return usual
+    if in_most(rank, steps):
+        # How late, more steps tell better than those that were looked at; and pauses in some change nothing.
+        late_s = statistics.median(latest(rank, steps))
+        usual = _judge(rank, found, statistics.median, late_s)
+        if usual is not None:
+            return usual
     late_s = statistics.fmean(part.late_s[rank] for part in found)
     seldom = _judge(rank, found, statistics.fmean, late_s)
     return replace(seldom, seldom=True) if seldom is not None else None
