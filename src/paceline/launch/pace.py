@@ -140,14 +140,9 @@ class Pace:
         }
         steps = dict(suspects(self._enters)).get(suspicion.rank)
         found = parts(steps, profiles) if steps else []
-        if (
-            steps
-            and not found
-            and len(profiles) == len(alive)
-            and suspicion.seconds < _PROFILE_S[1]
-        ):
-            # They were too slow for it.
-            self._profile(suspicion.rank, 2 * suspicion.seconds, now, alive)
+        longer_s = 2 * suspicion.seconds
+        if steps and not found and len(profiles) == len(alive) and longer_s <= _PROFILE_S[1]:
+            self._profile(suspicion.rank, longer_s, now, alive)
             return
         straggler = judge(suspicion.rank, found, steps) if steps and found else None
         certain = self._is_certain(suspicion.rank, straggler)

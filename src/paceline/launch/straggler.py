@@ -141,7 +141,7 @@ def judge(rank: int, found: Sequence[Part], steps: Sequence[Step]) -> Straggler 
     Collective: none.
     """
     if in_most(rank, steps):
-        # How late, more steps tell better than those that were looked at; and pauses in some change nothing.
+        # By medians, which a pause in some steps does not change. How late, more steps tell better.
         late_s = statistics.median(latest(rank, steps))
         usual = _judge(rank, found, statistics.median, late_s)
         if usual is not None:
