@@ -26,7 +26,7 @@ CASES = [
 def test_a_slow_rank_is_named(
     tmp_path: Path, kind: str, world: int, ours: bool, workers: int
 ) -> None:
-    for folder in (tmp_path / "first", tmp_path / "second", tmp_path / "third"):
+    for folder in (tmp_path / "first", tmp_path / "again"):
         folder.mkdir()
         run = train(
             folder, kind, world=world, factor=1.5, paceline=ours, workers=workers, steps=200
@@ -38,7 +38,7 @@ def test_a_slow_rank_is_named(
         elif run.said:
             assert right(run, folder, kind), run.said
         if run.steps <= 50:
-            break  # else the machine paused: with one stop of a rank a second, one run in five is late
+            break  # else the machine paused while the ranks were looked at: not twice in a row
     assert run.steps <= 50
     assert len(run.said.splitlines()) == 4
 
