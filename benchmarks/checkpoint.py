@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import paceline
-from paceline import collectives
+from paceline.job import collectives
 from paceline.testing import run_ranks
 
 WIDTH, LAYERS, STEPS = 1208, 12, 20

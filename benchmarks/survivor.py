@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline import collectives
+from paceline.job import collectives
 from paceline.testing import Fault, inject
 
 

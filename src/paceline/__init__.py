@@ -11,43 +11,43 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from paceline.checkpoint.manager import Checkpoints as Checkpoints
-    from paceline.collectives import agree as agree
-    from paceline.collectives import gather as gather
-    from paceline.collectives import on_rank0 as on_rank0
     from paceline.data.batches import Batches as Batches
-    from paceline.evaluation import Evaluation as Evaluation
-    from paceline.evaluation import evaluate as evaluate
-    from paceline.job import Job as Job
-    from paceline.job import join as join
+    from paceline.job.collectives import agree as agree
+    from paceline.job.collectives import gather as gather
+    from paceline.job.collectives import on_rank0 as on_rank0
+    from paceline.job.job import Job as Job
+    from paceline.job.job import join as join
+    from paceline.job.preemption import Preempted as Preempted
+    from paceline.launch.spawning import spawn as spawn
     from paceline.parallel.ddp import ddp as ddp
     from paceline.parallel.ddp import unwrap as unwrap
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
-    from paceline.preemption import Preempted as Preempted
-    from paceline.spawning import spawn as spawn
-    from paceline.state import load_weights as load_weights
-    from paceline.trainer import PerToken as PerToken
-    from paceline.trainer import Trainer as Trainer
-    from paceline.trainer import Validation as Validation
-    from paceline.training import Training as Training
+    from paceline.training.evaluation import Evaluation as Evaluation
+    from paceline.training.evaluation import evaluate as evaluate
+    from paceline.training.state import load_weights as load_weights
+    from paceline.training.trainer import PerToken as PerToken
+    from paceline.training.trainer import Trainer as Trainer
+    from paceline.training.trainer import Validation as Validation
+    from paceline.training.training import Training as Training
 
 _HOMES = {
     "Batches": "paceline.data.batches",
     "Checkpoints": "paceline.checkpoint.manager",
-    "Evaluation": "paceline.evaluation",
-    "Job": "paceline.job",
-    "PerToken": "paceline.trainer",
-    "Preempted": "paceline.preemption",
-    "Trainer": "paceline.trainer",
-    "Training": "paceline.training",
-    "Validation": "paceline.trainer",
-    "agree": "paceline.collectives",
+    "Evaluation": "paceline.training.evaluation",
+    "Job": "paceline.job.job",
+    "PerToken": "paceline.training.trainer",
+    "Preempted": "paceline.job.preemption",
+    "Trainer": "paceline.training.trainer",
+    "Training": "paceline.training.training",
+    "Validation": "paceline.training.trainer",
+    "agree": "paceline.job.collectives",
     "ddp": "paceline.parallel.ddp",
-    "evaluate": "paceline.evaluation",
-    "gather": "paceline.collectives",
-    "join": "paceline.job",
-    "load_weights": "paceline.state",
-    "on_rank0": "paceline.collectives",
-    "spawn": "paceline.spawning",
+    "evaluate": "paceline.training.evaluation",
+    "gather": "paceline.job.collectives",
+    "join": "paceline.job.job",
+    "load_weights": "paceline.training.state",
+    "on_rank0": "paceline.job.collectives",
+    "spawn": "paceline.launch.spawning",
     "sync_batchnorm": "paceline.parallel.syncbn",
     "unwrap": "paceline.parallel.ddp",
 }

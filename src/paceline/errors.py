@@ -40,8 +40,6 @@ class PacelineError(Exception):
 
     Attributes:
         exit_code: What a rank that ends of this error exits with.
-
-    Collective: none.
     """
 
     exit_code = 1
@@ -153,10 +151,7 @@ class CollectiveTimeout(PacelineError, RuntimeError):
 
 
 def place(rank: int, world_size: int, *, step: int | None = None, detail: str = "") -> str:
-    """Render where something happened: rank, host, and what else is known.
-
-    Collective: none.
-    """
+    """Render where something happened: rank, host, and what else is known."""
     parts = [f"rank {rank} of {world_size}", f"host {socket.gethostname()}"]
     if step is not None:
         parts.append(f"step {step}")

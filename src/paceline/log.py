@@ -29,8 +29,6 @@ def show(rank: int, world_size: int) -> logging.Handler | None:
     """Show the messages of this rank on standard error, unless the program handles them itself.
 
     Returns the handler added, to be taken away by `hide`; None where logging was set up already.
-
-    Collective: none.
     """
     if logger.handlers or logging.getLogger().handlers:
         return None
@@ -48,14 +46,14 @@ def show(rank: int, world_size: int) -> logging.Handler | None:
 
 
 def hide(handler: logging.Handler | None) -> None:
-    """Take away what `show` added. Collective: none."""
+    """Take away what `show` added."""
     if handler is not None:
         logger.removeHandler(handler)
         _said.clear()
 
 
 def once(message: str) -> None:
-    """Warn with this message, the first time only. Collective: none."""
+    """Warn with this message, the first time only."""
     if message not in _said:
         _said.add(message)
         logger.warning(message)

@@ -1,7 +1,7 @@
 """Test code that runs on several ranks: `run_ranks`, faults as data, and one number for a state.
 
     def _total(job, x):
-        return paceline.collectives.sum_numbers(job, [x * (job.rank + 1)])
+        return paceline.job.collectives.sum_numbers(job, [x * (job.rank + 1)])
 
     def test_total():
         assert run_ranks(_total, 2.0, nproc=3) == [[12.0]] * 3
@@ -24,10 +24,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from paceline import meeting
 from paceline.errors import PacelineError
-from paceline.job import Job
-from paceline.spawning import Outcome, run_outcomes, spawn
+from paceline.job import rendezvous
+from paceline.job.job import Job
+from paceline.launch.spawning import Outcome, run_outcomes, spawn
 
 COLLECTIVE_TIMEOUT_S = 20.0
 DEADLINE_S = 60.0
@@ -92,7 +92,7 @@ def run_failing_ranks(
 
     Collective: none.
     """
-    store = meeting.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
+    store = rendezvous.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
     outcomes = run_outcomes(
         function, args, nproc=nproc, timeout_s=timeout_s, deadline_s=deadline_s, store=store
     )

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline import state
+from paceline.training import state
 from paceline.checkpoint.manifest import parse
 from paceline.checkpoint.store import committed, open_store, read_manifest_text
 from paceline.errors import CheckpointError, NonFinite, PeerFailed, RankDisagreement, SaveFailed

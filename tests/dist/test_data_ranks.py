@@ -17,7 +17,7 @@ from paceline.data.batches import Batches
 from paceline.data.evaluation import evaluation_batches
 from paceline.data.plan import Position
 from paceline.errors import AuditError, ConfigError, DataError, RankDisagreement, SampleError
-from paceline.job import Job
+from paceline.job.job import Job
 from paceline.testing import run_failing_ranks, run_ranks
 
 EPOCHS = 2

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import ConfigError, GradientError, PeerFailed, RankDisagreement
-from paceline.job import Job
+from paceline.job.job import Job
 from paceline.parallel import ddp as parallel
 from paceline.parallel import reducer
 from paceline.parallel.buffers import equalize_buffers

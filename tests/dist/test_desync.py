@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.desync import _FIRST_STEPS, _SHARE, _sum
+from paceline.training.desync import _FIRST_STEPS, _SHARE, _sum
 from paceline.errors import ConfigError, Desync
 from paceline.testing import run_failing_ranks, run_ranks
 

@@ -21,8 +21,8 @@ from torch import nn
 
 import paceline
 from paceline.errors import CollectiveTimeout, LaunchFailed, PeerFailed, RankDisagreement
-from paceline.job import Job
-from paceline.launch import probe
+from paceline.job.job import Job
+from paceline.watch import probe
 from paceline.shm.hosts import HostRounds
 from paceline.testing import digest, run_failing_ranks, run_ranks
 

@@ -15,15 +15,9 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline import collectives
-from paceline.errors import (
-    CollectiveTimeout,
-    ConfigError,
-    LaunchFailed,
-    PeerFailed,
-    RankDisagreement,
-)
-from paceline.devices import choose_backend, choose_device
+from paceline.job import collectives
+from paceline.errors import CollectiveTimeout, ConfigError, LaunchFailed, PeerFailed, RankDisagreement
+from paceline.job.devices import choose_backend, choose_device
 from paceline.testing import Fault, inject, run_failing_ranks, run_ranks
 
 

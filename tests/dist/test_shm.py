@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import CollectiveTimeout, LaunchFailed, PeerFailed, RankDisagreement
-from paceline.job import Job
+from paceline.job.job import Job
 from paceline.shm import hosts
 from paceline.shm.group import ShmGroup
 from paceline.shm.hosts import HostRounds

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import paceline
 from paceline.errors import LaunchFailed
-from paceline.job import Job
+from paceline.job.job import Job
 from paceline.shm.group import ShmGroup
 from paceline.shm.regions import Regions
 from paceline.testing import Fault, inject, run_failing_ranks, run_ranks

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError, StepError
-from paceline.job import Job
+from paceline.job.job import Job
 from paceline.parallel import ddp, syncbn
 from paceline.testing import run_failing_ranks, run_ranks
 

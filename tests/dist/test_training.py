@@ -14,15 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import (
-    ConfigError,
-    CountError,
-    GradientError,
-    LossError,
-    NonFinite,
-    PeerFailed,
-    StepError,
-)
+from paceline.errors import ConfigError, CountError, GradientError, LossError, NonFinite, PeerFailed, StepError
 from paceline.testing import Fault, InjectedFault, inject, run_failing_ranks, run_ranks
 
 N = 22

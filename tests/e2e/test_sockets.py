@@ -16,8 +16,8 @@ from launching import finish, run, start
 
 from paceline.doctor import links
 from paceline.doctor.links import Listener, measure
-from paceline.launch import processes
 from paceline.launch.rank import read_event
+from paceline.watch import processes
 
 WAITS = """
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import Finished, environment
 
-import paceline.spawning
+import paceline
 
 SCRIPT = """
 import os, sys, threading
@@ -100,5 +100,5 @@ def test_main_is_itself_again_when_a_start_fails(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", start)
     with pytest.raises(OSError, match="no more processes"):
-        paceline.spawning.spawn(len, nproc=1)
+        paceline.spawn(len, nproc=1)
     assert vars(main) == before

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.doctor.facts import gather
-from paceline.environment import Place
 from paceline.errors import ConfigError
+from paceline.job.environment import Place
 from paceline.testing import run_failing_ranks, run_ranks
 
 pytestmark = [

@@ -26,7 +26,7 @@ from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.store import committed, open_store, read_manifest_text
 from paceline.cli.main import main
 from paceline.errors import CheckpointError, NonFinite, SaveFailed
-from paceline.job import Job
+from paceline.job.job import Job
 
 
 @pytest.fixture

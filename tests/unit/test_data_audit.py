@@ -11,12 +11,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.data import audit, maploader
-from paceline.data.audit import Audit
+from paceline.data import coverage, maploader
 from paceline.data.batches import Batches
+from paceline.data.coverage import Audit
 from paceline.data.plan import Position
 from paceline.errors import AuditError
-from paceline.job import Job
+from paceline.job.job import Job
 
 NOTHING = np.zeros(0, dtype=np.int64)
 
@@ -77,7 +77,7 @@ def test_long_lists_are_shortened_in_the_text_alone(job: Job) -> None:
 
 
 def test_ids_are_counted_in_portions(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "_PENDING", 3)
+    monkeypatch.setattr(coverage, "_PENDING", 3)
     counts = Audit(job, None)
     for first in range(0, 20, 2):
         counts.saw(_ids(first, first + 1))

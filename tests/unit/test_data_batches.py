@@ -20,12 +20,13 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import paceline
-from paceline import rng
 from paceline.data.batches import Batches
 from paceline.data.evaluation import evaluation_batches
 from paceline.data.plan import Permutation, Position
 from paceline.errors import ConfigError, DataError, SampleError, StepError
-from paceline.job import Job
+from paceline.job import rng
+from paceline.job.job import Job
+from paceline.machine.cores import usable_cores
 
 
 @pytest.fixture
@@ -329,7 +330,7 @@ def test_leaving_the_job_ends_workers_and_gives_threads_back() -> None:
         batches = Batches(job, Pids(), global_batch=2, workers=2)
         for _ in range(2):  # closed batches may be started again
             next(batches.iterate(Position(0), epochs=9))
-            assert torch.get_num_threads() == max(1, paceline.job.usable_cores() - 2)
+            assert torch.get_num_threads() == max(1, usable_cores() - 2)
             batches.close()
             assert torch.get_num_threads() == before
         next(batches.iterate(Position(0), epochs=9))

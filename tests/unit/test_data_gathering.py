@@ -17,7 +17,7 @@ from paceline.data import gathering, maploader
 from paceline.data.batches import Batches
 from paceline.data.plan import Plan, Position
 from paceline.data.samples import Samples
-from paceline.job import Job
+from paceline.job.job import Job
 
 
 def _read(dataset: Dataset[Any], plan: Plan, epochs: int) -> list[tuple[Any, ...]]:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import rng
 from paceline.data.plan import Permutation, Plan, Position, look_up
 from paceline.errors import ConfigError
+from paceline.job import rng
 
 
 def _order(size: int, seed: int, epoch: int) -> list[int]:

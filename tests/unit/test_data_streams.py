@@ -19,7 +19,7 @@ from paceline.data.batches import Batches
 from paceline.data.plan import Position
 from paceline.data.reader import End, Part, StreamPlan, StreamReader, digest
 from paceline.errors import DataError, SampleError
-from paceline.job import Job
+from paceline.job.job import Job
 
 START = Position(7)
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from paceline.cli import doctor
-from paceline.cores import group_folders
 from paceline.doctor.facts import gather, interfaces
 from paceline.doctor.findings import Finding, Need, judge
 from paceline.doctor.links import Listener, address_towards, measure, rounds
 from paceline.doctor.variables import interface_fits
-from paceline.environment import Place
+from paceline.job.environment import Place
+from paceline.machine.cores import group_folders
 
 GIB = 1 << 30
 KEY = "k" * 64

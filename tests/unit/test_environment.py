@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.environment import Place, expand_nodes, read
 from paceline.errors import LauncherError
+from paceline.job.environment import Place, expand_nodes, read
 
 TORCHRUN = {
     "RANK": "3",

@@ -13,7 +13,7 @@ import pytest
 from paceline.cli import explain
 from paceline.explain import reading
 from paceline.explain.reading import KINDS, causes, read, recognise
-from paceline.host import format_bytes, owner_of_port
+from paceline.machine.host import format_bytes, owner_of_port
 
 MESSAGES = [
     tuple(line.split(" | ", 2))

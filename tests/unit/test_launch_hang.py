@@ -13,7 +13,10 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.launch.evidence import (
+from paceline.launch.hang_watch import Seen, Watch
+from paceline.watch.hang import Hang, judge
+from paceline.watch.processes import Process, is_ending, look
+from paceline.watch.rank_state import (
     Call,
     State,
     Where,
@@ -22,9 +25,6 @@ from paceline.launch.evidence import (
     read_place,
     read_stack,
 )
-from paceline.launch.hang import Hang, judge
-from paceline.launch.processes import Process, is_ending, look
-from paceline.launch.watch import Seen, Watch
 
 TRAIN = (("train.py", 57, "step"), ("train.py", 90, "<module>"))
 EVALUATE = (("train.py", 31, "evaluate"), ("train.py", 88, "<module>"))
@@ -421,7 +421,7 @@ def test_who_was_not_watched_does_not_stand_still() -> None:
 
 def test_a_launcher_that_did_not_run_has_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     now, crew = 100.0, Silent()
-    monkeypatch.setattr("paceline.launch.watch.time.monotonic", lambda: now)
+    monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
     watch = Watch(cast(Any, crew), after_s=0, ends=False)
     for _ in range(8):
         watch.look(1)

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from paceline.launch import hearsay
-from paceline.launch.evidence import Call, State, Where
-from paceline.launch.hearsay import Hearsay, Tick, apart
-from paceline.launch.report import Shape, render_failure
-from paceline.launch.verdict import Error, Fact, Verdict, judge
+from paceline.launch import node_exchange
+from paceline.launch.messages import Shape, render_failure
+from paceline.launch.node_exchange import Hearsay, Tick, apart
+from paceline.watch.crash import Error, Fact, Verdict, judge
+from paceline.watch.rank_state import Call, State, Where
 
 ERROR = Error(
     type="ValueError",
@@ -188,9 +188,9 @@ def test_the_traceback_stays_with_its_launcher() -> None:
     ],
 )
 def test_what_cannot_be_read_is_passed_over(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(hearsay, "_LEAVE_S", 0.01)
+    monkeypatch.setattr(node_exchange, "_LEAVE_S", 0.01)
     store = HashStore()
-    for key in ("told", "heard", *(f"turn{turn}" for turn in range(hearsay._TURNS - 1))):
+    for key in ("told", "heard", *(f"turn{turn}" for turn in range(node_exchange._TURNS - 1))):
         store.set(f"{key}/1", text)
     node = Hearsay(store, 0, 2)
     node.begin()
@@ -214,8 +214,8 @@ def test_what_was_told_counts_though_the_store_ends(monkeypatch: pytest.MonkeyPa
 
 
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hearsay, "_ANSWER_S", 0.05)
-    monkeypatch.setattr(hearsay, "_LEAVE_S", 0.05)
+    monkeypatch.setattr(node_exchange, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(node_exchange, "_LEAVE_S", 0.05)
     store = HashStore()
     nodes = [Hearsay(PrefixStore("job/0", store), number, 3) for number in range(3)]
     assert not nodes[1].pending()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.bundle import settings
-from paceline.launch.memory import Memory, read
-from paceline.launch.report import Shape, render_failure
-from paceline.launch.verdict import Error, Fact, judge
+from paceline.launch.messages import Shape, render_failure
+from paceline.machine.memory import Memory, read
+from paceline.watch.crash import Error, Fact, judge
 
 
 def write(folder: Path, **files: str) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import lateness
-from paceline.launch.lateness import Enters, Key, Step, suspect, suspects
-from paceline.launch.pace import Pace
-from paceline.launch.probe import Probe, _kind_of
-from paceline.launch.processes import Moment, Process
-from paceline.launch.straggler import Part, Profile, Straggler, judge, parts, render
+from paceline.launch.straggler_watch import Pace
+from paceline.watch import lateness
+from paceline.watch.lateness import Enters, Key, Step, suspect, suspects
+from paceline.watch.probe import Probe, _kind_of
+from paceline.watch.processes import Moment, Process
+from paceline.watch.straggler import Part, Profile, Straggler, judge, parts, render
 
 BEGUN_NS = 10**18
 Work = Callable[[int, int], float]  # rank, step -> seconds of own work

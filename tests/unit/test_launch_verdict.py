@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from paceline.launch.evidence import last_call
-from paceline.launch.report import Shape, render_failure, render_restart
-from paceline.launch.verdict import Error, Fact, judge, name_ranks, ranges
+from paceline.launch.messages import Shape, render_failure, render_restart
+from paceline.watch.crash import Error, Fact, judge, name_ranks, ranges
+from paceline.watch.rank_state import last_call
 
 SHAPE = Shape(world_size=4, restarts=0, max_restarts=3)
 NODES = Shape(world_size=4, restarts=0, max_restarts=3, nodes=2)
@@ -202,7 +202,7 @@ def test_an_error_of_ours_explains_itself() -> None:
         kinds=("paceline.errors.ConfigError", "paceline.errors.PacelineError"),
         message="rank 0 cannot listen: Address already in use.",
         traceback="",
-        module="paceline.meeting",
+        module="paceline.job.rendezvous",
         place="",
     )
     assert not [line for line in _failure(fact(0, 1.0, error=ours)) if "why:" in line]

@@ -12,54 +12,37 @@ import paceline
 
 SOURCE = Path(paceline.__file__).parent
 
-# From the ground up. A file may import from lines above its own; the rooms of floor 2 do not know each
-# other, and neither do those of floor 4, but for the command line, which starts everything.
-FLOOR_0 = ["errors", "log", "whereabouts"]
-FLOOR_1 = [
-    "cores",
-    "host",
-    "rng",
-    "environment",
-    "peers",
-    "hooks",
-    "meeting",
+# From the ground up: a file imports from its own room and from the rooms above it in this list.
+ORDER = [
+    "errors",
+    "log",
+    "torch_private",
+    "machine",
     "shm",
-    "devices",
-    "heap",
-    "preemption",
     "job",
-    "collectives",
-    "mesh",
-]
-FLOOR_2 = ["data", "step", "parallel", "checkpoint", "watch", "clock", "explain"]
-FLOOR_3 = [
-    "steploss",
-    "report",
-    "merge",
-    "evaluation",
-    "tracks",
-    "tuning",
-    "reproducing",
-    "summing",
-    "steps",
-    "state",
-    "desync",
-    "saving",
+    "data",
+    "parallel",
+    "checkpoint",
+    "metrics",
+    "clock",
     "training",
-    "trainer",
+    "watch",
+    "explain",
+    "launch",
+    "audit",
     "verify",
-    "spawning",
-    "testing",
     "doctor",
+    "report",
+    "cli",
+    "testing",
+    "__main__",
 ]
-FLOOR_4 = ["launch", "cli", "__main__"]
-ORDER = FLOOR_0 + FLOOR_1 + FLOOR_2 + FLOOR_3 + FLOOR_4
 
 # Imports inside functions: optional dependencies, and what keeps `paceline --help` free of torch.
 MAY_DEFER = {
     "__init__.py": "names are resolved when first used",
-    "report/report.py": "tensorboard is optional",
-    "report/monitor.py": "nvidia-ml-py is optional",
+    "metrics/report.py": "tensorboard is optional",
+    "metrics/monitor.py": "nvidia-ml-py is optional",
     "checkpoint/layout.py": "torch's DCP takes 0.6 s, and only those who save need it",
     "checkpoint/store.py": "fsspec takes 0.1 s, and is needed for URLs alone",
     "checkpoint/export.py": "safetensors is optional",
@@ -71,9 +54,6 @@ MAY_DEFER = {
     "launch/__init__.py": "`paceline --help` without torch",
     "launch/worker.py": "torch is imported while the launcher does",
 }
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
-
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 
@@ -97,21 +77,13 @@ def _imports(tree: ast.AST) -> set[str]:
     return {room for room in rooms if room in ORDER}
 
 
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-
-
 @pytest.mark.parametrize("name", [f for f in FILES if f != "__init__.py"])
 def test_imports_run_downward_only(name: str) -> None:
     room = _room(name)
     assert room in ORDER, f"{name} is in no room of the order above"
     tree = ast.parse((SOURCE / name).read_text())
-    if room in ("steps", "state", "saving", "summing"):
-        # A step names the training it belongs to in annotations alone.
-        tree.body = [node for node in tree.body if not _is_type_checking(node)]
     for other in _imports(tree) - {room}:
         assert ORDER.index(other) < ORDER.index(room), f"{name} imports {other} from above"
-        assert not (room in FLOOR_2 and other in FLOOR_2), f"{name} imports its neighbour {other}"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -125,16 +97,6 @@ def test_no_import_hides_in_a_function(name: str) -> None:
                 assert not isinstance(node, ast.Import | ast.ImportFrom), (
                     f"{name}:{node.lineno} imports inside {function.name}"
                 )
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_files_and_functions_stay_small(name: str) -> None:
-    text = (SOURCE / name).read_text()
-    assert text.count("\n") <= MAX_FILE_LINES, f"{name} has {text.count(chr(10))} lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = node.end_lineno - node.lineno + 1
-            assert lines <= MAX_FUNCTION_LINES, f"{name}:{node.lineno} {node.name}: {lines} lines"
 
 
 @pytest.mark.parametrize("name", paceline.__all__)

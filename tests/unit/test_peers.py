@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from paceline.peers import Peers
+from paceline.job.peers import Peers
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.rng import key, keys
+from paceline.job.rng import key, keys
 
 ints = st.integers(-(2**63), 2**63 - 1)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigError, StepError
-from paceline.job import Job
+from paceline.job.job import Job
 from paceline.parallel import syncbn
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from paceline.audit.evidence import Event, RankLog, Run
+from paceline.audit.plan import RunPlan
 from paceline.verify.compare import compare
-from paceline.verify.evidence import Event, RankLog, Run
-from paceline.verify.plan import RunPlan
 
 STEPS = 4
 Change = dict[tuple[int, str], Any]

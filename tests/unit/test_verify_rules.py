@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.verify import evidence
-from paceline.verify.evidence import RankLog, Run
-from paceline.verify.plan import RunPlan
-from paceline.verify.record import digest, exact_parts
-from paceline.verify.rules import RULES, flow, state
-from paceline.verify.rules.judgement import Case, Fault, Sound, Unknown, outliers, say_ranks
-from paceline.verify.weight import loss_weight
+from paceline.audit import evidence
+from paceline.audit.evidence import RankLog, Run
+from paceline.audit.plan import RunPlan
+from paceline.audit.record import digest, exact_parts
+from paceline.audit.rules import RULES, flow, state
+from paceline.audit.rules.judgement import Case, Fault, Sound, Unknown, outliers, say_ranks
+from paceline.audit.weight import loss_weight
 
 
 def run(mode: Any, *ranks: list[dict[str, Any]], hung: bool = False) -> Run:

@@ -26,8 +26,6 @@ def encode(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
     Raises:
         CheckpointError: a value that needs a pickle; named by its path.
-
-    Collective: none.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encode(state, "", tensors), tensors
@@ -87,8 +85,6 @@ def decode(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
     Raises:
         KeyError, TypeError, ValueError: the tree is not one of `encode`.
-
-    Collective: none.
     """
     if isinstance(tree, list):
         return [decode(part, tensors) for part in tree]

@@ -10,7 +10,7 @@ from paceline.checkpoint.store import Store
 
 
 def check_sizes(store: Store, manifest: Manifest) -> None:
-    """Raise Damaged where a file is missing or has another size. Collective: none."""
+    """Raise Damaged where a file is missing or has another size."""
     for name, size in manifest.files.items():
         try:
             actual = store.size(f"step-{manifest.step}/{name}")
@@ -25,8 +25,6 @@ def read_chunk(store: Store, folder: str, saved: Saved, chunk: Chunk) -> bytearr
 
     Raises:
         Damaged: they are others.
-
-    Collective: none.
     """
     data = store.read(f"{folder}/{chunk.file}", chunk.offset, saved.size_bytes(chunk))
     if hashlib.sha256(data).hexdigest() != chunk.sha256:
@@ -39,8 +37,6 @@ def check(store: Store, manifest: Manifest) -> Iterator[int]:
 
     Raises:
         Damaged: something differs.
-
-    Collective: none.
     """
     check_sizes(store, manifest)
     for saved in manifest.tensors.values():

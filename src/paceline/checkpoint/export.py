@@ -55,8 +55,6 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
 
     Raises:
         CheckpointError: there are no weights, they are damaged, or only a pickle could give them.
-
-    Collective: none.
     """
     name = os.fspath(path)
     try:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline import collectives
 from paceline.checkpoint.manifest import DTYPES, Chunk, Saved
 from paceline.errors import CheckpointError
-from paceline.job import Job
+from paceline.job import collectives
+from paceline.job.job import Job
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
@@ -36,8 +36,6 @@ class Piece:
 
     Args:
         start: Of the box in the tensor as this rank holds it.
-
-    Collective: none.
     """
 
     name: str
@@ -48,16 +46,13 @@ class Piece:
     size_bytes: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The box as a view. Collective: none."""
+        """The box as a view."""
         return narrowed(local(tensor), self.start, self.box[1])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The plan of a save: this rank's pieces, in the order of its file, and every tensor's shape.
-
-    Collective: none.
-    """
+    """The plan of a save: this rank's pieces, in the order of its file, and every tensor's shape."""
 
     mine: list[Piece]
     size_bytes: int
@@ -92,17 +87,17 @@ class Planner:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor. Collective: none."""
+    """What this rank holds of a tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor, whose class takes 0.4 s to import. Collective: none."""
+    """Whether it is a DTensor, whose class takes 0.4 s to import."""
     return hasattr(tensor, "placements")
 
 
 def narrowed(tensor: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """A box of a tensor, as a view. Collective: none."""
+    """A box of a tensor, as a view."""
     for dim, (first, size) in enumerate(zip(start, sizes, strict=True)):
         if (first, size) != (0, tensor.shape[dim]):
             tensor = tensor.narrow(dim, first, size)
@@ -196,10 +191,7 @@ def fill(
     saved: dict[str, Saved],
     each: Callable[[Saved, Chunk, list[ReadItem], Callable[[ReadItem], torch.Tensor]], None],
 ) -> None:
-    """Call `each` for every saved box that this rank needs, with its reads and where they go.
-
-    Collective: none.
-    """
+    """Call `each` for every saved box that this rank needs, with its reads and where they go."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,

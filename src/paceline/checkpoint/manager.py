@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from paceline import collectives, log, rng
+from paceline import log
 from paceline.checkpoint import codec
 from paceline.checkpoint.layout import Planner
 from paceline.checkpoint.manifest import Damaged, Manifest, parse
@@ -23,7 +23,8 @@ from paceline.checkpoint.staging import Buffer, Staging
 from paceline.checkpoint.store import committed, open_store, read_manifest_text
 from paceline.checkpoint.writer import Save, Verdict
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
-from paceline.job import Job
+from paceline.job import collectives, rng
+from paceline.job.job import Job
 
 Resume = Literal["auto", "never", "must"]
 AUTO_SHARE = 0.035  # of the time, that `every_s="auto"` lets saving cost

@@ -33,7 +33,7 @@ DTYPES = {
 
 
 class Damaged(Exception):
-    """A checkpoint that was committed and is not whole any more. Collective: none."""
+    """A checkpoint that was committed and is not whole any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,6 @@ class Chunk:
         file: In the folder of the manifest.
         offset: In the file, in bytes.
         sha256: Of its bytes, in hex.
-
-    Collective: none.
     """
 
     offsets: tuple[int, ...]
@@ -58,17 +56,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor of a checkpoint: dtype by torch's name, the shape of the whole, and its boxes.
-
-    Collective: none.
-    """
+    """A tensor of a checkpoint: dtype by torch's name, the shape of the whole, and its boxes."""
 
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
     def size_bytes(self, chunk: Chunk) -> int:
-        """How many bytes one of its boxes has. Collective: none."""
+        """How many bytes one of its boxes has."""
         return math.prod(chunk.sizes) * DTYPES[self.dtype]
 
 
@@ -82,8 +77,6 @@ class Manifest:
         versions: Of paceline, torch and python.
         files: Their sizes in bytes.
         tree: The values, as `codec.encode` gives them.
-
-    Collective: none.
     """
 
     step: int
@@ -97,11 +90,11 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors. Collective: none."""
+        """Of all tensors."""
         return sum(self.files.values())
 
     def render(self) -> str:
-        """The text of the file. Collective: none."""
+        """The text of the file."""
         body = {"paceline": "checkpoint", "format": FORMAT} | {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name != "tensors"
         }
@@ -119,8 +112,6 @@ def parse(text: str, where: str) -> Manifest:
     Raises:
         Damaged: its own digest does not fit.
         CheckpointError: it is not ours, is of a newer format, or names what no checkpoint of ours has.
-
-    Collective: none.
     """
     digest = hashlib.sha256(text[_BODY_AT:-1].encode()).hexdigest()
     if text[:_BODY_AT] != _HEAD + digest or not text.endswith("}\n"):

@@ -36,8 +36,6 @@ def read(
     Raises:
         Damaged: a digest or a size differs, or a file is missing.
         OSError: the storage failed otherwise.
-
-    Collective: none.
     """
     folder = f"step-{manifest.step}"
     check_sizes(store, manifest)

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from paceline import collectives, log
+from paceline import log
 from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.store import committed, open_store
 from paceline.errors import SaveFailed
-from paceline.job import Job
+from paceline.job import collectives
+from paceline.job.job import Job
 
 SHARE = 0.02  # of the time; the rest of 3 % is for what a save slows down besides
 ROOT = "PACELINE_SHADOW"  # where the launcher says which folder is its own

@@ -9,10 +9,10 @@ import contextlib
 import secrets
 import time
 
-from paceline import collectives
 from paceline.checkpoint.store import Store
 from paceline.errors import RankDisagreement, SaveFailed, place
-from paceline.job import Job
+from paceline.job import collectives
+from paceline.job.job import Job
 
 _SEEN_WITHIN_S = 5.0  # a file server's clients may remember for a while that a file was not there
 
@@ -86,5 +86,5 @@ def _comes(store: Store, path: str, content: bytes) -> bool:
 
 
 def megabytes(size_bytes: int) -> str:
-    """As an error says it. Collective: none."""
+    """As an error says it."""
     return f"{size_bytes / 1e6:,.1f} MB"

@@ -16,16 +16,13 @@ from paceline.checkpoint.layout import Layout, Piece, local
 
 
 class Buffer:
-    """Host memory that stays: fresh memory costs more than copying into it does.
-
-    Collective: none.
-    """
+    """Host memory that stays: fresh memory costs more than copying into it does."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def of(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """So many bytes, shape (size_bytes,); what was there before is lost. Collective: none."""
+        """So many bytes, shape (size_bytes,); what was there before is lost."""
         if len(self._bytes) < size_bytes or self._bytes.is_pinned() != pinned:
             self._bytes = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
         return self._bytes[:size_bytes]
@@ -40,8 +37,6 @@ class Staging:
     Attributes:
         bytes: The rank's file, shape (layout.size_bytes,), once `finish` has returned.
         cpu_s: What `finish` took, in seconds of this process's time.
-
-    Collective: none.
     """
 
     def __init__(
@@ -82,7 +77,7 @@ class Staging:
             place.view(piece.dtype).view(source.shape).copy_(source)
 
     def finish(self) -> None:
-        """Copy what is steady; for the writer's thread. Collective: none."""
+        """Copy what is steady; for the writer's thread."""
         side = contextlib.nullcontext()
         if self._event is not None:
             module = torch.get_device_module(self.device)
@@ -101,14 +96,11 @@ class Staging:
             self._done.set()
 
     def wait(self) -> None:
-        """Until everything is copied. Collective: none."""
+        """Until everything is copied."""
         self._done.wait()
 
     def non_finite(self, prefix: str) -> str | None:
-        """The first tensor of that prefix with NaN or infinity in this rank's share.
-
-        Collective: none.
-        """
+        """The first tensor of that prefix with NaN or infinity in this rank's share."""
         for piece in self.layout.mine:
             if piece.name.startswith(prefix) and piece.dtype.is_floating_point and piece.size_bytes:
                 values = self.bytes[piece.offset : piece.offset + piece.size_bytes].view(

@@ -224,7 +224,7 @@ class RemoteStore:
 
 
 def open_store(folder: str | Path) -> Store:
-    """The store of a local path or of a URL that fsspec knows. Collective: none."""
+    """The store of a local path or of a URL that fsspec knows."""
     url = os.fspath(folder)
     if "://" in url and not url.startswith("file://"):
         return RemoteStore(url)
@@ -232,7 +232,7 @@ def open_store(folder: str | Path) -> Store:
 
 
 def committed(store: Store) -> list[int]:
-    """The steps that are saved, in order. Collective: none."""
+    """The steps that are saved, in order."""
     steps = sorted(
         int(name[5:])
         for name in store.names()
@@ -264,8 +264,6 @@ def read_manifest_text(store: Store, step: int) -> str:
 
     Raises:
         Damaged: it is not there, or is no text.
-
-    Collective: none.
     """
     path = f"step-{step}/{NAME}"
     try:

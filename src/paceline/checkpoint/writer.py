@@ -25,7 +25,7 @@ from paceline.checkpoint.layout import Layout
 from paceline.checkpoint.manifest import Chunk, Manifest, Saved
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.store import Store, commit, committed
-from paceline.job import Job
+from paceline.job.job import Job
 
 _POLL_S = 0.005
 _NICE = 19  # a sixtieth of a core that the training wants too
@@ -45,8 +45,6 @@ class Verdict:
         kind: "saved", "disk" (the storage failed), "non-finite" or "other".
         text: What happened, where it was not saved.
         rank: Where.
-
-    Collective: none.
     """
 
     kind: str
@@ -55,7 +53,7 @@ class Verdict:
 
 
 class Cancelled(Exception):
-    """The job is being abandoned. Collective: none."""
+    """The job is being abandoned."""
 
 
 class Save:
@@ -108,7 +106,7 @@ class Save:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing of it runs any more. Collective: none."""
+        """Whether nothing of it runs any more."""
         return not self._thread.is_alive()
 
     def wait(self) -> Verdict | None:
@@ -117,7 +115,7 @@ class Save:
         return self.verdict
 
     def cancel(self) -> None:
-        """Give up, waiting for nobody; nothing is committed later. Collective: none."""
+        """Give up, waiting for nobody; nothing is committed later."""
         self._cancel.set()
         self._thread.join(timeout=5)
 

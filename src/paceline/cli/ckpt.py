@@ -19,10 +19,7 @@ _FOREIGN = {".metadata": "torch.distributed.checkpoint's", "latest": "DeepSpeed'
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `paceline ckpt` with these arguments; 0, or 65 where there is no whole checkpoint.
-
-    Collective: none.
-    """
+    """Run `paceline ckpt` with these arguments; 0, or 65 where there is no whole checkpoint."""
     args = _parser().parse_args(argv)
     store = open_store(args.folder)
     try:

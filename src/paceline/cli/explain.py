@@ -19,7 +19,7 @@ _PREFIX = {"cause": "", "sign": "a sign: ", "victim": "only a victim: ", "note":
 
 
 def main(argv: Sequence[str]) -> int:
-    """Explain a log: 0 something is known, 1 nothing is, 2 it cannot be read. Collective: none."""
+    """Explain a log: 0 something is known, 1 nothing is, 2 it cannot be read."""
     given = _parser().parse_args(argv)
     if given.all:
         print(_markdown(), end="")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from paceline.errors import ConfigError, PacelineError
-from paceline.launch.early import ScriptError, check_script
+from paceline.launch.prescan import ScriptError, check_script
 
 HELP = "run a script at several process counts and say whether it trains the same"
 
@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"paceline verify: {error}", file=sys.stderr)
         return _USAGE_ERROR
     # Torch is imported here and not for --help.
+    from paceline.audit.refusals import Refused
     from paceline.verify import session
-    from paceline.verify.refusals import Refused
 
     command = ["-m", given.script, *script] if given.module else [given.script, *script]
     options = session.Options(

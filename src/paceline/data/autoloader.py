@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from paceline import log
-from paceline.cores import usable_cores
-from paceline.data.audit import Audit
+from paceline.data.coverage import Audit
 from paceline.data.maploader import LocalLoader, WorkerLoader
 from paceline.data.plan import Plan, Position
 from paceline.data.samples import Samples
 from paceline.data.steps import PlannedStep
-from paceline.job import Job
+from paceline.job.job import Job
+from paceline.machine.cores import usable_cores
 
 _SKIPPED_STEPS = 4  # in which caches are filled
 _WINDOWS = 5  # of which the median counts, since a neighbour that takes a core for a moment is in one or two
@@ -32,8 +32,6 @@ class AutoLoader:
 
     Attributes:
         workers: How many there are; None while it is being measured.
-
-    Collective: none.
     """
 
     def __init__(self, job: Job, plan: Plan, samples: Samples) -> None:

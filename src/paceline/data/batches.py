@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paceline import collectives
-from paceline.data.audit import Audit, used_before
 from paceline.data.autoloader import AutoLoader
+from paceline.data.coverage import Audit, used_before
 from paceline.data.kinds import checked_size, is_stream, refuse_sizes
 from paceline.data.maploader import LocalLoader, WorkerLoader
 from paceline.data.plan import Plan, Position
@@ -24,7 +23,8 @@ from paceline.data.steps import PlannedStep
 from paceline.data.streams import StreamLoader
 from paceline.data.workers import Threads
 from paceline.errors import ConfigError
-from paceline.job import Job
+from paceline.job import collectives
+from paceline.job.job import Job
 
 Loader = LocalLoader | WorkerLoader | AutoLoader | StreamLoader
 

@@ -18,8 +18,6 @@ def moved(batch: Any, device: torch.device, *, pin: bool) -> Any:
 
     Args:
         pin: Put host tensors into pinned memory first, so that the copy does not wait.
-
-    Collective: none.
     """
 
     def move(leaf: Any) -> Any:

@@ -6,22 +6,19 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from paceline import rng
 from paceline.data.device import moved
 from paceline.data.kinds import checked_size, refuse_sizes
 from paceline.data.maploader import SampleWork, Task
 from paceline.data.plan import Plan, micro_batches, share
 from paceline.data.samples import Collate, Samples
 from paceline.data.workers import Threads, Workers
-from paceline.job import Job
+from paceline.job import rng
+from paceline.job.job import Job
 
 
 @dataclass(frozen=True)
 class EvaluationBatch:
-    """Samples `[index * micro_batch, index * micro_batch + count)` of a dataset, on the job's device.
-
-    Collective: none.
-    """
+    """Samples `[index * micro_batch, index * micro_batch + count)` of a dataset, on the job's device."""
 
     index: int
     batch: Any
@@ -41,8 +38,6 @@ def evaluation_batches(
     Raises:
         ConfigError: sizes out of range, or a dataset that is a stream or empty.
         SampleError: the dataset or the collation raised.
-
-    Collective: none.
     """
     refuse_sizes(micro_batch=(micro_batch, 1), workers=(workers, 0))
     size = checked_size(dataset)

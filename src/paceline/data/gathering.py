@@ -24,8 +24,6 @@ class Ahead:
         ids: Sample ids (int64), step after step.
         counts: How many each step has; equal but for the last.
         group: Steps to gather at once.
-
-    Collective: none.
     """
 
     def __init__(
@@ -64,10 +62,7 @@ class Ahead:
 
 
 def ahead(samples: Samples, ids: torch.Tensor, counts: list[int], micro_batch: int) -> Ahead | None:
-    """The coming steps' micro-batches, where to gather them together is right and gains something.
-
-    Collective: none.
-    """
+    """The coming steps' micro-batches, where to gather them together is right and gains something."""
     tensors, count = samples.tensors, counts[0]
     if tensors is None or count == 0 or len(counts) == 1:
         return None

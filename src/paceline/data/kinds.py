@@ -15,8 +15,6 @@ def is_stream(dataset: Any) -> bool:
 
     Raises:
         ConfigError: it can be read in no way that is known here.
-
-    Collective: none.
     """
     if isinstance(dataset, IterableDataset):
         return True  # it inherits a `__getitem__` that only raises
@@ -41,8 +39,6 @@ def checked_size(dataset: Any) -> int:
 
     Raises:
         ConfigError: it is empty, a stream, or has no length.
-
-    Collective: none.
     """
     if is_stream(dataset):
         raise ConfigError(f"{type(dataset).__name__} is a stream, which has no length.")
@@ -62,8 +58,6 @@ def refuse_sizes(**sizes: tuple[Any, int]) -> None:
 
     Raises:
         ConfigError: names the first such.
-
-    Collective: none.
     """
     for name, (value, least) in sizes.items():
         if type(value) is not int or value < least:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.data.audit import Audit
+from paceline.data.coverage import Audit
 from paceline.data.device import moved
 from paceline.data.gathering import Ahead, ahead
 from paceline.data.plan import Block, Int64Array, Permutation, Plan, Position, look_up
@@ -16,7 +16,7 @@ from paceline.data.samples import Samples
 from paceline.data.steps import MicroBatch, PlannedStep
 from paceline.data.workers import Failure, Workers, refuse_unsendable, worker_number
 from paceline.errors import PacelineError, StepError
-from paceline.job import Job
+from paceline.job.job import Job
 
 # Of one micro-batch: seed, epoch, first place, place after the last.
 Task = tuple[int, int, int, int]
@@ -28,8 +28,6 @@ class LocalLoader:
     Attributes:
         audit: where to note what was handed out; None notes nothing.
         plan: which samples are this rank's.
-
-    Collective: none.
     """
 
     def __init__(self, job: Job, plan: Plan, samples: Samples) -> None:
@@ -101,8 +99,6 @@ class WorkerLoader:
     Attributes:
         audit: where to note what was handed out; None notes nothing.
         plan: which samples are this rank's.
-
-    Collective: none.
     """
 
     def __init__(self, job: Job, plan: Plan, samples: Samples, workers: int) -> None:

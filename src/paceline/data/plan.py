@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline import rng
 from paceline.errors import ConfigError
+from paceline.job import rng
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -41,8 +41,6 @@ class Position:
 
     Raises:
         ConfigError: something that is no whole number, or a negative epoch or offset.
-
-    Collective: none.
     """
 
     seed: int
@@ -69,8 +67,6 @@ class Permutation:
         size: At least 1.
         stems: A `rng.key` for what the permutation is for; several are several permutations, which
             cost little more than one where they are small.
-
-    Collective: none.
     """
 
     def __init__(self, size: int, *stems: int) -> None:
@@ -122,15 +118,12 @@ def _add(half: Int64Array, table: Int64Array, places: Int64Array, modulus: int) 
 
 
 def share(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The places `[begin, end)` of a step of `num_samples` that are this rank's; maybe none.
-
-    Collective: none.
-    """
+    """The places `[begin, end)` of a step of `num_samples` that are this rank's; maybe none."""
     return num_samples * rank // world_size, num_samples * (rank + 1) // world_size
 
 
 def micro_batches(count: int, micro_batch: int) -> int:
-    """How many micro-batches of at most `micro_batch` samples make `count`. Collective: none."""
+    """How many micro-batches of at most `micro_batch` samples make `count`."""
     return -(-count // micro_batch)
 
 
@@ -146,10 +139,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's part of the epochs of a set of known size. Checked by `Batches`, not here.
-
-    Collective: none.
-    """
+    """One rank's part of the epochs of a set of known size. Checked by `Batches`, not here."""
 
     num_samples: int
     global_batch: int
@@ -253,5 +243,5 @@ class Plan:
 
 
 def look_up(order: Permutation | None, places: Int64Array) -> Int64Array:
-    """The sample ids at these places of an epoch. Collective: none."""
+    """The sample ids at these places of an epoch."""
     return places if order is None else order(places)

@@ -16,20 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline import rng
+from paceline.job import rng
 
 
 def sample_keys(meaning: tuple[int, ...], samples: npt.NDArray[Any]) -> list[int]:
-    """One 64-bit key for each of these samples, in what `meaning` names. Collective: none."""
+    """One 64-bit key for each of these samples, in what `meaning` names."""
     keys: list[int] = rng.keys(rng.key(*meaning), samples).tolist()
     return keys
 
 
 def seed_globals(key: int) -> None:
-    """Seed the global generators of torch (CPU), numpy and `random`; about 7 us.
-
-    Collective: none.
-    """
+    """Seed the global generators of torch (CPU), numpy and `random`; about 7 us."""
     # Not torch.manual_seed, which takes 100 us and reseeds the accelerators too. Torch and numpy run
     # the same algorithm and would draw equal numbers from equal seeds, so each gets its own half.
     torch.default_generator.manual_seed(key & 0xFFFFFFFF)
@@ -39,10 +36,7 @@ def seed_globals(key: int) -> None:
 
 @contextlib.contextmanager
 def globals_kept() -> Iterator[None]:
-    """Leave the global generators of torch (CPU), numpy and `random` as they were; about 80 us.
-
-    Collective: none.
-    """
+    """Leave the global generators of torch (CPU), numpy and `random` as they were; about 80 us."""
     states = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
     try:
         yield

@@ -17,21 +17,18 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from paceline import rng
 from paceline.data.plan import Position
 from paceline.data.randomness import globals_kept, sample_keys, seed_globals
 from paceline.data.samples import Collate, collate_failed, where
 from paceline.errors import SampleError
+from paceline.job import rng
 
 _END = object()
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """One rank's share of a stream. Checked by `Batches`, not here.
-
-    Collective: none.
-    """
+    """One rank's share of a stream. Checked by `Batches`, not here."""
 
     global_batch: int
     micro_batch: int
@@ -48,8 +45,6 @@ class Part:
         micros: places and batch of each of this rank's micro-batches.
         ghost: one sample as a batch, where ghosts are wanted and one was ever seen.
         mark: a digest of the first sample that this reader came across in the epoch.
-
-    Collective: none.
     """
 
     seen: int
@@ -60,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class End:
-    """The stream has ended for this reader, after `read` samples. Collective: none."""
+    """The stream has ended for this reader, after `read` samples."""
 
     read: int
 
@@ -83,8 +78,6 @@ class StreamReader:
 
     Attributes:
         sharded: whether the dataset gives each rank its share alone.
-
-    Collective: none.
     """
 
     def __init__(

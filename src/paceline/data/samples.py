@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from paceline import rng
 from paceline.data.randomness import globals_kept, sample_keys, seed_globals
 from paceline.errors import PacelineError, SampleError, place
+from paceline.job import rng
 
 Collate = Callable[[list[Any]], Any]
 
@@ -28,8 +28,6 @@ class Samples:
 
     Attributes:
         tensors: the tensors of a dataset that lies in memory and draws no randomness, else None.
-
-    Collective: none.
     """
 
     def __init__(
@@ -150,7 +148,7 @@ class Samples:
 def collate_failed(
     error: Exception, names: Sequence[int], *, rank: int, world_size: int, worker: int | None
 ) -> PacelineError:
-    """The error to raise where samples could be read, but not put together. Collective: none."""
+    """The error to raise where samples could be read, but not put together."""
     return SampleError(
         f"samples {_listed(names)} could not be collated: {type(error).__name__}: {error}",
         where=where(rank, world_size, worker),
@@ -165,12 +163,12 @@ def collate_failed(
 
 
 def where(rank: int, world_size: int, worker: int | None) -> str:
-    """Render rank, host and loader worker. Collective: none."""
+    """Render rank, host and loader worker."""
     return place(rank, world_size, detail="" if worker is None else f"loader worker {worker}")
 
 
 def asks_for_generator(dataset: Any) -> bool:
-    """Whether `__getitem__` has a parameter named `generator`. Collective: none."""
+    """Whether `__getitem__` has a parameter named `generator`."""
     try:
         parameters = inspect.signature(dataset.__getitem__).parameters
     except (TypeError, ValueError):

@@ -21,8 +21,6 @@ class MicroBatch:
         offset: place in the epoch of its first sample; names the micro-batch in any world.
         is_last: whether it is this rank's last of the step.
         is_ghost: whether it only keeps this rank in company: one real sample of weight 0.
-
-    Collective: none.
     """
 
     __slots__ = ("batch", "count", "is_ghost", "is_last", "offset")
@@ -43,8 +41,6 @@ class PlannedStep:
         num_samples: samples of the step over all ranks; fewer at the end of an epoch.
         ends_epoch: whether it is the last of its epoch.
         num_micro_batches: how many this rank gets; may be 0.
-
-    Collective: none.
     """
 
     __slots__ = (
@@ -83,7 +79,7 @@ class PlannedStep:
         return Position(self._seed, self.epoch, self.offset + self.num_samples)
 
     def wrap(self, around: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]) -> None:
-        """Have its micro-batches pass through `around`. Collective: none."""
+        """Have its micro-batches pass through `around`."""
         if self._micros is not None:
             self._micros = around(self._micros)
 

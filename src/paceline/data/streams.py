@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from paceline import log
-from paceline.data.audit import Audit
+from paceline.data.coverage import Audit
 from paceline.data.device import moved
 from paceline.data.plan import Position, micro_batches
 from paceline.data.reader import End, Part, StreamPlan, StreamReader
@@ -26,7 +26,7 @@ from paceline.data.samples import Collate
 from paceline.data.steps import MicroBatch, PlannedStep
 from paceline.data.workers import Failure, Workers, refuse_unsendable
 from paceline.errors import DataError, PacelineError, RankDisagreement, StepError, place
-from paceline.job import Job
+from paceline.job.job import Job
 
 _NOTHING = Part(0, ())
 

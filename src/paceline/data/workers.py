@@ -37,11 +37,11 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from paceline import log
-from paceline.cores import usable_cores
 from paceline.data.samples import where
 from paceline.errors import DataError, PacelineError
-from paceline.job import Job
-from paceline.preemption import notice
+from paceline.job.job import Job
+from paceline.job.preemption import notice
+from paceline.machine.cores import usable_cores
 
 _PREFETCH = 2
 _DYING_S = 1.0
@@ -52,10 +52,7 @@ _pools: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker sends where it would raise: the error, and the worker's traceback as text.
-
-    Collective: none.
-    """
+    """What a worker sends where it would raise: the error, and the worker's traceback as text."""
 
     error: PacelineError
     original: BaseException | None
@@ -85,8 +82,6 @@ class Workers:
     Args:
         work: what each worker holds: map-style (called with each task) or iterable.
         tasks: True if `work` is map-style.
-
-    Collective: none.
     """
 
     def __init__(self, job: Job, work: Any, workers: int, *, tasks: bool) -> None:
@@ -244,10 +239,7 @@ def _explain_deaths() -> None:
 
 
 class Threads:
-    """Leaves cores to the loader workers while they run, where the user has not chosen threads.
-
-    Collective: none.
-    """
+    """Leaves cores to the loader workers while they run, where the user has not chosen threads."""
 
     def __init__(self, job: Job, workers: int) -> None:
         self._job = job
@@ -314,7 +306,7 @@ def _begin(worker: int) -> None:
 
 
 def worker_number() -> int | None:
-    """The number of the loader worker that this process is, None in any other. Collective: none."""
+    """The number of the loader worker that this process is, None in any other."""
     info = get_worker_info()
     return None if info is None else info.id
 
@@ -324,8 +316,6 @@ def refuse_unsendable(batch: Any, *, rank: int, world_size: int, worker: int | N
 
     Raises:
         DataError: the batch holds something that cannot be pickled.
-
-    Collective: none.
     """
     try:
         _Probe(io.BytesIO()).dump(batch)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import paceline
-from paceline.cores import read_text, usable_cores
-from paceline.environment import FIREWALL_PORTS, Place
-from paceline.host import memory_limit, owner_of_port, shared_memory_bytes
+from paceline.job.environment import FIREWALL_PORTS, Place
+from paceline.machine.cores import read_text, usable_cores
+from paceline.machine.host import memory_limit, owner_of_port, shared_memory_bytes
 
 Facts = dict[str, Any]
 
@@ -108,7 +108,7 @@ def _device(place: Place) -> Facts | None:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Names and addresses of this host's network interfaces. Collective: none."""
+    """Names and addresses of this host's network interfaces."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name, addresses in found.items():
@@ -124,7 +124,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def addresses_of(name: str) -> list[str]:
-    """What a host name leads to here; empty where it is not known. Collective: none."""
+    """What a host name leads to here; empty where it is not known."""
     try:
         return sorted(
             {str(e[4][0]) for e in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}

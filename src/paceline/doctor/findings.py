@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from paceline.doctor.facts import Facts
 from paceline.doctor.variables import interface_fits, judge_variables
-from paceline.environment import FIREWALL_PORTS
 from paceline.explain.reading import recognise
-from paceline.host import format_bytes
+from paceline.job.environment import FIREWALL_PORTS
+from paceline.machine.host import format_bytes
 
 _CLOCK_S = 0.5
 _SLOWER = 3
@@ -27,7 +27,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence on one subject, with a cure unless all is well. Collective: none."""
+    """One sentence on one subject, with a cure unless all is well."""
 
     name: str
     level: Level
@@ -37,20 +37,14 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What the job will ask for: loader workers of each rank, and the size of a batch in bytes.
-
-    Collective: none.
-    """
+    """What the job will ask for: loader workers of each rank, and the size of a batch in bytes."""
 
     workers: int = 0
     batch_bytes: int = 0
 
 
 def judge(found: Facts, need: Need) -> list[Finding]:
-    """All findings on what `session.examine` gives, host by host, then between hosts.
-
-    Collective: none.
-    """
+    """All findings on what `session.examine` gives, host by host, then between hosts."""
     ranks: list[Facts] = found["ranks"]
     hosts = [facts for facts in ranks if facts["local_rank"] == 0]
     names = _names(hosts)

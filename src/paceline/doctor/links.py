@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from paceline.doctor.facts import Facts, addresses_of
-from paceline.environment import FIREWALL_PORTS
+from paceline.job.environment import FIREWALL_PORTS
 
 _CONNECT_S = 3.0
 _IO_S = 30.0
@@ -31,7 +31,7 @@ _PING = b"p"
 
 
 class Listener:
-    """This host's end of the links, while it is open. Collective: none."""
+    """This host's end of the links, while it is open."""
 
     def __init__(self, address: str, key: str) -> None:
         self._key = key.encode()
@@ -51,7 +51,7 @@ class Listener:
             self._start(self._accept, listening)
 
     def close(self) -> None:
-        """Stop listening, when those that are being answered have left. Collective: none."""
+        """Stop listening, when those that are being answered have left."""
         self._open = False
         for listening in self._sockets:
             with contextlib.suppress(OSError):
@@ -93,10 +93,7 @@ class Listener:
 
 
 def measure(ends: Facts, key: str, host: str) -> Facts:
-    """The way from here to another host's `ends`: reachable, latency, rate, clock, and its name here.
-
-    Collective: none.
-    """
+    """The way from here to another host's `ends`: reachable, latency, rate, clock, and its name here."""
     link: Facts = {"name_leads_to": addresses_of(host)}
     for kind in ("fixed", "ephemeral"):
         if ends[kind] is None:
@@ -117,7 +114,7 @@ def measure(ends: Facts, key: str, host: str) -> Facts:
 
 
 def rounds(size: int, me: int) -> Iterator[int]:
-    """Whom host `me` asks in each round, so that no host is asked by two at once. Collective: none."""
+    """Whom host `me` asks in each round, so that no host is asked by two at once."""
     return ((me + step) % size for step in range(1, size))
 
 
@@ -165,7 +162,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def address_towards(host: str, port: int) -> tuple[str, str]:
-    """This host's address on the way to another one, and that one's. Collective: none."""
+    """This host's address on the way to another one, and that one's."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing

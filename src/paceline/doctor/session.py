@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline import environment, meeting
 from paceline.doctor.facts import Facts, gather
 from paceline.doctor.links import Listener, address_towards, measure, rounds
-from paceline.environment import Place
 from paceline.errors import PacelineError
-from paceline.job import Job
-from paceline.spawning import spawn
+from paceline.job import environment, rendezvous
+from paceline.job.environment import Place
+from paceline.job.job import Job
+from paceline.launch.spawning import spawn
 
 _TIMEOUT_S = 60.0
 _GROUP_TIMEOUT_S = 15.0
@@ -52,7 +52,7 @@ def examine(folder: Path | None) -> Facts:
     if place.world_size == 1:
         alone = {"ranks": [facts], "links": [], "reduce": [_reduce_alone()], "shared": None}
         return alone | {"speaks": True}
-    store = dist.PrefixStore("doctor", meeting.meet(place, timeout_s=_TIMEOUT_S))
+    store = dist.PrefixStore("doctor", rendezvous.meet(place, timeout_s=_TIMEOUT_S))
     ranks = _exchange(store, place, "facts", facts)
     hosts = [f["rank"] for f in ranks if f["local_rank"] == 0]
     links = _exchange(store, place, "links", _links(store, place, ranks, hosts))

@@ -15,7 +15,7 @@ _COSTLY = {
 
 
 def judge_variables(host: Facts, *, several_hosts: bool) -> Iterator[tuple[str, str]]:
-    """What is wrong with the variables of a host's first rank, and the cure. Collective: none."""
+    """What is wrong with the variables of a host's first rank, and the cure."""
     variables: dict[str, str] = host["variables"]
     names = list(host["interfaces"])
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -61,8 +61,6 @@ def interface_fits(variable: str, value: str, name: str) -> bool:
     """Whether an interface is meant by the variable: Gloo takes names, NCCL beginnings of names.
 
     NCCL's `=` in front asks for whole names, its `^` excludes.
-
-    Collective: none.
     """
     if variable.startswith("GLOO"):
         return name in value.split(",")

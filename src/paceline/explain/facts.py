@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 
-from paceline.host import format_bytes, memory_limit, owner_of_port, shared_memory_bytes
+from paceline.machine.host import format_bytes, memory_limit, owner_of_port, shared_memory_bytes
 
 _PORT = re.compile(r"port:? ?(\d{1,5})\b|[\w\]]:(\d{1,5})\b")
 
 
 def facts(name: str | None, line: str) -> str:
-    """The sentence of the function that an entry names; empty where there is nothing to say.
-
-    Collective: none.
-    """
+    """The sentence of the function that an entry names; empty where there is nothing to say."""
     return (
         {"port_owner": _port_owner, "memory": _memory, "shared_memory": _shared_memory}[name](line)
         if name

@@ -31,7 +31,7 @@ _CARRIERS = re.compile(rb".*(?:ChildFailedError|: Caught \w+ in )")
 
 @dataclass(frozen=True)
 class Cause:
-    """An entry of causes.toml, which says what the fields are. Collective: none."""
+    """An entry of causes.toml, which says what the fields are."""
 
     name: str
     what: str
@@ -50,7 +50,7 @@ class Cause:
         ]
 
     def search(self, text: bytes, start: int = 0) -> tuple[int, int] | None:
-        """Where the first message of this entry begins and ends. Collective: none."""
+        """Where the first message of this entry begins and ends."""
         hits = []
         for literal, pattern in self._patterns:
             if text.find(literal, start) >= 0 and (hit := pattern.search(text, start)):
@@ -60,7 +60,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Found:
-    """A known message: its entry, its line from 1, and the line's text, cut. Collective: none."""
+    """A known message: its entry, its line from 1, and the line's text, cut."""
 
     cause: Cause
     line: int
@@ -74,8 +74,6 @@ class Reading:
     Args:
         found: The first message of each entry; the most telling kind first, then by line.
         unknown: Line and text of the first Python error that no entry knows.
-
-    Collective: none.
     """
 
     lines: int
@@ -85,21 +83,18 @@ class Reading:
 
 @cache
 def causes() -> tuple[Cause, ...]:
-    """The table. Collective: none."""
+    """The table."""
     text = Path(__file__).with_name("causes.toml").read_text(encoding="utf-8")
     return tuple(Cause(**{**c, "says": tuple(c["says"])}) for c in tomllib.loads(text)["cause"])
 
 
 def recognise(text: str) -> Found | None:
-    """The most telling known message in a short text. Collective: none."""
+    """The most telling known message in a short text."""
     return next(iter(read(io.BytesIO(text.encode(errors="backslashreplace"))).found), None)
 
 
 def read(stream: BinaryIO) -> Reading:
-    """Read all of `stream`, holding a few blocks of it at a time.
-
-    Collective: none.
-    """
+    """Read all of `stream`, holding a few blocks of it at a time."""
     open_entries, found, tracebacks, lines = list(causes()), [], _Tracebacks(), 0
     for first, block in _blocks(stream):
         for cause in list(open_entries):

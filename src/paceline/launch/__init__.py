@@ -13,11 +13,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from paceline.cores import usable_cores
 from paceline.errors import ConfigError
-from paceline.launch.crew import Crew, environment_of_ranks
-from paceline.launch.early import Early, ScriptError, check_script, scan
+from paceline.launch.local_ranks import Crew, environment_of_ranks
+from paceline.launch.prescan import Early, ScriptError, check_script, scan
 from paceline.launch.rank import Consoles
+from paceline.machine.cores import usable_cores
 
 __all__ = ["run"]
 

@@ -25,16 +25,17 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure
 from torch.distributed.elastic.utils import macros
 
-from paceline.launch import bundle, memory
-from paceline.launch.crew import Crew
-from paceline.launch.evidence import last_call
-from paceline.launch.hearsay import Hearsay
+from paceline.launch import bundle
+from paceline.launch.hang_watch import Watch
+from paceline.launch.local_ranks import Crew
 from paceline.launch.logs import connect_logs
+from paceline.launch.messages import Shape, render_failure, render_restart
+from paceline.launch.node_exchange import Hearsay
 from paceline.launch.nodes import FreshRendezvous
-from paceline.launch.report import Shape, render_failure, render_restart
 from paceline.launch.signals import Signals
-from paceline.launch.verdict import Fact, Verdict, judge
-from paceline.launch.watch import Watch
+from paceline.machine import memory
+from paceline.watch.crash import Fact, Verdict, judge
+from paceline.watch.rank_state import last_call
 
 _STAY_S = 5.0  # all ranks were stopped after one step; what they do then differs little
 
@@ -57,8 +58,6 @@ class Task:
         log_dir: Where a failed job leaves its folder; None for the system's temporary one.
         watch: Finds hangs; None where the ranks are no Python of ours.
         spares: Whether to keep interpreters ready for a restart.
-
-    Collective: none.
     """
 
     order: dict[str, Any]
@@ -84,8 +83,6 @@ class Agent(LocalElasticAgent):
         verdict: On the last round that failed.
         interrupted_at: Where a rank was that a KeyboardInterrupt ended.
         preempted: Whether the ranks ended to be started again.
-
-    Collective: none.
     """
 
     def __init__(

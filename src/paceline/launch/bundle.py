@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.launch.rank import Rank
-from paceline.launch.verdict import Fact
+from paceline.watch.crash import Fact
 
 _KEPT = 10
 _PREFIXES = (
@@ -34,8 +34,6 @@ def write(ranks: Sequence[Rank], facts: Sequence[Fact], said: str, log_dir: str 
 
     Raises:
         OSError: it could not be written.
-
-    Collective: none.
     """
     folder = Path(_folder(log_dir))
     (folder / "verdict.txt").write_text(said, errors="backslashreplace")
@@ -53,7 +51,7 @@ def write(ranks: Sequence[Rank], facts: Sequence[Fact], said: str, log_dir: str 
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are settings of the job, and no secrets. Collective: none."""
+    """The variables that are settings of the job, and no secrets."""
     return {
         name: value
         for name, value in sorted(environment.items())

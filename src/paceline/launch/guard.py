@@ -14,7 +14,7 @@ import sys
 
 
 def main() -> None:
-    """Guard until the end of input. Collective: none."""
+    """Guard until the end of input."""
     groups: set[int] = set()
     folder = ""
     for line in sys.stdin:

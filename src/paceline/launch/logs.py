@@ -11,7 +11,7 @@ from typing import BinaryIO
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-from paceline.launch.crew import Crew
+from paceline.launch.local_ranks import Crew
 from paceline.launch.output import Stream
 from paceline.launch.rank import Rank
 
@@ -21,10 +21,7 @@ _OUT, _ERR = 0, 1
 def connect_logs(
     crew: Crew, logs: LogsSpecs, environments: dict[int, dict[str, str]], spec: WorkerSpec
 ) -> None:
-    """Send each rank's streams where torch's options say; adds the error files to `environments`.
-
-    Collective: none.
-    """
+    """Send each rank's streams where torch's options say; adds the error files to `environments`."""
     places = logs.reify(environments)
     sides = (
         (_OUT, places.stdouts, places.tee_stdouts, getattr(places, "filtered_stdout", "")),

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousContext,
 )
 
-from paceline.launch.hearsay import Hearsay
+from paceline.launch.node_exchange import Hearsay
 
 # All nodes write their heartbeats under one key: many of them had better be slower.
 _MANY_NODES = 64
@@ -38,7 +38,7 @@ _ATTEMPTS = 3
 
 
 def heartbeat_s(max_nodes: int) -> int:
-    """Seconds between a node's signs of life, where the user chose none. Collective: none."""
+    """Seconds between a node's signs of life, where the user chose none."""
     return _HEARTBEAT_S if max_nodes <= _MANY_NODES else _HEARTBEAT_OF_MANY_S
 
 
@@ -47,8 +47,6 @@ class Watcher(_BackendRendezvousStateHolder):
 
     Attributes:
         dead: Nodes whose heartbeats stood still.
-
-    Collective: none.
     """
 
     def __init__(self, backend: RendezvousBackend, settings: RendezvousSettings) -> None:
@@ -61,7 +59,7 @@ class Watcher(_BackendRendezvousStateHolder):
         self._looked_at = 0.0
 
     def sync_now(self) -> None:
-        """Read the state anew, however fresh it is. Collective: none."""
+        """Read the state anew, however fresh it is."""
         self._last_sync_time = -1
         self.sync()
 
@@ -132,8 +130,6 @@ class FreshRendezvous(DynamicRendezvousHandler):
 
     Args:
         serve: Serves a store on this host, given its address as the others see it.
-
-    Collective: none.
     """
 
     def __init__(
@@ -162,7 +158,7 @@ class FreshRendezvous(DynamicRendezvousHandler):
         store: TCPStore,
         serve: Callable[[str, int], TCPStore],
     ) -> FreshRendezvous:
-        """The rendezvous of a new node. Collective: none."""
+        """The rendezvous of a new node."""
         node = cls._node_desc_generator.generate(local_addr)
         return cls(node, settings, backend, store, serve)
 
@@ -175,27 +171,27 @@ class FreshRendezvous(DynamicRendezvousHandler):
         return info
 
     def hearsay(self, node: int, nodes: int) -> Hearsay:
-        """What the launchers of this round tell each other. Collective: none."""
+        """What the launchers of this round tell each other."""
         stem = f"paceline/{self.get_run_id()}/{self.round}"
         return Hearsay(PrefixStore(stem, self._meeting), node, nodes)
 
     @property
     def round(self) -> int:
-        """How many rounds of ranks there were before this one. Collective: none."""
+        """How many rounds of ranks there were before this one."""
         return int(self._watcher.state.round)
 
     def is_growing(self) -> bool:
-        """Whether a node waits to be let in, by the newest state. Collective: none."""
+        """Whether a node waits to be let in, by the newest state."""
         with self._heartbeat_lock:
             self._watcher.sync_now()
             return bool(self._watcher.state.wait_list)
 
     def lost(self) -> list[str]:
-        """Addresses of this round's nodes that gave no sign of life. Collective: none."""
+        """Addresses of this round's nodes that gave no sign of life."""
         return sorted(node.addr for node in self._met & self._watcher.dead)
 
     def is_expelled(self) -> bool:
-        """Whether the others went on without this node, which had stood still. Collective: none."""
+        """Whether the others went on without this node, which had stood still."""
         return self._this_node not in self._watcher.state.participants
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
@@ -205,7 +201,7 @@ class FreshRendezvous(DynamicRendezvousHandler):
 def settings_of(
     run_id: str, nodes: tuple[int, int], timeout: Any, interval_s: int | None, attempts: int | None
 ) -> RendezvousSettings:
-    """torch's settings, with ours where the user chose none. Collective: none."""
+    """torch's settings, with ours where the user chose none."""
     return RendezvousSettings(
         run_id,
         nodes[0],

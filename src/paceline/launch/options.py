@@ -25,12 +25,12 @@ from torch.distributed.run import (
     parse_min_max_nnodes,
 )
 
-from paceline.cores import usable_cores
 from paceline.errors import ConfigError
-from paceline.launch.crew import Crew, probing
-from paceline.launch.early import Early
+from paceline.launch.hang_watch import Watch
+from paceline.launch.local_ranks import Crew, probing
+from paceline.launch.prescan import Early
 from paceline.launch.rendezvous import is_loopback
-from paceline.launch.watch import Watch
+from paceline.machine.cores import usable_cores
 
 GRACE_S = 5.0
 SIGNAL_GRACE_S = 30.0
@@ -48,8 +48,6 @@ class Options:
         address: Where to bind the store when there is one node; None for several.
         uses_logs: Whether torch's log options were given.
         notes: What a person should know, one sentence each.
-
-    Collective: none.
     """
 
     args: Namespace
@@ -59,7 +57,7 @@ class Options:
     notes: tuple[str, ...]
 
     def watch(self, crew: Crew) -> Watch | None:
-        """What looks for hangs and stragglers; None where nothing does. Collective: none."""
+        """What looks for hangs and stragglers; None where nothing does."""
         args = self.args
         if not probing() or (args.no_python and not args.run_path):
             return None
@@ -67,12 +65,12 @@ class Options:
 
     @property
     def early(self) -> Early:
-        """What an early start should have found. Collective: none."""
+        """What an early start should have found."""
         return Early(self.config.nproc_per_node, self.args.training_script, self.args.module)
 
     @property
     def grace_s(self) -> tuple[float, float]:
-        """Seconds for ranks to end: when a peer failed, and when we got a signal. Collective: none."""
+        """Seconds for ranks to end: when a peer failed, and when we got a signal."""
         given = getattr(self.args, "shutdown_timeout", None)
         if given is None:
             given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
@@ -80,13 +78,13 @@ class Options:
 
     @property
     def shown(self) -> frozenset[int] | None:
-        """Local ranks whose output is shown; None for all. Collective: none."""
+        """Local ranks whose output is shown; None for all."""
         text = self.args.local_ranks_filter
         return frozenset(int(part) for part in text.split(",")) if text else None
 
     @property
     def on_one_host(self) -> bool:
-        """Whether no rank can be on another host. Collective: none."""
+        """Whether no rank can be on another host."""
         if self.address is not None:
             return is_loopback(self.address[0])
         endpoint = self.config.rdzv_endpoint
@@ -96,7 +94,7 @@ class Options:
 
     @property
     def waiting(self) -> str:
-        """Whom this node will wait for, and where; empty if nobody. Collective: none."""
+        """Whom this node will wait for, and where; empty if nobody."""
         if self.address is not None:
             return ""
         low, high = self.config.min_nodes, self.config.max_nodes
@@ -110,7 +108,7 @@ class Options:
 
 
 def parser() -> ArgumentParser:
-    """torch's parser under our name. Collective: none."""
+    """torch's parser under our name."""
     ours: ArgumentParser = get_args_parser()
     ours.prog = "paceline run"
     ours.usage = "paceline run [options] SCRIPT [args ...]"
@@ -144,8 +142,6 @@ def read(argv: Sequence[str]) -> Options:
     Raises:
         ConfigError: a value that cannot be.
         SystemExit: an unknown option, or a call for help; torch's parser has answered.
-
-    Collective: none.
     """
     args = parser().parse_args(argv)
     notes: list[str] = []
@@ -307,10 +303,7 @@ def _parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def choose_threads(nproc: int) -> tuple[str | None, str]:
-    """Threads of each rank, None where the user chose, and the reason in words.
-
-    Collective: none.
-    """
+    """Threads of each rank, None where the user chose, and the reason in words."""
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is not None and os.environ.get("PACELINE_THREADS") != "auto":
         return None, f"{_count(chosen, 'thread')} each (OMP_NUM_THREADS, set outside)"
@@ -325,7 +318,7 @@ def _count(number: int | str, what: str) -> str:
 
 
 def order_of(args: Namespace) -> dict[str, Any]:
-    """What the ranks are told to run, as worker.py takes it. Collective: none."""
+    """What the ranks are told to run, as worker.py takes it."""
     words = [args.training_script, *args.training_script_args]
     if args.run_path:
         return {"argv": words, "script": args.training_script}
@@ -337,10 +330,7 @@ def order_of(args: Namespace) -> dict[str, Any]:
 
 
 def loopback_interface() -> dict[str, str]:
-    """Pin Gloo to the loopback: on one host it saves the look-up of the host's own name.
-
-    Collective: none.
-    """
+    """Pin Gloo to the loopback: on one host it saves the look-up of the host's own name."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     try:

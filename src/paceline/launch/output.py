@@ -34,10 +34,7 @@ _ERASE_LINE = b"\r\x1b[K"
 
 
 class Console:
-    """One of the launcher's own outputs, shared by the streams that end there.
-
-    Collective: none.
-    """
+    """One of the launcher's own outputs, shared by the streams that end there."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -54,20 +51,17 @@ class Console:
         self._drawing = False
 
     def free_for(self, stream: Stream) -> bool:
-        """Whether no other stream is in the middle of a line, or it has been there for too long.
-
-        Collective: none.
-        """
+        """Whether no other stream is in the middle of a line, or it has been there for too long."""
         if self._holder in (None, stream) or self.is_terminal:
             return True
         return time.monotonic() - self._written_at > _HOLD_S
 
     def held_by(self, stream: Stream) -> bool:
-        """Whether the last line written is this stream's, and is open. Collective: none."""
+        """Whether the last line written is this stream's, and is open."""
         return self._holder is stream
 
     def write(self, data: bytes, stream: Stream | None = None, *, drawing: bool = False) -> None:
-        """Write it all, waiting for a slow reader. Collective: none."""
+        """Write it all, waiting for a slow reader."""
         if not data:
             return
         with self._lock:
@@ -104,8 +98,6 @@ class Stream:
         prefix: Put before each line; empty: bytes pass as they are.
         files: Get the bytes as they are.
         matches: A file and the words of which one must be in a line to be copied there.
-
-    Collective: none.
     """
 
     fd: int
@@ -124,7 +116,7 @@ class Stream:
     closed: bool = field(default=False, init=False)
 
     def feed(self, data: bytes) -> None:
-        """Take what the rank wrote. Collective: none."""
+        """Take what the rank wrote."""
         self.tail = (self.tail + data)[-_TAIL_BYTES:]
         for file in self.files:
             file.write(data)
@@ -138,27 +130,21 @@ class Stream:
 
     @property
     def free(self) -> bool:
-        """Whether lines may be written now. Collective: none."""
+        """Whether lines may be written now."""
         return self.console is None or self.console.free_for(self)
 
     @property
     def full(self) -> bool:
-        """Whether it must not be read on: another stream is in the middle of a very long line.
-
-        Collective: none.
-        """
+        """Whether it must not be read on: another stream is in the middle of a very long line."""
         return len(self._kept) > LINE_BYTES and not self.free
 
     @property
     def unfinished(self) -> bool:
-        """Whether it holds text that may have to be written without its end. Collective: none."""
+        """Whether it holds text that may have to be written without its end."""
         return self.is_terminal and bool(self._kept)
 
     def settle(self, *, end: bool = False) -> None:
-        """Pass on the lines that are whole, and others that have waited long enough.
-
-        Collective: none.
-        """
+        """Pass on the lines that are whole, and others that have waited long enough."""
         if self._kept and self.free:
             whole = self._whole()
             lines = bytes(self._kept[:whole])
@@ -220,10 +206,7 @@ class Stream:
 
 
 class Pump:
-    """The thread that reads the streams, and calls back when other descriptors become readable.
-
-    Collective: none.
-    """
+    """The thread that reads the streams, and calls back when other descriptors become readable."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -240,11 +223,11 @@ class Pump:
         self._thread.start()
 
     def watch(self, fd: int, ready: Callable[[], None]) -> None:
-        """Call `ready` in the thread whenever `fd` can be read. Collective: none."""
+        """Call `ready` in the thread whenever `fd` can be read."""
         self._post(lambda: self._register(fd, ready))
 
     def unwatch(self, fd: int, then: Callable[[], None]) -> None:
-        """Stop watching `fd`, then call `then`, which may close it. Collective: none."""
+        """Stop watching `fd`, then call `then`, which may close it."""
 
         def leave() -> None:
             self._leave(fd)
@@ -256,7 +239,7 @@ class Pump:
             self._post(leave)
 
     def add(self, stream: Stream) -> None:
-        """Read this stream from now on. Collective: none."""
+        """Read this stream from now on."""
         os.set_blocking(stream.fd, False)
 
         def begin() -> None:
@@ -269,8 +252,6 @@ class Pump:
         """Read what is left in streams whose rank has ended, and close them.
 
         Gives False when nothing has moved for `stalled_s` seconds: nobody reads our output.
-
-        Collective: none.
         """
 
         def close() -> None:
@@ -284,8 +265,6 @@ class Pump:
         """Have the thread do `task`, and wait as long as any output moves meanwhile.
 
         Gives False when nothing has moved for `stalled_s` seconds.
-
-        Collective: none.
         """
         done = threading.Event()
 
@@ -310,7 +289,7 @@ class Pump:
         return True
 
     def stop(self, *, timeout_s: float) -> None:
-        """End the thread. Collective: none."""
+        """End the thread."""
         self._stopping = True
         self._post(lambda: None)
         self._thread.join(timeout_s)

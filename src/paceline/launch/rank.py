@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.job.preemption import REQUEUE
 from paceline.launch.output import Console, Pump, Stream
-from paceline.preemption import REQUEUE
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -48,17 +48,14 @@ _NO_SIZE = struct.pack("HHHH", 0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Consoles:
-    """The launcher's own outputs; one object where both are the same terminal, pipe or file.
-
-    Collective: none.
-    """
+    """The launcher's own outputs; one object where both are the same terminal, pipe or file."""
 
     out: Console
     err: Console
 
     @staticmethod
     def of_this_process() -> Consoles:
-        """Standard output and error of this process. Collective: none."""
+        """Standard output and error of this process."""
         out, err = Console(1), Console(2)
         return Consoles(out, out if out.identity == err.identity else err)
 
@@ -72,8 +69,6 @@ class Rank:
         prefix: Before each line, until the rank's number in the job is known.
         draws: Whether it may have a terminal, where the launcher has one.
         wrap: Puts words before the command, such as numactl's.
-
-    Collective: none.
     """
 
     def __init__(
@@ -163,7 +158,7 @@ class Rank:
         return theirs
 
     def copy_window_size(self) -> None:
-        """Give the rank's terminal the size of ours. Collective: none."""
+        """Give the rank's terminal the size of ours."""
         for stream, console in self._terminals:
             if stream.ended:
                 continue
@@ -172,10 +167,7 @@ class Rank:
                 fcntl.ioctl(stream.fd, termios.TIOCSWINSZ, size)
 
     def order(self, order: Mapping[str, Any]) -> None:
-        """Send the rank its orders; one that is dead already is found by `returncode`.
-
-        Collective: none.
-        """
+        """Send the rank its orders; one that is dead already is found by `returncode`."""
         self.ordered = True
         try:
             self._socket.sendall(json.dumps({"do": "run", **order}).encode() + b"\n")
@@ -183,24 +175,24 @@ class Rank:
             self.poll()
 
     def ask(self, number: int, do: str = "explain", **more: Any) -> None:
-        """Have the rank explain itself; the answer will have this number. Collective: none."""
+        """Have the rank explain itself; the answer will have this number."""
         request = json.dumps({"do": do, "id": number, **more}).encode() + b"\n"
         with contextlib.suppress(OSError):  # dead already, or stopped for so long that it is full
             self._socket.sendall(request)
 
     @property
     def answer(self) -> dict[str, Any]:
-        """Its latest to `explain`; empty before. Collective: none."""
+        """Its latest to `explain`; empty before."""
         return self.told.get("explain", {})
 
     def probed(self) -> str:
-        """What the rank's probe wrote: a line, then perhaps stacks. Collective: none."""
+        """What the rank's probe wrote: a line, then perhaps stacks."""
         if self._probe >= 0:
             self._probed = os.pread(self._probe, _PROBE_BYTES, 0).decode(errors="replace")
         return self._probed
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs. Collective: none."""
+        """The exit code, negative for a signal; None while it runs."""
         if self.returncode is None:
             code = self.process.poll()
             if code is not None:
@@ -210,24 +202,24 @@ class Rank:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly, or is about to. Collective: none."""
+        """Whether it ended badly, or is about to."""
         # A rank that asks to be started again stands for all; else its peers fail, and it is judged.
         return self.returncode not in (None, 0, REQUEUE) or self.leaving
 
     @property
     def leaving(self) -> bool:
-        """Whether it told of an error, and only flushes its files. Collective: none."""
+        """Whether it told of an error, and only flushes its files."""
         return any(event["event"] == "failed" for event in list(self.events))
 
     @property
     def gave_up(self) -> str:
-        """What native code wrote when it aborted; empty where it did not. Collective: none."""
+        """What native code wrote when it aborted; empty where it did not."""
         if self.returncode != -signal.SIGABRT:
             return ""
         return self.streams[-1].tail.rpartition(b"terminate called")[2].decode(errors="replace")
 
     def watch_freeze(self, now: float) -> bool:
-        """Note since when SIGSTOP holds it; whether it does. `now` is monotonic. Collective: none."""
+        """Note since when SIGSTOP holds it; whether it does. `now` is monotonic."""
         if self.returncode is None and _is_stopped(self.pid):
             self.frozen_at = self.frozen_at or now
         else:
@@ -235,7 +227,7 @@ class Rank:
         return self.frozen_at is not None
 
     def end_frozen(self, after_s: float) -> None:
-        """Kill it because SIGSTOP held it for `after_s` seconds; that is its failure. Collective: none."""
+        """Kill it because SIGSTOP held it for `after_s` seconds; that is its failure."""
         self.frozen_s = after_s
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
@@ -245,8 +237,6 @@ class Rank:
 
         Args:
             stops: Whether its end is our doing from now on.
-
-        Collective: none.
         """
         if self.poll() is None:
             if stops:
@@ -254,25 +244,25 @@ class Rank:
             self.process.send_signal(number)
 
     def tell_end(self) -> None:
-        """Have its training not take the next signal as a preemption. Collective: none."""
+        """Have its training not take the next signal as a preemption."""
         self.stopped_at = self.stopped_at or time.time()
         with contextlib.suppress(OSError):  # dead already, or no Python of ours
             self._socket.sendall(b'{"do": "end"}\n')
 
     def kill(self) -> None:
-        """Kill the rank and all that belongs to its process group. Collective: none."""
+        """Kill the rank and all that belongs to its process group."""
         self.send_signal(signal.SIGKILL)
         _signal_group(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of the socket of an ended rank. Collective: none."""
+        """Let go of the socket of an ended rank."""
         self._pump.unwatch(self._socket.fileno(), self._socket.close)
         self.probed()  # for those who ask afterwards
         os.close(self._probe)
         self._probe = -1
 
     def hear_all(self) -> None:
-        """Take in all that the rank has said; in the pump's thread only. Collective: none."""
+        """Take in all that the rank has said; in the pump's thread only."""
         while self._hear():
             continue
         if self.returncode is not None and not self._left:
@@ -324,10 +314,7 @@ class Rank:
 
 
 def read_event(line: bytes) -> dict[str, Any] | None:
-    """What worker.py sent; None for anything else, which a script may have written there.
-
-    Collective: none.
-    """
+    """What worker.py sent; None for anything else, which a script may have written there."""
     try:
         event: dict[str, Any] = json.loads(line)
         well = all(isinstance(event[name], kind) for name, kind in _EVENTS[event["event"]].items())
@@ -346,10 +333,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def clear_groups(groups: Sequence[int]) -> None:
-    """End what ended ranks left behind: helpers that end by themselves have a moment.
-
-    Collective: none.
-    """
+    """End what ended ranks left behind: helpers that end by themselves have a moment."""
     # multiprocessing's resource tracker does not mind SIGTERM, and gives back shared memory first.
     left = [group for group in groups if _signal_group(group, signal.SIGTERM)]
     deadline = time.monotonic() + _GROUP_GRACE_S

@@ -44,8 +44,6 @@ class LocalRendezvous(RendezvousHandler):
     Args:
         host: The address to listen on; where ranks will look for it.
         port: 0 lets the kernel choose one, which cannot be taken.
-
-    Collective: none.
     """
 
     def __init__(self, host: str, port: int, run_id: str) -> None:
@@ -56,16 +54,16 @@ class LocalRendezvous(RendezvousHandler):
         self._last: weakref.ref[TCPStore] | None = None
 
     def get_backend(self) -> str:
-        """See torch. Collective: none."""
+        """See torch."""
         return "local"
 
     @property
     def use_agent_store(self) -> bool:
-        """See torch. Collective: none."""
+        """See torch."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See torch. Collective: none."""
+        """See torch."""
         if self._port and self._last is not None:
             self._wait_gone(self._last)
         store = bind_store(self._host, self._host, self._port)
@@ -86,22 +84,22 @@ class LocalRendezvous(RendezvousHandler):
             time.sleep(0.01)
 
     def is_closed(self) -> bool:
-        """See torch. Collective: none."""
+        """See torch."""
         return False
 
     def set_closed(self) -> None:
-        """See torch. Collective: none."""
+        """See torch."""
 
     def num_nodes_waiting(self) -> int:
-        """See torch. Collective: none."""
+        """See torch."""
         return 0
 
     def get_run_id(self) -> str:
-        """See torch. Collective: none."""
+        """See torch."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """See torch. Collective: none."""
+        """See torch."""
         return True
 
 
@@ -110,8 +108,6 @@ def bind_store(interface: str, host: str, port: int) -> TCPStore:
 
     Raises:
         ConfigError: the address is not this host's, or the port is taken.
-
-    Collective: none.
     """
     try:
         listener = _listen(interface, port)
@@ -161,7 +157,7 @@ def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this names the loopback itself, and not only leads there. Collective: none."""
+    """Whether this names the loopback itself, and not only leads there."""
     if host == "localhost":
         return True
     try:
@@ -171,10 +167,7 @@ def is_loopback(host: str) -> bool:
 
 
 def local_address(endpoint: str) -> str | None:
-    """This host's address on the network that leads to `endpoint`; None where that is unclear.
-
-    Collective: none.
-    """
+    """This host's address on the network that leads to `endpoint`; None where that is unclear."""
     host, port = parse_rendezvous_endpoint(endpoint, _C10D_PORT)
     if is_loopback(host):
         return "127.0.0.1"
@@ -196,8 +189,6 @@ def handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
     Raises:
         ConfigError: an unknown backend, or an endpoint that cannot be used.
-
-    Collective: none.
     """
     if parameters.backend != "c10d" or parameters.get("store_type", "tcp").strip().lower() != "tcp":
         return torch_registry.get_rendezvous_handler(parameters)

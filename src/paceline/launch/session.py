@@ -22,20 +22,14 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
 
 from paceline.errors import ConfigError, LaunchFailed
+from paceline.job.preemption import REQUEUE
 from paceline.launch import signals
 from paceline.launch.agent import Agent, Task
-from paceline.launch.crew import Crew, environment_of_ranks
-from paceline.launch.early import Early, check_script
-from paceline.launch.options import (
-    Options,
-    choose_threads,
-    loopback_interface,
-    order_of,
-    read,
-)
+from paceline.launch.local_ranks import Crew, environment_of_ranks
+from paceline.launch.options import Options, choose_threads, loopback_interface, order_of, read
+from paceline.launch.prescan import Early, check_script
 from paceline.launch.rendezvous import LocalRendezvous, handler, local_address
-from paceline.launch.verdict import ranges
-from paceline.preemption import REQUEUE
+from paceline.watch.crash import ranges
 
 # torch's loop sleeps this long before it asks for news; the wait for news is ours, and wakes at once.
 _LOOP_S = 0.001

@@ -32,8 +32,6 @@ class Signals:
         stuck: Called with a signal, in a thread, when the main thread did not take it for `STUCK_S`
             seconds: it waits in native code, which no Python handler interrupts.
         wake: Called in a thread when any signal came: the main thread has something to do.
-
-    Collective: none.
     """
 
     def __init__(self, stuck: Callable[[int], None], wake: Callable[[], None]) -> None:
@@ -46,7 +44,7 @@ class Signals:
 
     @property
     def hurry(self) -> bool:
-        """Whether a second signal asks to end without any grace. Collective: none."""
+        """Whether a second signal asks to end without any grace."""
         return len(self.received) > 1
 
     def check(self) -> None:
@@ -54,15 +52,13 @@ class Signals:
 
         Raises:
             SignalException: one did.
-
-        Collective: none.
         """
         if self.received:
             number = self.received[0]
             raise SignalException(f"received {number.name}", sigval=number)
 
     def take_passing(self) -> list[signal.Signals]:
-        """The signals that came for the ranks alone since the last call. Collective: none."""
+        """The signals that came for the ranks alone since the last call."""
         taken: list[signal.Signals] = []
         while self._passing:
             taken.append(self._passing.pop(0))
@@ -70,10 +66,7 @@ class Signals:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal interrupt what runs in here: long waits in torch's code, with no rank at work.
-
-        Collective: none.
-        """
+        """Let a signal interrupt what runs in here: long waits in torch's code, with no rank at work."""
         self.received += self.take_passing()
         self.check()
         self._interruptible = True
@@ -87,8 +80,6 @@ class Signals:
         """Handle these signals meanwhile; with `force`, those that were ignored as well.
 
         SIGUSR1 and SIGUSR2, if they are neither among these nor handled, are kept for the ranks.
-
-        Collective: none.
         """
         before = {}
         if threading.current_thread() is threading.main_thread():
@@ -150,8 +141,6 @@ def parse(names: str) -> list[signal.Signals]:
 
     Raises:
         ValueError: a name is no signal, or one that cannot be handled.
-
-    Collective: none.
     """
     found: list[signal.Signals] = []
     for name in names.split(","):

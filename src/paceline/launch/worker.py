@@ -30,22 +30,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from paceline.launch.control import Control
+    from paceline.launch.control_channel import Control
 
 _PR_SET_PDEATHSIG = 1
 _FLUSH_S = 2.0
 _TRACEBACK_CHARS = 200_000
 
 
-def _load(name: str) -> Any:
+def _load(room: str, name: str) -> Any:
     # By file, as this one: our directory is not always on sys.path, and the script's may hide it.
-    module = types.ModuleType(f"paceline.launch.{name}")
-    module.__file__ = os.path.join(os.path.dirname(__file__), f"{name}.py")
+    module = types.ModuleType(f"paceline.{room}.{name}")
+    package = os.path.dirname(os.path.dirname(__file__))
+    module.__file__ = os.path.join(package, room, f"{name}.py")
     importlib.machinery.SourceFileLoader(module.__name__, module.__file__).exec_module(module)
     return module
 
 
-_probe, _control = _load("probe"), _load("control")
+_probe = _load("watch", "probe")
+_control = _load("launch", "control_channel")
 
 # Read by native libraries when torch is imported, which is before the script says a word.
 _READ_AT_IMPORT = frozenset(
@@ -56,7 +58,7 @@ _READ_AT_IMPORT = frozenset(
 
 def _end(order: dict[str, Any]) -> None:
     """A peer has failed: a training shall not take SIGTERM as a reason to save."""
-    if preemption := sys.modules.get("paceline.preemption"):
+    if preemption := sys.modules.get("paceline.job.preemption"):
         preemption.end(order)
 
 
@@ -66,7 +68,7 @@ _interrupted = False
 
 
 def main() -> NoReturn:
-    """Run one rank. Collective: none."""
+    """Run one rank."""
     global control, _status
     # A rank whose launcher dies between fork and here is found by the end of the socket.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -235,7 +237,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "module": str(frames[-1][0].f_globals.get("__name__", "")) if frames else "",
         "place": _probe.place_of(error.__traceback__),
         "time": time.time(),
-        "step": getattr(sys.modules.get("paceline.whereabouts"), "step", 0),
+        "step": getattr(sys.modules.get("paceline.job.current_step"), "step", 0),
     }
 
 
@@ -266,7 +268,7 @@ def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., 
             # init_process_group() wraps the hook to add the rank, which the launcher does as well.
             cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
             inner = cells["old_hook"].cell_contents if "old_hook" in cells else None
-        elif home == "paceline.hooks":
+        elif home == "paceline.job.hooks":
             # join()'s: it would end the process before the launcher heard of the error.
             sys.modules[home].mark(hook.peers, error)
             inner = hook.previous

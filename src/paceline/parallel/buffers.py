@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.job import Job
+from paceline.job.job import Job
 
 
 def equalize_buffers(job: Job, model: nn.Module) -> None:

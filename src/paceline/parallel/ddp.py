@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline import log
 from paceline.errors import ConfigError, GradientError
-from paceline.job import Job
+from paceline.job.job import Job
 from paceline.parallel import reducer
 from paceline.parallel.buffers import equalize_buffers
 from paceline.parallel.preflight import agree_on_parameters, listed, refuse_module
@@ -89,7 +89,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_ddp(model: nn.Module) -> bool:
-    """Whether `model` is torch's DDP, compiled or not. Collective: none."""
+    """Whether `model` is torch's DDP, compiled or not."""
     return reducer.find_wrapper(model) is not None
 
 
@@ -100,8 +100,6 @@ def check_parameters(
 
     Raises:
         GradientError: parameters that DDP does not know, or waits for in vain (`parameters`).
-
-    Collective: none.
     """
     wrapper = reducer.find_wrapper(model)
     named = {id(p): name for name, p in unwrap(model).named_parameters()}
@@ -158,8 +156,6 @@ def unused_parameters(model: nn.Module) -> list[str]:
     """Names of the parameters that DDP waits for and that have no gradient; [] for a plain module.
 
     To be asked after the step's last backward and before gradients are set to None.
-
-    Collective: none.
     """
     wrapper = reducer.find_wrapper(model)
     return (
@@ -180,8 +176,6 @@ def refuse_unused(job: Job, model: nn.Module, *, direct: bool = False) -> None:
 
     Raises:
         GradientError: names them (`parameters`); torch's own error, if any, is its cause.
-
-    Collective: none.
     """
     wrapper = reducer.find_wrapper(model)
     if wrapper is None:

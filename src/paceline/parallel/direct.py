@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import ConfigError, GradientError
-from paceline.job import Job
+from paceline.job.job import Job
 from paceline.parallel import reducer
 from paceline.shm.group import ShmGroup
 

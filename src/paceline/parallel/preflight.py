@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from paceline.collectives import gather
 from paceline.errors import ConfigError, RankDisagreement, place
-from paceline.job import Job
+from paceline.job.collectives import gather
+from paceline.job.job import Job
 
 _NAMES_SHOWN = 5
 
@@ -23,8 +23,6 @@ def refuse_module(job: Job, module: nn.Module) -> None:
 
     Raises:
         ConfigError: names the first (`parameters`), and the fix.
-
-    Collective: none.
     """
     for name, p in module.named_parameters():
         if isinstance(p, UninitializedParameter):
@@ -90,6 +88,6 @@ def agree_on_parameters(job: Job, module: nn.Module, options: str) -> None:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Render the first few names and how many more there are. Collective: none."""
+    """Render the first few names and how many more there are."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.job import Job
+from paceline.job.job import Job
 from paceline.shm.group import ShmGroup
 
 Known: TypeAlias = tuple[tuple[str, nn.Parameter], ...]
@@ -81,7 +81,7 @@ def wrap(
 
 
 def gradient_bytes(wrapper: DistributedDataParallel) -> int:
-    """The size of what is reduced. Collective: none."""
+    """The size of what is reduced."""
     return sum(p.nbytes for _, p in known_parameters(wrapper))
 
 
@@ -108,13 +108,13 @@ def set_bucket_mb(wrapper: DistributedDataParallel, bucket_mb: float | None) -> 
 
 
 def is_tuned(wrapper: DistributedDataParallel) -> bool:
-    """Whether a training may change the size of its buckets. Collective: none."""
+    """Whether a training may change the size of its buckets."""
     # A communication hook may keep something for each bucket, as PowerSGD's does.
     return bool(wrapper.__dict__.get(_TUNED)) and not wrapper._comm_hooks
 
 
 def is_default(wrapper: DistributedDataParallel) -> bool:
-    """Whether it was made without any option, so that nobody minds how it reduces. Collective: none."""
+    """Whether it was made without any option, so that nobody minds how it reduces."""
     return bool(wrapper.__dict__.get(_DEFAULT))
 
 
@@ -149,7 +149,7 @@ def _lay_out_now(wrapper: DistributedDataParallel) -> None:
 
 
 def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
-    """torch's DDP in `model`, compiled or not; None for a plain module. Collective: none."""
+    """torch's DDP in `model`, compiled or not; None for a plain module."""
     current: nn.Module | None = model
     while current is not None and not isinstance(current, DistributedDataParallel):
         current = current._modules.get("_orig_mod")  # what torch.compile puts around it
@@ -157,7 +157,7 @@ def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def remember(wrapper: DistributedDataParallel, parameters: Iterable[torch.Tensor]) -> Known:
-    """Keep what the reducer waits for: later `requires_grad` may say something else. Collective: none."""
+    """Keep what the reducer waits for: later `requires_grad` may say something else."""
     ids = {id(p) for p in parameters}
     known = tuple((name, p) for name, p in wrapper.module.named_parameters() if id(p) in ids)
     wrapper.__dict__[_KNOWN] = known
@@ -166,7 +166,7 @@ def remember(wrapper: DistributedDataParallel, parameters: Iterable[torch.Tensor
 
 
 def known_parameters(wrapper: DistributedDataParallel) -> Known:
-    """What the reducer waits for, with names. Collective: none."""
+    """What the reducer waits for, with names."""
     known: Known | None = wrapper.__dict__.get(_KNOWN)
     if known is None:
         # Wrapped by hand. Only the buckets tell what was trainable then; asking for them takes, for
@@ -177,7 +177,7 @@ def known_parameters(wrapper: DistributedDataParallel) -> Known:
 
 
 def handled_parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
-    """What DDP reduces, and what it was told to leave alone. Collective: none."""
+    """What DDP reduces, and what it was told to leave alone."""
     ignored = wrapper.parameters_to_ignore
     left_alone = [p for name, p in wrapper.module.named_parameters() if name in ignored]
     return [p for _, p in known_parameters(wrapper)] + left_alone
@@ -187,8 +187,6 @@ def set_sync(model: nn.Module, on: bool) -> None:
     """Choose whether the next forward's backward reduces gradients; nothing for a plain module.
 
     As DDP's `no_sync`, for a loop that calls it before every micro-batch.
-
-    Collective: none.
     """
     wrapper = model if isinstance(model, DistributedDataParallel) else find_wrapper(model)
     if wrapper is not None:

@@ -24,7 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from paceline import log
 from paceline.errors import ConfigError, StepError, place
-from paceline.job import Job
+from paceline.job.job import Job
 from paceline.parallel.ddp import unwrap
 from paceline.parallel.preflight import listed
 
@@ -298,7 +298,7 @@ def _convert(layer: nn.Module, link: _Link) -> None:
 
 
 def layers(model: nn.Module) -> list[SyncBatchNorm]:
-    """The synchronised BatchNorm layers of a model, wrapped or not. Collective: none."""
+    """The synchronised BatchNorm layers of a model, wrapped or not."""
     return [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
 
 
@@ -307,8 +307,6 @@ def set_ghost(layers: Iterable[SyncBatchNorm], on: bool) -> None:
 
     A backward knows what its forward was. With activation checkpointing keep it until the backward is
     done, since that runs the forward again.
-
-    Collective: none.
     """
     for layer in layers:
         layer.__dict__["ghost"] = on  # nn.Module.__setattr__ is ten times slower
@@ -318,8 +316,6 @@ def plain_batchnorms(model: nn.Module) -> list[str]:
     """Names of the BatchNorm layers that normalise by the samples of their rank alone.
 
     Layers in eval mode with running statistics are left out: they are the same on all ranks.
-
-    Collective: none.
     """
     return [
         name
@@ -331,7 +327,7 @@ def plain_batchnorms(model: nn.Module) -> list[str]:
 
 
 def warn_plain_batchnorm(job: Job, model: nn.Module) -> None:
-    """Say once that plain BatchNorm makes several ranks differ from one. Collective: none."""
+    """Say once that plain BatchNorm makes several ranks differ from one."""
     if job.world_size == 1 or job.rank != 0:
         return
     if names := plain_batchnorms(model):

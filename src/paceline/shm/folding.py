@@ -32,10 +32,7 @@ _KNOWN |= {(op, dtype) for op in _FUNCTIONS if op not in _BITS for dtype in _FLO
 
 
 def foldable(op: int, dtype: torch.dtype) -> bool:
-    """Whether `fold` knows this operation on this dtype.
-
-    Collective: none.
-    """
+    """Whether `fold` knows this operation on this dtype."""
     return (op, dtype) in _KNOWN
 
 
@@ -44,8 +41,6 @@ def fold(op: int, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
     16-bit floats are added and multiplied in float32 and rounded once. `out` may be a part where there
     are two.
-
-    Collective: none.
     """
     function = _FUNCTIONS[op]
     # Two halves need no help: torch widens them itself and rounds once.

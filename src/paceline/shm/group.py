@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.cores import usable_cores
 from paceline.log import logger
+from paceline.machine.cores import usable_cores
 from paceline.shm.folding import foldable
 from paceline.shm.hosts import open_rounds
 from paceline.shm.line import Line
@@ -39,10 +39,7 @@ _FORMER = {
 
 
 def register() -> None:
-    """Make `backend="shm"` known to torch.distributed, in this process.
-
-    Collective: none.
-    """
+    """Make `backend="shm"` known to torch.distributed, in this process."""
     if not dist.is_backend_available(NAME):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
@@ -120,7 +117,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether all ranks of the group share this memory. Collective: none."""
+        """Whether all ranks of the group share this memory."""
         return bool(self._rounds.segment.size == self._size)
 
     def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.cores import usable_cores
 from paceline.errors import PacelineError
 from paceline.errors import place as where_of
+from paceline.machine.cores import usable_cores
 from paceline.shm.folding import AVG, HALVES, SUM, fold
 from paceline.shm.rounds import Mismatch, Rounds, Steps, describe, note_of
 from paceline.shm.segment import Segment, Unavailable, open_segment, place

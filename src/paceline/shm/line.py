@@ -32,10 +32,7 @@ _LOOK_S = 0.05  # how often a waiting rank asks whether the others live
 
 
 class Operation(dist.Work):
-    """One collective of a group, finished or not. What torch calls a work.
-
-    Collective: none.
-    """
+    """One collective of a group, finished or not. What torch calls a work."""
 
     def __init__(
         self, line: Line, steps: Steps, outputs: Sequence[torch.Tensor], timeout_s: float

@@ -335,7 +335,7 @@ class Rounds:
 
 @functools.lru_cache(maxsize=1024)
 def note_of(kind: str, dtype: torch.dtype, count: int, op: int, root: int) -> int:
-    """One number for what a rank wants, to compare. Collective: none."""
+    """One number for what a rank wants, to compare."""
     note = KINDS.index(kind)
     for bits, value in (
         (_DTYPE_BITS, _DTYPE_NUMBER[dtype]),
@@ -348,7 +348,7 @@ def note_of(kind: str, dtype: torch.dtype, count: int, op: int, root: int) -> in
 
 
 def describe(note: int) -> str:
-    """What a rank's note says, for an error. Collective: none."""
+    """What a rank's note says, for an error."""
     values = []
     for bits in (_COUNT_BITS, _ROOT_BITS, _OP_BITS, _DTYPE_BITS):
         values.append(note & (1 << bits) - 1)

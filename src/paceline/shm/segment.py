@@ -38,10 +38,7 @@ class Unavailable(Exception):
 
 
 def slot_bytes(size: int) -> int:
-    """How much one slot holds in a group of `size` ranks: less where there are many.
-
-    Collective: none.
-    """
+    """How much one slot holds in a group of `size` ranks: less where there are many."""
     least, most = _SLOT_BYTES
     if size == 2:
         return most // 2  # each rank reads one slot, which stays in the cache of its core
@@ -179,10 +176,7 @@ def _refuse_unfit() -> None:
 
 
 def place() -> str:
-    """What must be equal for one process to see the memory and the state of another: boot, pid namespace.
-
-    Collective: none.
-    """
+    """What must be equal for one process to see the memory and the state of another: boot, pid namespace."""
     try:
         return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

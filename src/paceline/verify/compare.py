@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from paceline.verify.evidence import Run
-from paceline.verify.likeness import Difference, Likeness
+from paceline.audit.evidence import Run
+from paceline.verify.tolerance import Difference, Likeness
 from paceline.verify.trail import Trail
 
 # Of float32 on the examples, after 20 steps, less than a tenth of it was seen (docs/verify.md); a wrong
@@ -22,10 +22,7 @@ RTOL = 1e-3
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared, what was equal, and the first difference.
-
-    Collective: none.
-    """
+    """What was compared, what was equal, and the first difference."""
 
     verdict: Literal["sound", "fault", "refused"]
     compared: str
@@ -36,11 +33,11 @@ class Comparison:
     unknown: list[str] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
-        """For `--json`. Collective: none."""
+        """For `--json`."""
         return asdict(self)
 
     def words(self) -> list[str]:
-        """The report, line by line. Collective: none."""
+        """The report, line by line."""
         lines = []
         if self.verdict == "refused":
             lines += [f"could not be verified: {self.why}", f"  where: {self.at}", ""]
@@ -63,8 +60,6 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
     Args:
         rtol: Relative difference that is allowed; None for `RTOL`. Without effect where `bitwise`.
         bitwise: Whether every bit must be equal.
-
-    Collective: none.
     """
     trails = [Trail(run) for run in runs]
     one, others = trails[0], trails[1:]

@@ -17,31 +17,26 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from paceline.verify import (
-    watch_collectives,
-    watch_data,
-    watch_loop,
-    watch_paceline,
-    watch_training,
-)
-from paceline.verify.models import Models, buffer_digests
-from paceline.verify.plan import RunPlan
-from paceline.verify.progress import Progress
-from paceline.verify.record import Recorder, is_users, place, place_of
-from paceline.verify.watch_changes import Changes
+from paceline.audit import watch_collectives, watch_data, watch_loop, watch_training
+from paceline.audit.models import Models, buffer_digests
+from paceline.audit.plan import RunPlan
+from paceline.audit.progress import Progress
+from paceline.audit.record import Recorder, is_users, place, place_of
+from paceline.audit.watch_changes import Changes
+from paceline.verify import watch_paceline
 
 _SEED = 20_260
 
 
 class Control(Protocol):
-    """The rank's line to its launcher, over which a failed script's error goes. Collective: none."""
+    """The rank's line to its launcher, over which a failed script's error goes."""
 
     def send(self, event: dict[str, Any]) -> bool:
-        """Tell the launcher. Collective: none."""
+        """Tell the launcher."""
 
 
 def install(control: Control) -> None:
-    """Watch this rank. Collective: none."""
+    """Watch this rank."""
     plan = RunPlan.from_environment()
     rank = int(os.environ["RANK"])
     recorder = Recorder(plan.folder, rank)

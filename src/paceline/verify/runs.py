@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.verify import evidence
-from paceline.verify.evidence import Run
-from paceline.verify.plan import RunPlan
+from paceline.audit import evidence
+from paceline.audit.evidence import Run
+from paceline.audit.plan import RunPlan
 
 _POLL_S = 0.25
 _END_S = 20.0
@@ -31,8 +31,6 @@ def execute(plan: RunPlan, script: Sequence[str], *, hang_after_s: float, timeou
 
     Raises:
         OSError: the launcher could not be started.
-
-    Collective: none.
     """
     plan.folder.mkdir(parents=True)
     environ = {**os.environ, **plan.to_environment(), "PACELINE_BEFORE": "paceline.verify.harness"}

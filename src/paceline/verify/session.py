@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.verify import compare, refusals
-from paceline.verify.audit import Audit, audit
-from paceline.verify.evidence import Run
-from paceline.verify.plan import RunPlan
+from paceline.audit import refusals
+from paceline.audit.audit import Audit, audit
+from paceline.audit.evidence import Run
+from paceline.audit.plan import RunPlan
+from paceline.verify import compare
 from paceline.verify.runs import execute
 
 SOUND, FAULT, FAILED = 0, 1, 3
@@ -27,8 +28,6 @@ class Options:
         steps: Optimizer steps to watch.
         bitwise: Whether paceline's reproducible mode is turned on and bits are compared.
         rtol: Relative difference that is allowed otherwise; None for compare's own.
-
-    Collective: none.
     """
 
     script: Sequence[str]
@@ -42,10 +41,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found: the exit code, the report, and the same as facts.
-
-    Collective: none.
-    """
+    """What was found: the exit code, the report, and the same as facts."""
 
     code: int
     words: list[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from paceline.verify.evidence import Event, Run
+from paceline.audit.evidence import Event, Run
 
 _KINDS = {"paceline-start": "start", "paceline-step": "step", "evaluated": "evaluation"}
 
@@ -18,8 +18,6 @@ class Moment:
         training: Which `Training` of the script, from 0; of an evaluation, the one before it.
         step: How many steps that training had taken.
         ranks: What each rank noted.
-
-    Collective: none.
     """
 
     kind: str
@@ -29,21 +27,18 @@ class Moment:
 
     @property
     def ids(self) -> Counter[int]:
-        """The samples of a step over all ranks. Collective: none."""
+        """The samples of a step over all ranks."""
         return Counter(i for event in self.ranks for i in event["ids"])
 
     @property
     def loss(self) -> float:
-        """The mean loss of a step; sums of ranks are added in rank order. Collective: none."""
+        """The mean loss of a step; sums of ranks are added in rank order."""
         total: float = sum(event["loss"] for event in self.ranks)
         return total / (sum(event["count"] for event in self.ranks) or 1)
 
 
 class Trail:
-    """One run as a list of moments.
-
-    Collective: none.
-    """
+    """One run as a list of moments."""
 
     def __init__(self, run: Run) -> None:
         self.count = run.plan.world_size
@@ -61,10 +56,10 @@ class Trail:
 
     @property
     def steps(self) -> int:
-        """How many steps all trainings took. Collective: none."""
+        """How many steps all trainings took."""
         return sum(moment.kind == "step" for moment in self.moments)
 
     @property
     def evaluations(self) -> int:
-        """How many evaluations there were. Collective: none."""
+        """How many evaluations there were."""
         return sum(moment.kind == "evaluation" for moment in self.moments)

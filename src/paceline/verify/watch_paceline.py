@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from paceline import evaluation, trainer
+from paceline.audit.models import unwrap
+from paceline.audit.progress import Progress
+from paceline.audit.record import digest, place, plain
 from paceline.checkpoint import manager
 from paceline.data.maploader import LocalLoader, WorkerLoader
 from paceline.data.streams import StreamLoader
-from paceline.training import Training
-from paceline.verify.models import unwrap
-from paceline.verify.progress import Progress
-from paceline.verify.record import digest, place, plain
+from paceline.training import evaluation, trainer
+from paceline.training.training import Training
 
 # Of each parameter so many elements are kept, evenly strided, to say how much it differs.
 _ELEMENTS = 64
 
 
 def install(progress: Progress) -> None:
-    """Watch every `Training`. Collective: none."""
+    """Watch every `Training`."""
     watch = _Watch(progress)
     register_optimizer_step_pre_hook(watch.before_update)
     loaders: list[Any] = [LocalLoader, WorkerLoader, StreamLoader]

@@ -1,0 +1,1 @@
+"""Records what an unmodified script does and finds classic faults in it."""

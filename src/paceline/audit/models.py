@@ -1,0 +1,133 @@
+"""The models of the watched script: their parameters' names, and which of them DDP does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.audit.record import Recorder, digest, place, plain
+
+_APART = 100
+
+
+class Models:
+    """The models that were called, numbered in the order of their first call in training.
+
+    Those that are called otherwise first, maybe on one rank alone, are numbered apart from them.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._roots: dict[int, tuple[int, torch.nn.Module]] = {}
+        self._names: dict[int, str] = {}
+        self._trained: set[int] = set()
+        self._added: dict[int, str] = {}
+        self._reduced: dict[int, torch.nn.Parameter] = {}
+        self._reported: set[str] = set()
+        self._there: set[int] = set()
+        self.wrapped: list[DistributedDataParallel] = []
+        torch_module.register_module_parameter_registration_hook(self._note_parameter)
+        torch_module.register_module_module_registration_hook(self._note_module)
+
+    def number(self, root: torch.nn.Module, *, trains: bool) -> int:
+        """The model's number, given at its first call."""
+        inner = unwrap(root)
+        if id(inner) not in self._roots:
+            apart = not trains and not any(model.module is inner for model in self.wrapped)
+            alike = sum((number >= _APART) == apart for number, _ in self._roots.values())
+            self._roots[id(inner)] = (_APART * apart + alike, inner)
+            self._introduce(root, inner)
+        number = self._roots[id(inner)][0]
+        if trains:
+            self._trained.add(number)
+        return number
+
+    def is_trained(self, number: int) -> bool:
+        """Whether a model has been in training."""
+        return number < _APART or number in self._trained
+
+    def all(self) -> dict[int, torch.nn.Module]:
+        """Every model by its number, unwrapped."""
+        return dict(self._roots.values())
+
+    def watched(self) -> dict[int, torch.nn.Module]:
+        """Models that were called, or wrapped and not called yet."""
+        known = [inner for _, inner in self._roots.values()]
+        known += [w.module for w in self.wrapped if id(w.module) not in self._roots]
+        return dict(enumerate(known))
+
+    def name_of(self, parameter: torch.nn.Parameter) -> str:
+        """ "1.weight", with the model's number in front of all but the first."""
+        if id(parameter) not in self._names:
+            for number, inner in self._roots.values():
+                for name, each in inner.named_parameters():
+                    self._names[id(each)] = f"model {number}: {name}" if number else name
+        return self._names.get(id(parameter), f"a tensor of shape {list(parameter.shape)}")
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that are there now, by name."""
+        return {
+            self.name_of(p): plain(p.grad).cpu()
+            for _, inner in self._roots.values()
+            for p in inner.parameters()
+            if p.grad is not None
+        }
+
+    def wrap(self, model: DistributedDataParallel) -> None:
+        """Note a model that DDP reduces from now on."""
+        self.wrapped.append(model)
+        ignored = set(model.parameters_to_ignore)
+        for name, parameter in model.module.named_parameters():
+            if parameter.requires_grad or name in ignored:
+                self._reduced[id(parameter)] = parameter
+            self._there.add(id(parameter))
+
+    def report_unreduced(self) -> None:
+        """Write down trained parameters that no DDP was to reduce when it was built."""
+        for model in self.wrapped:
+            for name, parameter in model.module.named_parameters():
+                known = id(parameter) in self._reduced or name in self._reported
+                if parameter.requires_grad and not known:
+                    self._reported.add(name)
+                    at = self._added.get(id(parameter), "") or place()
+                    frozen = id(parameter) in self._there
+                    self._recorder.write("unreduced", name=name, at=at, frozen=frozen)
+
+    def _introduce(self, root: torch.nn.Module, inner: torch.nn.Module) -> None:
+        self._recorder.write(
+            "model",
+            m=self._roots[id(inner)][0],
+            at=place(),
+            type=type(inner).__name__,
+            ddp=isinstance(root, DistributedDataParallel),
+            devices=sorted({str(p.device) for p in inner.parameters()}),
+            sharded=any(hasattr(p, "to_local") for p in inner.parameters()),
+            buffers=[name for name, buffer in inner.named_buffers() if buffer.is_floating_point()],
+        )
+
+    def _note_parameter(self, module: torch.nn.Module, name: str, parameter: Any) -> None:
+        if self.wrapped and parameter is not None:
+            self._added[id(parameter)] = place()
+
+    def _note_module(self, module: torch.nn.Module, name: str, child: Any) -> None:
+        if self.wrapped and child is not None:
+            for parameter in child.parameters():
+                self._added[id(parameter)] = place()
+
+
+def unwrap(root: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DDP, or itself. Collective: none."""
+    return root.module if isinstance(root, DistributedDataParallel) else root
+
+
+def parameter_digests(model: torch.nn.Module) -> dict[str, str]:
+    """Each parameter's digest by name."""
+    return {name: digest(parameter) for name, parameter in model.named_parameters()}
+
+
+def buffer_digests(model: torch.nn.Module) -> dict[str, str]:
+    """Each floating-point buffer's digest by name."""
+    return {name: digest(b) for name, b in model.named_buffers() if b.is_floating_point()}

@@ -1,0 +1,198 @@
+"""What a rank writes down while a script is verified: one JSON line for each event, in a file of its own.
+
+Each line has "k", the kind of event, and "at", the user's source line that led to it. Lines are
+written out at once, so that the last ones before a hang or a kill are there to be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, TextIO
+
+import torch
+
+_LIBRARIES = ("site-packages", "dist-packages", "<frozen", "<string>")
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_CHILD_MAY_WRITE = frozenset({"fetch"})
+_MAX_DEPTH = 3
+
+
+class Recorder:
+    """The log of one rank. A forked loader worker writes its fetches to a file beside it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._pid = os.getpid()
+        self._file = self._open(f"rank{rank}.jsonl")
+        os.register_at_fork(after_in_child=self._in_child)
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """Write one event down."""
+        if self.in_child and kind not in _CHILD_MAY_WRITE:
+            return
+        self._file.write(json.dumps({"k": kind, **facts}, default=str) + "\n")
+
+    @contextmanager
+    def span(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
+        """An event with a beginning and an end; what is put into the given dict comes with the end.
+
+        Where there is no end, the rank was inside when it was stopped.
+        """
+        self.write(kind, **facts)
+        found: dict[str, Any] = {}
+        try:
+            yield found
+        except BaseException as error:
+            found["raised"] = type(error).__name__
+            raise
+        finally:
+            self.write(f"{kind}-end", **found)
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this is a child of the rank."""
+        return os.getpid() != self._pid
+
+    def _in_child(self) -> None:
+        self._file = self._open(f"child{self._rank}-{os.getpid()}.jsonl")
+
+    def _open(self, name: str) -> TextIO:
+        # Open as long as the process lives, and written out at each line.
+        return open(self._folder / name, "a", buffering=1)
+
+
+def place() -> str:
+    """The user's innermost source line: "train.py:57 in main"."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return place_of(frame)
+        frame = frame.f_back
+    return ""
+
+
+def place_of(frame: FrameType, line: int | None = None) -> str:
+    """A frame as the user would name it."""
+    name = os.path.relpath(frame.f_code.co_filename)
+    name = frame.f_code.co_filename if name.startswith("..") else name
+    inside = frame.f_code.co_name
+    where = "" if inside == "<module>" else f" in {inside}()"
+    return f"{name}:{frame.f_lineno if line is None else line}{where}"
+
+
+def is_users(filename: str) -> bool:
+    """Whether a source file is the user's and no library's."""
+    return not filename.startswith((_OURS, _STDLIB)) and not any(x in filename for x in _LIBRARIES)
+
+
+def digest(value: Any) -> str:
+    """16 hex digits for the content of a sample, a batch or a tensor. Collective: none."""
+    content = hashlib.sha256()
+    for leaf in leaves(value):
+        _feed(content, leaf)
+    return content.hexdigest()[:16]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The tensors, arrays and plain values inside nested containers, in order."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from leaves(value[key])
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from leaves(getattr(value, each.name))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The dense tensor that this rank holds, whatever it is wrapped in."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return (local if local.layout is torch.strided else local.to_dense()).detach()
+
+
+def _feed(content: Any, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        content.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
+        flat = plain(leaf).cpu().contiguous().reshape(-1)
+        content.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    elif hasattr(leaf, "tobytes"):
+        content.update(leaf.tobytes())
+    else:
+        content.update(repr(leaf).encode())
+
+
+def exact_parts(value: Any) -> str:
+    """Digest of the whole numbers and texts in a sample: its label, which augmentation leaves alone.
+
+    Empty where there are none.
+    """
+    kept = [leaf for leaf in leaves(value) if _is_exact(leaf)]
+    return digest(kept) if kept else ""
+
+
+def _is_exact(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return not leaf.is_floating_point() and leaf.dtype is not torch.uint8
+    kind = getattr(getattr(leaf, "dtype", None), "kind", None)
+    return kind == "i" if kind is not None else isinstance(leaf, int | str)
+
+
+def random_states(holder: Any = None) -> dict[str, str]:
+    """Digests of the state of every random stream at hand, those that `holder` keeps among them."""
+    states = {"torch": digest(torch.get_rng_state()), "random": digest(repr(random.getstate()))}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["numpy"] = digest(
+            repr(numpy.random.get_state(legacy=False)["state"]["key"].tobytes())
+        )
+        states["numpy"] += str(numpy.random.get_state(legacy=False)["state"]["pos"])
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = digest(torch.cuda.get_rng_state())
+    states.update(_held(holder, "dataset", 0))
+    return states
+
+
+def _held(holder: Any, name: str, depth: int) -> dict[str, str]:
+    """The generators that an object keeps, also those of what it wraps."""
+    state = _generator_state(holder)
+    if state is not None:
+        return {name: digest(state)}
+    found: dict[str, str] = {}
+    if depth < _MAX_DEPTH and is_open(holder):
+        for key, value in vars(holder).items():
+            found.update(_held(value, f"{name}.{key}", depth + 1))
+    return found
+
+
+def is_open(holder: Any) -> bool:
+    """Whether an object may hold generators that a dataset draws from."""
+    return hasattr(holder, "__dict__") and not isinstance(
+        holder, type | ModuleType | torch.Tensor | torch.nn.Module
+    )
+
+
+def _generator_state(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    return repr(value.get_state()) if isinstance(value, numpy.random.RandomState) else None

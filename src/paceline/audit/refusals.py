@@ -1,0 +1,163 @@
+"""Runs that end before anything can be compared: said in one sentence, with the cause where it is known."""
+
+from __future__ import annotations
+
+from paceline.audit.evidence import RankLog, Run
+from paceline.errors import PacelineError
+
+_TAIL_LINES = 30
+_PASSES = ("iter", "pass-end", "pass-left")
+
+
+class Refused(PacelineError):
+    """The script itself failed, so it could not be judged. Its output is in `output`."""
+
+
+def refuse(run: Run) -> None:
+    """Raise where a run did not end as a training does.
+
+    Raises:
+        Refused: with what the script did, and what to do.
+    """
+    for log in run.ranks:
+        fork = log.first("fork")
+        if fork is not None:
+            raise _refused(
+                run,
+                f"the script forks, at {fork['at']}.",
+                why="a copy of a rank goes on beside it, with the same files and sockets; what it "
+                "trains cannot be told from what the rank trains.",
+                fix="start processes with subprocess or torch.multiprocessing.",
+            )
+    if run.hung:
+        raise _refused(run, _stuck(run), fix="--hang-after gives it more time.")
+    if run.out_of_time:
+        raise _refused(
+            run,
+            f"{run.name} was not done in time.",
+            fix="--timeout gives it more; --steps asks for less.",
+        )
+    failed = [log for log in run.ranks if _failed(log, run.plan.steps)]
+    if failed or (run.returncode and not all(_watched(log, run.plan.steps) for log in run.ranks)):
+        _refuse_failed(run, failed)
+    if run.steps == 0:
+        raise _nothing(run)
+    silent = [log.rank for log in run.ranks if not log.ended and not _watched(log, run.plan.steps)]
+    if silent:
+        raise _refused(
+            run,
+            f"rank {silent[0]} ended after {run.ranks[silent[0]].steps} of {run.plan.steps} steps without a "
+            "word, by os._exit() or from native code.",
+        )
+
+
+def refuse_early_exit(run: Run) -> None:
+    """Raise where a rank left in the midst of its training by `sys.exit`.
+
+    Raises:
+        Refused: with the line.
+    """
+    for log in run.ranks:
+        exits = log.of("exit")
+        # Up to the exit: what it unwinds leaves its pass as well.
+        until = log.events.index(exits[0]) if exits else len(log.events)
+        passes = [
+            e
+            for e in log.events[:until]
+            if e["k"] in _PASSES and e["loader"] in log.training_loaders
+        ]
+        inside = bool(passes) and passes[-1]["k"] == "iter"
+        by_hand = not passes and " in " in (exits[0]["at"] if exits else "")
+        if exits and log.steps < run.plan.steps and (inside or by_hand):
+            who = "every rank" if all(each.of("exit") for each in run.ranks) else f"rank {log.rank}"
+            raise _refused(
+                run,
+                f"{who} exits after {log.steps} of {run.plan.steps} steps, in {run.name}.",
+                where=exits[0]["at"],
+                why="sys.exit() ends it in the midst of its training.",
+                fix=f"let the training come to its end, or ask for --steps {log.steps}."
+                if log.steps
+                else "let the training come to its end.",
+            )
+
+
+def _failed(log: RankLog, steps: int) -> bool:
+    return log.first("failed") is not None and not _watched(log, steps)
+
+
+def _watched(log: RankLog, steps: int) -> bool:
+    """Whether the wanted steps were seen. What fails after them may fail for want of batches."""
+    return log.steps >= steps
+
+
+def _refuse_failed(run: Run, failed: list[RankLog]) -> None:
+    first = failed[0].first("failed") if failed else None
+    if first is None:
+        raise _refused(run, f"the script failed in {run.name} (exit code {run.returncode}).")
+    kind, text = first.get("type", ""), str(first.get("message", "")).strip().splitlines()
+    what = f"{kind}: {text[0] if text else ''}" if kind else f"sys.exit({first.get('code')})"
+    where = first.get("place", "")
+    start = failed[0].first("start") or {}
+    if kind == "EOFError":
+        raise _refused(
+            run,
+            f"the script reads its standard input, at {where}.",
+            why="there is nobody to answer while it is verified.",
+            fix="give the value as an argument.",
+        )
+    if _wants_gpu(failed[0]) and not start.get("cuda_devices"):
+        init = failed[0].first("init") or {}
+        where = init["at"] if "nccl" in str(init.get("backend")) else where
+        raise _refused(
+            run,
+            f"the script needs a GPU, at {where}, and this host has none.",
+            fix="run it where there is one, or choose the device by torch.cuda.is_available().",
+        )
+    raise _refused(run, f"the script failed in {run.name}: {what}", where=where)
+
+
+def _wants_gpu(log: RankLog) -> bool:
+    failed = log.first("failed") or {}
+    inside = str(failed.get("module", "")).startswith("torch.cuda")
+    init = log.first("init")
+    at_start = bool(init and "nccl" in str(init["backend"]) and log.steps == 0)
+    return inside or at_start
+
+
+def _nothing(run: Run) -> Refused:
+    none = [log for log in run.ranks if log.steps == 0]
+    who = "the script" if len(none) == len(run.ranks) else f"rank {none[0].rank}"
+    backwards = any(log.of("backward") for log in none)
+    loads = none[0].of("load")
+    if loads and not backwards:
+        return _refused(
+            run,
+            f"{who} never took an optimizer step in {run.name}.",
+            where=loads[0]["at"],
+            why="it loaded a state there, maybe what the run before it had saved at its end.",
+            fix="turn resuming off, or the saving, while it is verified.",
+        )
+    return _refused(
+        run,
+        f"{who} never took an optimizer step in {run.name}.",
+        why="it goes backward, but no torch.optim.Optimizer steps."
+        if backwards
+        else "it trains nothing.",
+        fix="give `paceline verify` a script that trains; put its arguments after `--`.",
+    )
+
+
+def _stuck(run: Run) -> str:
+    inside = [(log.rank, log.open_span) for log in run.ranks]
+    parts = []
+    for rank, span in inside:
+        if span is None:
+            parts.append(f"rank {rank} is in no collective")
+        else:
+            parts.append(f"rank {rank} in {span.get('op', 'backward')} at {span['at']}")
+    return f"{run.name} stood still: {', '.join(parts)}."
+
+
+def _refused(run: Run, what: str, *, where: str = "", why: str = "", fix: str = "") -> Refused:
+    tail = run.output.strip().splitlines()[-_TAIL_LINES:]
+    return Refused(what, where=where, why=why, fix=fix, output=tail)

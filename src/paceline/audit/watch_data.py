@@ -1,0 +1,295 @@
+"""Watches torch's DataLoader: which samples each rank was given, in what order, with what randomness."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
+from torch.utils.data import dataloader as torch_loader
+from torch.utils.data._utils import fetch as torch_fetch
+
+from paceline.audit import replay
+from paceline.audit.progress import Progress
+from paceline.audit.record import digest, exact_parts, leaves, place, random_states
+
+_OURS = str(Path(__file__).parents[1])
+
+
+def install(progress: Progress) -> None:
+    """Watch loaders and the datasets behind them."""
+    watch = _Watch(progress)
+    DataLoader.__iter__ = watch.iterating(DataLoader.__iter__)  # type: ignore[method-assign]
+    DataLoader.__len__ = watch.length(DataLoader.__len__)  # type: ignore[method-assign]
+    base = torch_loader._BaseDataLoaderIter
+    base._next_index = _noting_index(base._next_index)  # type: ignore[method-assign]
+    for kind in (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher):
+        kind.fetch = watch.fetching(kind.fetch)  # type: ignore[method-assign]
+
+
+def _noting_index(next_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(next_index)
+    def watched(iterator: Any) -> Any:
+        index = next_index(iterator)
+        iterator.__dict__.setdefault("_paceline_indices", deque()).append(index)
+        return index
+
+    return watched
+
+
+class _Watch:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._recorder = progress.recorder
+        self._names: dict[int, str] = {}
+        self._of_dataset: dict[int, str] = {}
+        self._kept: list[Any] = []
+        self._places: Counter[str] = Counter()
+        self._laps: Counter[str] = Counter()
+        self._replayed = replay.training_loaders(progress.plan)
+
+    def iterating(self, begin: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(begin)
+        def watched(loader: DataLoader[Any]) -> Any:
+            if sys._getframe(1).f_code.co_filename.startswith(_OURS):
+                return begin(loader)
+            name = self._name(loader)
+            lap = self._laps[name]
+            self._laps[name] += 1
+            sampler = _sampler(loader)
+            self._recorder.write(
+                "iter",
+                loader=name,
+                at=place(),
+                lap=lap,
+                s=self._progress.steps,
+                epoch=getattr(sampler, "epoch", None),
+            )
+            if self.is_over(name):
+                self._progress.begins_again()
+                return _Given(self, name, lap, iter(()), None)
+            if name in self._replayed:
+                return _Given(self, name, lap, replay.batches(self._progress, name, lap), None)
+            return _Given(self, name, lap, begin(loader), loader)
+
+        return watched
+
+    def length(self, count: Callable[[Any], int]) -> Callable[[Any], int]:
+        self._count = count
+
+        @functools.wraps(count)
+        def watched(loader: DataLoader[Any]) -> int:
+            replayed = self._replayed.get(self._name(loader))
+            return count(loader) if replayed is None else replayed
+
+        return watched
+
+    def given(self, name: str, lap: int, number: int, index: Any, dataset: Any, batch: Any) -> None:
+        """Note a batch on its way to the script."""
+        self._progress.gave_batch(name)
+        self._recorder.write(
+            "batch",
+            loader=name,
+            lap=lap,
+            number=number,
+            ids=_root_ids(dataset, index),
+            size=_size(batch),
+            content=digest(batch),
+            s=self._progress.steps,
+        )
+        if self._progress.plan.mode == "solo" and not self._progress.is_over:
+            replay.keep_batch(self._progress, name, lap, number, batch)
+
+    def passed(self, name: str, lap: int) -> None:
+        """Note the end of a pass."""
+        self._recorder.write("pass-end", loader=name, lap=lap)
+
+    def left(self, name: str, lap: int) -> None:
+        """Note that nobody asks for the rest of a pass."""
+        self._recorder.write("pass-left", loader=name, lap=lap)
+
+    def run_out(self, frame: FrameType) -> None:
+        """End a script that asks by `next()`: only a loop minds that there is no more."""
+        asked_by = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if not asked_by.startswith(("FOR_ITER", "YIELD", "SEND")):
+            self._progress.end()
+
+    def is_over(self, name: str) -> bool:
+        """Whether this loader is to end now."""
+        return self._progress.is_over and name in self._progress.training_loaders
+
+    def fetching(self, fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        @functools.wraps(fetch)
+        def watched(fetcher: Any, index: Any) -> Any:
+            name = self._of_dataset.get(id(fetcher.dataset))
+            if name is None:
+                return fetch(fetcher, index)
+            seen: list[Any] = []
+            collate = fetcher.collate_fn
+            fetcher.collate_fn = _showing(collate, seen)
+            before = random_states(fetcher.dataset)
+            try:
+                return fetch(fetcher, index)
+            finally:
+                fetcher.collate_fn = collate
+                after = random_states(fetcher.dataset)
+                self._note_fetch(name, fetcher, index, seen, before, after)
+
+        return watched
+
+    def _note_fetch(
+        self,
+        name: str,
+        fetcher: Any,
+        index: Any,
+        seen: list[Any],
+        before: dict[str, str],
+        after: dict[str, str],
+    ) -> None:
+        samples = seen[0] if seen else []
+        samples = samples if fetcher.auto_collation and isinstance(samples, list) else [samples]
+        worker = get_worker_info()
+        self._recorder.write(
+            "fetch",
+            loader=name,
+            worker=worker.id if worker else None,
+            lap=max(self._laps[name] - 1, 0),
+            ids=_root_ids(fetcher.dataset, index),
+            contents=[digest(sample) for sample in samples],
+            labels=[exact_parts(sample) for sample in samples],
+            random=before,
+            drew={k: v for k, v in after.items() if v != before.get(k)},
+        )
+
+    def _name(self, loader: DataLoader[Any]) -> str:
+        """The loader's name in all runs: where it was first used, and which one there."""
+        if id(loader) not in self._names:
+            self._kept.append(loader)  # its id stays its own
+            at = place()
+            name = f"{re.sub(r'[^A-Za-z0-9]+', '-', at)}-{self._places[at]}"
+            self._places[at] += 1
+            self._names[id(loader)] = name
+            self._of_dataset[id(loader.dataset)] = name
+            self._recorder.write("loader", loader=name, at=at, **self._describe(loader))
+        return self._names[id(loader)]
+
+    def _describe(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        sampler = _sampler(loader)
+        told = ("num_replicas", "rank", "seed", "shuffle", "drop_last", "epoch")
+        sized = not isinstance(loader.dataset, IterableDataset) and hasattr(
+            loader.dataset, "__len__"
+        )
+        return {
+            "sampler": type(sampler).__name__,
+            "sharding": {n: getattr(sampler, n) for n in told if hasattr(sampler, n)},
+            "takes_epoch": hasattr(loader.dataset, "set_epoch") or hasattr(sampler, "set_epoch"),
+            "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            "drop_last": loader.drop_last,
+            "workers": loader.num_workers,
+            "iterable": isinstance(loader.dataset, IterableDataset),
+            "dataset": type(loader.dataset).__name__,
+            "samples": len(loader.dataset) if sized else None,  # type: ignore[arg-type]
+            "root_samples": len(_root(loader.dataset)) if sized else None,
+            "batches": self._length(loader),
+            "forked": loader.multiprocessing_context is None
+            or loader.multiprocessing_context.get_start_method() == "fork",
+        }
+
+    def _length(self, loader: DataLoader[Any]) -> int | None:
+        try:
+            return self._count(loader)
+        except TypeError:
+            return None  # an iterable dataset
+
+
+def _showing(collate: Callable[[Any], Any], seen: list[Any]) -> Callable[[Any], Any]:
+    def shown(data: Any) -> Any:
+        seen.append(data)
+        return collate(data)
+
+    return shown
+
+
+class _Given:
+    """A loader's iterator, watched."""
+
+    def __init__(
+        self, watch: _Watch, name: str, lap: int, inner: Iterator[Any], loader: Any
+    ) -> None:
+        self._watch, self._name, self._lap = watch, name, lap
+        self._inner, self._loader = inner, loader
+        self._number = 0
+        self._ended = False
+
+    def __del__(self) -> None:
+        if not self._ended and not sys.is_finalizing():
+            self._watch.left(self._name, self._lap)
+
+    def __iter__(self) -> _Given:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            if self._watch.is_over(self._name):
+                self._watch.run_out(sys._getframe(1))
+                raise StopIteration
+            batch = next(self._inner)
+        except StopIteration:
+            self._ended = True
+            self._watch.passed(self._name, self._lap)
+            raise
+        indices = (
+            self._inner.__dict__.get("_paceline_indices") if self._loader is not None else None
+        )
+        index = indices.popleft() if indices else None
+        dataset = None if self._loader is None else self._loader.dataset
+        self._watch.given(self._name, self._lap, self._number, index, dataset, batch)
+        self._number += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """The sampler that decides which samples a rank gets."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    # Beside a batch sampler of the script's own, torch puts a sampler that nothing asks.
+    own = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else None
+    candidates = [s for s in (inner, own, loader.sampler) if s is not None]
+    sharding = [s for s in candidates if hasattr(s, "num_replicas")]
+    return (sharding or candidates or [None])[0]
+
+
+def _root_ids(dataset: Any, index: Any) -> list[Any] | None:
+    """The samples' places in the dataset behind all subsets; None for what has no places."""
+    if index is None or dataset is None or isinstance(dataset, IterableDataset):
+        return None
+    ids = list(index) if isinstance(index, list | tuple) else [index]
+    while isinstance(dataset, Subset):
+        ids = [dataset.indices[i] for i in ids]
+        dataset = dataset.dataset
+    return [int(i) if hasattr(i, "__index__") else str(i) for i in ids]
+
+
+def _root(dataset: Any) -> Any:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def _size(batch: Any) -> int | None:
+    for leaf in leaves(batch):
+        if hasattr(leaf, "shape") and len(leaf.shape):
+            return int(leaf.shape[0])
+    return None

@@ -1,0 +1,148 @@
+"""Watches the loop: forwards, backwards, and whether DDP was to sum the gradients."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.audit import replay
+from paceline.audit.models import Models, buffer_digests, parameter_digests, unwrap
+from paceline.audit.progress import Progress
+from paceline.audit.record import digest, leaves, place, random_states
+from paceline.audit.watch_changes import Changes
+from paceline.audit.weight import loss_weight
+
+# Set before each forward of a replayed run and of the run it replays, so that dropout is the same.
+_FORWARD_SEED = 7_000_003
+_MAX_ROWS = 512
+
+
+def install(progress: Progress, models: Models, changes: Changes) -> None:
+    """Watch forwards and backwards."""
+    watch = _Watch(progress, models, changes)
+    register_module_forward_pre_hook(watch.before_forward)
+    register_module_forward_hook(watch.after_forward, always_call=True)
+    DistributedDataParallel.__init__ = watch.wrapping(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+    torch.autograd.backward = watch.backward(torch.autograd.backward)
+
+
+class _Watch:
+    def __init__(self, progress: Progress, models: Models, changes: Changes) -> None:
+        self._progress, self._models, self._changes = progress, models, changes
+        self._away = ExitStack()
+        self._recorder = progress.recorder
+        self._building = 0
+        self._root: torch.nn.Module | None = None
+        self._facts: dict[str, Any] = {}
+        self._forwards = 0
+        self._looked_at: dict[int, int] = {}
+
+    def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._root is None and self._is_model(module):
+            self._root = module
+            self._away.enter_context(self._changes.paused())
+            self._begin(module, inputs)
+        if self._root is not None and module is unwrap(self._root):
+            # Inside DDP's forward, which has made the buffers equal if it is to.
+            self._facts["buffers"] = buffer_digests(module)
+
+    def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if module is not self._root:
+            return
+        self._root = None
+        self._away.close()
+        drew = [k for k, v in random_states().items() if v != self._facts["random"].get(k)]
+        self._recorder.write("forward-end", drew=drew, **self._facts)
+
+    def _is_model(self, module: torch.nn.Module) -> bool:
+        return not self._building and next(module.parameters(), None) is not None
+
+    def _begin(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        trains = torch.is_grad_enabled() and module.training
+        number = self._models.number(module, trains=trains)
+        of_trained = self._models.is_trained(number)
+        if not torch.is_grad_enabled() and self._progress.begins_evaluation(of_trained=of_trained):
+            replay.same_weights(self._progress, self._models)
+        if trains and self._seeds():
+            torch.manual_seed(_FORWARD_SEED + self._forwards)
+        self._forwards += trains
+        tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
+        self._facts = {
+            "m": number,
+            "at": place(),
+            "s": self._progress.steps,
+            "trains": trains,
+            "evaluation": None if torch.is_grad_enabled() else self._progress.evaluation,
+            "n": len(tensors[0]) if tensors else None,
+            "sync": getattr(module, "require_backward_grad_sync", None),
+            "random": random_states(),
+        }
+        if tensors:
+            self._facts["rows"] = [digest(row) for row in tensors[0][:_MAX_ROWS]]
+        if trains and self._looked_at.get(number) != self._progress.steps:
+            self._looked_at[number] = self._progress.steps
+            self._facts["params"] = parameter_digests(unwrap(module))
+            self._facts["devices"] = sorted({str(p.device) for p in module.parameters()})
+            self._facts["cores"] = sorted(os.sched_getaffinity(0))
+        self._recorder.write(
+            "forward",
+            m=number,
+            at=self._facts["at"],
+            s=self._progress.steps,
+            trains=trains,
+            sends_buffers=isinstance(module, DistributedDataParallel)
+            and bool(module.will_sync_module_buffers()),  # type: ignore[no-untyped-call]
+        )
+
+    def _seeds(self) -> bool:
+        return self._progress.plan.mode != "ordinary" and not self._progress.ends_by_itself
+
+    def wrapping(self, init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def watched(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            self._building += 1
+            try:
+                init(model, *args, **kwargs)
+            finally:
+                self._building -= 1
+            self._recorder.write("ddp", at=place(), broadcast_buffers=model.broadcast_buffers)
+            self._models.wrap(model)
+            self._changes.start()
+
+        return watched
+
+    def backward(self, backward: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(backward)
+        def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            losses = [t for t in leaves(tensors) if isinstance(t, torch.Tensor)]
+            weight = loss_weight(losses[0]) if len(losses) == 1 and losses[0].dim() == 0 else None
+            self._progress.went_backward()
+            with (
+                self._recorder.span(
+                    "backward",
+                    at=place(),
+                    s=self._progress.steps,
+                    forwards=self._forwards,
+                    loss=float(losses[0].detach())
+                    if len(losses) == 1 and losses[0].numel() == 1
+                    else None,
+                    weight=asdict(weight) if weight else None,
+                    sync=[model.require_backward_grad_sync for model in self._models.wrapped],
+                ),
+                self._changes.paused(),
+            ):
+                backward(tensors, *args, **kwargs)
+            if self._progress.steps == 0 and not self._models.wrapped:
+                # Before the script itself adds them up over ranks.
+                path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
+                torch.save(self._models.gradients(), path)
+
+        return watched

@@ -1,0 +1,191 @@
+"""Watches what changes the weights: optimizers, clipping, the scaler, schedules, loaded states."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from paceline.audit.models import Models
+from paceline.audit.progress import Progress
+from paceline.audit.record import digest, place, plain
+from paceline.audit.watch_changes import Changes
+
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+
+
+def install(progress: Progress, models: Models, changes: Changes) -> None:
+    """Watch optimizers and what stands around them."""
+    watch = _Watch(progress, models, changes)
+    register_optimizer_step_pre_hook(watch.before_step)
+    register_optimizer_step_post_hook(watch.after_step)
+    for name in _CLIPS:
+        clipping = watch.clipping(getattr(clip_grad, name))
+        setattr(clip_grad, name, clipping)
+        setattr(torch.nn.utils, name, clipping)
+    for name in ("scale", "unscale_", "step"):
+        setattr(GradScaler, name, watch.scaling(name, getattr(GradScaler, name)))
+    Optimizer.__init__ = watch.making(Optimizer.__init__)  # type: ignore[method-assign]
+    schedule: Any = lr_scheduler.LRScheduler
+    schedule.step = watch.scheduling(schedule.step)
+    kinds: list[tuple[Any, str]] = [(torch.nn.Module, "model"), (Optimizer, "optimizer")]
+    for kind, word in kinds:
+        kind.load_state_dict = watch.loading(word, kind.load_state_dict)
+        kind.zero_grad = watch.zeroing(kind.zero_grad)
+
+
+class _Watch:
+    def __init__(self, progress: Progress, models: Models, changes: Changes) -> None:
+        self._progress, self._models, self._changes = progress, models, changes
+        self._recorder = progress.recorder
+        self._scaler: GradScaler | None = None
+        self._loading = False
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._changes.stop()
+        self._models.report_unreduced()
+        gradients = {
+            self._models.name_of(p): p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
+        self._recorder.write(
+            "step",
+            s=self._progress.number_of(optimizer),
+            optimizer=type(optimizer).__name__,
+            at=place(),
+            lrs=[float(group["lr"]) for group in optimizer.param_groups],
+            base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
+            grads={name: [digest(g), _norm(g)] for name, g in gradients.items()},
+            state=digest(
+                [optimizer.state.get(p, {}) for g in optimizer.param_groups for p in g["params"]]
+            ),
+        )
+        if self._progress.steps == 0 and self._progress.rank == 0:
+            path = self._progress.plan.folder / f"gradients-{type(optimizer).__name__}.pt"
+            torch.save({name: plain(g).cpu() for name, g in gradients.items()}, path)
+
+    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        digests = {
+            self._models.name_of(p): digest(p)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        number = self._progress.number_of(optimizer)
+        self._recorder.write("stepped", s=number, params=digests)
+        self._progress.stepped(optimizer)
+        self._changes.start()
+
+    def clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(clip)
+
+        @functools.wraps(clip)
+        def watched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            result = clip(parameters, *args, **kwargs)
+            given = signature.bind(parameters, *args, **kwargs).arguments
+            if math.isinf(float(given.get("max_norm", 0.0))):
+                return result  # that measures, and clips nothing
+            self._recorder.write(
+                "clip",
+                at=place(),
+                norm=None if result is None else float(result),
+                scale=self._scale_left({id(parameter) for parameter in parameters}),
+            )
+            return result
+
+        return watched
+
+    def _scale_left(self, parameters: set[int]) -> float:
+        """The loss scale that is still in the gradients of these parameters."""
+        if self._scaler is None:
+            return 1.0
+        states = self._scaler._per_optimizer_states
+        owners = [
+            id(optimizer)
+            for optimizer in self._optimizers
+            if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
+        ]
+        for owner in owners or list(states):
+            if owner in states and states[owner]["stage"].name != "READY":
+                return 1.0
+        return self._scaler.get_scale()
+
+    def making(self, init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+
+        return watched
+
+    def scaling(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def watched(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+            if not scaler.is_enabled():
+                return method(scaler, *args, **kwargs)
+            if name == "scale":
+                self._scaler = scaler
+                return method(scaler, *args, **kwargs)
+            if sys._getframe(1).f_globals.get("__name__") != GradScaler.__module__:
+                self._recorder.write(
+                    f"scaler-{name.strip('_')}", at=place(), scale=scaler.get_scale()
+                )
+            return method(scaler, *args, **kwargs)
+
+        return watched
+
+    def scheduling(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def watched(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+            result = step(schedule, *args, **kwargs)
+            if sys._getframe(1).f_code.co_name != "_initial_step":
+                rates = [float(group["lr"]) for group in schedule.optimizer.param_groups]
+                self._recorder.write(
+                    "schedule", at=place(), type=type(schedule).__name__, lrs=rates
+                )
+            return result
+
+        return watched
+
+    def zeroing(self, zero: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(zero)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._recorder.write("zero")
+            return zero(*args, **kwargs)
+
+        return watched
+
+    def loading(self, word: str, load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def watched(target: Any, *args: Any, **kwargs: Any) -> Any:
+            outermost, self._loading = not self._loading, True
+            try:
+                result = load(target, *args, **kwargs)
+            finally:
+                self._loading = not outermost
+            if outermost:
+                self._recorder.write("load", at=place(), what=word, type=type(target).__name__)
+            return result
+
+        return watched
+
+
+def _norm(gradient: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(plain(gradient), dtype=torch.float64))

@@ -1,0 +1,81 @@
+"""How much one sample weighs in a loss, read off its autograd graph: `(loss.sum() / 64)` gives 1/64.
+
+The rule: micro-batches and ranks of one optimizer step must give their samples one weight. A mean over a
+smaller micro-batch, counted as much as the others, does not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_PASS_ON = frozenset({"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"})
+_MEAN, _SUM = 1, 2
+_NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True)
+class LossWeight:
+    """What the loss is made of: the sum of `count` terms, `weight` times each.
+
+    Attributes:
+        kind: The reduction's node, such as "NllLossBackward0".
+    """
+
+    weight: float
+    count: float
+    kind: str = ""
+
+
+def loss_weight(loss: torch.Tensor) -> LossWeight | None:
+    """The weight of each term; None where the graph is not one of scalings over one reduction."""
+    return _walk(loss.grad_fn, 1.0)
+
+
+def _walk(node: Any, factor: float) -> LossWeight | None:
+    while node is not None:
+        name = type(node).__name__
+        if name in ("MulBackward0", "DivBackward0"):
+            other = node._saved_other
+            if other is None or other.numel() != 1 or node.next_functions[1][0] is not None:
+                return None
+            factor = factor * float(other) if name[0] == "M" else factor / float(other)
+        elif name == "NegBackward0":
+            factor = -factor
+        elif name == "AddBackward0":
+            # A penalty that was added to the loss; the first reduction over samples is meant.
+            first = _walk(node.next_functions[0][0], factor)
+            return first or _walk(node.next_functions[1][0], factor)
+        elif name not in _PASS_ON:
+            return _reduction(node, name, factor)
+        node = node.next_functions[0][0]
+    return None
+
+
+def _reduction(node: Any, name: str, factor: float) -> LossWeight | None:
+    if name in ("MeanBackward0", "SumBackward0"):
+        count = float(math.prod(node._saved_self_sym_sizes))
+        mean = name[0] == "M"
+    elif hasattr(node, "_saved_reduction"):
+        if node._saved_reduction not in (_MEAN, _SUM):
+            return None
+        mean = node._saved_reduction == _MEAN
+        count = _terms(node)
+    else:
+        return None
+    return LossWeight(factor / count if mean else factor, count, name) if count else None
+
+
+def _terms(node: Any) -> float:
+    # With weights for classes, the total is theirs and no number of samples.
+    by_class = getattr(node, "_saved_weight", None) is not None
+    if not by_class and getattr(node, "_saved_total_weight", _NOTHING).numel() == 1:
+        total = float(node._saved_total_weight)  # of the targets that are not ignored; 0 for sums
+        if total:
+            return total
+    if hasattr(node, "_saved_ignore_index"):
+        return float((node._saved_target != node._saved_ignore_index).sum())
+    return float(node._saved_self.numel())

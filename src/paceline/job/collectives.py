@@ -1,0 +1,159 @@
+"""The few exchanges of small host values that Paceline needs, with errors that name ranks.
+
+A front to `torch.distributed` on the job's control group. Values travel as JSON or numbers, never as
+pickles. Every function gives its result at once in a job of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import CollectiveTimeout, PeerFailed, RankDisagreement, place
+from paceline.job.job import Job
+
+T = TypeVar("T")
+_ON_RANK0_POLL_S = 0.02
+
+
+def gather(job: Job, value: Any) -> list[Any]:
+    """The values of all ranks, in rank order; anything that JSON can carry.
+
+    Collective: all ranks, same order as the job's other collectives.
+    """
+    text = json.dumps(value)
+    if job.control is None:
+        return [json.loads(text)]  # as it comes from others: tuples are lists
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    sizes = [int(n) for n in gather_tensor(job, torch.tensor([len(data)]))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(data)] = data
+    rows = [torch.empty_like(padded) for _ in sizes]
+    _run(job, lambda: dist.all_gather(rows, padded, group=job.control))
+    return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather_tensor(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The CPU tensors of all ranks, in rank order; equal shapes and dtypes.
+
+    Collective: all ranks, same order as the job's other collectives.
+    """
+    if job.control is None:
+        return [tensor]
+    rows = [torch.empty_like(tensor) for _ in range(job.world_size)]
+    _run(job, lambda: dist.all_gather(rows, tensor.contiguous(), group=job.control))
+    return rows
+
+
+def sum_numbers(job: Job, numbers: Sequence[float]) -> list[float]:
+    """Add up the numbers of all ranks, place by place, in float64 (exact for counts up to 2^53).
+
+    Collective: all ranks, same order as the job's other collectives.
+    """
+    return sum_tensor(job, torch.tensor(numbers, dtype=torch.float64)).tolist()
+
+
+def sum_tensor(job: Job, tensor: torch.Tensor) -> torch.Tensor:
+    """Add up the CPU tensors of all ranks, in place, and return the tensor.
+
+    Collective: all ranks, same order as the job's other collectives.
+    """
+    if job.control is not None:
+        _run(job, lambda: dist.all_reduce(tensor, group=job.control))
+    return tensor
+
+
+def agree(job: Job, what: str, value: T, *, where: str = "", fix: str = "") -> T:
+    """Check that all ranks hold an equal value, and return it.
+
+    Raises:
+        RankDisagreement: on all ranks, naming who holds what.
+
+    Collective: all ranks, same order as the job's other collectives.
+    """
+    values = gather(job, value)
+    if any(other != values[0] for other in values):
+        raise RankDisagreement(
+            f'ranks hold different values of "{what}": {_grouped(values)}.',
+            where=where,
+            fix=fix,
+            values=values,
+        )
+    return value
+
+
+def _grouped(values: list[Any]) -> str:
+    """Render [7, 7, 5] as "2 ranks 7, rank 2 5", the most frequent first."""
+    texts = [json.dumps(value) for value in values]
+    parts = []
+    for text, count in Counter(texts).most_common():
+        parts.append(f"{count} ranks {text}" if count > 1 else f"rank {texts.index(text)} {text}")
+    return ", ".join(parts)
+
+
+def on_rank0(job: Job, action: Callable[[], T], *, timeout_s: float | None = None) -> T:
+    """Run `action` on rank 0 while the others wait; all get its result, or its error.
+
+    The others wait without a collective, so no collective's timeout strikes while rank 0 downloads or
+    tokenises. The result must be something that JSON can carry.
+
+    Args:
+        timeout_s: How long the others wait, in seconds; None waits as long as rank 0 lives.
+
+    Raises:
+        PeerFailed: on the other ranks, where `action` raised on rank 0.
+        CollectiveTimeout: rank 0 needed more than `timeout_s`.
+
+    Collective: all ranks, same order as other calls of this function.
+    """
+    if job.store is None:
+        return action()
+    count = job.store.add(f"on_rank0/{job.rank}", 1)
+    answer = f"on_rank0/answer/{count}"
+    if job.rank == 0:
+        try:
+            result = action()
+        except BaseException as error:
+            job.store.set(answer, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            raise
+        job.store.set(answer, json.dumps({"value": result}))
+        return result
+    return _await_answer(job, answer, timeout_s)  # type: ignore[no-any-return]
+
+
+def _await_answer(job: Job, answer: str, timeout_s: float | None) -> Any:
+    assert job.store is not None
+    assert job.peers is not None
+    began = time.monotonic()
+    while not job.store.check([answer]):
+        if failure := job.peers.failure():
+            raise failure
+        if timeout_s is not None and time.monotonic() - began > timeout_s:
+            raise CollectiveTimeout(
+                f"rank 0 did not finish within {timeout_s:g} s.",
+                where=place(job.rank, job.world_size),
+                missing=[0],
+                waited_s=timeout_s,
+            )
+        time.sleep(_ON_RANK0_POLL_S)
+    reply = json.loads(job.store.get(answer))
+    if "error" in reply:
+        raise PeerFailed(
+            f"rank 0 failed first: {reply['error']}",
+            where=place(job.rank, job.world_size),
+            rank=0,
+        )
+    return reply["value"]
+
+
+def _run(job: Job, collective: Callable[[], Any]) -> None:
+    try:
+        collective()
+    except RuntimeError as error:
+        job.reraise(error)

@@ -1,0 +1,77 @@
+"""Where a rank computes and what its groups talk through: device and backend, chosen or checked."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import ConfigError
+from paceline.job import environment
+from paceline.shm import group as shm
+
+
+def choose_device(asked: str | torch.device | None, where: environment.Place) -> torch.device:
+    """The device of this rank: what was asked for, else the best there is; index by local rank.
+
+    Raises:
+        ConfigError: the device is not there, or there are fewer than local ranks.
+    """
+    if asked is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = accelerator.type if accelerator and accelerator.type in ("cuda", "xpu") else "cpu"
+        asked = torch.device(kind)
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise ConfigError(f"no such device: {asked!r}.", fix='"cpu", "cuda" or "xpu".') from error
+    if device.type == "cpu":
+        return device
+    module = torch.get_device_module(device)
+    count = module.device_count() if module.is_available() else 0
+    if count == 0:
+        raise ConfigError(f"device {device.type!r} asked for, none is visible to this process.")
+    # A scheduler may show each rank its own device alone, which is then number 0.
+    own = where.local_rank if count > 1 else 0
+    index = own if device.index is None else device.index  # torch's stubs: never None
+    # On all ranks of the host, not only on those that are left over.
+    if index >= count or (1 < count < where.local_world_size and device.index is None):
+        raise ConfigError(
+            f"{where.local_world_size} ranks on this host, {count} {device.type} devices.",
+            where=f"local rank {where.local_rank}",
+            fix=f"start at most {count} ranks here, or pass device='cpu'.",
+        )
+    return torch.device(device.type, index)
+
+
+def choose_backend(asked: str | None, device: torch.device) -> str:
+    """The backend string for torch: what was asked for, here or by `PACELINE_BACKEND`, else by device.
+
+    On CPU that is "shm", on any number of hosts; it takes Gloo itself where no ranks can share memory.
+
+    Raises:
+        ConfigError: torch was built without it.
+    """
+    shm.register()
+    asked = asked or os.environ.get("PACELINE_BACKEND")
+    if asked is None:
+        by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+        asked = by_device.get(device.type, "shm")
+    for part in asked.split(","):
+        name = part.rpartition(":")[2]
+        available = {
+            "nccl": dist.is_nccl_available,
+            "mpi": dist.is_mpi_available,
+            "gloo": dist.is_gloo_available,
+            "xccl": dist.is_xccl_available,
+        }.get(name, lambda name=name: dist.is_backend_available(name))
+        if not available():
+            raise ConfigError(
+                f"this build of torch {torch.__version__} has no backend {name!r}.",
+                fix="build torch from source against the cluster's MPI, or leave `backend` out."
+                if name == "mpi"
+                else "leave `backend` out to choose by device.",
+                backend=name,
+            )
+    return asked

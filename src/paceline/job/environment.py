@@ -1,0 +1,290 @@
+"""What a launcher told this process: rank, world size and how to meet the others.
+
+Pure: the environment comes as an argument. The innermost complete set of variables wins, in the order
+torchrun (or `paceline run`), MPI, Slurm step; so `srun torchrun` is torchrun. A set that is partial or
+contradicts itself is an error that names the variables. No set at all is one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import LauncherError
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH and Intel MPI
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_JOB_ID")
+
+# Steps that Slurm numbers from the top are shells (salloc, sbatch), not parallel tasks.
+_SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+FIREWALL_PORTS = (29500, 29550)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this process stands in its job, as the launcher says.
+
+    `master` is "host:port" where the launcher or user named it; else `job_key` identifies the job on
+    this host, and the ranks meet through a file. A launcher that names no job (MPICH) leaves it None;
+    what started the rank identifies the job then. `one_host` says that all ranks share this host.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master: str | None = None
+    job_key: str | None = None
+    restarts: int = 0
+
+    @property
+    def one_host(self) -> bool:
+        return self.local_world_size == self.world_size
+
+
+def read(environ: Mapping[str, str]) -> Place:
+    """Find the place of this process in its job.
+
+    Raises:
+        LauncherError: a set of variables is partial, malformed, or contradicts itself.
+    """
+    for names in (OPEN_MPI, HYDRA):
+        _refuse_partial(environ, names, names[:2])
+    if all(name in environ for name in TORCHRUN):
+        return _torchrun(environ)
+    for names, build in ((OPEN_MPI, _open_mpi), (HYDRA, _hydra)):
+        if all(name in environ for name in names):
+            return _agree_with_leftovers(environ, build(environ))
+    if _is_slurm_task(environ):
+        return _agree_with_leftovers(environ, _slurm(environ))
+    _refuse_partial(environ, TORCHRUN, ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    return Place(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def _refuse_partial(
+    environ: Mapping[str, str], names: tuple[str, ...], telling: tuple[str, ...]
+) -> None:
+    have = [name for name in names if name in environ]
+    missing = [name for name in names if name not in environ]
+    # Inside a Slurm step or torchrun some variables of an outer MPI may be left over; they are not
+    # this process's set.
+    inner = all(name in environ for name in TORCHRUN) or _is_slurm_task(environ)
+    if missing and any(name in environ for name in telling) and not inner:
+        raise LauncherError(
+            f"the launcher's variables are incomplete: {', '.join(have)} set, "
+            f"{', '.join(missing)} missing.",
+            fix="start with `paceline run`, torchrun, mpirun or srun; or unset "
+            f"{', '.join(have)} for a single process.",
+            variables=missing,
+        )
+
+
+def _torchrun(environ: Mapping[str, str]) -> Place:
+    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    local_rank = _integer(environ, "LOCAL_RANK")
+    if "LOCAL_WORLD_SIZE" in environ:
+        local_world_size = _integer(environ, "LOCAL_WORLD_SIZE")
+    else:
+        # Set by hand: on one host local ranks are ranks; otherwise nothing is known, so assume least.
+        local_world_size = world_size if local_rank == rank else local_rank + 1
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing and world_size > 1:
+        raise LauncherError(
+            f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not: the ranks cannot meet.",
+            fix="start with `paceline run` or torchrun, or set them to the host and a free port of "
+            "rank 0.",
+            variables=missing,
+        )
+    master = None if missing else f"{environ['MASTER_ADDR']}:{_integer(environ, 'MASTER_PORT')}"
+    return _checked(
+        Place(
+            launcher="torchrun",
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            master=master,
+            restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
+        ),
+        TORCHRUN,
+    )
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Place:
+    name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+    # OpenMPI 4 hashes its names to 16 bits; the port of its server tells apart what lives at one time.
+    server = environ.get("PMIX_SERVER_URI2", "")
+    return _mpi(environ, OPEN_MPI, f"{name} {server}" if name else None)
+
+
+def _hydra(environ: Mapping[str, str]) -> Place:
+    # Nothing that Hydra exports names the job: HYDI_CONTROL_FD is 7 in all of them.
+    return _mpi(environ, HYDRA, None)
+
+
+def _mpi(environ: Mapping[str, str], names: tuple[str, ...], job_key: str | None) -> Place:
+    rank, world_size, local_rank, local_world_size = (_integer(environ, name) for name in names)
+    master = _named_master(environ)
+    if master is None and local_world_size != world_size:
+        raise LauncherError(
+            "MPI ranks on several hosts need MASTER_ADDR and MASTER_PORT to meet.",
+            fix="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
+            variables=["MASTER_ADDR", "MASTER_PORT"],
+        )
+    return _checked(
+        Place(
+            launcher="mpi",
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            master=master,
+            job_key=job_key,
+        ),
+        names,
+    )
+
+
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether this is a task of `srun`, and not a shell inside an allocation."""
+    if not all(name in environ for name in SLURM):
+        return False
+    step = environ["SLURM_STEP_ID"]
+    return step.isdigit() and int(step) < _SLURM_FIRST_SPECIAL_STEP
+
+
+def _slurm(environ: Mapping[str, str]) -> Place:
+    world_size = _integer(environ, "SLURM_STEP_NUM_TASKS")
+    rank, local_rank = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_LOCALID")
+    node_rank = _integer(environ, "SLURM_NODEID", default=0)
+    counts = _expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))
+    if node_rank >= len(counts) or sum(counts) != world_size:
+        raise LauncherError(
+            f"SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE')!r} does not fit "
+            f"SLURM_STEP_NUM_TASKS={world_size} and SLURM_NODEID={node_rank}.",
+            variables=["SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID"],
+        )
+    job, step = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"]
+    master = _named_master(environ)
+    if master is None and len(counts) > 1:
+        nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
+        low, high = FIREWALL_PORTS
+        # All tasks must come to the same port without asking; one step of one job has one number.
+        port = low + (_number(job) * 31 + _number(step)) % (high - low + 1)
+        master = f"{nodes[0]}:{port}"
+    return _checked(
+        Place(
+            launcher="slurm",
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=counts[node_rank],
+            master=master,
+            job_key=f"slurm-{job}-{step}",
+        ),
+        SLURM[:3],
+    )
+
+
+def _number(text: str) -> int:
+    return int("".join(c for c in text if c.isdigit()) or "0")
+
+
+def _named_master(environ: Mapping[str, str]) -> str | None:
+    have = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ]
+    if len(have) == 1:
+        raise LauncherError(
+            f"{have[0]} is set without its other half; both or none.",
+            variables=["MASTER_ADDR", "MASTER_PORT"],
+        )
+    if not have:
+        return None
+    return f"{environ['MASTER_ADDR']}:{_integer(environ, 'MASTER_PORT')}"
+
+
+def _expand_counts(text: str) -> list[int]:
+    """Expand Slurm's "2(x3),1" to [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.partition("(x")
+        try:
+            counts += [int(count)] * (int(times.rstrip(")")) if times else 1)
+        except ValueError:
+            raise LauncherError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read.",
+                variables=["SLURM_STEP_TASKS_PER_NODE"],
+            ) from None
+    return counts
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Expand Slurm's "a[1-3,07],b" to ["a1", "a2", "a3", "a07", "b"]."""
+    nodes: list[str] = []
+    rest = text
+    while rest:
+        head, bracket, tail = rest.partition("[")
+        if not bracket or "," in head:
+            name, _, rest = rest.partition(",")
+            nodes.append(name)
+            continue
+        inside, closed, rest = tail.partition("]")
+        if not closed:
+            break
+        suffix, _, rest = rest.partition(",")
+        for part in inside.split(","):
+            low, _, high = part.partition("-")
+            width = len(low)
+            nodes += [f"{head}{i:0{width}d}{suffix}" for i in range(int(low), int(high or low) + 1)]
+    if not nodes:
+        raise LauncherError(
+            f"SLURM_STEP_NODELIST={text!r} names no node.", variables=["SLURM_STEP_NODELIST"]
+        )
+    return nodes
+
+
+def _integer(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    if name not in environ and default is not None:
+        return default
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise LauncherError(
+            f"{name}={environ[name]!r} is not a whole number.", variables=[name]
+        ) from None
+
+
+def _checked(place: Place, names: tuple[str, ...]) -> Place:
+    ok = (
+        place.world_size >= 1
+        and 0 <= place.rank < place.world_size
+        and 0 <= place.local_rank < place.local_world_size <= place.world_size
+    )
+    if not ok:
+        raise LauncherError(
+            f"the launcher's variables contradict each other: rank {place.rank} of "
+            f"{place.world_size}, local rank {place.local_rank} of {place.local_world_size}.",
+            fix=f"look at {', '.join(names)}; unset what an outer launcher left behind.",
+            variables=list(names),
+        )
+    return place
+
+
+def _agree_with_leftovers(environ: Mapping[str, str], place: Place) -> Place:
+    """Some scripts export a few of torchrun's names by hand; they may not contradict the launcher."""
+    for name, value in (("RANK", place.rank), ("WORLD_SIZE", place.world_size)):
+        if name in environ and _integer(environ, name) != value:
+            raise LauncherError(
+                f"{name}={environ[name]} contradicts the {place.launcher} launcher, which says "
+                f"{value}.",
+                fix=f"unset {name}, or set all of torchrun's variables.",
+                variables=[name],
+            )
+    return place

@@ -1,0 +1,263 @@
+"""How ranks meet: one torch `Store` for the job, bound to the job's interface.
+
+A front to `torch.distributed.TCPStore`. torchrun and `paceline run` host the store in the launcher; a
+user's MASTER_ADDR names one; ranks of one host without either find it through a notice, a file that
+rank 0 writes and keeps locked while it lives. torch's own server listens on all interfaces, so ours is
+given a socket that is bound already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed, place
+from paceline.job.environment import Place
+
+_MET = "everybody met"
+_GRACE_S = 0.5
+_joins = itertools.count()
+
+
+def meet(where: Place, *, timeout_s: float) -> dist.Store:
+    """Connect to the job's store and wait for all ranks; keys are private to this join of this attempt.
+
+    Raises:
+        ConfigError: the address is in use or cannot be bound here.
+        CollectiveTimeout: a rank did not come.
+        PeerFailed: rank 0 ended before all ranks had met.
+
+    Collective: all ranks.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    with contextlib.ExitStack() as until_all_met:
+        if where.master is None and where.rank == 0:
+            store = serve("127.0.0.1", 0, where.world_size, timeout)
+            until_all_met.enter_context(_notice(where, store.port))
+        elif where.master is None:
+            store = _connect(where, "127.0.0.1", _read_notice(where, timeout), timeout)
+        else:
+            host, _, port = where.master.rpartition(":")
+            hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if where.rank == 0 and not hosted_by_launcher:
+                store = serve(host, int(port), where.world_size, timeout)
+            else:
+                store = _connect(where, host, int(port), timeout)
+        # An agent may keep its store over restarts; without a prefix a restarted rank reads the
+        # addresses of dead ones (seen on torch 2.13 with plain torchrun). The same holds for a process
+        # that joins, leaves and joins again.
+        own = dist.PrefixStore(f"paceline/{where.restarts}{_nth_join()}", store)
+        if where.rank == 0:
+            _wait_for_ranks(own, where, timeout_s)
+    if where.rank == 0:
+        own.set(_MET, "[]")
+    else:
+        _wait_for_rank0(own, where, timeout_s)
+    return own
+
+
+def _nth_join() -> str:
+    count = next(_joins)
+    return f"/again {count}" if count else ""
+
+
+def serve(host: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """Host a store on this host's address `host` alone; port 0 lets the kernel choose."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"rank 0 cannot listen on {host}:{port}: {error.strerror}.",
+            why="another job may hold the port, or the address is not this host's.",
+            fix="choose another MASTER_PORT, or let `paceline run` choose one.",
+            host=host,
+            port=port,
+        ) from error
+    listener.listen(1024)
+    # The store owns the descriptor from here on.
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _connect(where: Place, host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    try:
+        return dist.TCPStore(host, port, where.world_size, False, timeout, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        raise CollectiveTimeout(
+            f"rank 0's store at {host}:{port} did not answer within {timeout.total_seconds():g} s.",
+            where=place(where.rank, where.world_size),
+            why="rank 0 did not start, or its port cannot be reached from this host.",
+            fix="see the log of rank 0; open the port in the firewall; check MASTER_ADDR.",
+            missing=[0],
+            waited_s=timeout.total_seconds(),
+        ) from error
+
+
+def _wait_for_ranks(store: dist.Store, where: Place, timeout_s: float) -> None:
+    keys = [f"met/{rank}" for rank in range(1, where.world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [rank for rank, key in enumerate(keys, start=1) if not store.check([key])]
+        store.set(_MET, json.dumps(missing))
+        time.sleep(
+            _GRACE_S
+        )  # the store ends with this process; let those that wait read who is missing
+        raise _absent(where, missing, timeout_s) from error
+
+
+def _wait_for_rank0(store: dist.Store, where: Place, timeout_s: float) -> None:
+    try:
+        store.set(f"met/{where.rank}", "")
+        # Rank 0 says who is missing, and its clock may have started when this rank came.
+        store.wait([_MET], timedelta(seconds=timeout_s + _GRACE_S))
+        missing = json.loads(store.get(_MET))
+    except dist.DistNetworkError as error:
+        raise PeerFailed(
+            "rank 0 ended before all ranks had met.",
+            where=place(where.rank, where.world_size),
+            fix="see the log of rank 0.",
+            rank=0,
+        ) from error
+    except dist.DistStoreError as error:
+        raise _absent(where, [0], timeout_s) from error
+    if missing:
+        raise _absent(where, missing, timeout_s)
+
+
+def _absent(where: Place, missing: list[int], timeout_s: float) -> CollectiveTimeout:
+    who = ", ".join(str(rank) for rank in missing)
+    return CollectiveTimeout(
+        f"rank{'s' * (len(missing) > 1)} {who} of {where.world_size} did not come within "
+        f"{timeout_s:g} s.",
+        where=place(where.rank, where.world_size),
+        why="ended before it joined, still busy with something else, or was never started.",
+        fix=f"see the log of rank {missing[0]}; with slow preparations, `join` first or raise "
+        "`timeout_s`.",
+        missing=missing,
+        waited_s=timeout_s,
+    )
+
+
+@contextlib.contextmanager
+def _notice(where: Place, port: int) -> Iterator[None]:
+    """Let the ranks of this job on this host find the store at `port`."""
+    path = _path_of_notice(where)
+    with _folder_to_oneself(path.parent):
+        _remove_stale(path.parent)
+        handle, scratch = tempfile.mkstemp(dir=path.parent)
+        os.write(handle, str(port).encode())
+        # The kernel takes the lock away when this process ends, however it ends. A process number would
+        # not do: it may be somebody else's by then, or not be visible from another container.
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        os.replace(scratch, path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _read_notice(where: Place, timeout: timedelta) -> int:
+    path = _path_of_notice(where)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError), path.open() as file:
+            # A notice that nobody holds was left by an earlier job that was killed.
+            if _is_held(file.fileno()):
+                return int(file.read())
+        time.sleep(0.01)
+    raise CollectiveTimeout(
+        f"rank 0 did not open a store within {timeout.total_seconds():g} s.",
+        where=place(where.rank, where.world_size),
+        why=f"it ended before it joined, or its {path.parent} is not this rank's (containers).",
+        fix="see the log of rank 0; or export MASTER_ADDR=127.0.0.1 and a free MASTER_PORT.",
+        missing=[0],
+        waited_s=timeout.total_seconds(),
+    )
+
+
+def _is_held(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _remove_stale(folder: Path) -> None:
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError), path.open() as file:
+            if not _is_held(file.fileno()):
+                path.unlink()
+
+
+@contextlib.contextmanager
+def _folder_to_oneself(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _path_of_notice(where: Place) -> Path:
+    key = f"{where.launcher} {where.job_key or _hydra()} {where.restarts}"
+    return _private_folder() / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _hydra() -> str:
+    """Which process of Hydra started this rank: its job, for MPICH tells its ranks no name of it.
+
+    Wrappers (a shell, a profiler, a container) may stand between the two.
+    """
+    pid = os.getppid()
+    with contextlib.suppress(OSError):  # no /proc here, or the end of what can be seen
+        ancestor = pid
+        while ancestor > 1:
+            text = Path(f"/proc/{ancestor}/stat").read_text()
+            name, _, rest = text.partition("(")[2].rpartition(")")
+            fields = rest.split()
+            if name.startswith("hydra_"):
+                return (
+                    f"{ancestor} {fields[19]}"  # with its start time, since numbers are used again
+                )
+            ancestor = int(fields[1])
+    return str(pid)
+
+
+def _private_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder} is not a private folder of this user, so ranks will not meet there.",
+            fix=f"remove {folder}, or set TMPDIR.",
+        )
+    return folder

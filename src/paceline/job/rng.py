@@ -1,0 +1,111 @@
+"""Random streams by meaning: what a draw is for decides its seed, never who makes it.
+
+A stream is named by integers, such as (seed, SAMPLE, epoch, sample). They are mixed to 64 bits by the
+finaliser of SplitMix64 (Steele, Lea, Flood 2014), which is part of the contract: a change of it changes
+every training. Numpy and Python give the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+SHUFFLE = 1
+SAMPLE = 2
+MICRO_BATCH = 3
+EVALUATION = 4
+INIT = 5
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MUL_1 = 0xBF58476D1CE4E5B9
+_MUL_2 = 0x94D049BB133111EB
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+def _finish(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _MUL_1) & _MASK
+    z = ((z ^ (z >> 27)) * _MUL_2) & _MASK
+    return z ^ (z >> 31)
+
+
+def key(*meaning: int) -> int:
+    """Mix integers into one 64-bit key; order matters."""
+    state = 0
+    for part in meaning:
+        state = _finish((state + _GOLDEN + (part & _MASK)) & _MASK)
+    return state
+
+
+def pair_seed(stem: int, first: int, second: int) -> int:
+    """A seed for torch's generators from two numbers, cheaper than `key`: once a micro-batch."""
+    return _finish((stem + first * _GOLDEN + second * _MUL_2) & _MASK) >> 1
+
+
+def finish_array(z: UInt64Array) -> UInt64Array:
+    """The mixing step of `key` on a whole array, wrapping around."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MUL_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MUL_2)
+    return z ^ (z >> np.uint64(31))
+
+
+def keys(stem: int, last: npt.NDArray[Any]) -> UInt64Array:
+    """`key(*meaning, x)` for every x of `last`, where `stem` is `key(*meaning)`."""
+    offset = np.uint64((stem + _GOLDEN) & _MASK)
+    return finish_array(last.astype(np.int64).view(np.uint64) + offset)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator of torch that dropout draws from on this device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    module.init()
+    generator: torch.Generator = module.default_generators[device.index]
+    return generator
+
+
+def snapshot(device: torch.device) -> torch.Tensor:
+    """The state of the generators of torch (CPU and `device`), NumPy and Python; uint8, shape (n,)."""
+    kind, words, *rest = np.random.get_state(legacy=True)
+    states = {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(words).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "device": [] if device.type == "cpu" else default_generator(device).get_state().tolist(),
+    }
+    return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
+
+
+def digests(device: torch.device) -> dict[str, int]:
+    """A number for the state of each global generator that is equal on all ranks, by its name.
+
+    Python's and NumPy's, as `join` seeds them alike; torch's on the CPU, unless `device` is the CPU: there
+    dropout draws from it, by what each rank's micro-batches are.
+    """
+    _, words, *rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "random": random.getstate(),
+        "numpy.random": (np.asarray(words).tolist(), rest),
+    }
+    if device.type != "cpu":
+        states["torch.default_generator"] = torch.get_rng_state().tolist()
+    return {name: zlib.crc32(repr(state).encode()) for name, state in states.items()}
+
+
+def restore(device: torch.device, saved: torch.Tensor) -> None:
+    """Set the generators as `snapshot` found them; `device`'s where there was one."""
+    states = json.loads(bytes(saved.numpy()))
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if device.type != "cpu" and states["device"]:
+        default_generator(device).set_state(torch.tensor(states["device"], dtype=torch.uint8))

@@ -1,0 +1,93 @@
+"""A rank's end of the socket to its launcher: JSON lines both ways, apart from all collectives.
+
+Started by worker.py, by file name: the standard library alone. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.watch.probe import Probe
+
+_READ_BYTES = 1 << 16
+
+
+class Control:
+    """This rank's end of the socket to its launcher.
+
+    Args:
+        fd: The socket.
+        probe: Tells the launcher what it asks; None where it asks nothing.
+    """
+
+    def __init__(self, fd: int, probe: Probe | None) -> None:
+        os.set_inheritable(fd, False)
+        self._socket = socket.socket(fileno=fd)
+        self._file = os.fstat(fd).st_ino
+        self._probe = probe
+        self._lock = threading.Lock()
+        self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        # Answers to the launcher's requests, by their "do"; called in the listening thread.
+        self.handlers: dict[str, Callable[[dict[str, Any]], Any]] = {"run": self.orders.put}
+        if probe is not None:
+            for word in ("explain", "pace", "profile"):
+                self.handlers[word] = lambda order: probe.hear(order, self.send)
+        # A forked child is not the rank: it must neither speak for it nor keep the socket open.
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
+
+    def send(self, event: dict[str, Any]) -> bool:
+        """Tell the launcher; False if it cannot hear."""
+        # The empty line ends whatever a script may have written here.
+        line = b"\n" + json.dumps(event).encode() + b"\n"
+        try:
+            with self._lock:
+                if self._is_ours():
+                    self._socket.sendall(line)
+                elif self._probe is None or event["event"] in self.handlers:
+                    return False  # an answer can wait
+                else:
+                    self._probe.leave(line)
+        except OSError:
+            return False
+        return True
+
+    def _is_ours(self) -> bool:
+        # A script may have closed all files; the number then is another file's, such as Gloo's.
+        try:
+            return os.fstat(self._socket.fileno()).st_ino == self._file
+        except OSError:
+            return False
+
+    def _listen(self) -> None:
+        received = b""
+        while self._is_ours():
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except ConnectionError:
+                data = b""
+            except OSError:
+                return  # closed by the script at this moment
+            if not data:
+                # The launcher is gone, so nobody waits for this rank any more. Its children go too.
+                os.killpg(0, signal.SIGKILL)
+            *lines, received = (received + data).split(b"\n")
+            for line in lines:
+                order = json.loads(line)
+                handler = self.handlers.get(order.get("do"))
+                if handler is not None:
+                    handler(order)
+
+    def _forget(self) -> None:
+        if self._is_ours():
+            os.close(self._socket.detach())
+        self._probe = None
+        os.environ.pop("PACELINE_CONTROL_FD", None)

@@ -1,0 +1,291 @@
+"""Watches the ranks of this node for a hang: who has stood still for how long, and what is said of it.
+
+Reads the ranks' beats (probe.py) and /proc twice a second, and asks the ranks for everything only where one
+of them stands still. The verdict is hang.py's. For a rank that is only slow it has pace.py.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.launch.local_ranks import Crew
+from paceline.launch.node_exchange import Hearsay
+from paceline.launch.rank import Rank
+from paceline.launch.straggler_watch import Pace
+from paceline.watch import processes
+from paceline.watch.hang import Hang, judge
+from paceline.watch.processes import Process
+from paceline.watch.rank_state import (
+    HELD_S,
+    State,
+    helpers_of,
+    read_beat,
+    read_calls,
+    read_dump,
+    read_place,
+    read_stack,
+)
+
+HANG_AFTER_S = 10.0
+_STEPS = 10  # as many usual steps without progress, where that is longer
+_LOOK_S = 0.5
+_SOON_S = 0.05
+_ANSWER_S = 0.8
+_OTHERS_S = 2.5  # until launchers of other nodes have answered
+_ENDING_S = 15.0  # for which a process may be at its end; longer, and the kernel holds it
+_BUSY = 0.03  # of a core
+_BUSY_BYTES_S = 16 << 10
+_KEPT = 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at a rank: when, and what it and the processes below it have used since the first look."""
+
+    at_s: float
+    cpu_s: float
+    io_bytes: int
+    place: Any
+
+
+@dataclass
+class Seen:
+    """What was seen of one rank. Times of samples are seconds for which the ranks have been watched: a
+    launcher that did not run itself for a while has not seen them stand still.
+    """
+
+    counts: tuple[int, int] = (0, 0)
+    since: float = 0.0  # when a collective was last entered or over
+    beat: dict[str, Any] = field(default_factory=dict)
+    samples: deque[Sample] = field(default_factory=deque)
+    used: tuple[float, int] = (0.0, 0)  # as in the last sample
+    processes: dict[int, Process] = field(default_factory=dict)  # as of the last sample
+    state: str = ""
+    ending: float | None = None  # since when its process is at its end, which the kernel is at
+
+    def add(
+        self, at_s: float, processes: Sequence[Process], place: Any, *, window_s: float
+    ) -> None:
+        """Note what its processes have used, and where its main thread is; keep what `busy` needs.
+
+        A process counts from when it is first seen, since what it used before says nothing of now.
+        """
+        known = [(self.processes[new.pid], new) for new in processes if new.pid in self.processes]
+        cpu_s = self.used[0] + sum(new.cpu_s - old.cpu_s for old, new in known)
+        io_bytes = self.used[1] + sum(new.io_bytes - old.io_bytes for old, new in known)
+        self.used = (cpu_s, io_bytes)
+        self.processes = {process.pid: process for process in processes}
+        self.samples.append(Sample(at_s, cpu_s, io_bytes, place))
+        # The window, and the last sample before it.
+        while len(self.samples) > 1 and self.samples[1].at_s <= at_s - window_s:
+            self.samples.popleft()
+
+    def busy(self, window_s: float) -> bool:
+        """Whether it was at work in the last `window_s` seconds, or was not watched for so long."""
+        if self.ending is not None and self.samples:
+            return self.samples[-1].at_s - self.ending < _ENDING_S
+        if self.state in ("T", "Z", ""):
+            return False
+        first, last = self.samples[0], self.samples[-1]
+        passed = last.at_s - first.at_s
+        if passed < window_s:
+            return True
+        places = [sample.place for sample in self.samples]
+        moves = len(places) > 3 and max(map(places.count, places)) * 2 < len(places)
+        return (
+            moves
+            or last.cpu_s - first.cpu_s > _BUSY * passed
+            or last.io_bytes - first.io_bytes > _BUSY_BYTES_S * passed
+        )
+
+
+class Watch:
+    """Looks after the ranks of one round.
+
+    Args:
+        after_s: How long they may stand still; None for 10 s or ten usual steps, 0 for ever.
+        ends: Whether a hang ends the round.
+    """
+
+    def __init__(self, crew: Crew, *, after_s: float | None, ends: bool) -> None:
+        self._crew = crew
+        self._after_s = after_s
+        self._ends = ends
+        self._said: set[tuple[object, ...]] = set()
+        # Of several nodes; each launcher then judges by what all of them have seen.
+        self.hearsay: Hearsay | None = None
+        self._asked = 0
+        self._pace = Pace(crew)
+        self._next = 0.0
+        self._looked, self._watched_s = time.monotonic(), 0.0
+        self._begin([])
+
+    def _begin(self, pids: list[int]) -> None:
+        """A round begins."""
+        self._pids = pids
+        self._ask_next = self._deadline = self._others_until = 0.0
+        self._seen: dict[int, Seen] = {}
+        self._steps: deque[float] = deque(maxlen=_KEPT)
+        self._moved = time.monotonic()
+        self._alarmed = False
+        self._pace.begin()
+
+    def look(self, world_size: int) -> Hang | None:
+        """Look at the ranks, and say what is wrong; the hang that is to end the round, or None."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + _LOOK_S
+        self._watched_s += min(now - self._looked, 2 * _LOOK_S)
+        unwatched_s = max(0.0, now - self._looked - 2 * _LOOK_S)
+        self._looked = now
+        for seen in self._seen.values():
+            seen.since += unwatched_s
+        pids = [rank.pid for rank in self._crew.ranks]
+        if pids != self._pids:
+            self._begin(pids)
+        alive = [rank for rank in self._crew.ranks if rank.returncode is None]
+        for rank in alive:
+            self._look_at(rank, now)
+        if self._pace.look(now, alive, sum(seen.counts[0] for seen in self._seen.values())):
+            self._next = now + _SOON_S
+        if self._after_s == 0:
+            return None
+        if self._deadline:
+            if now < self._deadline and any(r.answer.get("id") != self._asked for r in alive):
+                self._next = now + _SOON_S
+                return None
+            self._deadline = 0.0
+            return self._conclude(now, world_size)
+        if self._others_until:
+            return self._conclude(now, world_size)
+        asked = self.hearsay is not None and self.hearsay.is_asked()
+        if asked or (now >= self._ask_next and self._suspicious(alive, now)):
+            if self.hearsay is not None:
+                self.hearsay.ask(anew=not asked)
+            self._asked += 1
+            self._deadline = now + _ANSWER_S
+            self._ask_next = now + self._patience
+            self._next = now + _SOON_S
+            for rank in alive:
+                if self._seen[rank.local_rank].state not in ("T", "Z"):
+                    rank.ask(self._asked)
+        return None
+
+    @property
+    def _patience(self) -> float:
+        """How long the ranks may stand still, in seconds."""
+        if self._after_s is not None:
+            return self._after_s
+        usual_s = statistics.median(self._steps) if self._steps else 0.0
+        return max(HANG_AFTER_S, _STEPS * usual_s)
+
+    def _look_at(self, rank: Rank, now: float) -> None:
+        seen = self._seen.setdefault(rank.local_rank, Seen(since=now))
+        beat = read_beat(rank.probed())
+        if beat:
+            seen.beat = beat
+            counts = (beat["entered"], beat["over"])
+            if counts != seen.counts:
+                seen.counts, seen.since = counts, now
+                if counts[1]:
+                    self._steps.append(now - self._moved)
+                self._moved = now
+                if self._alarmed:
+                    self._alarmed = False
+                    self._crew.say("paceline: the ranks go on\n")
+        found = processes.look(rank.pid)
+        seen.state = found.state if found is not None else ""
+        if found is None:
+            return
+        if seen.ending is None and found.state == "Z" and processes.is_ending(rank.pid):
+            seen.ending = self._watched_s
+        # Only where it matters, since it reads a file for each of their threads.
+        below = processes.descendants(rank.pid) if now - seen.since > 1 else ()
+        all_ = [found, *filter(None, map(processes.look, below))]
+        seen.add(self._watched_s, all_, seen.beat.get("at"), window_s=self._window)
+
+    @property
+    def _window(self) -> float:
+        return max(1.2, self._patience / 2)
+
+    def _suspicious(self, alive: Sequence[Rank], now: float) -> bool:
+        all_ = [self._seen[rank.local_rank] for rank in alive]
+        if any(seen.ending is not None and seen.busy(self._window) for seen in all_):
+            return False  # how it ended will be known at once
+        still = [seen for seen in all_ if now - seen.since >= self._patience]
+        if any(seen.counts[0] > seen.counts[1] for seen in still):
+            return True
+        # A rank that loads or computes alone has entered nothing, and does not stand still.
+        return bool(still) and len(still) == len(alive)
+
+    def _conclude(self, now: float, world_size: int) -> Hang | None:
+        states = [self._state(rank, now) for rank in self._crew.ranks]
+        speaks = self.hearsay is None or self.hearsay.node == 0
+        if self.hearsay is not None:
+            if not self._others_until:
+                self.hearsay.show(states)
+                self._others_until = now + _OTHERS_S
+            others, complete = self.hearsay.shown()
+            if not complete and now < self._others_until:
+                self._next = now + 0.05
+                return None
+            self._others_until = 0.0
+            states += others
+        hang = judge(states, world_size, self._patience - _LOOK_S)
+        if hang is None:
+            return None
+        ours = any(rank.rank in hang.culprits for rank in self._crew.ranks)
+        if not (speaks or ours):
+            return None
+        if hang.key not in self._said:
+            self._said.add(hang.key)
+            self._crew.say(hang.text)
+        if not hang.alarm:
+            return None
+        self._alarmed = True
+        return hang if self._ends and ours else None
+
+    def _state(self, rank: Rank, now: float) -> State:
+        host, pid = socket.gethostname(), rank.pid
+        if rank.returncode is not None:
+            return State(rank=rank.rank, host=host, pid=pid, state="", returncode=rank.returncode)
+        seen, answer, cwd = self._seen[rank.local_rank], rank.answer, os.getcwd()
+        late = now - seen.beat.get("time", now) > HELD_S
+        # What faulthandler wrote proves it; a beat may be late for other reasons.
+        dump = read_dump(rank.probed()) if late and seen.state not in ("T", "D", "Z") else []
+        told: dict[str, Any] = {"entered": {}, "where": read_place(seen.beat.get("place", ""), cwd)}
+        answered = answer.get("id") == self._asked and "threads" in answer
+        if answered:
+            main = answer["threads"][0]
+            told |= {
+                "where": read_stack(main["stack"], cwd),
+                "call": main.get("call", ""),
+                "peer": main.get("peer"),
+                "entered": answer["entered"],
+                "step": answer["step"],
+                "calls": read_calls(answer["entries"], answer["groups"], time.time()),
+            }
+        elif dump:
+            told["where"] = read_stack(dump, cwd)
+        return State(
+            rank=rank.rank,
+            host=host,
+            pid=pid,
+            state=seen.state,
+            busy=seen.busy(self._window),
+            idle_s=now - seen.since,
+            held=bool(dump),
+            entering=not answered and not late and seen.counts[0] > seen.counts[1],
+            answered=answered,
+            helpers=helpers_of(pid, cwd) if told["where"].loader else (),
+            kernel=processes.waits_in(pid) if seen.state == "D" else "",
+            **told,
+        )

@@ -1,0 +1,328 @@
+"""Run a function on several ranks of this host, from a notebook, a debugger or a test.
+
+A front to `multiprocessing` with its fork server, which imports torch once, so that a rank starts in
+milliseconds; for real training `paceline run` is the way. Functions travel by cloudpickle, so they may
+live in a notebook's cell or a script, and no rank imports the main module, which would run it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from paceline.errors import ConfigError, LaunchFailed, PeerFailed
+from paceline.job import rendezvous
+from paceline.job.job import join
+from paceline.machine.cores import usable_cores
+
+_GRACE_S = 5.0
+_DUMP_S = 2.0
+# Asks a rank for its stacks. Nothing else uses it, and no terminal sends it.
+_TELL = getattr(signal, "SIGRTMAX", signal.SIGQUIT)
+_main_hidden = threading.Lock()
+# Imported once, by the fork server. torch imports its compiler when the first optimizer or DDP object is
+# made, which alone takes a second.
+_PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "paceline.launch.spawning",
+    "paceline.training.trainer",
+]
+
+
+@dataclass
+class Outcome:
+    """What became of one rank: its value, or its error with the time it was raised."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    text: str = ""
+    time_s: float = 0.0
+
+
+def spawn(
+    function: Callable[..., Any],
+    *args: Any,
+    nproc: int = 2,
+    seed: int = 0,
+    device: str | None = None,
+    timeout_s: float = 600.0,
+    deadline_s: float | None = None,
+) -> list[Any]:
+    """Call `function(job, *args)` on `nproc` new ranks of this host; their results in rank order.
+
+    Args:
+        timeout_s: How long a collective may wait, in seconds.
+        deadline_s: When to end everything, in seconds from now; None waits for ever.
+
+    Raises:
+        The first original error of a rank, with the rank's traceback as a note.
+        LaunchFailed: a rank was killed, or the deadline passed; with the stacks of those under way.
+        ConfigError: `nproc` is less than 1.
+
+    Collective: none.
+    """
+    outcomes = run_outcomes(
+        function,
+        args,
+        nproc=nproc,
+        seed=seed,
+        device=device,
+        timeout_s=timeout_s,
+        deadline_s=deadline_s,
+    )
+    failed = [o for o in outcomes if o.error is not None]
+    if failed:
+        first = original(failed)
+        assert first.error is not None
+        # Who ran into a timeout may have waited for one that did not end: its stacks tell why.
+        for outcome in failed:
+            if outcome.text and (outcome is first or isinstance(outcome.error, LaunchFailed)):
+                first.error.add_note(f"on rank {outcome.rank}:\n{outcome.text}")
+        raise first.error
+    return [o.value for o in outcomes]
+
+
+def original(failed: list[Outcome]) -> Outcome:
+    """The outcome whose error came first and only follows no other."""
+    return min(failed, key=lambda o: (isinstance(o.error, PeerFailed), o.time_s))
+
+
+def run_outcomes(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    nproc: int,
+    seed: int = 0,
+    device: str | None = None,
+    timeout_s: float = 600.0,
+    deadline_s: float | None = None,
+    store: dist.TCPStore | None = None,
+) -> list[Outcome]:
+    """As `spawn`, but give what became of each rank instead of raising.
+
+    `store` is where the ranks meet; None makes one.
+    """
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
+        raise ConfigError(f"nproc must be at least 1, got {nproc!r}.")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    if store is None:
+        store = rendezvous.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
+    payload = cloudpickle.dumps((function, args))
+    options = {"seed": seed, "device": device, "timeout_s": timeout_s}
+    ranks: list[_Rank] = []
+    try:
+        for number in range(nproc):
+            ours, theirs = context.Pipe()
+            stack, stack_end = context.Pipe(duplex=False)
+            environ = _environment(number, nproc, store.port)
+            process = context.Process(
+                target=_serve, args=(theirs, stack_end, payload, environ, options), daemon=False
+            )
+            with _hidden_main():
+                process.start()
+            theirs.close()
+            stack_end.close()
+            ranks.append(_Rank(process, ours, stack))
+        return _collect(ranks, deadline_s)
+    finally:
+        for each in ranks:
+            each.end()
+
+
+@dataclass
+class _Rank:
+    """One rank as its starter sees it: its process, where its outcome comes from, and its stacks."""
+
+    process: BaseProcess
+    pipe: Connection
+    stacks: Connection
+
+    def where(self) -> str:
+        """The stacks of a rank that does not finish and of its loader workers, as far as they tell."""
+        pid = self.process.pid or 0
+        for each in (pid, *_children(pid)):
+            if _tells(each):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, _TELL)
+                time.sleep(0.1)  # or their lines would mix
+        text = b""
+        until = time.monotonic() + _DUMP_S
+        while wait([self.stacks], timeout=max(0.0, until - time.monotonic())):
+            part = os.read(self.stacks.fileno(), 1 << 16)
+            if not part:
+                break
+            text += part
+            until = min(until, time.monotonic() + 0.2)
+        return text.decode(errors="replace")
+
+    def end(self) -> None:
+        """End the process, at once if it does not end by itself."""
+        if self.process.is_alive():
+            self.process.join(timeout=0.5)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(timeout=_GRACE_S)
+        self.process.close()
+        self.pipe.close()
+        self.stacks.close()
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            found += map(int, path.read_text().split())
+    return found
+
+
+def _tells(pid: int) -> bool:
+    """Whether a process handles the signal: a rank does, and what it forked; to another it is the end."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (_TELL - 1) & 1)
+    return False
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from finding the main module, which its children would run anew.
+
+    They do not need it: cloudpickle sends what the main module defines by value. One thread at a time,
+    or a second would find, and restore, what the first has hidden.
+    """
+    main = vars(sys.modules["__main__"])
+    with _main_hidden:
+        kept: dict[str, Any] = {
+            name: main[name] for name in ("__file__", "__spec__") if name in main
+        }
+        try:
+            main.update(__spec__=None)
+            main.pop("__file__", None)
+            yield
+        finally:
+            del main["__spec__"]
+            main.update(kept)
+
+
+def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
+    environ = dict(os.environ)
+    environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(nproc),
+        LOCAL_WORLD_SIZE=str(nproc),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    return environ
+
+
+def _serve(
+    pipe: Connection,
+    stacks: Connection,
+    payload: bytes,
+    environ: dict[str, str],
+    options: dict[str, Any],
+) -> None:
+    """Be one rank: the body of each process."""
+    faulthandler.register(_TELL, file=stacks.fileno(), all_threads=True)
+    rank = int(environ["RANK"])
+    os.environ.clear()
+    os.environ.update(environ)
+    # The fork server may have been started under other settings than those of this call.
+    torch.set_num_threads(
+        int(environ.get("OMP_NUM_THREADS", 0))
+        or max(1, usable_cores() // int(environ["WORLD_SIZE"]))
+    )
+    outcome = Outcome(rank)
+    try:
+        function, args = cloudpickle.loads(payload)
+        with join(**options) as job:
+            outcome.value = function(job, *args)
+    except BaseException as error:
+        outcome.error = error
+        outcome.text = traceback.format_exc()
+        outcome.time_s = time.time()
+    pipe.send_bytes(_pack(outcome))
+    pipe.close()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _pack(outcome: Outcome) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps(outcome)
+        cloudpickle.loads(data)  # some exceptions pickle, but cannot be read again
+        return data
+    except Exception as error:
+        text = outcome.text or f"its result cannot be pickled: {error}"
+        outcome.value = None
+        outcome.error = LaunchFailed(
+            f"rank {outcome.rank} failed: {text.strip().splitlines()[-1]}", rank=outcome.rank
+        )
+        return cloudpickle.dumps(outcome)  # type: ignore[no-any-return]
+
+
+def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    start = time.monotonic()
+    deadline = None if deadline_s is None else start + deadline_s
+    while len(outcomes) < len(ranks):
+        open_ranks = [number for number in range(len(ranks)) if number not in outcomes]
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            for number in open_ranks:
+                outcomes[number] = _unfinished(number, ranks[number], time.monotonic() - start)
+            break
+        wait([ranks[number].pipe for number in open_ranks], timeout=left)
+        for number in open_ranks:
+            if ranks[number].pipe.poll():
+                outcomes[number] = _receive(number, ranks[number])
+        # After a failure the others have a short time to say what became of them.
+        if any(o.error is not None for o in outcomes.values()):
+            limit = time.monotonic() + _GRACE_S
+            deadline = limit if deadline is None else min(deadline, limit)
+    return [outcomes[number] for number in range(len(ranks))]
+
+
+def _unfinished(number: int, rank: _Rank, after_s: float) -> Outcome:
+    error = LaunchFailed(f"rank {number} did not finish within {after_s:.0f} s.", rank=number)
+    # Later than all that failed: it may be waiting for one of them.
+    return Outcome(number, error=error, text=rank.where(), time_s=time.time())
+
+
+def _receive(number: int, rank: _Rank) -> Outcome:
+    try:
+        outcome: Outcome = cloudpickle.loads(rank.pipe.recv_bytes())
+        return outcome
+    except (EOFError, ConnectionResetError):
+        rank.process.join(timeout=_GRACE_S)
+        code = rank.process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        error = LaunchFailed(f"rank {number} {how}.", rank=number, exit_code=code)
+        return Outcome(number, error=error, time_s=time.time())

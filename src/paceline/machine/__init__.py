@@ -1,0 +1,1 @@
+"""What this host has: cores, memory, shared memory, ports."""

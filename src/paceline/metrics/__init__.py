@@ -1,0 +1,1 @@
+"""Where a run reports its numbers: files, terminal, TensorBoard, GPU monitor."""

@@ -1,0 +1,194 @@
+"""Where a run's figures go: JSON lines, a progress bar, TensorBoard. Rank 0 alone writes.
+
+Values are noted while a step runs and written when the control word has brought the losses of all ranks,
+so nothing waits. A line of metrics.jsonl holds step, epoch, time_s since the start, and what was logged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.job.job import Job
+from paceline.metrics.monitor import DeviceMonitor
+from paceline.metrics.progress import Progress
+from paceline.metrics.step_loss import StepLoss, StepTotal
+
+_RATE_WINDOW_S = 1.0  # shorter ones jump about
+
+
+_OWN_NAMES = ("step", "epoch", "time_s")
+
+
+class Report:
+    """The sinks of one training."""
+
+    def __init__(self, job: Job) -> None:
+        self._active = False
+        self._is_rank0 = job.rank == 0
+        self._device = job.device
+        self._monitor: DeviceMonitor | None = None
+        self._noted: dict[int, tuple[int, int, dict[str, Any]]] = {}
+        self._file: IO[str] | None = None
+        self._path: Path | None = None
+        self._progress: Progress | None = None
+        self._board: Any = None
+        self._began = time.perf_counter()
+        self._window_began = self._began
+        self._window_samples = 0
+        self._rate = 0.0
+
+    def open(self, folder: str | None, *, progress: bool, tensorboard: bool) -> None:
+        """Choose sinks; see `Training.report`.
+
+        Raises:
+            ConfigError: TensorBoard is asked for and not installed, or without a folder.
+        """
+        if tensorboard and folder is None:
+            raise ConfigError("tensorboard=True needs a folder to write to.")
+        if not self._is_rank0:
+            return
+        if folder is not None:
+            self._path = Path(folder) / "metrics.jsonl"
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"the folder {folder} cannot be made: {error.strerror}.",
+                    fix="report to a folder that rank 0 may write to.",
+                ) from error
+        if progress:
+            self._progress = Progress()
+        if tensorboard:
+            self._board = _tensorboard(Path(str(folder)) / "tensorboard")
+        self._monitor = self._monitor or DeviceMonitor(self._device)
+        self._active = bool(self._path or self._progress or self._board)
+
+    def begin(self, step: int, total: int | None) -> None:
+        """Start after `step`: lines of later steps, from a run that was cut off, are taken out."""
+        if not self._active:
+            return
+        self._began = self._window_began = time.perf_counter()
+        if self._path is not None:
+            keep = _lines_up_to(self._path, step) if step else []
+            if keep:  # time goes on where it was
+                self._began -= json.loads(keep[-1])["time_s"]
+            scratch = self._path.with_suffix(".jsonl.new")
+            scratch.write_text("".join(keep))
+            scratch.replace(self._path)
+            self._file = self._path.open("a", encoding="utf-8")
+        if self._progress is not None:
+            self._progress.begin(step, total)
+
+    def note(self, step: int, epoch: int, num_samples: int, values: dict[str, Any]) -> None:
+        """Keep the values of a step until its loss is known."""
+        if not self._active:
+            return
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = value.detach().clone()  # it is read later, and may change till then
+        if step in self._noted:
+            self._noted[step][2].update(values)
+        else:
+            self._noted[step] = (epoch, num_samples, values)
+
+    def write(self, totals: Sequence[StepTotal]) -> None:
+        """Write the steps whose losses over all ranks are known."""
+        if not self._active:
+            return
+        now = time.perf_counter()
+        last = None
+        device = self._monitor.read() if self._monitor is not None else {}
+        for total in totals:
+            noted = self._noted.pop(total.step, None)
+            if noted is None:
+                continue
+            epoch, num_samples, values = noted
+            self._window_samples += num_samples
+            mean = total.loss_sum / total.count if total.count else float("nan")
+            numbers = {name: _number(value, mean) for name, value in values.items()}
+            last = {
+                "step": total.step,
+                "epoch": epoch,
+                "time_s": round(now - self._began, 4),
+                **numbers,
+                **device,
+            }
+            self._write_line(last)
+        elapsed = now - self._window_began
+        if elapsed >= _RATE_WINDOW_S or not self._rate:
+            self._rate = self._window_samples / max(elapsed, 1e-9)
+            self._window_began, self._window_samples = now, 0
+        if last is not None and self._progress is not None:
+            self._progress.show(last, self._rate)
+
+    def end(self) -> None:
+        """Close the sinks; more steps may begin later."""
+        if self._progress is not None:
+            self._progress.end()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._board is not None:
+            self._board.flush()
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in line.items():
+                if name not in _OWN_NAMES and not isinstance(value, str):
+                    self._board.add_scalar(name, value, line["step"])
+
+
+def refuse_values(values: dict[str, Any]) -> None:
+    """Raise ConfigError, on every rank, for values that cannot be logged."""
+    for name, value in values.items():
+        if name in _OWN_NAMES:
+            raise ConfigError(f"{name!r} is written by itself.", fix="log it under another name.")
+        size = value.numel() if isinstance(value, torch.Tensor) else 1
+        if size != 1 or not hasattr(value, "__float__"):
+            got = f"{size} numbers" if size != 1 else type(value).__name__
+            raise ConfigError(
+                f"{name!r} must be one number, got {got}.",
+                fix="log its mean, or its parts under names of their own.",
+            )
+
+
+def _number(value: Any, mean: float) -> float | int | str:
+    if isinstance(value, StepLoss):
+        return mean
+    number = value if isinstance(value, int) else float(value)
+    # JSON has no NaN and no infinity.
+    return number if math.isfinite(number) else str(number)
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """The lines of steps up to `step`; a line that a crash cut short is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        if json.loads(line)["step"] <= step:
+            lines.append(line)
+    return lines
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "TensorBoard is not installed.", fix="pip install 'paceline[tensorboard]'"
+        ) from error
+    return SummaryWriter(str(folder))

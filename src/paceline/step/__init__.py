@@ -1,1 +1,0 @@
-"""The arithmetic of one optimizer step: weights, precision, clipping, control word."""

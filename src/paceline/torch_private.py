@@ -1,0 +1,89 @@
+"""Every private name of torch that Paceline uses: why, since which torch, and what happens without it.
+
+Nothing else in Paceline may touch a private name of torch. A caller asks `find(path)` for the object and
+gets None where the installed torch does not have it, after one warning; it then switches its feature off.
+Only what is in `NAMES` can be found, and `tests/unit/test_torch_private.py` looks each of them up, so a
+new torch that drops a name fails that test before it fails a user.
+
+torch itself is imported when a name is first looked up: the launcher starts ranks before it imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from paceline import log
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A private name of torch.
+
+    Attributes:
+        path: module and attributes, such as `torch.nn.parallel.DistributedDataParallel._pre_forward`.
+        why: what it is needed for, and why no public name serves.
+        since: the first torch release that has been tested with it.
+        without: what Paceline does where the name is missing, as the end of a sentence.
+    """
+
+    path: str
+    why: str
+    since: str
+    without: str
+
+
+NAMES = (
+    # job
+    PrivateName(
+        "torch.distributed.distributed_c10d._abort_process_group",
+        why="the public destroy_process_group may wait for work that never ends after a failure",
+        since="2.11",
+        without="a failed job destroys its process group the public way, which may take its timeout",
+    ),
+    # shm
+    # data
+    # parallel
+    # checkpoint
+    # training
+    # launch
+    # audit
+    # doctor
+)
+
+_BY_PATH = {name.path: name for name in NAMES}
+
+
+@functools.cache
+def find(path: str) -> Any | None:
+    """The object at `path`, or None, after one warning, where the installed torch does not have it.
+
+    Methods are found on their class, so call them with the instance as the first argument.
+
+    Raises:
+        KeyError: `path` is not in `NAMES`.
+    """
+    name = _BY_PATH[path]
+    found = look_up(path)
+    if found is None:
+        version = importlib.import_module("torch").__version__
+        log.once(f"torch {version} has no {path}: {name.without}.")
+    return found
+
+
+def look_up(path: str) -> Any | None:
+    """The object at a dotted path of modules and attributes; None where there is none."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        for attribute in parts[length:]:
+            found = getattr(found, attribute, None)
+            if found is None:
+                return None
+        return found
+    return None

@@ -1,0 +1,1 @@
+"""`Training` and its steps, evaluation, and `Trainer`."""

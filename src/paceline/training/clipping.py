@@ -1,0 +1,66 @@
+"""Scaling and clipping of summed gradients, in one pass, and where NaN and infinity are found.
+
+The norm and the coefficient are those of `torch.nn.utils.clip_grad_norm_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.utils import get_total_norm
+
+from paceline.errors import ConfigError, NonFinite
+
+
+def scale_and_clip(
+    gradients: Sequence[torch.Tensor],
+    *,
+    factor: torch.Tensor | None,
+    clip_norm: float | None,
+) -> torch.Tensor | None:
+    """Multiply gradients in place by `factor`, then clip their 2-norm to `clip_norm`.
+
+    Args:
+        factor: Shape (), on the gradients' device; None for 1.
+
+    Returns:
+        The norm after `factor` and before clipping, shape (), on the gradients' device; None where
+        it was not asked for, since it costs a pass.
+
+    Collective: none; gradients are summed over ranks already, so all ranks do the same.
+    """
+    if clip_norm is None:
+        if factor is not None:
+            torch._foreach_mul_(list(gradients), factor)
+        return None
+    norm = get_total_norm(gradients, foreach=True)
+    if factor is not None:
+        norm = norm * factor
+    coefficient = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+    if factor is not None:
+        coefficient = coefficient * factor
+    torch._foreach_mul_(list(gradients), coefficient)
+    return norm
+
+
+def check_clip_norm(clip_norm: float) -> None:
+    """Raise ConfigError unless it is a bound that a norm can have."""
+    if not clip_norm > 0:
+        raise ConfigError(f"clip_norm must be more than 0, got {clip_norm}.")
+
+
+def non_finite(names: Sequence[tuple[str, torch.Tensor]], where: str) -> NonFinite:
+    """The error for gradients whose norm is not finite, naming the parameters."""
+    bad = [
+        name for name, p in names if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+    ]
+    shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+    return NonFinite(
+        f"the gradient holds NaN or infinity in {shown or 'its norm'}; the step was not taken.",
+        where=where,
+        fix="lower the learning rate, look at this step's samples, or find the operation with "
+        "torch.autograd.set_detect_anomaly(True).",
+        quantity="gradient",
+        parameters=bad,
+    )

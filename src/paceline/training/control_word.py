@@ -1,0 +1,195 @@
+"""The control word: the one small exchange by which all ranks leave a step with the same knowledge.
+
+Stop requests, preemptions, the losses of the steps since the last word, and how long a step takes, summed
+over ranks. A word goes out every k steps, k agreed so that about 16 a second pass, or 8 in the memory of
+one host. There it is read at once: the ranks have just met for the gradients, and a thread of Gloo's would
+take more of their cores. Elsewhere it goes over a CPU group and is read when the next one is due, when it
+has long arrived. Every rank reads it after the same step. At the end of an epoch and of the training a word
+is sent and read at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import CountError, NonFinite
+from paceline.job.job import Job
+from paceline.job.preemption import notice
+from paceline.metrics.step_loss import StepTotal
+from paceline.shm.group import ShmGroup
+
+# A stop takes up to two words and a step, or one word and a step in memory: less than 0.2 s where a step
+# takes less than 0.06 s.
+WORDS_PER_S = 16.0
+WORDS_PER_S_IN_MEMORY = 8.0
+MAX_STEPS_PER_WORD = 128
+_HEAD = 5  # stop, step_s, save, trouble, preempt
+_MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """What all ranks know after an exchange."""
+
+    stop: bool
+    save: bool
+    trouble: bool
+    preempt: bool
+    totals: list[StepTotal]
+    step_s: float
+
+
+class Control:
+    """Collects what this rank has to say, and exchanges it.
+
+    Attributes:
+        save: set where it is time to save; goes out with the next word.
+        trouble: set where a save in the background failed; goes out with the next word.
+        in_memory: whether all ranks share memory, so that an exchange takes less than handing it over.
+
+    Collective: all ranks call `end_step` after every step, with the same numbers.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.in_memory = isinstance(job.group, ShmGroup) and job.group.is_on_one_host
+        self._stop = False
+        self.save = False
+        self.trouble = False
+        self._losses: list[torch.Tensor | None] = []
+        self._counts: list[float | torch.Tensor] = []
+        self._first = 0
+        self._every = 1
+        self._due = 0
+        self._began = time.perf_counter()
+        self._flight: tuple[dist.Work | None, torch.Tensor, int, int] | None = None
+
+    def begin(self, step: int, *, anew: bool = False) -> None:
+        """Forget what was collected, and with `anew` requests too; the next step is `step` + 1."""
+        if anew:
+            self._stop = False
+        self._losses, self._counts = [], []
+        self._first = step + 1
+        self._due = step + self._every
+        self._began = time.perf_counter()
+
+    def request_stop(self) -> None:
+        """Ask that all ranks stop; one rank is enough."""
+        self._stop = True
+
+    def end_step(
+        self, step: int, loss: torch.Tensor | None, count: float | torch.Tensor, *, now: bool
+    ) -> list[Word]:
+        """Note the loss of a step; give the words that are due, at most two.
+
+        Args:
+            loss: This rank's sum, shape (), on any device; None where it had no sample.
+            now: Send and read at once; equal on all ranks.
+
+        Raises:
+            NonFinite: on all ranks, where the loss of a step was NaN or infinite on any.
+        """
+        self._losses.append(loss)
+        self._counts.append(count)
+        alone = self._job.control is None
+        if step < self._due and not now and not (alone and (self._stop or notice.received)):
+            return []
+        words = self._read()
+        self._send(step)
+        if now or alone or self.in_memory:
+            words += self._read()
+        return words
+
+    def flush(self, step: int) -> list[Word]:
+        """Exchange what is left after the last step, `step`; give the words, at most two."""
+        words = self._read()
+        if self._losses:
+            self._send(step)
+            words += self._read()
+        return words
+
+    def _send(self, step: int) -> None:
+        size = len(self._losses)
+        elapsed = time.perf_counter() - self._began
+        sums = _to_host(self._losses)
+        head = [self._stop, elapsed / size, self.save, self.trouble, bool(notice.received)]
+        self.save = self.trouble = False
+        # A NaN spreads over all ranks within a step, so who had it first is told step by step.
+        bit = float(1 << self._job.rank) if self._job.rank < _MAX_RANKS_NAMED else 0.0
+        bits = [0.0 if math.isfinite(value) else bit for value in sums]
+        counts = [float(count) for count in self._counts]
+        # One tensor from a list: each operation of torch takes its time while the cache is the model's.
+        word = torch.tensor([*map(float, head), *sums, *counts, *bits], dtype=torch.float64)
+        work: dist.Work | None = None
+        if self._job.control is not None and not self.in_memory:
+            work = dist.all_reduce(word, group=self._job.control, async_op=True)
+        self._flight = (work, word, self._first, size)
+        self.begin(step)
+
+    def _read(self) -> list[Word]:
+        if self._flight is None:
+            return []
+        work, word, first, size = self._flight
+        self._flight = None
+        try:
+            if self.in_memory:
+                dist.all_reduce(word, group=self._job.group)
+            elif work is not None:
+                work.wait()
+        except RuntimeError as error:
+            self._job.reraise(error)
+        numbers = word.tolist()
+        step_s = numbers[1] / self._job.world_size
+        sums, counts, bits = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(3))
+        for i, total in enumerate(sums):
+            if counts[i] == 0:
+                raise CountError(
+                    f"the counts of all ranks in step {first + i} sum to 0.",
+                    why="every token of the step's samples is masked.",
+                    step=first + i,
+                )
+            if not math.isfinite(total):
+                raise _non_finite(first + i, total, int(bits[i]))
+        totals = [StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)]
+        per_s = WORDS_PER_S_IN_MEMORY if self.in_memory else WORDS_PER_S
+        steps = round(1 / (per_s * max(step_s, 1e-6)))
+        self._every = min(MAX_STEPS_PER_WORD, max(1, steps))
+        self._due = self._first - 1 + self._every
+        stop, save, trouble, preempt = (numbers[i] > 0 for i in (0, 2, 3, 4))
+        return [
+            Word(
+                stop=stop or preempt,
+                save=save,
+                trouble=trouble,
+                preempt=preempt,
+                totals=totals,
+                step_s=step_s,
+            )
+        ]
+
+
+def _non_finite(step: int, total: float, rank_bits: int) -> NonFinite:
+    ranks = [rank for rank in range(_MAX_RANKS_NAMED) if rank_bits >> rank & 1]
+    return NonFinite(
+        f"the loss became {total} in step {step}.",
+        where=f"rank {', '.join(map(str, ranks))}" if ranks else "",
+        fix="lower the learning rate, clip the gradients, or look at this step's samples.",
+        quantity="loss",
+        step=step,
+        ranks=ranks,
+    )
+
+
+def _to_host(losses: list[torch.Tensor | None]) -> list[float]:
+    """The losses as numbers; those on a device with one copy."""
+    present = [loss for loss in losses if loss is not None]
+    if all(loss.device.type == "cpu" for loss in present):
+        values = iter([loss.item() for loss in present])
+    else:
+        values = iter(torch.stack(present).double().tolist())
+    return [0.0 if loss is None else next(values) for loss in losses]

@@ -1,0 +1,317 @@
+"""`Trainer`: model, loss, optimizer and data in, no loop. Written with the public parts alone.
+
+A test holds it bit-equal to the same loop by hand; who needs more than the events below writes that loop,
+which is twenty lines (see docs/own_loop.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.checkpoint.manager import Checkpoints
+from paceline.data.batches import Batches
+from paceline.errors import ConfigError
+from paceline.job.job import Job, current, join
+from paceline.parallel.ddp import DEFAULT_BUCKET_MB, ddp, unwrap
+from paceline.parallel.syncbn import plain_batchnorms, sync_batchnorm
+from paceline.training.evaluation import Evaluation, Score, evaluate
+from paceline.training.step import Step
+from paceline.training.training import Training
+
+EVENTS = ("start", "step", "epoch", "validated", "end")
+Batch = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What to evaluate at the end of epochs.
+
+    Args:
+        dataset: Map-style.
+        score: As for `evaluate`; None gives the loss alone.
+        micro_batch: Samples in a forward.
+        every_epochs: At the end of every how many epochs; the last one always counts.
+
+    Collective: none.
+    """
+
+    dataset: Any
+    score: Score | None = None
+    micro_batch: int = 64
+    every_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch", "every_epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """Marks a loss that gives a pair (sum over tokens, number of tokens), so tokens weigh alike.
+
+    Collective: none.
+    """
+
+    loss: Callable[..., tuple[torch.Tensor, int | torch.Tensor]]
+
+    def __call__(self, output: Any, target: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
+        return self.loss(output, target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What a function on an event is given; `step` and `evaluation` where the event has them."""
+
+    event: str
+    job: Job
+    training: Training
+    step: Step | None = None
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What `fit` gives: the trained model (unwrapped), steps and epochs done, the last evaluation."""
+
+    model: nn.Module
+    steps: int
+    epochs: int
+    evaluation: Evaluation | None
+
+
+class Trainer:
+    """Trains a model on all ranks of the job as if on one.
+
+    Args:
+        model: A module, or a function without arguments that builds it after the job has been seeded, so
+            that its weights follow from the seed.
+        loss: `loss(output, target)`: the sum over the samples, or `PerToken(...)` of a function that gives a
+            pair (sum, number of tokens). A function of torch with a `reduction` is called with "sum".
+        optimizer: A function from parameters to an optimizer.
+        data: Samples (input, ..., target): map-style or a stream.
+        global_batch: Samples of one optimizer step over all ranks.
+        precision: "fp32", "bf16", "fp16" or "auto".
+        validation: What to evaluate after epochs.
+        schedule: A function from an optimizer to a scheduler of torch.
+        reproducible: Whether the result is equal to the last bit on any number of ranks.
+        bucket_mb: Size of a gradient bucket in MiB, or "auto"; see `ddp`.
+        desync_every: After how many steps replicas are compared; see `Training`.
+        desync_also: What is compared besides weights and optimizer state; see `Training`.
+
+    Collective: none to make it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        loss: Callable[..., Any],
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        data: Any,
+        *,
+        global_batch: int,
+        precision: str = "fp32",
+        validation: Validation | None = None,
+        schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        reproducible: bool = False,
+        bucket_mb: float | Literal["auto"] = DEFAULT_BUCKET_MB,
+        desync_every: int | None = None,
+        desync_also: Collection[str] = (),
+    ) -> None:
+        if not callable(optimizer):
+            raise ConfigError(
+                "optimizer must be a function from parameters to an optimizer.",
+                fix="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
+            )
+        self._model = model
+        self._loss = _summing(loss)
+        self._optimizer = optimizer
+        self._data = data
+        self._global_batch = global_batch
+        self._precision = precision
+        self._validation = validation
+        self._schedule = schedule
+        self._reproducible = reproducible
+        self._bucket_mb = bucket_mb
+        self._desync_every = desync_every
+        self._desync_also = desync_also
+
+    def fit(
+        self,
+        epochs: int,
+        *,
+        seed: int = 0,
+        micro_batch: int | None = None,
+        workers: int | Literal["auto"] = 0,
+        clip_norm: float | None = None,
+        folder: str | Path | None = None,
+        resume: str = "auto",
+        on: Mapping[str, Callable[[Moment], None]] | None = None,
+    ) -> Fit:
+        """Train up to the end of `epochs` epochs; joins the job first, unless one is joined already.
+
+        Args:
+            seed: What all randomness derives from; has no effect in a job that is joined already.
+            micro_batch: Largest forward of one rank, in samples; None is a rank's whole share.
+            workers: Loader processes of each rank, or "auto".
+            clip_norm: Bound of the gradient's 2-norm.
+            folder: For metrics.jsonl, checkpoints (each epoch) and the final weights, model.pth.
+            resume: "auto", "never" or "must"; see `Checkpoints`.
+            on: Functions by event: "start", "step", "epoch", "validated", "end".
+
+        Collective: all ranks, same arguments.
+        """
+        unknown = sorted(set(on or {}) - set(EVENTS))
+        if unknown:
+            raise ConfigError(
+                f"no such event: {', '.join(unknown)}.", fix=f"one of {', '.join(EVENTS)}."
+            )
+        joined = current()
+        with contextlib.nullcontext(joined) if joined else join(seed=seed) as job:
+            batches = Batches(
+                job,
+                self._data,
+                global_batch=self._global_batch,
+                micro_batch=micro_batch,
+                workers=workers,
+            )
+            training = self._prepare(job, batches, folder, resume)
+            evaluation = self._loop(job, training, epochs, clip_norm, on or {})
+            if folder is not None:
+                training.export(Path(folder) / "model.pth")
+            batches.close()
+            return Fit(
+                model=unwrap(training.models[0]),
+                steps=training.number,
+                epochs=training.position.epoch,
+                evaluation=evaluation,
+            )
+
+    def _prepare(
+        self, job: Job, batches: Batches, folder: str | Path | None, resume: str
+    ) -> Training:
+        module = self._model if isinstance(self._model, nn.Module) else self._model()
+        module = module.to(job.device)
+        if job.world_size > 1 and plain_batchnorms(module) and not self._reproducible:
+            module = sync_batchnorm(job, module)
+        model = ddp(job, module, bucket_mb=self._bucket_mb)
+        optimizer = self._optimizer(model.parameters())
+        checkpoints = None
+        if folder is not None:
+            checkpoints = Checkpoints(Path(folder) / "checkpoints", every_epochs=1, resume=resume)
+        training = Training(
+            job,
+            model,
+            optimizer,
+            batches,
+            schedule=None if self._schedule is None else self._schedule(optimizer),
+            precision=self._precision,
+            count="tokens" if isinstance(self._loss, PerToken) else "samples",
+            checkpoints=checkpoints,
+            reproducible=self._reproducible,
+            desync_every=self._desync_every,
+            desync_also=self._desync_also,
+        )
+        training.report(None if folder is None else str(folder), progress=True)
+        return training
+
+    def _loop(
+        self,
+        job: Job,
+        training: Training,
+        epochs: int,
+        clip_norm: float | None,
+        on: Mapping[str, Callable[[Moment], None]],
+    ) -> Evaluation | None:
+        def tell(event: str, **facts: Any) -> None:
+            if event in on:
+                on[event](Moment(event=event, job=job, training=training, **facts))
+
+        model = training.models[0]
+        evaluation: Evaluation | None = None
+        tell("start")
+        for step in training.steps(epochs=epochs):
+            for batch in step:
+                loss, count = self._forward(model, batch)
+                step.backward(loss, count=count)
+            step.update(clip_norm=clip_norm)
+            training.log(loss=step.loss)
+            tell("step", step=step)
+            if step.ends_epoch:
+                tell("epoch", step=step)
+                if self._is_due(step.epoch + 1, epochs):
+                    evaluation = self._evaluate(job, model)
+                    training.log(**_numbers(evaluation))
+                    tell("validated", step=step, evaluation=evaluation)
+        if evaluation is None and self._validation is not None:
+            evaluation = self._evaluate(job, model)  # the run was finished before
+        tell("end", evaluation=evaluation)
+        return evaluation
+
+    def _forward(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
+        *inputs, target = _parts(batch)
+        result = self._loss(model(*inputs), target)
+        return result if isinstance(result, tuple) else (result, len(target))
+
+    def _is_due(self, epochs_done: int, epochs: int) -> bool:
+        if self._validation is None:
+            return False
+        return epochs_done % self._validation.every_epochs == 0 or epochs_done == epochs
+
+    def _evaluate(self, job: Job, model: nn.Module) -> Evaluation:
+        assert self._validation is not None
+        return evaluate(
+            job,
+            model,
+            self._validation.dataset,
+            self._validation.score or self._loss_alone,
+            micro_batch=self._validation.micro_batch,
+        )
+
+    def _loss_alone(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
+        return {"loss": self._forward(model, batch)}
+
+
+def _parts(batch: Batch) -> tuple[Any, ...]:
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise ConfigError(
+            f"Trainer wants samples (input, ..., target), got {type(batch).__name__}.",
+            fix="let the dataset give tuples, or write the loop (docs/own_loop.md).",
+        )
+    return tuple(batch)
+
+
+def _summing(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss as a sum: torch's functions are told so, its modules must have been."""
+    if isinstance(loss, nn.Module):
+        if getattr(loss, "reduction", "sum") != "sum":
+            raise ConfigError(
+                f"{type(loss).__name__} has reduction={loss.reduction!r}.",
+                fix=f'{type(loss).__name__}(reduction="sum")',
+            )
+        return loss
+    if isinstance(loss, PerToken):
+        return loss
+    if "reduction" in inspect.signature(loss).parameters:
+        return partial(loss, reduction="sum")
+    return loss
+
+
+def _numbers(evaluation: Evaluation) -> dict[str, float]:
+    """The results that are single numbers, as they go to the log."""
+    return {
+        f"validation_{name}": float(value)
+        for name, value in evaluation.values.items()
+        if isinstance(value, int | float)
+        or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    }

@@ -1,0 +1,100 @@
+"""What each gradient weighs: a sum of losses and its count, exact over micro-batches and ranks.
+
+DDP takes the mean over ranks; a step wants the mean over its samples, or tokens. The user gives a sum,
+and its backward starts from `world_size / divisor` in place of 1, so that DDP's mean comes out right
+whatever each rank held. For samples the divisor is known beforehand. For tokens it is a power of two near the
+last total: `update` then multiplies by `divisor / total`, and since a power of two changes no bits, the
+result does not depend on which one it was.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+
+from paceline.errors import ConfigError, CountError, LossError
+
+Count = Literal["samples", "tokens"]
+
+# Reductions as torch's loss functions save them for backward (`_saved_reduction`).
+_MEAN_REDUCTION = 1
+
+
+def check_count_kind(kind: str) -> None:
+    """Raise ConfigError unless `kind` is a kind of count."""
+    if kind not in get_args(Count):
+        raise ConfigError(f'count must be "samples" or "tokens", got {kind!r}.')
+
+
+def divisor_for_tokens(total: float) -> float:
+    """The power of two nearest to the last total."""
+    return 2.0 ** round(math.log2(max(total, 1.0)))
+
+
+def check_loss(loss: Any, count: int | None, where: str) -> None:
+    """Raise LossError unless `loss` is a scalar that can be a sum over `count` samples.
+
+    A mean is recognised by the operation it came from: torch's loss functions and `mean` record it.
+    `count` is None where it is not known on the host.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.dim() > 0:
+        got = (
+            f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        )
+        raise LossError(
+            f"the loss must be a scalar tensor, got {got}.",
+            where=where,
+            fix='use reduction="sum", or sum over the samples: `loss.sum()`.',
+        )
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss depends on no trainable parameter.",
+            where=where,
+            fix="compute it from the model's output, outside of `torch.no_grad()`.",
+        )
+    if _is_mean(loss.grad_fn, count):
+        raise LossError(
+            "the loss is a mean over the samples; it must be their sum.",
+            where=where,
+            why="a sum and its count are exact over ragged micro-batches and ranks; means are not.",
+            fix='use reduction="sum"; `step.backward(loss, count=...)` divides by the count.',
+        )
+
+
+def _is_mean(node: Any, count: int | None) -> bool:
+    """Whether a loss comes from a mean over samples, as far as its last operations tell.
+
+    What is multiplied afterwards is believed: `mean * len(y)` is a sum.
+    """
+    if count is not None and count < 2:
+        return False  # over one sample, mean and sum are the same
+    kind = type(node).__name__
+    if getattr(node, "_saved_reduction", None) == _MEAN_REDUCTION:
+        return True
+    if kind in ("MeanBackward0", "MeanBackward1"):
+        sizes = node._saved_self_sym_sizes
+        # A mean over features of what was summed over samples before is a legal loss.
+        return len(sizes) > 0 and sizes[0] == count
+    if kind == "AddBackward0":
+        return any(_is_mean(term, count) for term, _ in node.next_functions)
+    return False
+
+
+def check_count(count: int | torch.Tensor, samples: int, kind: str, where: str) -> None:
+    """Raise CountError unless `count` fits a micro-batch of `samples`.
+
+    A tensor of tokens on a device is believed: reading it would wait for the device.
+    """
+    if isinstance(count, torch.Tensor) and count.device.type != "cpu" and kind == "tokens":
+        return
+    if not count >= 0:
+        raise CountError(f"count must be 0 or more, got {count}.", where=where, count=count)
+    if kind == "samples" and count != samples:
+        raise CountError(
+            f"count is {count}, but this micro-batch holds {samples} samples.",
+            where=where,
+            fix='pass count=len(batch); to weigh by tokens, `Training(..., count="tokens")`.',
+            count=count,
+        )

@@ -1,0 +1,1 @@
+"""Diagnosis of hangs, crashes and stragglers: evidence in, text out."""

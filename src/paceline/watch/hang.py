@@ -1,0 +1,352 @@
+"""Who holds the others up, and why: from the states of the ranks to at most ten lines. Pure.
+
+`hang:` is an alarm: nothing moves. `waiting:` is a notice: the rank that the others wait for is at work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.watch.crash import name_ranks
+from paceline.watch.rank_state import Call, State
+
+_LINES = 10
+# Their tensors must be alike on all ranks.
+_ALIKE = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
+_SAME_ORDER = "call the same collectives, with the same tensors, in the same order on all ranks."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """What is to be said.
+
+    Args:
+        alarm: Nothing moves; else the others only wait for a rank that is at work.
+        culprits: The ranks that the others wait for; all, where it cannot be told.
+        text: At most ten lines.
+        key: Equal for the same situation.
+    """
+
+    alarm: bool
+    culprits: tuple[int, ...]
+    text: str
+    key: tuple[object, ...]
+
+
+def judge(states: Sequence[State], world_size: int, after_s: float) -> Hang | None:
+    """The verdict; None where nobody has waited for `after_s`, and nothing shows that something is wrong."""
+    states = sorted(states, key=lambda state: state.rank)
+    alive = [state for state in states if state.returncode is None]
+    inside = [(state, state.waiting.since_s) for state in alive if state.waiting is not None]
+    waiting = [state for state, since_s in inside if since_s >= after_s]
+    if waiting:
+        return _judge_collective(states, waiting)
+    if inside or any(state.idle_s < after_s for state in alive):
+        return None
+    return _judge_others(states, world_size)
+
+
+def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang:
+    call = _head(states, waiting)
+    differing = _differing(states, call)
+    if differing:
+        return _render_differing(states, differing)
+    members = call.members or tuple(state.rank for state in states)
+    inside = [s for s in states if s.entering or s.number(call.group) >= call.number]
+    absent = [state for state in states if state.rank in members and state not in inside]
+    remote = sorted(set(members) - {state.rank for state in states})
+    stuck = [state for state in waiting if _is_at(state.waiting, call)]
+    lines = _waiters(stuck, call)
+    lines += _grouped(absent, lambda state: f"not entered it: {_doing(state)}", "has", "have")
+    others = [state for state in waiting if state not in stuck and state not in absent]
+    for group, members_of in _by(others, _waits_text).items():
+        lines.append(_verb(members_of, f"{'wait' if len(members_of) > 1 else 'waits'} in {group}"))
+    if remote:
+        lines.append(f"{name_ranks(remote)}: on other nodes, whose launchers have not answered")
+    crossed = [state for state in absent if state.waiting is not None]
+    if absent and len(crossed) == len(absent):
+        why = "two groups were entered in different orders, so each side waits for the other."
+        fix = "use the groups in the same order on all ranks."
+    elif absent:
+        why, fix = _cause(absent, stuck)
+    elif remote:
+        why, fix = "all ranks of this node have entered it, and a rank elsewhere has not.", ""
+    else:
+        why = "all ranks have entered it and it does not end: the connection between them is stuck."
+        fix = (
+            "see that the ranks reach each other on the interface of the job (GLOO_SOCKET_IFNAME)."
+        )
+    # A rank in another collective is not at work, though waiting itself may use the CPU.
+    at_work = any(state.busy and state.waiting is None for state in absent)
+    alarm = not at_work and not (remote and not absent)
+    # A notice is the same in each epoch, an alarm is each time another.
+    key = (call.group, call.number) if alarm else (call.name, *map(_place, absent))
+    return _hang(alarm, absent or stuck, lines, why, fix, key)
+
+
+def _head(states: Sequence[State], waiting: Sequence[State]) -> Call:
+    """The collective that holds up the others: best one that somebody has not entered for no collective."""
+
+    def rank_of(call: Call) -> tuple[int, float]:
+        absent = [
+            state
+            for state in states
+            if (not call.members or state.rank in call.members)
+            and state.number(call.group) < call.number
+        ]
+        free = any(state.waiting is None for state in absent)
+        return (0 if free else 1 if absent else 2, -call.since_s)
+
+    calls = [state.waiting for state in waiting if state.waiting is not None]
+    return min(calls, key=rank_of)
+
+
+def _differing(states: Sequence[State], call: Call) -> dict[int, Call]:
+    """The first collective of the group, up to this one, that ranks called differently; by rank."""
+    by_number: dict[int, dict[int, Call]] = defaultdict(dict)
+    for state in states:
+        for other in state.calls:
+            if other.group == call.group and other.number <= call.number:
+                by_number[other.number][state.rank] = other
+    for number in sorted(by_number):
+        calls = by_number[number].values()
+        # What is over with other tensors may have been meant so, as where a metric is thrown away.
+        kinds = {one.kind for one in calls if one.name in _ALIKE and number == call.number}
+        if len({one.name for one in calls}) > 1 or len(kinds) > 1:
+            return by_number[number]
+    return {}
+
+
+def _render_differing(states: Sequence[State], calls: dict[int, Call]) -> Hang:
+    number = next(iter(calls.values())).number
+    at = {state.rank: state for state in states}
+    groups: dict[str, list[State]] = defaultdict(list)
+    for rank, call in sorted(calls.items()):
+        state = at[rank]
+        text = f"{_name(call, state)}{_at(state)}" if not call.over else _name(call, state)
+        groups[text].append(state)
+    by_size = sorted(groups.items(), key=lambda item: -len(item[1]))
+    lines: list[str] = []
+    for text, members in by_size:
+        inside = all(not calls[state.rank].over for state in members)
+        verb = ("waits in" if len(members) == 1 else "wait in") if inside else "called"
+        since = f" since {_seconds(members[0].idle_s)}" if not lines else ""
+        after = (
+            "" if inside or members[0].waiting is None else f", now in {_waits_text(members[0])}"
+        )
+        lines.append(_verb(members, f"{verb} {text}{since}{after}"))
+    names = {call.name for call in calls.values()}
+    if len(names) > 1:
+        why = f"the ranks called different collectives as number {number} of this group."
+    else:
+        why = "the ranks called the same collective with different tensors."
+    minority = by_size[-1][1]
+    return _hang(True, minority, lines, why, _SAME_ORDER, (number, *sorted(names)))
+
+
+def _judge_others(states: Sequence[State], world_size: int) -> Hang | None:
+    """Nobody is in a collective that the flight recorder knows."""
+    alive = [state for state in states if state.returncode is None]
+    loading = [state for state in alive if state.where.loader]
+    stuck = [state for state in alive if state.where.waits and not state.busy]
+    if not alive or (world_size == 1 and not loading and alive[0].state not in "TD"):
+        return None
+    if not stuck and any(state.busy for state in alive):
+        return None
+    rest = [state for state in alive if state not in stuck]
+    lines = _grouped(
+        stuck,
+        lambda state: f"in {_waits_for(state)}{_at(state)} since {_seconds(state.idle_s)}",
+        "waits",
+        "wait",
+    )
+    if rest and not stuck:
+        lines.append(f"no rank makes progress since {_seconds(min(s.idle_s for s in rest))}")
+    ended = [state for state in states if state.returncode is not None]
+    lines += _grouped([*rest, *ended], _doing, ":", ":")
+    if rest:
+        why, fix = _cause(rest, stuck)
+    elif ended:
+        why, fix = _cause(ended, stuck)
+    elif all(state.where.waits == stuck[0].where.waits for state in stuck):
+        why = f"all ranks are in {stuck[0].where.waits}, and none gets an answer."
+        fix = "see that they mean the same peers, and reach each other."
+    else:
+        why, fix = "the ranks wait for each other in different calls.", _SAME_ORDER
+    if not rest and world_size > len(states):
+        why = "all ranks of this node wait; a rank on another node may not have come."
+    alarm = not any(state.busy for state in rest)
+    culprits = rest or ended or stuck
+    return _hang(alarm, culprits, lines, why, fix, ("others", *map(_place, alive)))
+
+
+def _waiters(stuck: Sequence[State], call: Call) -> list[str]:
+    lines = []
+    for text, members in _by(stuck, lambda s: f"{_name(s.waiting or call, s)}{_at(s)}").items():
+        seconds = min((s.waiting or call).since_s for s in members)
+        verb = "waits" if len(members) == 1 else "wait"
+        step = f", in step {members[0].step}" if members[0].step else ""
+        lines.append(_verb(members, f"{verb} in {text} since {_seconds(seconds)}{step}"))
+    return lines
+
+
+def _waits_text(state: State) -> str:
+    assert state.waiting is not None
+    return f"{_name(state.waiting, state)}{_at(state)}"
+
+
+def _waits_for(state: State) -> str:
+    return state.where.waits + (f" with rank {state.peer}" if state.peer is not None else "")
+
+
+def _name(call: Call, state: State) -> str:
+    notes = [call.kind] if call.kind else []
+    if state.where.gradients and not call.over:
+        notes.insert(0, "gradients")
+    if call.members and len(call.members) > 1 and call.group not in ("", "0"):
+        notes.append(f"group of {name_ranks(call.members)}")
+    return f"{call.name} #{call.number}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _is_at(call: Call | None, other: Call) -> bool:
+    return call is not None and (call.group, call.number) == (other.group, other.number)
+
+
+def _place(state: State) -> str:
+    return "{}:{}".format(*state.where.script[0][:2]) if state.where.script else ""
+
+
+def _at(state: State) -> str:
+    return f" at {_place(state)}" if state.where.script else ""
+
+
+def _doing(state: State) -> str:
+    """What a rank is at that the others wait for."""
+    if state.returncode is not None:
+        return f"ended with exit code {state.returncode}"
+    if state.state == "T":
+        return f"stopped (state T){_at(state)}"
+    if state.state == "D" and not state.busy:
+        kernel = f", {state.kernel}" if state.kernel else ""
+        return f"waiting for a device in the kernel (state D{kernel}){_at(state)}"
+    if state.state == "Z":
+        return "dead, with threads that have not ended (state Z)"
+    if state.waiting is not None:
+        return f"in {_waits_text(state)}"
+    function = state.where.script[0][2] if state.where.script else ""
+    text = f"{function}(){_at(state)}" if function.isidentifier() else _at(state).strip()
+    text = text or ("not in the script" if state.answered else "it does not say where")
+    called = _waits_for(state) if state.where.waits else state.call
+    text += f", in {called}" if called else ""
+    if state.where.loader:
+        text += f", waiting for a loader's worker{_helpers(state)}"
+    if state.held:
+        text += ", holding the interpreter's lock"
+    return text + (", at work" if state.busy else "")
+
+
+def _helpers(state: State) -> str:
+    return f": {'; '.join(state.helpers[:2])}" if state.helpers else ", of which none is left"
+
+
+def _cause(absent: Sequence[State], stuck: Sequence[State]) -> tuple[str, str]:
+    """Why these ranks have not come, and what to do."""
+    first = next((state for state in absent if not state.busy), absent[0])
+    if first.returncode is not None:
+        return "it came to its end while the others go on.", "let all ranks do as many steps."
+    if all(state.busy for state in absent):
+        if first.held:
+            why = "it computes in native code that lets no other thread of Python run."
+        else:
+            why = "it is at work: evaluating, compiling, saving or loading; or in an endless loop."
+        return why, "nothing, if it may take so long; else look there."
+    if first.state == "T":
+        return (
+            "its process was stopped: by SIGSTOP, a debugger or a shell's job control.",
+            f"`kill -CONT {first.pid}` lets it go on.",
+        )
+    if first.state == "D":
+        return "a disk or a network file system does not answer.", "look at what it reads from."
+    if first.state == "Z":
+        return "its main thread has ended and another has not.", "join the script's threads."
+    if first.where.loader:
+        return (
+            "its loader has no batch: a worker is dead or stuck.",
+            "look at the dataset's code there; DataLoader(timeout=...) makes it an error.",
+        )
+    if first.where.lock:
+        return "it waits for a lock, a queue or a process that nobody serves.", "look there."
+    if first.where.waits:
+        return "the ranks wait for each other in different calls.", _SAME_ORDER
+    return _branch(first, stuck)
+
+
+def _branch(absent: State, stuck: Sequence[State]) -> tuple[str, str]:
+    """Where the ranks' ways through the script part."""
+    fix = "do on every rank what stands there, or communicate in it on none."
+    if not stuck:
+        return "nothing there moves.", "look there."
+    pairs = zip(reversed(absent.where.script), reversed(stuck[0].where.script), strict=False)
+    for (file, line, function), (other_file, other_line, other) in pairs:
+        if (file, function) != (other_file, other):
+            break
+        if line != other_line:
+            return (
+                f"the ranks took different ways, as under `if rank == 0:`: "
+                f"one to {file}:{line}, the others to {file}:{other_line}.",
+                fix,
+            )
+    return "it is held up there, and the others went on.", "look there."
+
+
+def _grouped(
+    states: Sequence[State], text_of: Callable[[State], str], one: str, many: str
+) -> list[str]:
+    lines = []
+    for text, members in _by(states, text_of).items():
+        verb = one if len(members) == 1 else many
+        lines.append(_verb(members, f"{verb} {text}".strip()))
+    return lines
+
+
+def _verb(members: Sequence[State], text: str) -> str:
+    who = name_ranks([state.rank for state in members])
+    if len(members) == 1:
+        who += f" (host {members[0].host}, pid {members[0].pid})"
+    return f"{who}{'' if text.startswith(':') else ' '}{text}"
+
+
+def _by(states: Iterable[State], text_of: Callable[[State], str]) -> dict[str, list[State]]:
+    groups: dict[str, list[State]] = {}
+    for state in states:
+        groups.setdefault(text_of(state), []).append(state)
+    return groups
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s"
+
+
+def _hang(
+    alarm: bool,
+    culprits: Sequence[State],
+    lines: list[str],
+    why: str,
+    fix: str,
+    key: tuple[object, ...],
+) -> Hang:
+    word = "hang: " if alarm else "waiting: "
+    left = _LINES - bool(why) - bool(fix)
+    if len(lines) > left:
+        lines = [*lines[: left - 1], f"... and {len(lines) - left + 1} more"]
+    text = [word + lines[0], *(" " * len(word) + line for line in lines[1:])]
+    text += [f"why:  {why}"] if why else []
+    text += [f"fix:  {fix}"] if fix else []
+    return Hang(
+        alarm=alarm,
+        culprits=tuple(state.rank for state in culprits),
+        text="\n".join(text) + "\n",
+        key=(alarm, *key),
+    )

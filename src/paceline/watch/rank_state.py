@@ -1,0 +1,233 @@
+"""What a hang is judged by: where each rank is, and which collectives it entered. Facts, and their readers.
+
+Reads entries of torch's flight recorder, of any backend, and the stacks of probe.py and of faulthandler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.watch import processes
+from paceline.watch.probe import is_script
+
+HELD_S = 1.2  # a beat this old means that no thread of Python runs
+_DTYPES = {"Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Bool": "bool"}
+_DTYPES |= {"Int": "i32", "Long": "i64", "Short": "i16", "Char": "i8", "Byte": "u8"}
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_LOADERS = ("torch/utils/data/dataloader.py", "paceline/data/workers.py")
+_LOCKS = (
+    *(
+        "/threading.py",
+        "/queue.py",
+        "/selectors.py",
+        "/subprocess.py",
+        "concurrent/futures/_base.py",
+    ),
+    *(f"multiprocessing/{name}.py" for name in ("queues", "synchronize", "connection")),
+)
+
+Frame = tuple[str, int, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A collective that a rank has entered.
+
+    Args:
+        number: Counts the collectives of the group, from 1.
+        group: Its name; "0" is the whole world with Gloo.
+        members: Ranks of the group; empty where it is not known.
+        kind: Type and shape of what it was called with, such as `f32[3,4]`.
+    """
+
+    name: str
+    number: int
+    group: str = "0"
+    members: tuple[int, ...] = ()
+    kind: str = ""
+    since_s: float = 0.0
+    over: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """A stack, read.
+
+    Args:
+        script: The frames of the script, innermost first.
+        waits: The function of torch.distributed that the script called, if it is in one.
+        gradients: Whether it is in a backward.
+        loader: Whether it waits for the workers of a loader.
+        lock: Whether it waits for a lock, a queue or a process.
+    """
+
+    script: tuple[Frame, ...] = ()
+    waits: str = ""
+    gradients: bool = False
+    loader: bool = False
+    lock: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """One rank, as far as it is known.
+
+    Args:
+        state: Of its process, as /proc has it; empty if there is none.
+        returncode: None while it runs.
+        busy: Whether it uses the CPU, reads or writes, or is elsewhere each time.
+        idle_s: For how long no collective was entered or over.
+        entering: Whether it is in some collective, where it did not tell in which.
+        answered: Whether it told where it is; else `where` is where it was last seen.
+        step: The training step that it is in; 0 where that is not known.
+        held: Whether the interpreter's lock is held, so that it could not answer.
+        call: What its innermost line of the script calls.
+        peer: The rank that it sends to or receives from.
+        calls: Collectives, oldest first: the latest, and all that are not over.
+        entered: The number of the latest collective by group, where `calls` has not all.
+        helpers: Its child processes that may be a loader's: a few words for each.
+        kernel: What it waits for in the kernel.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    state: str = "S"
+    returncode: int | None = None
+    busy: bool = False
+    idle_s: float = 0.0
+    held: bool = False
+    entering: bool = False
+    answered: bool = True
+    step: int = 0
+    where: Where = Where()
+    call: str = ""
+    peer: int | None = None
+    calls: tuple[Call, ...] = ()
+    entered: Mapping[str, int] = field(default_factory=dict)
+    helpers: tuple[str, ...] = ()
+    kernel: str = ""
+
+    def number(self, group: str) -> int:
+        """The latest collective of the group that it entered; 0 if none."""
+        numbers = [call.number for call in self.calls if call.group == group]
+        return max([*numbers, self.entered.get(group, 0)])
+
+    @property
+    def waiting(self) -> Call | None:
+        """The oldest collective that is not over."""
+        return next((call for call in self.calls if not call.over), None)
+
+
+def read_calls(
+    entries: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[int]], now: float
+) -> tuple[Call, ...]:
+    """The collectives in entries of the flight recorder; sends and receives are left out.
+
+    Args:
+        groups: The ranks of each group by its name.
+        now: Seconds since the epoch.
+    """
+    return tuple(
+        Call(
+            name=entry["profiling_name"].rpartition(":")[2].strip("_").removesuffix("_base"),
+            number=entry["collective_seq_id"],
+            group=entry["process_group"][0],
+            members=tuple(groups.get(entry["process_group"][0], ())),
+            kind=_kind(entry["input_dtypes"], entry["input_sizes"]),
+            since_s=max(now - entry["time_created_ns"] / 1e9, 0.0),
+            over=bool(entry["retired"]) or entry.get("state") == "completed",
+        )
+        for entry in entries
+        if not entry.get("is_p2p")
+    )
+
+
+def last_call(answer: Mapping[str, Any]) -> str:
+    """The collective that a rank entered last, by its answer; empty where it told none."""
+    try:
+        calls = read_calls(answer.get("entries", ()), answer.get("groups", {}), 0.0)
+        return f"{calls[-1].name} #{calls[-1].number} ({calls[-1].kind})" if calls else ""
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return ""  # its script wrote into our socket
+
+
+def _kind(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> str:
+    if not dtypes:
+        return ""
+    dtype = _DTYPES.get(dtypes[0], dtypes[0])
+    dtype = re.sub(r"^(b?)(float|int|uint)(?=\d)", lambda m: m[1] + m[2][0], dtype)
+    more = f" and {len(sizes) - 1} more" if len(sizes) > 1 else ""
+    return f"{dtype}[{','.join(map(str, sizes[0]))}]{more}"
+
+
+def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> Where:
+    """Read frames, innermost first; files under `cwd` become relative."""
+    inner: list[str] = []
+    waits = ""
+    for file, _, function in stack:
+        if is_script(file):
+            break
+        inner.append(file)
+        if "torch/distributed/" in file and function not in ("wrapper", "<module>"):
+            waits = function
+    script = tuple(
+        (file.removeprefix(cwd.rstrip("/") + "/"), line, function)
+        for file, line, function in stack
+        if is_script(file)
+    )
+    return Where(
+        script=script,
+        waits=waits.strip("_"),
+        gradients=any("torch/autograd/" in file for file in inner),
+        loader=any(file.endswith(_LOADERS) for file in inner),
+        lock=any(file.endswith(_LOCKS) for file in inner),
+    )
+
+
+def read_dump(text: str) -> list[Frame]:
+    """The main thread's frames in what faulthandler wrote, which names it last."""
+    last = text.rpartition("\nThread ")[2] or text
+    return [(m[1], int(m[2]), m[3]) for m in map(_FRAME.fullmatch, last.splitlines()) if m]
+
+
+def read_place(place: str, cwd: str) -> Where:
+    """Where a rank was by its latest beat: `file:line in function`."""
+    found = re.fullmatch(r"(.*):(\d+) in (.*)", place)
+    if found is None:
+        return Where()
+    return read_stack([(found[1], int(found[2]), found[3])], cwd)
+
+
+def read_beat(text: str) -> dict[str, Any]:
+    """The line of a probe; empty if there is none."""
+    try:
+        beat: dict[str, Any] = json.loads(text.partition("\n")[0])
+    except ValueError:
+        return {}  # not begun yet, or just being written
+    return beat
+
+
+def helpers_of(pid: int, cwd: str) -> tuple[str, ...]:
+    """A few words for each child process that may be a loader's worker."""
+    words = []
+    for child in processes.children(pid):
+        found = processes.look(child)
+        text = processes.probed(child)
+        if found is None or not (text or found.name.startswith("pt_data_worker")):
+            continue  # a spawned worker has no probe
+        beat = read_beat(text)
+        where: Where = read_place(beat.get("place", ""), cwd)
+        if time.monotonic() - beat.get("time", 0.0) > HELD_S and (dump := read_dump(text)):
+            where = read_stack(dump, cwd)
+        state = {"T": "stopped", "D": "in a disk wait", "Z": "dead"}.get(found.state, "")
+        place = "{2}() at {0}:{1}".format(*where.script[0]) if where.script else "idle"
+        words.append(
+            (not where.script, f"pid {child} {state or ('in ' if where.script else 'is ') + place}")
+        )
+    return tuple(text for _, text in sorted(words))
