@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ import torch.distributed as dist
 
 import paceline
 from paceline.job import collectives
-from paceline.errors import CollectiveTimeout, ConfigError, LaunchFailed, PeerFailed, RankDisagreement
+from paceline.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    LaunchFailed,
+    PeerFailed,
+    RankDisagreement,
+)
 from paceline.job.devices import choose_backend, choose_device
 from paceline.testing import Fault, inject, run_failing_ranks, run_ranks
 
@@ -193,6 +200,32 @@ def test_one_process_without_a_launcher_needs_no_group() -> None:
         assert (job.rank, job.world_size, job.launcher) == (0, 1, "none")
         assert job.group is None
         assert not dist.is_initialized()
+
+
+class _Closing:
+    """An object that closes itself when the job ends, as a training does."""
+
+    def __init__(self, job: Any, name: str, closed: list[str]) -> None:
+        self.name, self.closed = name, closed
+        self.forget = job.on_leave(self.close)
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+
+
+def test_an_action_that_was_removed_is_not_called_and_keeps_nothing_alive() -> None:
+    closed: list[str] = []
+    with paceline.join() as job:
+        first, second = _Closing(job, "first", closed), _Closing(job, "second", closed)
+        gone = weakref.ref(second)
+        second.forget()
+        second.forget()
+        del second
+        assert gone() is None
+        third = _Closing(job, "third", closed)
+    assert closed == ["third", "first"]
+    first.forget()  # after the job has ended
+    third.forget()
 
 
 @pytest.mark.parametrize("nproc", [0, -1, True, 1.5])

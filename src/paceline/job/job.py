@@ -7,6 +7,8 @@ path nothing waits for peers: the failure is marked, connections are closed, and
 from __future__ import annotations
 
 import atexit
+import functools
+import itertools
 import os
 import random
 import weakref
@@ -74,7 +76,8 @@ class Job:
         self.failed = False
         self.preempted: Preempted | None = None
         self.left_loop: tuple[int, bool] | None = None  # the step, and whether it was updated
-        self._on_leave: list[Callable[[], None]] = []
+        self._leave_actions: dict[int, Callable[[], None]] = {}
+        self._action_numbers = itertools.count()
         self._variables: list[str] = []
         self._handler = log.show(self.rank, self.world_size)
 
@@ -83,12 +86,18 @@ class Job:
         """The ranks that samples are split over. Collective: none."""
         return DataAxis(self.rank, self.world_size, self.group, self.control)
 
-    def on_leave(self, action: Callable[[], None]) -> None:
-        """Have `action` called when this rank leaves the job, last registered first, also on errors.
+    def on_leave(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Call `action` when this rank leaves the job, also after an error. The last one runs first.
+
+        Returns:
+            A function that removes the action. The job keeps the action, and all that it refers to, until
+            it is removed or the job ends. Removing it twice does nothing.
 
         Collective: none.
         """
-        self._on_leave.append(action)
+        number = next(self._action_numbers)
+        self._leave_actions[number] = action
+        return functools.partial(_remove, self._leave_actions, number)
 
     def set_variable(self, name: str, value: str) -> None:
         """Set an environment variable until the job is left, unless the user has set it.
@@ -232,8 +241,8 @@ class Job:
             )
 
     def _run_leave_actions(self) -> None:
-        while self._on_leave:
-            self._on_leave.pop()()
+        while self._leave_actions:
+            self._leave_actions.popitem()[1]()
 
     def _close(self) -> None:
         global _current
@@ -300,6 +309,10 @@ def join(
         raise
     _current = weakref.ref(job)
     return job
+
+
+def _remove(actions: dict[int, Callable[[], None]], number: int) -> None:
+    actions.pop(number, None)
 
 
 def current() -> Job | None:
