@@ -43,6 +43,61 @@ def test_the_original_error_comes_first(tmp_path: Path) -> None:
     assert (tmp_path / "log1.txt").read_text() == "last words"
 
 
+# What Hydra does, and many scripts: the error is caught and printed, and the exit code says the rest.
+CAUGHT = """
+import os, sys, traceback
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+try:
+    float("an error that was handled long before")
+except ValueError:
+    pass
+def work(rank):
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        raise ValueError("bad sample 17")
+    dist.all_reduce(torch.ones(1000))
+try:
+    work(dist.get_rank())
+except Exception:
+    traceback.print_exc()
+    sys.exit(3)
+"""
+
+
+def test_an_error_that_the_script_caught_before_sys_exit_is_named(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=3", CAUGHT, tmp_path)
+    assert done.code == 3
+    script = tmp_path / "train.py"
+    said = "paceline: rank 1 of 3 failed: ValueError: bad sample 17"
+    assert said in done.err
+    where, why = done.err.partition(said)[2].splitlines()[1:3]
+    assert where.startswith("  where: rank 1, host ")
+    assert where.endswith(f", exit code 3, {script}:13 in work")
+    assert why == (
+        f"  why:   the script caught the error and called sys.exit() at {script}:19 in <module>."
+    )
+    assert "ranks 0,2 only followed" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("try: 1 / 0\nexcept ZeroDivisionError: sys.exit(0)", 0, ""),
+        ("try: 1 / 0\nexcept ZeroDivisionError: pass\nsys.exit(5)", 5, "exit code 5"),
+        ("try: 1 / 0\nexcept ZeroDivisionError: raise SystemExit(5) from None", 5, "exit code 5"),
+    ],
+)
+def test_a_handled_error_is_not_the_cause_of_every_exit(
+    tmp_path: Path, text: str, code: int, said: str
+) -> None:
+    done = run("", f"import sys\n{text}", tmp_path, PACELINE_PRELOAD="0")
+    assert done.code == code
+    assert "ZeroDivisionError" not in done.err
+    assert said in done.err
+
+
 def test_equal_errors_of_all_ranks_are_one(tmp_path: Path) -> None:
     done = run("--nproc-per-node=2", "raise KeyError('x')", tmp_path, PACELINE_PRELOAD="0")
     # A rank that is slower than the window for failures is stopped and counts as neither.

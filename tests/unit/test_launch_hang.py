@@ -64,10 +64,20 @@ def test_the_rank_that_never_came() -> None:
     assert found.text.splitlines() == [
         "hang: ranks 0,2-3 wait in all_reduce #4107 (f32[1048576]) at train.py:57 since 12 s",
         "      rank 1 (host b, pid 811) has not entered it: evaluate() at train.py:31, in time.sleep",
-        "why:  the ranks took different ways, as under `if rank == 0:`: one to train.py:88, the others "
-        "to train.py:90.",
-        "fix:  do on every rank what stands there, or communicate in it on none.",
+        "why:  rank 1 is at train.py:88 while the others are at train.py:90: either the call there "
+        "does not return, or only rank 1 makes it, as under `if rank == 0:`.",
+        "fix:  if it does not return, find what it waits for; if only rank 1 makes it, call the "
+        "same collectives on all ranks, whatever the branch.",
     ]
+
+
+def test_a_call_that_does_not_return_is_not_called_a_branch() -> None:
+    # All ranks take the lock in line 30; rank 1 does not get it, and the others are in line 31.
+    stuck = Where(script=(("train.py", 30, "step"), ("train.py", 90, "<module>")))
+    found = verdict(*waiting(0, 2, 3), absent(where=stuck, call="fcntl.flock"))
+    assert "the ranks took different ways" not in found.text
+    assert "either the call there does not return" in found.text
+    assert "find what it waits for" in found.text
 
 
 LOADER = Where(script=TRAIN, loader=True)
@@ -79,7 +89,7 @@ CAUSES = [
         "interpreter's lock, at work",
         "native code that lets no",
     ),
-    ({"held": True}, True, "holding the interpreter's lock", "different ways"),
+    ({"held": True}, True, "holding the interpreter's lock", "does not return"),
     ({"state": "T"}, True, "stopped (state T) at train.py:31", "`kill -CONT 811` lets it go on."),
     (
         {"state": "D", "kernel": "nfs_wait"},

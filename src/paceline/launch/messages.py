@@ -147,6 +147,8 @@ def _why(verdict: Verdict, shape: Shape, known: Found | None) -> str:
             "it failed where ranks wait for each other, and no rank failed elsewhere: the error "
             "above is the cause, or the connection between ranks broke."
         )
+    if fact.error is not None and fact.exit_place is not None:
+        return f"the script caught the error and called sys.exit() at {fact.exit_place}."
     if fact.error is not None or (fact.returncode is not None and fact.returncode < 0):
         return ""
     if fact.exit_place is not None:

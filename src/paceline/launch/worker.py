@@ -187,10 +187,21 @@ def _exit_code(error: SystemExit, launcher: Control) -> int:
         print(code, file=sys.stderr, flush=True)
         code = 1
     if code & 0xFF:
+        if (handled := _handled_by(error)) is not None:
+            launcher.send(_describe(handled) | {"event": "raised", "shown": False})
         launcher.send(
             {"event": "exit", "code": code & 0xFF, "place": _probe.place_of(error.__traceback__)}
         )
     return code & 0xFF
+
+
+def _handled_by(error: SystemExit) -> Exception | None:
+    """The exception that the script was handling when it called sys.exit(), as Hydra does after an error."""
+    handled: BaseException | None = error
+    while isinstance(handled, SystemExit):
+        hidden = None if handled.__suppress_context__ else handled.__context__
+        handled = handled.__cause__ or hidden
+    return handled if isinstance(handled, Exception) else None
 
 
 def _crash(error: BaseException, launcher: Control, hook: Callable[..., Any]) -> NoReturn:

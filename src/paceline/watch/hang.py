@@ -284,19 +284,20 @@ def _cause(absent: Sequence[State], stuck: Sequence[State]) -> tuple[str, str]:
 
 
 def _branch(absent: State, stuck: Sequence[State]) -> tuple[str, str]:
-    """Where the ranks' ways through the script part."""
-    fix = "do on every rank what stands there, or communicate in it on none."
+    """Where the stacks of the ranks part. Stacks alone do not tell a branch from a call that blocks."""
     if not stuck:
         return "nothing there moves.", "look there."
+    who = f"rank {absent.rank}"
     pairs = zip(reversed(absent.where.script), reversed(stuck[0].where.script), strict=False)
     for (file, line, function), (other_file, other_line, other) in pairs:
         if (file, function) != (other_file, other):
             break
         if line != other_line:
             return (
-                f"the ranks took different ways, as under `if rank == 0:`: "
-                f"one to {file}:{line}, the others to {file}:{other_line}.",
-                fix,
+                f"{who} is at {file}:{line} while the others are at {file}:{other_line}: either the "
+                f"call there does not return, or only {who} makes it, as under `if rank == 0:`.",
+                f"if it does not return, find what it waits for; if only {who} makes it, call the "
+                "same collectives on all ranks, whatever the branch.",
             )
     return "it is held up there, and the others went on.", "look there."
 
