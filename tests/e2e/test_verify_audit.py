@@ -35,8 +35,8 @@ RULES = {
     "20": "same device for all ranks",
 }
 # Of each kind of evidence one in the short suite; the others are long.
-QUICK = {"09_weights_clamped_on_one_rank"}
-QUICK_SOUND = {"22_gan_two_optimizers"}
+QUICK = {"05_compiled", "09_weights_clamped_on_one_rank"}
+QUICK_SOUND = {"05_compiled", "22_gan_two_optimizers"}
 QUICK_REFUSED = {"exits_early_on_one_rank"}
 
 

@@ -27,7 +27,7 @@ class Points(Dataset):
 with paceline.join(seed=3) as job:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    model = paceline.ddp(job, net)
+    model = {wrapped}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     batches = paceline.Batches(job, Points(), global_batch=12, micro_batch=4, workers={workers})
     training = paceline.Training(
@@ -47,6 +47,7 @@ with paceline.join(seed=3) as job:
     training.export("weights.pth")
 """
 PLAIN = {
+    "wrapped": "paceline.ddp(job, net)",
     "item": "", "workers": 0, "bound": "epochs=9", "loss": "", "before": "", "after": "", "score": "",
 }  # fmt: skip
 
@@ -72,8 +73,13 @@ def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.timeout(120)
 def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
-    code, facts = verify(tmp_path, "--bitwise", "--nproc", "1,2,3")
+    compiled = "paceline.ddp(job, torch.compile(net))"
+    code, facts = verify(tmp_path, "--bitwise", "--nproc", "1,2,3", wrapped=compiled)
     assert (code, facts["verdict"], facts["unknown"]) == (0, "sound", [])
+    assert (
+        "torch.compile was turned off during verification (first call: train.py:1"
+        in facts["notes"][0]
+    )
     assert facts["compared"] == "20 steps on 1, 2 and 3 processes, to the last bit"
     assert "parameter: 400 compared" in facts["equal"]  # 20 steps, 4 parameters, 2 + 3 ranks
     # Neither resumed from, nor written to, nor exported over what is the user's.
@@ -98,7 +104,12 @@ FAULTS = [
         "2.bias",
         {"before": "if job.rank == 1 and step.number == 4:\n            net[2].bias.data.add_(0.1)"},
     ),
-    ("loss", 1, "", {"loss": "loss = loss * (1 + job.rank)"}),
+    (
+        "loss",
+        1,
+        "",
+        {"loss": "loss = loss * (1 + job.rank)", "wrapped": "torch.compile(paceline.ddp(job, net))"},
+    ),
     ("loss", 1, "", {"item": "import os; x = x + int(os.environ.get('RANK', 0))"}),
     ("evaluation", 20, "error", {"score": "* (1 + job.rank)"}),
 ]  # fmt: skip

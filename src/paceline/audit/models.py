@@ -9,6 +9,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.audit.record import Recorder, digest, place, plain
+from paceline.parallel.ddp import unwrap
 
 _APART = 100
 
@@ -36,7 +37,7 @@ class Models:
         """The model's number, given at its first call."""
         inner = unwrap(root)
         if id(inner) not in self._roots:
-            apart = not trains and not any(model.module is inner for model in self.wrapped)
+            apart = not trains and not any(unwrap(model) is inner for model in self.wrapped)
             alike = sum((number >= _APART) == apart for number, _ in self._roots.values())
             self._roots[id(inner)] = (_APART * apart + alike, inner)
             self._introduce(root, inner)
@@ -56,7 +57,7 @@ class Models:
     def watched(self) -> dict[int, torch.nn.Module]:
         """Models that were called, or wrapped and not called yet."""
         known = [inner for _, inner in self._roots.values()]
-        known += [w.module for w in self.wrapped if id(w.module) not in self._roots]
+        known += [m for m in map(unwrap, self.wrapped) if id(m) not in self._roots]
         return dict(enumerate(known))
 
     def name_of(self, parameter: torch.nn.Parameter) -> str:
@@ -88,7 +89,7 @@ class Models:
     def report_unreduced(self) -> None:
         """Write down trained parameters that no DDP was to reduce when it was built."""
         for model in self.wrapped:
-            for name, parameter in model.module.named_parameters():
+            for name, parameter in unwrap(model).named_parameters():
                 known = id(parameter) in self._reduced or name in self._reported
                 if parameter.requires_grad and not known:
                     self._reported.add(name)
@@ -102,7 +103,7 @@ class Models:
             m=self._roots[id(inner)][0],
             at=place(),
             type=type(inner).__name__,
-            ddp=isinstance(root, DistributedDataParallel),
+            ddp=ddp_of(root) is not None,
             devices=sorted({str(p.device) for p in inner.parameters()}),
             sharded=any(hasattr(p, "to_local") for p in inner.parameters()),
             buffers=[name for name, buffer in inner.named_buffers() if buffer.is_floating_point()],
@@ -118,9 +119,10 @@ class Models:
                 self._added[id(parameter)] = place()
 
 
-def unwrap(root: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DDP, or itself. Collective: none."""
-    return root.module if isinstance(root, DistributedDataParallel) else root
+def ddp_of(root: torch.nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper of a model, also inside `torch.compile`; None for a model without one."""
+    wrapper = next((m for m in root.modules() if isinstance(m, DistributedDataParallel)), None)
+    return wrapper if wrapper is not None and unwrap(wrapper) is unwrap(root) else None
 
 
 def parameter_digests(model: torch.nn.Module) -> dict[str, str]:

@@ -68,7 +68,7 @@ class _Watch:
 
         @functools.wraps(call)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._inside or torch.compiler.is_compiling():
+            if self._inside:
                 return call(*args, **kwargs)
             given = signature.bind_partial(*args, **kwargs).arguments
             first = next(iter(given.values()), None)

@@ -14,11 +14,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.audit import replay
-from paceline.audit.models import Models, buffer_digests, parameter_digests, unwrap
+from paceline.audit.models import Models, buffer_digests, ddp_of, parameter_digests
 from paceline.audit.progress import Progress
 from paceline.audit.record import digest, leaves, place, random_states
 from paceline.audit.watch_changes import Changes
 from paceline.audit.weight import loss_weight
+from paceline.parallel.ddp import unwrap
 
 # Set before each forward of a replayed run and of the run it replays, so that dropout is the same.
 _FORWARD_SEED = 7_000_003
@@ -68,6 +69,7 @@ class _Watch:
     def _begin(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         trains = torch.is_grad_enabled() and module.training
         number = self._models.number(module, trains=trains)
+        wrapper = ddp_of(module)
         of_trained = self._models.is_trained(number)
         if not torch.is_grad_enabled() and self._progress.begins_evaluation(of_trained=of_trained):
             replay.same_weights(self._progress, self._models)
@@ -82,7 +84,7 @@ class _Watch:
             "trains": trains,
             "evaluation": None if torch.is_grad_enabled() else self._progress.evaluation,
             "n": len(tensors[0]) if tensors else None,
-            "sync": getattr(module, "require_backward_grad_sync", None),
+            "sync": None if wrapper is None else wrapper.require_backward_grad_sync,
             "random": random_states(),
         }
         if tensors:
@@ -98,8 +100,7 @@ class _Watch:
             at=self._facts["at"],
             s=self._progress.steps,
             trains=trains,
-            sends_buffers=isinstance(module, DistributedDataParallel)
-            and bool(module.will_sync_module_buffers()),  # type: ignore[no-untyped-call]
+            sends_buffers=wrapper is not None and bool(wrapper.will_sync_module_buffers()),  # type: ignore[no-untyped-call]
         )
 
     def _seeds(self) -> bool:

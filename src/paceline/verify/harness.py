@@ -8,10 +8,12 @@ loading) by wrapping the function that the user's script is about to import.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import random
 import socket
 import sys
+import warnings
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -52,6 +54,7 @@ def install(control: Control) -> None:
     if plan.mode != "ordinary":
         # A script that sets no seed starts these runs alike; one that does is not changed by it.
         random.seed(_SEED)
+    _disable_compilation(recorder)
     progress = Progress(plan, recorder, rank)
     models = Models(recorder)
     changes = Changes(progress, models)
@@ -62,6 +65,23 @@ def install(control: Control) -> None:
     watch_paceline.install(progress)
     os.register_at_fork(before=lambda: _note_fork(recorder))
     _watch_end(recorder, progress, models, control)
+
+
+def _disable_compilation(recorder: Recorder) -> None:
+    """Have `torch.compile` run its functions eagerly: a graph cannot contain the watchers' hooks."""
+    compile_ = torch.compile
+
+    @functools.wraps(compile_)
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        recorder.write("compile", at=place())
+        torch.compiler.set_stance("force_eager")
+        return compile_(*args, **kwargs)
+
+    torch.compile = eager
+    # torch warns of module hooks under torch.compile at each call; a script may turn that into an error.
+    warnings.filterwarnings(
+        "ignore", message=r"Using `torch.compile\(module\)` when there are global"
+    )
 
 
 def _note_fork(recorder: Recorder) -> None:

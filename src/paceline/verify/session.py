@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,27 @@ def verify(options: Options, say: Callable[[str], None]) -> Verdict:
         refusals.refuse_early_exit(solo)
         refusals.refuse(solo)
         if solo.ranks[0].of("training"):
-            return _compare(options, solo, run, folder)
-        audits = [
-            audit(solo, count, run, folder, options.steps) for count in options.counts if count > 1
-        ]
-        return _of_audits(options, audits)
+            verdict = _compare(options, solo, run, folder)
+        else:
+            counts = [count for count in options.counts if count > 1]
+            audits = [audit(solo, count, run, folder, options.steps) for count in counts]
+            verdict = _of_audits(options, audits)
+        return _with_notes(verdict, solo)
+
+
+def _with_notes(verdict: Verdict, solo: Run) -> Verdict:
+    """Add what was changed in the script's behaviour, before the last line of the report."""
+    compiled = solo.ranks[0].first("compile")
+    if compiled is None:
+        return verdict
+    note = (
+        f"torch.compile was turned off during verification (first call: {compiled['at']}); the "
+        "compiled code itself is not verified."
+    )
+    *words, last = verdict.words
+    return replace(
+        verdict, words=[*words, f"note: {note}", last], facts=verdict.facts | {"notes": [note]}
+    )
 
 
 def _compare(options: Options, solo: Run, run: Callable[[RunPlan], Run], folder: Path) -> Verdict:

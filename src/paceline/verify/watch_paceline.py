@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from paceline.audit.models import unwrap
 from paceline.audit.progress import Progress
 from paceline.audit.record import digest, place, plain
 from paceline.checkpoint import manager
 from paceline.data.maploader import LocalLoader, WorkerLoader
 from paceline.data.streams import StreamLoader
+from paceline.parallel.ddp import unwrap
 from paceline.training import evaluation, trainer
 from paceline.training.training import Training
 
