@@ -32,6 +32,7 @@ left out:
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -148,6 +149,25 @@ class PeerFailed(PacelineError, RuntimeError):
 
 class CollectiveTimeout(PacelineError, RuntimeError):
     """A rank did not arrive in time (`missing`: ranks, `waited_s`)."""
+
+
+def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
+    """Format ranks as "rank 3" or "ranks 0, 2-5 and 7"; as "all ranks" if all of `world_size` are named."""
+    numbers = sorted(ranks)
+    if len(numbers) == world_size:
+        return "all ranks"
+    runs: list[list[int]] = []
+    for rank in numbers:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    if len(numbers) == 1:
+        return f"rank {parts[0]}"
+    return f"ranks {' and '.join(filter(None, [', '.join(parts[:-1]), *parts[-1:]]))}"
 
 
 def place(rank: int, world_size: int, *, step: int | None = None, detail: str = "") -> str:

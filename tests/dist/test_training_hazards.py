@@ -154,7 +154,7 @@ def _loss_alone(job: Any) -> None:
 def test_asking_for_the_loss_on_one_rank_is_named() -> None:
     outcomes = run_failing_ranks(_loss_alone, nproc=3)
     assert isinstance(outcomes[0].error, StepError)
-    assert "ranks 1, 2 did not ask for the loss of step 2" in str(outcomes[0].error)
+    assert "ranks 1 and 2 did not ask for the loss of step 2" in str(outcomes[0].error)
     assert all(isinstance(o.error, PeerFailed) for o in outcomes[1:])
 
 

@@ -126,7 +126,7 @@ KINDS: dict[str, Kind] = {
     ),
     "takes groups in another order": Kind(
         _ORDER,
-        ("in all_reduce #1 (f32[2], group of ranks 0-", "at train.py:{WAITS}", "orders"),
+        ("in all_reduce #1 (f32[2], group of ranks 0", "at train.py:{WAITS}", "orders"),
     ),
     "is at its end": Kind(
         "if rank == 1:\n    threading.Thread(target=time.sleep, args=(600,)).start()\nelse:\n    step()\n",

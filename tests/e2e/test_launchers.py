@@ -33,7 +33,8 @@ for _ in range(2):  # who joined, left and joins again meets the others again
         if job.group is not None:
             dist.all_reduce(total, group=job.group)
         ranks = list(paceline.gather(job, f"{job.rank}{os.environ.get('JOB', '')}"))
-        notices = os.listdir(tempfile.gettempdir() + f"/paceline-{os.getuid()}") if job.peers else []
+        folder = f"{tempfile.gettempdir()}/paceline-{os.getuid()}/rendezvous"
+        notices = os.listdir(folder) if job.peers else []
 line = f"{job.launcher} {job.rank}/{job.world_size} sum {total.item():g} {' '.join(ranks)} {notices}"
 os.write(1, (line + chr(10)).encode())
 """
@@ -123,7 +124,7 @@ def lines(done: Finished, launcher: str) -> list[str]:
 
 
 def notices(tmp_path: Path) -> list[str]:
-    return [path.name for path in (tmp_path / "tmp").glob("paceline-*/*")]
+    return [path.name for path in (tmp_path / "tmp").glob("paceline-*/rendezvous/*")]
 
 
 @pytest.mark.slow

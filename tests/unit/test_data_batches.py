@@ -26,7 +26,7 @@ from paceline.data.plan import Permutation, Position
 from paceline.errors import ConfigError, DataError, SampleError, StepError
 from paceline.job import rng
 from paceline.job.job import Job
-from paceline.machine.cores import usable_cores
+from paceline.machine import usable_cores
 
 
 @pytest.fixture

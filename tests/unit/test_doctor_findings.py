@@ -16,7 +16,7 @@ from paceline.doctor.findings import Finding, Need, judge
 from paceline.doctor.links import Listener, address_towards, measure, rounds
 from paceline.doctor.variables import interface_fits
 from paceline.job.environment import Place
-from paceline.machine.cores import group_folders
+from paceline.machine import cgroup_folders
 
 GIB = 1 << 30
 KEY = "k" * 64
@@ -119,9 +119,9 @@ CHANGES = [
     ),
     (
         "ranks.0.port_owner",
-        "pid 812 (python old.py), which began 3 h ago",
+        "pid 812 (python old.py), started 3 h ago",
         "warn",
-        "port 29500, torch's usual one, is held on a by pid 812 (python old.py), which began 3 h ago.",
+        "port 29500, torch's usual one, is held on a by pid 812 (python old.py), started 3 h ago.",
     ),
     (
         "ranks.0.ephemeral_ports",
@@ -361,7 +361,7 @@ def test_the_address_towards_another_host() -> None:
 def test_groups_of_both_kinds_of_cgroups_are_found(tmp_path: Path) -> None:
     member = tmp_path / "cgroup"
     member.write_text("5:memory:/job\n0::/user\n")
-    folders = group_folders("memory", member, tmp_path)
+    folders = cgroup_folders("memory", member, tmp_path)
     assert tmp_path / "memory" / "job" in folders
     assert tmp_path / "user" in folders
     assert tmp_path / "unified" / "user" in folders

@@ -13,7 +13,7 @@ import pytest
 from paceline.cli import explain
 from paceline.explain import reading
 from paceline.explain.reading import KINDS, causes, read, recognise
-from paceline.machine.host import format_bytes, owner_of_port
+from paceline.machine import format_bytes, owner_of_port
 
 MESSAGES = [
     tuple(line.split(" | ", 2))
@@ -130,7 +130,7 @@ def test_the_owner_of_a_port_is_named() -> None:
         owner = owner_of_port(port)
     assert owner is not None
     assert owner.startswith(f"pid {os.getpid()} (")
-    assert "which began" in owner
+    assert "started" in owner
     assert owner_of_port(port) is None
 
 

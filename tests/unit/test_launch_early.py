@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.launch.options import parser, read
 from paceline.launch.prescan import Early, ScriptError, check_script, scan
-from paceline.machine.cores import cgroup_quota, usable_cores
+from paceline.machine import cgroup_quota, usable_cores
 
 
 @pytest.mark.parametrize(

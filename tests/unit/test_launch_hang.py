@@ -62,7 +62,7 @@ def test_the_rank_that_never_came() -> None:
     assert found.alarm
     assert found.culprits == (1,)
     assert found.text.splitlines() == [
-        "hang: ranks 0,2-3 wait in all_reduce #4107 (f32[1048576]) at train.py:57 since 12 s",
+        "hang: ranks 0, 2 and 3 wait in all_reduce #4107 (f32[1048576]) at train.py:57 since 12 s",
         "      rank 1 (host b, pid 811) has not entered it: evaluate() at train.py:31, in time.sleep",
         "why:  rank 1 is at train.py:88 while the others are at train.py:90: either the call there "
         "does not return, or only rank 1 makes it, as under `if rank == 0:`.",
@@ -151,7 +151,7 @@ def test_another_collective() -> None:
     assert found.alarm
     assert found.culprits == (1,)
     assert found.text.splitlines() == [
-        "hang: ranks 0,2-3 wait in all_reduce #4107 (f32[5]) at train.py:57 since 12 s",
+        "hang: ranks 0, 2 and 3 wait in all_reduce #4107 (f32[5]) at train.py:57 since 12 s",
         "      rank 1 (host b, pid 811) waits in barrier #4107 at train.py:57",
         "why:  the ranks called different collectives as number 4107 of this group.",
         "fix:  call the same collectives, with the same tensors, in the same order on all ranks.",
@@ -183,7 +183,7 @@ def test_two_groups_in_another_order(busy: bool) -> None:
     there = rank(1, call(1, group="2", members=(0, 1)), busy=busy)
     found = verdict(here, there, world=2)
     assert found.alarm
-    assert "waits in all_reduce #1 (f32[1048576], group of ranks 0-1) at" in found.text
+    assert "waits in all_reduce #1 (f32[1048576], group of ranks 0 and 1) at" in found.text
     assert "two groups were entered in different orders" in found.text
 
 
@@ -200,7 +200,7 @@ def test_the_first_of_a_chain_is_named() -> None:
 def test_ranks_of_other_nodes_make_a_notice() -> None:
     found = verdict(*waiting(0, 1), world=4)
     assert not found.alarm
-    assert "ranks 2-3: on other nodes, whose launchers have not answered" in found.text
+    assert "ranks 2 and 3: on other nodes, whose launchers have not answered" in found.text
     assert verdict(*waiting(0), absent()).alarm  # but one of this node has not come either
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.launch.bundle import settings
 from paceline.launch.messages import Shape, render_failure
-from paceline.machine.memory import Memory, read
+from paceline.machine import Memory, read_memory
 from paceline.watch.crash import Error, Fact, judge
 
 
@@ -25,7 +25,7 @@ def test_counters_of_version_1(tmp_path: Path) -> None:
     write(group, memory__limit_in_bytes="9223372036854771712\n")
     write(group, memory__max_usage_in_bytes="1073741824\n")
     write(group.parent, memory__limit_in_bytes="2147483648\n", memory__oom_control="oom_kill 9\n")
-    found = read(tmp_path / "cgroup", tmp_path)
+    found = read_memory(tmp_path / "cgroup", tmp_path)
     assert (found.kills, found.limit_bytes, found.peak_bytes) == (3, 2 << 30, 1 << 30)
 
 
@@ -33,12 +33,12 @@ def test_counters_of_version_2(tmp_path: Path) -> None:
     (tmp_path / "cgroup").write_text("0::/job\n")
     write(tmp_path / "job", memory__events="low 0\noom 4\noom_kill 2\n", memory__max="max\n")
     write(tmp_path / "job", memory__peak="524288000\n")
-    found = read(tmp_path / "cgroup", tmp_path)
+    found = read_memory(tmp_path / "cgroup", tmp_path)
     assert (found.kills, found.limit_bytes, found.peak_bytes) == (2, None, 524288000)
 
 
 def test_a_machine_without_counters(tmp_path: Path) -> None:
-    assert read(tmp_path / "none", tmp_path).kills is None
+    assert read_memory(tmp_path / "none", tmp_path).kills is None
 
 
 BEFORE = Memory(kills=0, host_kills=5)

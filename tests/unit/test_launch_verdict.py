@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from paceline.launch.messages import Shape, render_failure, render_restart
-from paceline.watch.crash import Error, Fact, judge, name_ranks, ranges
+from paceline.watch.crash import Error, Fact, judge
 from paceline.watch.rank_state import last_call
 
 SHAPE = Shape(world_size=4, restarts=0, max_restarts=3)
@@ -104,7 +104,7 @@ def test_a_rank_that_ended_with_0_is_the_cause_of_those_that_lost_it() -> None:
         "  where: rank 1, host h, pid 1",
         "  why:   it came to its end, or called sys.exit(0) or os._exit(0), before the others were done.",
         "  fix:   let all ranks do as many steps and end together.",
-        "  ranks 0,2 only followed: they lost their peer.",
+        "  ranks 0 and 2 only followed: they lost their peer.",
     ]
     assert "or the cause is on another host" in render_failure(verdict, NODES)
     assert render_restart(verdict, SHAPE) == (
@@ -161,7 +161,7 @@ def test_the_report_has_the_traceback_first_and_once() -> None:
         "[1] ValueError: bad",
         "paceline: rank 1 of 4 failed: ValueError: bad",
         "  where: rank 1, host h, pid 1, exit code 1, train.py:7 in main",
-        "  ranks 0,3 only followed: they lost their peer.",
+        "  ranks 0 and 3 only followed: they lost their peer.",
         "  rank 2 failed later: KeyError: 'x'.",
     ]
 
@@ -222,12 +222,6 @@ def test_a_restart_is_one_line() -> None:
     )
 
 
-def test_ranges() -> None:
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
-    assert name_ranks([4]) == "rank 4"
-    assert name_ranks([0, 2]) == "ranks 0,2"
-
-
 def test_what_ranks_called_last_is_said_where_native_code_gave_up() -> None:
     said = "what(): op.preamble.length <= op.nbytes. 44 vs 12."
     facts = [
@@ -246,7 +240,8 @@ def test_what_ranks_called_last_is_said_where_native_code_gave_up() -> None:
     assert lines[0] == "paceline: rank 0 of 4 failed: killed by SIGABRT"
     assert lines[2].startswith("  why:   collectives pair by order alone")
     assert (
-        "  called last: rank 1 all_reduce #4 (f32[9]); ranks 2-3 all_reduce #4 (f32[7])." in lines
+        "  called last: rank 1 all_reduce #4 (f32[9]); ranks 2 and 3 all_reduce #4 (f32[7])."
+        in lines
     )
 
 

@@ -15,8 +15,9 @@ from paceline.audit.evidence import RankLog, Run
 from paceline.audit.plan import RunPlan
 from paceline.audit.record import digest, exact_parts
 from paceline.audit.rules import RULES, flow, state
-from paceline.audit.rules.judgement import Case, Fault, Sound, Unknown, outliers, say_ranks
+from paceline.audit.rules.judgement import Case, Fault, Sound, Unknown, outliers
 from paceline.audit.weight import loss_weight
+from paceline.errors import name_ranks
 
 
 def run(mode: Any, *ranks: list[dict[str, Any]], hung: bool = False) -> Run:
@@ -115,8 +116,8 @@ def test_who_is_out_of_line() -> None:
     assert outliers(["b", "a", "a"]) == [0]
     assert outliers(["a", "b"]) == [1]
     assert outliers(["a", "a"]) == []
-    assert say_ranks([1, 3], 4) == "ranks 1 and 3"
-    assert say_ranks([0, 1], 2) == "all ranks"
+    assert name_ranks([1, 3], 4) == "ranks 1 and 3"
+    assert name_ranks([0, 1], 2) == "all ranks"
 
 
 def test_a_line_cut_off_by_a_kill_ends_the_log(tmp_path: Path) -> None:

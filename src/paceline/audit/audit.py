@@ -16,7 +16,8 @@ from paceline.audit.evidence import Event, RankLog, Run
 from paceline.audit.plan import Mode, RunPlan
 from paceline.audit.refusals import Refused, refuse, refuse_early_exit
 from paceline.audit.rules import BLIND_IN_JOIN, COLLECTIVES, DRIFT, ONE_RANK, RULES
-from paceline.audit.rules.judgement import Case, Fault, Judgement, Rule, Sound, Unknown, say_ranks
+from paceline.audit.rules.judgement import Case, Fault, Judgement, Rule, Sound, Unknown
+from paceline.errors import name_ranks
 
 Execute = Callable[[RunPlan], Run]
 
@@ -180,7 +181,7 @@ def _fault_words(name: str, fault: Fault, world_size: int) -> list[str]:
     return [
         f"FAULT  {fault.what}",
         f"  rule:  {name}",
-        f"  where: {fault.at}, {say_ranks(list(fault.ranks), world_size)}{step}",
+        f"  where: {fault.at}, {name_ranks(list(fault.ranks), world_size)}{step}",
         f"  why:   {fault.why}",
         f"  shown: {fault.evidence}",
         f"  fix:   {fault.fix}",

@@ -17,7 +17,7 @@ from paceline.data.plan import Plan, Position
 from paceline.data.samples import Samples
 from paceline.data.steps import PlannedStep
 from paceline.job.job import Job
-from paceline.machine.cores import usable_cores
+from paceline.machine import usable_cores
 
 _SKIPPED_STEPS = 4  # in which caches are filled
 _WINDOWS = 5  # of which the median counts, since a neighbour that takes a core for a moment is in one or two

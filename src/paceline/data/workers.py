@@ -41,7 +41,7 @@ from paceline.data.samples import where
 from paceline.errors import DataError, PacelineError
 from paceline.job.job import Job
 from paceline.job.preemption import notice
-from paceline.machine.cores import usable_cores
+from paceline.machine import usable_cores
 
 _PREFETCH = 2
 _DYING_S = 1.0

@@ -18,8 +18,7 @@ import torch
 
 import paceline
 from paceline.job.environment import FIREWALL_PORTS, Place
-from paceline.machine.cores import read_text, usable_cores
-from paceline.machine.host import memory_limit, owner_of_port, shared_memory_bytes
+from paceline.machine import owner_of_port, read_memory, read_text, usable_cores
 
 Facts = dict[str, Any]
 
@@ -47,16 +46,15 @@ def gather(place: Place, folder: Path | None) -> Facts:
         "device": _device(place),
     }
     if place.local_rank == 0:
-        limit, kills = memory_limit()
-        size, free = shared_memory_bytes()
+        memory = read_memory()
         facts |= {
             "versions": _versions(),
             "cores": usable_cores(),
             "cores_of_host": os.cpu_count(),
-            "memory_limit": limit,
-            "memory_kills": kills,
-            "shm_size": size,
-            "shm_free": free,
+            "memory_limit": memory.limit_bytes,
+            "memory_kills": memory.kills,
+            "shm_size": memory.shm_bytes,
+            "shm_free": memory.shm_free_bytes,
             "gpus": torch.cuda.device_count(),
             "infiniband": sorted(p.name for p in Path("/sys/class/infiniband").glob("*")),
             "interfaces": interfaces(),

@@ -12,7 +12,7 @@ from paceline.doctor.facts import Facts
 from paceline.doctor.variables import interface_fits, judge_variables
 from paceline.explain.reading import recognise
 from paceline.job.environment import FIREWALL_PORTS
-from paceline.machine.host import format_bytes
+from paceline.machine import format_bytes
 
 _CLOCK_S = 0.5
 _SLOWER = 3

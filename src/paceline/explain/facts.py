@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from paceline.machine.host import format_bytes, memory_limit, owner_of_port, shared_memory_bytes
+from paceline.machine import format_bytes, owner_of_port, read_memory
 
 _PORT = re.compile(r"port:? ?(\d{1,5})\b|[\w\]]:(\d{1,5})\b")
 
@@ -28,15 +28,17 @@ def _port_owner(line: str) -> str:
 
 
 def _shared_memory(line: str) -> str:
-    size, free = shared_memory_bytes()
-    return f"/dev/shm of this host has {format_bytes(size)}, {format_bytes(free)} free."
+    memory = read_memory()
+    size, free = format_bytes(memory.shm_bytes), format_bytes(memory.shm_free_bytes)
+    return f"/dev/shm of this host has {size}, {free} free."
 
 
 def _memory(line: str) -> str:
-    limit, kills = memory_limit()
-    if limit is None:
+    memory = read_memory()
+    if memory.limit_bytes is None:
         return ""
+    kills = memory.kills or 0
     return (
-        f"On this host the limit is {format_bytes(limit)}, and {kills} process"
+        f"On this host the limit is {format_bytes(memory.limit_bytes)}, and {kills} process"
         f"{' was' if kills == 1 else 'es were'} killed for it since it began."
     )

@@ -30,7 +30,7 @@ from paceline.job.mesh import DataAxis
 from paceline.job.peers import Peers
 from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import INIT, key
-from paceline.machine.cores import usable_cores
+from paceline.machine import usable_cores
 
 _current: weakref.ReferenceType[Job] | None = None
 

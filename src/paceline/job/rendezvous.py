@@ -24,8 +24,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed, place
+from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed, name_ranks, place
 from paceline.job.environment import Place
+from paceline.machine import launching_process
 
 _MET = "everybody met"
 _GRACE_S = 0.5
@@ -150,10 +151,8 @@ def _wait_for_rank0(store: dist.Store, where: Place, timeout_s: float) -> None:
 
 
 def _absent(where: Place, missing: list[int], timeout_s: float) -> CollectiveTimeout:
-    who = ", ".join(str(rank) for rank in missing)
     return CollectiveTimeout(
-        f"rank{'s' * (len(missing) > 1)} {who} of {where.world_size} did not come within "
-        f"{timeout_s:g} s.",
+        f"{name_ranks(missing)} of {where.world_size} did not come within {timeout_s:g} s.",
         where=place(where.rank, where.world_size),
         why="ended before it joined, still busy with something else, or was never started.",
         fix=f"see the log of rank {missing[0]}; with slow preparations, `join` first or raise "
@@ -227,37 +226,20 @@ def _folder_to_oneself(folder: Path) -> Iterator[None]:
 
 
 def _path_of_notice(where: Place) -> Path:
-    key = f"{where.launcher} {where.job_key or _hydra()} {where.restarts}"
+    key = f"{where.launcher} {where.job_key or launching_process('hydra_')} {where.restarts}"
     return _private_folder() / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-def _hydra() -> str:
-    """Which process of Hydra started this rank: its job, for MPICH tells its ranks no name of it.
-
-    Wrappers (a shell, a profiler, a container) may stand between the two.
-    """
-    pid = os.getppid()
-    with contextlib.suppress(OSError):  # no /proc here, or the end of what can be seen
-        ancestor = pid
-        while ancestor > 1:
-            text = Path(f"/proc/{ancestor}/stat").read_text()
-            name, _, rest = text.partition("(")[2].rpartition(")")
-            fields = rest.split()
-            if name.startswith("hydra_"):
-                return (
-                    f"{ancestor} {fields[19]}"  # with its start time, since numbers are used again
-                )
-            ancestor = int(fields[1])
-    return str(pid)
-
-
 def _private_folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(
-            f"{folder} is not a private folder of this user, so ranks will not meet there.",
-            fix=f"remove {folder}, or set TMPDIR.",
-        )
-    return folder
+    # The launcher keeps its bug reports beside this folder, not in it.
+    outer = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
+    for folder in (outer, outer / "rendezvous"):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        if not private or status.st_uid != os.getuid():
+            raise ConfigError(
+                f"{folder} is not a private folder of this user, so ranks cannot meet there.",
+                fix=f"remove {folder}, or set TMPDIR.",
+            )
+    return outer / "rendezvous"

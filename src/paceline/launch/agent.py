@@ -33,7 +33,7 @@ from paceline.launch.messages import Shape, render_failure, render_restart
 from paceline.launch.node_exchange import Hearsay
 from paceline.launch.nodes import FreshRendezvous
 from paceline.launch.signals import Signals
-from paceline.machine import memory
+from paceline.machine import read_memory
 from paceline.watch.crash import Fact, Verdict, judge
 from paceline.watch.rank_state import last_call
 
@@ -95,7 +95,7 @@ class Agent(LocalElasticAgent):
         self.verdict: Verdict | None = None
         self.interrupted_at = ""
         self.preempted = False
-        self._memory = memory.read()
+        self._memory = read_memory()
         self._watch = task.watch
         self._hearsay: Hearsay | None = None
 
@@ -313,7 +313,7 @@ class Agent(LocalElasticAgent):
             max_restarts=self._worker_group.spec.max_restarts,
             nodes=1 + silent,
             again=again,
-            memory=(self._memory, memory.read()),
+            memory=(self._memory, read_memory()),
             calls={rank.rank: last_call(rank.answer) for rank in crew.ranks},
         )
         if self._remaining_restarts > 0:

@@ -10,12 +10,11 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.errors import LaunchFailed
+from paceline.errors import LaunchFailed, name_ranks
 from paceline.explain.facts import facts
 from paceline.explain.reading import Found, recognise
-from paceline.machine.host import format_bytes
-from paceline.machine.memory import Memory
-from paceline.watch.crash import Fact, Verdict, name_ranks
+from paceline.machine import Memory, format_bytes
+from paceline.watch.crash import Fact, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

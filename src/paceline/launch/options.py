@@ -30,7 +30,7 @@ from paceline.launch.hang_watch import Watch
 from paceline.launch.local_ranks import Crew, probing
 from paceline.launch.prescan import Early
 from paceline.launch.rendezvous import is_loopback
-from paceline.machine.cores import usable_cores
+from paceline.machine import usable_cores
 
 GRACE_S = 5.0
 SIGNAL_GRACE_S = 30.0

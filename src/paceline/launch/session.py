@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.launcher.api import LaunchConfig
 from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
 
-from paceline.errors import ConfigError, LaunchFailed
+from paceline.errors import ConfigError, LaunchFailed, name_ranks
 from paceline.job.preemption import REQUEUE
 from paceline.launch import signals
 from paceline.launch.agent import Agent, Task
@@ -29,7 +29,6 @@ from paceline.launch.local_ranks import Crew, environment_of_ranks
 from paceline.launch.options import Options, choose_threads, loopback_interface, order_of, read
 from paceline.launch.prescan import Early, check_script
 from paceline.launch.rendezvous import LocalRendezvous, handler, local_address
-from paceline.watch.crash import ranges
 
 # torch's loop sleeps this long before it asks for news; the wait for news is ours, and wakes at once.
 _LOOP_S = 0.001
@@ -261,7 +260,7 @@ def _announcer(crew: Crew, options: Options, threads: str) -> Callable[[WorkerGr
         if nodes == 1:
             parts[0] += " on localhost"
         else:
-            here = ranges([worker.global_rank for worker in group.workers])
+            here = name_ranks([worker.global_rank for worker in group.workers])
             parts[0] += f" on {nodes} nodes, {here} on this one"
         parts.append(threads)
         parts.append(f"store {group.master_addr}:{group.master_port}")

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from paceline.errors import ConfigError, LaunchFailed, PeerFailed
 from paceline.job import rendezvous
 from paceline.job.job import join
-from paceline.machine.cores import usable_cores
+from paceline.machine import usable_cores
 
 _GRACE_S = 5.0
 _DUMP_S = 2.0

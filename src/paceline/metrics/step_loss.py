@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import StepError, place
+from paceline.errors import StepError, name_ranks, place
 from paceline.job.job import Job
 from paceline.job.peers import Peers
 
@@ -66,8 +66,7 @@ class StepLoss:
             )
             if missing:
                 raise StepError(
-                    f"ranks {', '.join(map(str, missing))} did not ask for the loss of step "
-                    f"{self.step}.",
+                    f"{name_ranks(missing)} did not ask for the loss of step {self.step}.",
                     where=place(self._job.rank, self._job.world_size, step=self.step),
                     why="`float(step.loss)` adds up what all ranks hold.",
                     fix="ask on every rank, then print on one; or training.log(loss=step.loss).",

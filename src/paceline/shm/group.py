@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.log import logger
-from paceline.machine.cores import usable_cores
+from paceline.machine import usable_cores
 from paceline.shm.folding import foldable
 from paceline.shm.hosts import open_rounds
 from paceline.shm.line import Line

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from paceline.errors import PacelineError
 from paceline.errors import place as where_of
-from paceline.machine.cores import usable_cores
+from paceline.machine import usable_cores
 from paceline.shm.folding import AVG, HALVES, SUM, fold
 from paceline.shm.rounds import Mismatch, Rounds, Steps, describe, note_of
 from paceline.shm.segment import Segment, Unavailable, open_segment, place

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CountError, NonFinite
+from paceline.errors import CountError, NonFinite, name_ranks
 from paceline.job.job import Job
 from paceline.job.preemption import notice
 from paceline.metrics.step_loss import StepTotal
@@ -177,7 +177,7 @@ def _non_finite(step: int, total: float, rank_bits: int) -> NonFinite:
     ranks = [rank for rank in range(_MAX_RANKS_NAMED) if rank_bits >> rank & 1]
     return NonFinite(
         f"the loss became {total} in step {step}.",
-        where=f"rank {', '.join(map(str, ranks))}" if ranks else "",
+        where=name_ranks(ranks) if ranks else "",
         fix="lower the learning rate, clip the gradients, or look at this step's samples.",
         quantity="loss",
         step=step,

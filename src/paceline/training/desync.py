@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from paceline.errors import ConfigError, Desync, place
+from paceline.errors import ConfigError, Desync, name_ranks, place
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 from paceline.parallel import ddp as parallel
@@ -152,7 +152,7 @@ class Replicas:
         more = f" and {len(differing) - 1} more tensors" if len(differing) > 1 else ""
         who, other = "ranks hold", "different values of"
         if ranks is not None:
-            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {len(values)}"
+            who = f"{name_ranks(ranks)} of {len(values)}"
             who, other = f"{who} hold{'s' * (len(ranks) == 1)}", "other values than the rest of"
         since = self._equal
         return Desync(

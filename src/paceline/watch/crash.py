@@ -8,7 +8,7 @@ A rank that ended with 0 failed nothing, but may be the peer that the followers 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Raised where a rank waits for others.
@@ -179,22 +179,6 @@ def judge(facts: Iterable[Fact]) -> Verdict | None:
         certain=bool(causes),
         first_follower=None if causes else failures[0],
     )
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """Render sorted ranks as `0-3,5`."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1][1:] = [rank]
-        else:
-            parts.append([rank])
-    return ",".join("-".join(map(str, part)) for part in parts)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Render sorted ranks as `rank 3` or `ranks 0-3,5`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
 
 
 def signal_name(number: int) -> str:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.watch.crash import name_ranks
+from paceline.errors import name_ranks
 from paceline.watch.rank_state import Call, State
 
 _LINES = 10

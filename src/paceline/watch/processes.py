@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.machine.cores import group_folders, read_text
+from paceline.machine import cgroup_folders, read_text
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _EXITING = 0x4  # PF_EXITING of the kernel, in a thread's flags
@@ -87,7 +87,7 @@ def _throttled_s() -> float:
     units = {"throttled_usec": 1e6, "throttled_time": 1e9}  # cgroup 2, and 1
     lines = [
         line.split()
-        for folder in group_folders("cpu")
+        for folder in cgroup_folders("cpu")
         for line in read_text(folder / "cpu.stat").splitlines()
     ]
     return max((int(n) / units[name] for name, n in lines if name in units), default=0.0)

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from paceline.audit.evidence import Event, RankLog
-from paceline.audit.rules.judgement import Case, Fault, Judgement, Sound, Unknown, say_ranks
+from paceline.audit.rules.judgement import Case, Fault, Judgement, Sound, Unknown
 
 _METRIC_VALUES = 16
 
@@ -221,6 +221,5 @@ def _worker(which: tuple[int, int | None]) -> str:
 __all__ = [
     "evaluated_twice",
     "same_augmentation",
-    "say_ranks",
     "set_epoch",
 ]

@@ -13,8 +13,8 @@ from paceline.audit.rules.judgement import (
     Sound,
     Unknown,
     outliers,
-    say_ranks,
 )
+from paceline.errors import name_ranks
 
 _SAME = 1e-4
 # Rates between steps are read off a straight line.
@@ -139,7 +139,7 @@ def _uneven(case: Case, each: list[list[Event]], place: int) -> Fault:
         for rank in others
     )
     return Fault(
-        what=f"{call['op']} at {call['at']} is entered by {say_ranks(ranks, case.world_size)} only.",
+        what=f"{call['op']} at {call['at']} is entered by {name_ranks(ranks, case.world_size)} only.",
         at=call["at"],
         ranks=ranks,
         step=call["s"] + 1,

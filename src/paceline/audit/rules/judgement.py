@@ -87,15 +87,6 @@ class Rule:
     judge: Callable[[Case], Judgement]
 
 
-def say_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """ "rank 1", "ranks 1 and 2", "all ranks"."""
-    if len(ranks) == world_size:
-        return "all ranks"
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
 def outliers(values: Sequence[Any]) -> list[int]:
     """The ranks whose value is not the most frequent one; of two equal camps, not rank 0's."""
     most = max(values, key=lambda value: (values.count(value), value == values[0]))

@@ -12,8 +12,8 @@ from paceline.audit.rules.judgement import (
     Sound,
     Unknown,
     outliers,
-    say_ranks,
 )
+from paceline.errors import name_ranks
 
 _FORWARDS = 3
 
@@ -142,7 +142,7 @@ def loaded_on_one_rank(case: Case) -> Judgement:
         return Sound("the ranks' weights differ, but not by what was loaded.")
     ranks = [rank for rank, _ in loads]
     return Fault(
-        what=f"the {what}'s state was loaded on {say_ranks(ranks, case.world_size)} only.",
+        what=f"the {what}'s state was loaded on {name_ranks(ranks, case.world_size)} only.",
         at=loads[0][1]["at"],
         ranks=ranks,
         step=max(split.step, 1) if what == "optimizer" else split.step + 1,
@@ -186,7 +186,7 @@ def changed_outside(case: Case) -> Judgement:
         )
     return Fault(
         what=f"{split.names[0]} was changed outside the optimizer on "
-        f"{say_ranks(split.ranks, case.world_size)}.",
+        f"{name_ranks(split.ranks, case.world_size)}.",
         at=changes[0]["at"] if changes else (around[-1] if around else ""),
         ranks=split.ranks,
         step=split.step + 1,
@@ -364,7 +364,7 @@ def _on_devices(names: list[tuple[object, tuple[str, ...]]], at: str, case: Case
     if not sharing:
         return None
     return Fault(
-        what=f"{say_ranks(sharing, case.world_size)} use one device, {names[sharing[0]][1][0]}.",
+        what=f"{name_ranks(sharing, case.world_size)} use one device, {names[sharing[0]][1][0]}.",
         at=at,
         ranks=sharing,
         why="the device's number is the same on all ranks of a host.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.audit.rules.judgement import Case, Fault, Judgement, Sound, outliers, updates
+from paceline.errors import name_ranks
 
 
 def clipped_scaled(case: Case) -> Judgement:
@@ -67,11 +68,11 @@ def _did(did: list[tuple[str, ...]]) -> tuple[str, list[int]]:
         if 0 < len(having) < len(did):
             lacking = [rank for rank in range(len(did)) if rank not in having]
             if len(having) <= len(lacking) and kind != "scaler-step":
-                return f"{_some(having)} alone {word}", having
-            return f"{_some(lacking)} alone {_NOT[kind]}", lacking
+                return f"{name_ranks(having)} alone {word}", having
+            return f"{name_ranks(lacking)} alone {_NOT[kind]}", lacking
     lacking = [rank for rank, kinds in enumerate(did) if "step" not in kinds]
     if 0 < len(lacking) < len(did):
-        return f"{_some(lacking)} alone did not update", lacking
+        return f"{name_ranks(lacking)} alone did not update", lacking
     return "in another order or number", []
 
 
@@ -80,7 +81,3 @@ _NOT = {
     "scaler-unscale": "did not unscale",
     "scaler-step": "went without the scaler",
 }
-
-
-def _some(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

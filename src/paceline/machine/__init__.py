@@ -1,1 +1,0 @@
-"""What this host has: cores, memory, shared memory, ports."""

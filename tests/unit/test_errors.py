@@ -1,0 +1,23 @@
+"""Texts that all errors share."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import name_ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([4], "rank 4"),
+        ([2, 0], "ranks 0 and 2"),
+        ([0, 1], "ranks 0 and 1"),
+        ([0, 2, 3, 4, 5, 7], "ranks 0, 2-5 and 7"),
+        ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7 and 8"),
+        (range(9), "ranks 0-8"),
+    ],
+)
+def test_ranks_are_named(ranks: list[int], text: str) -> None:
+    assert name_ranks(ranks) == text
+    assert name_ranks(ranks, world_size=9) == ("all ranks" if len(ranks) == 9 else text)
