@@ -1,75 +1,52 @@
-"""Hygiene: what a test leaves behind fails it."""
+"""A test that leaves threads, processes, ports, files or variables behind fails."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 SHM = Path("/dev/shm")
 _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # pytest; torch's compiler
-_OURS = ("torch_", "paceline")  # the others there have names that tell nothing of whose they are
+_OWNED = re.compile(r"(?:torch_|paceline-)(\d+)[_-]")  # with the pid of the process that made it
 
 
 def _children() -> set[int]:
-    """Live child processes, but for those that serve the whole session (fork server, its tracker)."""
+    """Live child processes, except the fork server and its tracker, which serve the whole session."""
     found = set()
-    for task in Path("/proc/self/task").iterdir():
-        text = (task / "children").read_text() if (task / "children").exists() else ""
-        found |= {int(pid) for pid in text.split()}
-    return {pid for pid in found if not _serves_the_session(pid)}
-
-
-def _serves_the_session(pid: int) -> bool:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state == "Z" or b"forkserver" in command or b"resource_tracker" in command
-
-
-def _listening() -> set[str]:
-    """Local addresses that this process listens on."""
-    inodes = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(fd)
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        if Path(table).exists():
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and fields[9] in inodes:
-                    found.add(fields[1])
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            command = " ".join(child.cmdline())
+            serves_session = "forkserver" in command or "resource_tracker" in command
+            if child.status() != psutil.STATUS_ZOMBIE and not serves_session:
+                found.add(child.pid)
     return found
 
 
+def _listening() -> set[str]:
+    """Addresses that this process listens on."""
+    connections = psutil.Process().net_connections("tcp")
+    return {str(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
 def _shared_memory() -> set[str]:
-    if not SHM.exists():
-        return set()
-    return {
-        path.name
-        for path in SHM.iterdir()
-        if path.name.startswith(_OURS) and not _in_use(path.name)
-    }
-
-
-def _in_use(name: str) -> bool:
-    """Whether a file of torch's names a process that lives, and is another's."""
-    pids = [part for part in name.split("_") if part.isdigit()]
-    return bool(pids) and int(pids[0]) != os.getpid() and Path(f"/proc/{pids[0]}").exists()
+    """Files of torch and Paceline, unless they belong to another process that lives."""
+    found = set()
+    for path in SHM.iterdir() if SHM.exists() else ():
+        owner = _OWNED.match(path.name)
+        if owner and (int(owner[1]) == os.getpid() or not psutil.pid_exists(int(owner[1]))):
+            found.add(path.name)
+    return found
 
 
 def _state() -> dict[str, set[Any]]:
