@@ -17,11 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.training import state
+from paceline.checkpoint import codec
 from paceline.checkpoint.manifest import parse
 from paceline.checkpoint.store import committed, open_store, read_manifest_text
 from paceline.errors import CheckpointError, NonFinite, PeerFailed, RankDisagreement, SaveFailed
 from paceline.testing import run_failing_ranks, run_ranks
+from paceline.training import state
 
 
 def _net() -> nn.Module:
@@ -32,6 +33,10 @@ def _net() -> nn.Module:
 def _digest(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
     return {name: full[name].double().reshape(-1).tolist() for name in sorted(full)}
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
+    return _digest(codec.encode(state.save([model], [optimizer]))[1])
 
 
 def _make(job: Any, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -48,31 +53,26 @@ def _make(job: Any, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def _content(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    models = [paceline.unwrap(model).state_dict()]
-    return {"models": models, "optimizers": [optimizer.state_dict()]}
-
-
 def _saves(job: Any, folder: str, kind: str) -> Any:
     model, optimizer = _make(job, kind)
     x = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
     model(x).square().sum().backward()
     optimizer.step()
-    paceline.Checkpoints(folder).save(job, 1, _content(model, optimizer))
-    return _digest(state.tensors([model], [optimizer]))
+    paceline.Checkpoints(folder).save(job, 1, state.save([model], [optimizer]))
+    return _tensors(model, optimizer)
 
 
 def _loads(job: Any, folder: str, kind: str) -> Any:
     model, optimizer = _make(job, kind)
-    like = state.like([model], [optimizer])
+    like = state.templates([model], [optimizer])
     found = paceline.Checkpoints(folder, resume="must").resume(job, like=like)
-    paceline.unwrap(model).load_state_dict(found["models"][0])
-    optimizer.load_state_dict(found["optimizers"][0])
+    state.check([model], [optimizer], found)
+    state.load([model], [optimizer], found)
     if kind == "fsdp" and job.world_size > 1:
         # Every rank holds its shard alone; what it has read is no more.
         loaded = optimizer.state[next(iter(model.parameters()))]["exp_avg"]
         assert loaded.to_local().numel() < loaded.numel()
-    return _digest(state.tensors([model], [optimizer]))
+    return _tensors(model, optimizer)
 
 
 @pytest.mark.parametrize("saver", [1, 2, 3, 4])
@@ -85,7 +85,13 @@ def test_saved_on_n_loaded_on_m(saver: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("saver", "loader", "kinds"),
-    [(3, 2, "fsdp ddp"), (2, 3, "ddp fsdp"), (4, 3, "fsdp fsdp"), (2, 1, "fsdp ddp"), (1, 4, "ddp fsdp")],
+    [
+        (3, 2, "fsdp ddp"),
+        (2, 3, "ddp fsdp"),
+        (4, 3, "fsdp fsdp"),
+        (2, 1, "fsdp ddp"),
+        (1, 4, "ddp fsdp"),
+    ],
 )
 def test_from_ddp_to_fsdp_and_back(saver: int, loader: int, kinds: str, tmp_path: Path) -> None:
     source, target = kinds.split()
@@ -148,7 +154,7 @@ def _train(training: paceline.Training, before: Any = lambda step: None, **how: 
             loss = F.mse_loss(training.models[0](x), y, reduction="sum")
             step.backward(loss, count=len(y))
         step.update()
-        found.append(_digest(state.tensors(training.models, [optimizer])))
+        found.append(_tensors(training.models[0], optimizer))
     return found
 
 
@@ -163,7 +169,7 @@ def _read_all(job: Any, folder: str) -> list[Any]:
         assert _train(training, until=1) == []  # it resumes, and has nothing to do
         assert training.number == step
         optimizer = next(iter(training.tracks))
-        found.append(_digest(state.tensors(training.models, [optimizer])))
+        found.append(_tensors(training.models[0], optimizer))
         job._run_leave_actions()
         if job.rank == 0:
             open_store(folder).remove(f"step-{step}")
@@ -286,7 +292,9 @@ def _saves_once(job: Any, folder: str) -> None:
 
 
 def _elsewhere(job: Any, folder: str) -> None:
-    paceline.Checkpoints(f"{folder}/{job.rank}").save(job, 1, {"a": torch.ones(3), "b": torch.ones(3)})
+    paceline.Checkpoints(f"{folder}/{job.rank}").save(
+        job, 1, {"a": torch.ones(3), "b": torch.ones(3)}
+    )
 
 
 def test_ranks_that_see_different_folders_are_told_so(tmp_path: Path) -> None:
@@ -305,7 +313,9 @@ def _apart(job: Any, folder: str, named: bool) -> None:
 
 @pytest.mark.parametrize("nproc", [2, 3])
 @pytest.mark.parametrize("named", [True, False])
-def test_folders_that_differ_are_found_at_the_start(nproc: int, named: bool, tmp_path: Path) -> None:
+def test_folders_that_differ_are_found_at_the_start(
+    nproc: int, named: bool, tmp_path: Path
+) -> None:
     for outcome in run_failing_ranks(_apart, str(tmp_path), named, nproc=nproc):
         assert isinstance(outcome.error, RankDisagreement), outcome.text
         expected = r"rank 0 \S*/a/runs" if named else "rank 0 does not see what rank 1"

@@ -96,6 +96,17 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "placements")
 
 
+def sharded_like(own: Any, value: Any) -> Any:
+    """This rank's shard of `value`, which all ranks hold whole, where `own` is sharded; else `value`."""
+    whole = isinstance(value, torch.Tensor) and not is_sharded(value)
+    if not is_sharded(own) or not whole or value.shape != own.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    value = value.to(own.device)
+    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+
+
 def narrowed(tensor: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """A box of a tensor, as a view."""
     for dim, (first, size) in enumerate(zip(start, sizes, strict=True)):

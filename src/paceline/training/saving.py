@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline import log
+from paceline.checkpoint import codec
 from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.shadow import Shadow
 from paceline.errors import ConfigError
@@ -67,9 +68,9 @@ class Saving:
         assert self._checkpoints is not None
         training = self._training
         optimizers = [track.optimizer for track in training.tracks.values()]
-        tensors = state.tensors(training.models, optimizers).values()
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        like, shadow = state.like(training.models, optimizers), self._shadow
+        _, tensors = codec.encode(state.save(training.models, optimizers))
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        like, shadow = state.templates(training.models, optimizers), self._shadow
         found: dict[str, Any] | None = self._checkpoints.resume(
             training.job,
             like=like,
@@ -83,6 +84,11 @@ class Saving:
         if self._checkpoints is None:
             raise ConfigError("this training has no checkpoints to save to.")
         self._now, self._best = True, best or self._best
+
+    def rolled_back(self) -> None:
+        """Have the next step saved even where one of its number was: its content is another."""
+        if self._checkpoints is not None:
+            self._checkpoints.last_saved = 0
 
     def staged(self) -> None:
         """Return when parameters may change."""

@@ -1,175 +1,228 @@
-"""The state of a training: what a checkpoint holds, and how it is taken up again."""
+"""The state of models and optimizers, under the names of the parameters.
+
+Parameters are named as in the model itself, without what torch's wrappers add (`module.`, `_orig_mod.`).
+The state of optimizers uses these names too. A saved state therefore fits any number of ranks, any sharding,
+and the model with or without `torch.compile`.
+
+The functions of `torch.distributed.checkpoint.state_dict` give the same names but are not used:
+`get_optimizer_state_dict` calls `step` on a new optimizer; see docs/decisions/0021-state-by-name.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.checkpoint.export import read_weights
-from paceline.data.plan import Position
+from paceline.checkpoint.layout import sharded_like
 from paceline.errors import CheckpointError
 from paceline.parallel import ddp as parallel
 
-if TYPE_CHECKING:
-    from paceline.training.training import Training
+Models = Sequence[torch.nn.Module]
+Optimizers = Sequence[torch.optim.Optimizer]
 
-_VERSION = 1
+_VERSION = 2
 
 
-def save(training: Training, kept: dict[str, Any]) -> dict[str, Any]:
-    """Everything that a later run needs, under the models' own names; equal on all ranks."""
-    tracks = list(training.tracks.values())
-    at = training.position
+def save(models: Models, optimizers: Optimizers) -> dict[str, Any]:
+    """The state of models and optimizers, with tensors that share memory with them.
+
+    A parameter's name in an optimizer is `NUMBER.NAME`: the number of its model and its name there.
+    """
+    names = _parameter_names(models)
     return {
         "version": _VERSION,
-        "step": training.number,
-        "position": [at.seed, at.epoch, at.offset],
-        "models": [parallel.unwrap(model).state_dict() for model in training.models],
-        "optimizers": [track.optimizer.state_dict() for track in tracks],
-        "schedules": [t.schedule.state_dict() if t.schedule else {} for t in tracks],
-        "divisors": [track.divisor for track in tracks],
-        "scaler": training.precision.state_dict(),
-        "buckets": training.tuning.state_dict(),
-        "exact": training.reproducing.state_dict() if training.reproducing else None,
-        "threads": torch.get_num_threads(),
-        "kept": {name: thing.state_dict() for name, thing in kept.items()},
+        "models": [_state_of(model) for model in models],
+        "optimizers": [_named(optimizer, names) for optimizer in optimizers],
     }
 
 
-def load(training: Training, saved: dict[str, Any], kept: dict[str, Any]) -> tuple[int, Position]:
-    """Take up a state; the number of steps done, and where the next one starts.
+def load(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> None:
+    """Load what `save` returned, in this version or version 1; call `check` first."""
+    names = _parameter_names(models)
+    for model, values in zip(models, saved["models"], strict=True):
+        _load_model(model, values)
+    for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state: dict[Any, Any] = dict(values["state"])
+        groups: list[dict[str, Any]] = [dict(group) for group in values["param_groups"]]
+        if saved["version"] > 1:
+            grouped = _group_names(optimizer, names)
+            index = {name: i for i, name in enumerate(chain(*grouped))}
+            state = {index.get(name, name): value for name, value in state.items()}
+            for group, own in zip(groups, grouped, strict=True):
+                group["params"] = [index[name] for name in own]
+        for key, value in state.items():
+            if isinstance(key, int) and isinstance(value, Mapping):
+                p = parameters[key]
+                state[key] = {name: sharded_like(p, part) for name, part in value.items()}
+        optimizer.load_state_dict({**values, "state": state, "param_groups": groups})
+
+
+def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> None:
+    """Refuse a state that does not fit these models and optimizers. Changes nothing.
 
     Raises:
-        CheckpointError: the state is of another kind of training; nothing was changed then.
+        CheckpointError: other parameters, shapes or groups; not a state; or a newer version.
     """
-    _refuse_other(training, saved, kept)
-    for model, state in zip(training.models, saved["models"], strict=True):
-        parallel.unwrap(model).load_state_dict(state)
-    for track, optimizer, schedule, divisor in zip(
-        training.tracks.values(),
-        saved["optimizers"],
-        saved["schedules"],
-        saved["divisors"],
-        strict=True,
-    ):
-        track.optimizer.load_state_dict(optimizer)
-        track.divisor = divisor
-        if track.schedule is not None:
-            track.schedule.load_state_dict(schedule)
-    training.precision.load_state_dict(saved["scaler"])
-    training.tuning.load_state_dict(saved.get("buckets", {}))  # older ones have none
-    if training.reproducing is not None:
-        training.reproducing.load_state_dict(saved["exact"])
-        torch.set_num_threads(saved["threads"])
-    for name, thing in kept.items():
-        thing.load_state_dict(saved["kept"][name])
-    return saved["step"], Position(*saved["position"])
+    version = saved.get("version")
+    if version not in (1, _VERSION):
+        raise CheckpointError(
+            f"the state has version {version}; this release reads versions 1 and {_VERSION}."
+        )
+    for kind, own in (("models", models), ("optimizers", optimizers)):
+        if len(saved[kind]) != len(own):
+            raise CheckpointError(
+                f"the checkpoint holds {len(saved[kind])} {kind}, not {len(own)}."
+            )
+    for model, values in zip(models, saved["models"], strict=True):
+        _check_shapes(model, values)
+    names = _parameter_names(models)
+    for number, (optimizer, values) in enumerate(zip(optimizers, saved["optimizers"], strict=True)):
+        ours = _group_names(optimizer, names)
+        theirs = [group["params"] for group in values["param_groups"]]
+        sizes = [[len(group) for group in groups] for groups in (ours, theirs)]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"optimizer {number} has groups of {sizes[0]} parameters, the checkpoint of {sizes[1]}.",
+                fix="build the same optimizer as the run that saved it, or resume='never'.",
+            )
+        for group, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            if version > 1 and (differing := sorted(set(mine) ^ set(other))):
+                raise CheckpointError(
+                    f"group {group} of optimizer {number} and of the checkpoint differ in {differing[0]}.",
+                    fix="build the same optimizer as the run that saved it, or resume='never'.",
+                    parameter=differing[0],
+                )
 
 
-def tensors(
-    models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[str, torch.Tensor]:
-    """What is saved of models and optimizers now, by the path that it has in a state."""
-    found: dict[str, torch.Tensor] = {}
+def templates(models: Models, optimizers: Optimizers) -> Callable[[str], torch.Tensor | None]:
+    """A function from a path in a saved state to a tensor that is sharded as the loaded one must be.
+
+    A new optimizer has no state yet; the state of a parameter is sharded as the parameter.
+    """
+    known: dict[str, torch.Tensor] = {}
     for number, model in enumerate(models):
-        for name, value in parallel.unwrap(model).state_dict().items():
+        for name, value in _state_of(model).items():
             if isinstance(value, torch.Tensor):
-                found[f"models.{number}.{name}"] = value
-    for number, optimizer in enumerate(optimizers):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for index, parameter in enumerate(parameters):
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    found[f"optimizers.{number}.state.{index}.{name}"] = value
-    return found
-
-
-def like(
-    models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-) -> Callable[[str], torch.Tensor | None]:
-    """For a path in a state, a tensor that is sharded as what is there will be.
-
-    A new optimizer has no state yet; what it will have for a parameter is sharded as that is.
-    """
-    known = tensors(models, [])
-    for number, optimizer in enumerate(optimizers):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        known |= {f"optimizers.{number}.state.{i}": p for i, p in enumerate(parameters)}
+                known[f"models.{number}.{name}"] = value
+    for name, p in _parameter_names(models).values():
+        known |= {f"optimizers.{i}.state.{name}": p for i in range(len(optimizers))}
     return lambda path: known.get(path, known.get(path.rpartition(".")[0]))
 
 
 def load_weights(model: torch.nn.Module, path: str | Path, *, number: int = 0) -> None:
-    """Give a model the weights in a file (`.pth`, `.safetensors`) or a checkpoint; nothing else.
+    """Load the weights of a file (`.pth`, `.safetensors`) or of a checkpoint into a model.
 
     Args:
         model: Wrapped or not; names with and without `module.` both fit.
-        path: Of the file, of a folder of checkpoints (the newest), of one `step-N`, or its URL.
-        number: Of the model in a checkpoint that has several.
+        path: A file, a folder of checkpoints (its newest is read), one `step-N` in it, or its URL.
+        number: Which model, for a checkpoint of several.
 
     Raises:
-        CheckpointError: there are no weights, or of another model; the model is untouched then.
+        CheckpointError: there are no weights, or they are of another model; the model is not changed.
 
     Collective: none; call it on all ranks.
     """
     weights = read_weights(path, number)
-    _refuse_other_shapes([model], [weights])
-    parallel.unwrap(model).load_state_dict(weights)
+    _check_shapes(model, weights)
+    _load_model(model, weights)
 
 
-def _refuse_other(training: Training, saved: dict[str, Any], kept: dict[str, Any]) -> None:
-    job = training.job
-    if saved.get("version") != _VERSION:
-        raise CheckpointError(f"this is no state of a training: version {saved.get('version')}.")
-    if saved["position"][0] != job.seed:
-        raise CheckpointError(
-            f"the checkpoint was trained with seed {saved['position'][0]}, this job has {job.seed}.",
-            fix="join with the same seed, or start anew with resume='never'.",
-        )
-    differing = sorted(set(kept) ^ set(saved["kept"]))
-    if differing:
-        raise CheckpointError(
-            f"the checkpoint holds another set of objects; {', '.join(differing)} differ.",
-            fix="keep() the same objects as the run that saved it.",
-        )
-    if len(saved["models"]) != len(training.models) or len(saved["optimizers"]) != len(
-        training.tracks
-    ):
-        raise CheckpointError("the checkpoint holds other numbers of models or optimizers.")
-    if (saved["exact"] is None) != (training.reproducing is None):
-        raise CheckpointError(
-            "the checkpoint and this training differ in `reproducible`.",
-            why="the bits of a training depend on it from the first step.",
-            fix="use the setting of the run that saved it, or resume='never'.",
-        )
-    _refuse_other_shapes(training.models, saved["models"])
-    for number, (track, state) in enumerate(
-        zip(training.tracks.values(), saved["optimizers"], strict=True)
-    ):
-        ours, theirs = (
-            [len(group["params"]) for group in groups]
-            for groups in (track.optimizer.param_groups, state["param_groups"])
-        )
+def _own_name(model: torch.nn.Module) -> Callable[[str], str]:
+    """A function that removes from a name the parts that DDP and `torch.compile` add inside `model`."""
+    added = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if parallel.unwrap(module) is not module:
+            stem = f"{path}." if path else ""
+            inner = next(name for name, _ in module.named_children())
+            added.append((f"{stem}{inner}.", stem))
+    added.reverse()  # the innermost first
+
+    def clean(name: str) -> str:
+        for long, short in added:
+            if name.startswith(long):
+                name = short + name[len(long) :]
+        return name
+
+    return clean
+
+
+def _state_of(model: torch.nn.Module) -> dict[str, Any]:
+    model = parallel.unwrap(model)
+    clean = _own_name(model)
+    return {clean(name): value for name, value in model.state_dict().items()}
+
+
+def _load_model(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
+    model = parallel.unwrap(model)
+    clean, values = _own_name(model), _without_compiled(values)
+    model.load_state_dict(
+        {name: sharded_like(own, values[clean(name)]) for name, own in model.state_dict().items()}
+    )
+
+
+def _without_compiled(values: Mapping[str, Any]) -> dict[str, Any]:
+    # In version 1, and in files, compiled layers inside a model have this in their names.
+    return {name.replace("_orig_mod.", ""): value for name, value in values.items()}
+
+
+def _parameter_names(models: Models) -> dict[int, tuple[str, torch.Tensor]]:
+    """The name of each parameter, by its id."""
+    names: dict[int, tuple[str, torch.Tensor]] = {}
+    for number, model in enumerate(models):
+        model = parallel.unwrap(model)
+        clean = _own_name(model)
+        for name, p in model.named_parameters():
+            names.setdefault(id(p), (f"{number}.{clean(name)}", p))
+    return names
+
+
+def _group_names(
+    optimizer: torch.optim.Optimizer, names: dict[int, tuple[str, torch.Tensor]]
+) -> list[list[str]]:
+    """The names of an optimizer's parameters, for each group."""
+    groups, count = [], 0
+    for group in optimizer.param_groups:
+        found = []
+        for p in group["params"]:
+            # A parameter that no model holds is known by its place only.
+            found.append(names[id(p)][0] if id(p) in names else f"parameter.{count}")
+            count += 1
+        groups.append(found)
+    return groups
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, names: dict[int, tuple[str, torch.Tensor]]
+) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    grouped = _group_names(optimizer, names)
+    flat = list(chain(*grouped))
+    return {
+        **state,
+        "state": {flat[k] if isinstance(k, int) else k: v for k, v in state["state"].items()},
+        "param_groups": [
+            {**group, "params": own}
+            for group, own in zip(state["param_groups"], grouped, strict=True)
+        ],
+    }
+
+
+def _check_shapes(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
+    own, values = _state_of(model), _without_compiled(values)
+    for name in sorted(set(own) | set(values)):
+        ours, theirs = (_shape(each.get(name)) for each in (own, values))
         if ours != theirs:
             raise CheckpointError(
-                f"optimizer {number} has groups of {ours} parameters, the checkpoint of {theirs}.",
-                fix="build the optimizer that was saved, or resume='never'.",
+                f"{name}: the model has {ours}, the checkpoint has {theirs}.",
+                fix="build the same model as the run that saved it, or resume='never'.",
+                parameter=name,
             )
-
-
-def _refuse_other_shapes(models: Sequence[torch.nn.Module], saved: Sequence[Any]) -> None:
-    for model, state in zip(models, saved, strict=True):
-        own = parallel.unwrap(model).state_dict()
-        for name in sorted(set(own) | set(state)):
-            ours, theirs = (_shape(d.get(name)) for d in (own, state))
-            if ours != theirs:
-                raise CheckpointError(
-                    f"{name}: the model has {ours}, the checkpoint has {theirs}.",
-                    fix="build the model that was saved, or resume='never'.",
-                    parameter=name,
-                )
 
 
 def _shape(value: Any) -> str:

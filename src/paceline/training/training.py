@@ -19,7 +19,7 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
 from paceline.data.plan import Position
 from paceline.data.steps import PlannedStep
-from paceline.errors import ConfigError, StepError
+from paceline.errors import CheckpointError, ConfigError, StepError
 from paceline.job import collectives, current_step
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
@@ -217,18 +217,73 @@ class Training:
 
         Collective: none.
         """
-        return state.save(self, self._kept)
+        at, tracks = self.position, list(self.tracks.values())
+        return state.save(self.models, [track.optimizer for track in tracks]) | {
+            "step": self.number,
+            "position": [at.seed, at.epoch, at.offset],
+            "schedules": [t.schedule.state_dict() if t.schedule else {} for t in tracks],
+            "divisors": [track.divisor for track in tracks],
+            "scaler": self.precision.state_dict(),
+            "buckets": self.tuning.state_dict(),
+            "exact": self.reproducing.state_dict() if self.reproducing else None,
+            "threads": torch.get_num_threads(),
+            "kept": {name: thing.state_dict() for name, thing in self._kept.items()},
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take up the state of an earlier run, of any number of ranks.
+        """Load the state of an earlier step or run, of any number of ranks.
+
+        Checkpoints of the same or later steps are superseded by the next save, and set aside then.
 
         Raises:
-            CheckpointError: the state is of another kind of training.
+            CheckpointError: the state is of another kind of training; nothing was changed.
 
         Collective: all ranks, same state.
         """
-        self.number, self._start = state.load(self, saved, self._kept)
-        self._last = None
+        self._load(saved)
+        self.saving.rolled_back()
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        tracks = list(self.tracks.values())
+        optimizers = [track.optimizer for track in tracks]
+        state.check(self.models, optimizers, saved)
+        self._refuse_other(saved)
+        self.saving.staged()
+        state.load(self.models, optimizers, saved)
+        for track, schedule, divisor in zip(
+            tracks, saved["schedules"], saved["divisors"], strict=True
+        ):
+            track.divisor = divisor
+            if track.schedule is not None:
+                track.schedule.load_state_dict(schedule)
+        self.precision.load_state_dict(saved["scaler"])
+        self.tuning.load_state_dict(saved.get("buckets", {}))  # older ones have none
+        if self.reproducing is not None:
+            self.reproducing.load_state_dict(saved["exact"])
+            torch.set_num_threads(saved["threads"])
+        for name, thing in self._kept.items():
+            thing.load_state_dict(saved["kept"][name])
+        self.number, self._start, self._last = saved["step"], Position(*saved["position"]), None
+
+    def _refuse_other(self, saved: dict[str, Any]) -> None:
+        seed = saved["position"][0]
+        if seed != self.job.seed:
+            raise CheckpointError(
+                f"the checkpoint was trained with seed {seed}, this job has {self.job.seed}.",
+                fix="join with the same seed, or start anew with resume='never'.",
+            )
+        differing = sorted(set(self._kept) ^ set(saved["kept"]))
+        if differing:
+            raise CheckpointError(
+                f"the checkpoint holds another set of objects; {', '.join(differing)} differ.",
+                fix="keep() the same objects as the run that saved it.",
+            )
+        if (saved["exact"] is None) != (self.reproducing is None):
+            raise CheckpointError(
+                "the checkpoint and this training differ in `reproducible`.",
+                why="the bits of a training depend on it from the first step.",
+                fix="use the setting of the run that saved it, or resume='never'.",
+            )
 
     def save(self, *, best: bool = False) -> None:
         """Save after the step in progress, whatever is due; `best` keeps it until a better one is saved.
@@ -362,7 +417,7 @@ class Training:
     def _resume(self) -> None:
         saved = self.saving.resume()
         if saved is not None:
-            self.load_state_dict(saved)
+            self._load(saved)
             log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
 
     def _is_finished(self, epochs: int | None, until: int | None) -> bool:

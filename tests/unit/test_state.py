@@ -1,0 +1,219 @@
+"""The state of models and optimizers by name, in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import CheckpointError
+from paceline.training import state
+
+Case = tuple[list[nn.Module], list[torch.optim.Optimizer]]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+class Odd(nn.Linear):
+    """Its state has a key that is no attribute, as quantized layers have, and a value that is no tensor."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = torch.ones(1)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        del state_dict[f"{prefix}weight.absmax"]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def set_extra_state(self, value: dict[str, int]) -> None:
+        assert value == {"calls": 3}
+
+
+class Counting(torch.optim.SGD):
+    """Keeps what is no tensor, and what belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["calls"] = self.state[p].get("calls", 0) + 1
+        self.state["all"] = {"seen": 7}
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def _usual() -> Case:
+    net = _net()
+    return [net], [torch.optim.AdamW(net.parameters(), lr=0.1)]
+
+
+def _tied() -> Case:
+    net = Tied()
+    return [net], [torch.optim.Adam(net.parameters())]
+
+
+def _odd() -> Case:
+    net = Odd(3, 1)
+    return [net], [Counting(net.parameters(), lr=0.1, momentum=0.9)]
+
+
+def _unused() -> Case:
+    net = nn.ModuleDict({"used": nn.Linear(3, 1), "unused": nn.Linear(3, 1)})
+    net.forward = lambda x: net["used"](x)  # type: ignore[method-assign]
+    return [net], [torch.optim.AdamW(net.parameters())]
+
+
+def _two_models() -> Case:
+    first, last = nn.Linear(3, 3), nn.Linear(3, 1)
+    both = torch.optim.Adam(
+        [{"params": last.parameters()}, {"params": first.parameters(), "lr": 0.5}]
+    )
+    return [nn.Sequential(first), last], [both]
+
+
+def _added_group() -> Case:
+    net = _net()
+    optimizer = torch.optim.AdamW(net[0].parameters(), lr=0.1)
+    optimizer.add_param_group({"params": net[2].parameters(), "lr": 0.3})
+    return [net], [optimizer]
+
+
+def _outside() -> Case:
+    net, scale = nn.Linear(3, 1), nn.Parameter(torch.ones(()))
+    net.forward = lambda x: scale * nn.functional.linear(x, net.weight)  # type: ignore[method-assign]
+    groups = [
+        {"params": [scale], "lr": 0.0},
+        {"params": [net.weight]},
+    ]  # `scale` itself is not saved
+    return [net], [torch.optim.Adam(groups)]
+
+
+def _train(case: Case) -> None:
+    models, optimizers = case
+    value = torch.randn(4, 3, generator=torch.Generator().manual_seed(5))
+    for _ in range(2):
+        x = value
+        for model in models:
+            x = model(x)
+        x.square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _values(case: Case) -> Any:
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    return plain(copy.deepcopy(state.save(*case)))
+
+
+@pytest.mark.parametrize(
+    "make", [_usual, _tied, _odd, _unused, _two_models, _added_group, _outside]
+)
+def test_training_continues_from_a_loaded_state(make: Callable[[], Case]) -> None:
+    torch.manual_seed(1)
+    source = make()
+    _train(source)
+    for optimizer in source[1]:
+        optimizer.param_groups[-1]["lr"] = 0.05
+    next(iter(source[0][0].parameters())).requires_grad_(False)
+    saved = copy.deepcopy(state.save(*source))
+    torch.manual_seed(2)
+    target = make()
+    next(iter(target[0][0].parameters())).requires_grad_(False)
+    state.check(*target, saved)
+    state.load(*target, saved)
+    assert _values(target) == _values(source)
+    for models, _ in (source, target):  # the state of a frozen parameter is kept for later
+        next(iter(models[0].parameters())).requires_grad_(True)
+    for case in (source, target):
+        _train(case)
+    assert _values(target) == _values(source)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's, in an import
+def test_names_do_not_depend_on_wrappers() -> None:
+    plain = _net()
+    compiled = _net()
+    compiled[2] = torch.compile(compiled[2], backend="eager")
+    whole = torch.compile(compiled, backend="eager")
+    cases = [([m], [torch.optim.AdamW(m.parameters())]) for m in (plain, whole)]
+    names = [list(state.save(*case)["models"][0]) for case in cases]  # type: ignore[arg-type]
+    assert names[0] == names[1]
+    _train(cases[0])  # type: ignore[arg-type]
+    state.load(*cases[1], state.save(*cases[0]))  # type: ignore[arg-type]
+    assert _values(cases[1]) == _values(cases[0])  # type: ignore[arg-type]
+    found = state.save(*cases[1])["optimizers"][0]  # type: ignore[arg-type]
+    assert list(found["state"]) == [
+        "0.0.weight",
+        "0.0.bias",
+        "0.1.weight",
+        "0.1.bias",
+        "0.2.weight",
+        "0.2.bias",
+    ]
+    assert found["param_groups"][0]["params"] == list(found["state"])
+
+
+def test_a_new_optimizer_is_saved_without_a_step() -> None:
+    case = _usual()
+    assert state.save(*case)["optimizers"][0]["state"] == {}
+    assert not case[1][0].state
+
+
+def test_parameters_in_another_order_keep_their_own_state() -> None:
+    source, target = _usual(), _usual()
+    target[1][0] = torch.optim.AdamW(reversed([*target[0][0].parameters()]), lr=0.1)
+    _train(source)
+    saved = state.save(*source)
+    state.check(*target, saved)
+    state.load(*target, saved)
+    for p, q in zip(source[0][0].parameters(), target[0][0].parameters(), strict=True):
+        assert torch.equal(source[1][0].state[p]["exp_avg"], target[1][0].state[q]["exp_avg"])
+
+
+def test_another_model_or_optimizer_is_refused() -> None:
+    saved = copy.deepcopy(state.save(*_added_group()))
+    net = _net()
+    sgd = torch.optim.SGD
+    cases: list[tuple[Any, Any, str]] = [
+        ([net], [sgd(net.parameters())], r"groups of \[6\] parameters, the checkpoint of \[2, 2\]"),
+        (
+            [net],
+            [sgd([{"params": net[2].parameters()}, {"params": net[0].parameters()}])],
+            r"group 0 of optimizer 0 and of the checkpoint differ in 0\.0\.bias",
+        ),
+        ([net, net], [sgd(net.parameters())], "holds 1 models, not 2"),
+        ([net], [], "holds 1 optimizers, not 0"),
+        (
+            [nn.Sequential(nn.Linear(3, 4))],
+            [sgd(net.parameters())],
+            r"0\.bias: the model has shape \[4\], the checkpoint has shape \[3\]",
+        ),
+    ]
+    for models, optimizers, text in cases:
+        with pytest.raises(CheckpointError, match=text):
+            state.check(models, optimizers, saved)
+    with pytest.raises(CheckpointError, match="version 3; this release reads versions 1 and 2"):
+        state.check([net], [sgd(net.parameters())], saved | {"version": 3})
