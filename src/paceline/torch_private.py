@@ -49,6 +49,33 @@ NAMES = (
     # checkpoint
     # training
     # launch
+    *(
+        PrivateName(
+            f"torch.distributed.elastic.rendezvous.dynamic_rendezvous.{name}",
+            why="the public handler takes 43 s to see a lost node, and cannot be told to be faster",
+            since="2.11",
+            without="jobs on several nodes use torch's own rendezvous, which finds a lost node later "
+            "and keeps one store over restarts",
+        )
+        for name in (
+            "_Action",
+            "_BackendRendezvousStateHolder",
+            "_DistributedRendezvousOpExecutor",
+            "_remove_participant_epilogue",
+        )
+    ),
+    PrivateName(
+        "torch.numa.binding._maybe_wrap_command_args_with_numa_binding",
+        why="no public function builds the numactl command of --numa-binding",
+        since="2.11",
+        without="--numa-binding is refused",
+    ),
+    PrivateName(
+        "torch._dynamo",
+        why="ranks that wait for a restart import it early, since the first optimizer imports it",
+        since="2.11",
+        without="a restarted rank imports less before its script begins",
+    ),
     # audit
     # doctor
 )

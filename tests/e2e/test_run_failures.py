@@ -366,7 +366,7 @@ def test_a_failed_job_leaves_a_folder(tmp_path: Path) -> None:
 def test_without_a_log_dir_the_folder_is_a_temporary_one(tmp_path: Path) -> None:
     done = run("", "raise OSError('x')", tmp_path, TMPDIR=str(tmp_path), PACELINE_PRELOAD="0")
     folder = Path(done.err.splitlines()[-1].rpartition(" are in ")[2])
-    assert folder.parent == tmp_path / f"paceline-{os.getuid()}"
+    assert folder.parent == tmp_path / f"paceline-{os.getuid()}" / "reports"
     assert "OSError: x" in (folder / "rank0-error.txt").read_text()
     again = run("", "raise OSError('y')", tmp_path, TMPDIR=str(tmp_path), PACELINE_PRELOAD="0")
     assert again.err.splitlines()[-1] != done.err.splitlines()[-1]

@@ -6,13 +6,15 @@ import contextlib
 import fcntl
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
 import termios
 from pathlib import Path
 
-from launching import environment, run
+import psutil
+from launching import environment, finish, run, spawn
 
 MUCH = """
 import os, sys
@@ -63,8 +65,8 @@ if os.environ["RANK"] == "0":
     text = shown.decode().replace("\r\n", "\n")
     assert "[0] terminal True True\n" in text
     assert "[1] terminal False False\n" in text
-    assert "[0] size 77\n" in text
-    assert "\r\x1b[2K100% ######\n" in text
+    assert "[0] size 73\n" in text  # 77 less the prefix
+    assert "\r\x1b[2K[0] 100% ######\n" in text
 
 
 def test_log_files_are_where_torchrun_puts_them(tmp_path: Path) -> None:
@@ -87,3 +89,58 @@ def test_log_files_are_where_torchrun_puts_them(tmp_path: Path) -> None:
         "attempt_0/0/stderr.log": "err\n",
         "attempt_0/1/stdout.log": "out\n",
     }
+
+
+WRITES_FOR_EVER = """
+import sys
+while True:
+    print("x" * 999)
+"""
+
+
+def test_a_signal_ends_a_job_whose_output_nobody_reads(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WRITES_FOR_EVER)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "run", "--nproc-per-node=2", "train.py"],
+        cwd=tmp_path,
+        env=environment(PACELINE_PRELOAD="0"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith(b"paceline: 2 ranks")
+    assert process.stdout.readline().startswith(b"[")
+    ranks = psutil.Process(process.pid).children()
+    # From here on the pipe fills, and the launcher has something to say.
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not any(rank.is_running() for rank in ranks)
+    process.stdout.close()
+
+
+def test_a_full_disk_under_the_log_folder_does_not_stop_the_job(tmp_path: Path) -> None:
+    # The name of the first log file leads to a device that is always full.
+    script = """
+import os, sys
+for n in range(20_000):
+    print("x" * 99)
+"""
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "full.py").write_text(FULL_DISK)
+    words = [sys.executable, "full.py", "--nproc-per-node=2", "--log-dir=logs", "--redirects=3"]
+    done = finish(spawn([*words, "train.py"], tmp_path, PACELINE_PRELOAD="0"))
+    assert done.code == 0, done
+    assert done.err.count("stdout.log cannot be written: No space left on device") == 1
+    assert done.err.count("the job goes on without it") == 1
+
+
+# Log files of this launcher lie on a full disk.
+FULL_DISK = """
+import os, sys
+from paceline.launch import run
+real = os.open
+os.open = lambda path, *more, **named: real(
+    "/dev/full" if str(path).endswith(".log") else path, *more, **named)
+sys.exit(run(sys.argv[1:]))
+"""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from paceline.launch.output import LINE_BYTES, Console, Pump, Stream
+from paceline.launch.output import LINE_BYTES, Console, LogFile, Pump, Stream
 
 
 class Reader:
@@ -133,3 +134,124 @@ def test_a_reader_that_has_gone_does_not_stop_the_ranks(pump: Pump) -> None:
     assert not writer.is_alive()
     assert pump.finish([stream], stalled_s=10)
     os.close(write)
+
+
+def test_a_full_disk_under_a_log_file_does_not_stop_the_rank(pump: Pump) -> None:
+    said: list[str] = []
+    reader = Reader()
+    theirs, stream = _stream(Console(reader.write_fd), b"[0] ")
+    stream.files.append(LogFile("/dev/full", said.append))
+    pump.add(stream)
+    writer = threading.Thread(target=_write_all, args=(theirs, b"line\n" * 50_000))
+    writer.start()
+    writer.join(20)
+    assert pump.finish([stream], stalled_s=10)
+    assert reader.close() == b"[0] line\n" * 50_000
+    assert said == ["/dev/full cannot be written: No space left on device"]
+
+
+def test_a_console_that_nobody_reads_blocks_neither_messages_nor_other_consoles(pump: Pump) -> None:
+    read, write = os.pipe()
+    theirs, stream = _stream(Console(write), b"[0] ")
+    pump.add(stream)
+    while select.select([], [theirs], [], 0.5)[1]:
+        os.write(theirs, b"x" * 999 + b"\n")
+    reader = Reader()
+    pump.say("to standard output\n", stream.console or Console(write))
+    errors = Console(reader.write_fd)
+    pump.say("to standard error\n", errors)
+    assert pump.call(lambda: None, stalled_s=5)
+    assert not pump.drain(stalled_s=0.2)
+    assert reader.close() == b"to standard error\n"
+    os.close(read)
+    os.close(theirs)
+    assert pump.finish([stream], stalled_s=5)
+    os.close(write)
+
+
+class Terminal:
+    """What a terminal of 40 columns shows of what is written to it."""
+
+    def __init__(self) -> None:
+        self.lines = [bytearray()]
+        self.row = self.column = 0
+
+    def write(self, data: bytes) -> None:
+        for part in re.findall(rb"\x1b\[[0-?]*[@-~]|.|\n", data):
+            if part == b"\n":
+                self.row, self.column = self.row + 1, 0
+                self.lines += [bytearray()] * (self.row == len(self.lines))
+            elif part == b"\r":
+                self.column = 0
+            elif part == b"\x1b[A" or part == b"\x1b[1A":
+                self.row -= 1
+            elif part in (b"\x1b[K", b"\x1b[2K"):
+                del self.lines[self.row][self.column if part == b"\x1b[K" else 0 :]
+            elif not part.startswith(b"\x1b"):
+                if self.column == 40:  # it wraps
+                    self.write(b"\n")
+                line = self.lines[self.row]
+                line += b" " * (self.column - len(line))
+                line[self.column : self.column + 1] = part
+                self.column += 1
+
+    @property
+    def text(self) -> list[str]:
+        return [line.decode().rstrip() for line in self.lines]
+
+
+def _drawn(*writes: tuple[int, bytes]) -> list[str]:
+    """What a terminal shows after writes of rank 0, which has a terminal, and of others, which have pipes."""
+    console = Console(-1)
+    console.is_terminal, console.closed = True, False
+    screen = Terminal()
+    console.flush = lambda: (screen.write(bytes(console._pending)), console._pending.clear(), 0)[2]  # type: ignore[method-assign]
+    streams = {
+        rank: Stream(-1, console, b"[%d] " % rank, is_terminal=rank == 0)
+        for rank in sorted({rank for rank, _ in writes})
+    }
+    for rank, data in writes:
+        streams[rank].feed(data)
+    for stream in streams.values():
+        stream.emit_lines(end=True)
+    return screen.text
+
+
+def test_a_bar_of_full_width_is_drawn_in_place() -> None:
+    bars = [b"\r%3d%%" % n + b"#" * 32 for n in range(0, 101, 10)]
+    shown = _drawn(*((0, bar) for bar in bars), (0, b"\nloss 0.5\n"))
+    assert shown == ["[0] 100%" + "#" * 32, "[0] loss 0.5", ""]
+
+
+def test_two_ranks_with_bars_show_one_moving_and_one_final_bar() -> None:
+    writes = [(rank, b"\r%3d%%" % n) for n in range(0, 101, 10) for rank in (0, 1)]
+    shown = _drawn(*writes, (1, b"\n"), (0, b"\n"))
+    assert shown == ["[1] 100%", "[0] 100%", ""]
+
+
+def test_a_display_of_two_lines_is_drawn_in_place() -> None:
+    frame = b"\x1b[1mtask 1 %d\x1b[0m" + b"-" * 28 + b"\ntask 2 %d" + b"=" * 28
+    up = b"\r\x1b[2K\x1b[1A\x1b[2K"
+    writes = [(0, b"\x1b[?25l" + frame % (0, 0))] + [(0, up + frame % (n, n)) for n in range(1, 10)]
+    shown = _drawn(*writes, (0, b"\n\x1b[?25h"))
+    assert shown == ["[0] task 1 9" + "-" * 28, "[0] task 2 9" + "=" * 28, ""]
+
+
+def test_a_line_of_another_rank_goes_above_a_bar() -> None:
+    shown = _drawn(
+        (0, b"\r 10%"), (1, b"loaded\n"), (0, b"\r 20%"), (2, b"\x1b[Asaved\n"), (0, b"\r 30%\n")
+    )
+    assert shown == ["[1] loaded", "[2] saved", "[0]  30%", ""]
+
+
+def test_a_line_of_another_rank_goes_above_a_display_of_two_lines() -> None:
+    up = b"\r\x1b[2K\x1b[1A\x1b[2K"
+    shown = _drawn(
+        (0, b"a 1\nb 1"), (0, up + b"a 2\nb 2"), (1, b"loaded\n"), (0, up + b"a 3\nb 3\n")
+    )
+    assert shown == ["[1] loaded", "[0] a 3", "[0] b 3", ""]
+
+
+def test_an_escape_sequence_in_two_writes_stays_whole() -> None:
+    stream_parts = [(0, b"old\n"), (0, b"\r\x1b["), (0, b"2Knew\n")]
+    assert _drawn(*stream_parts) == ["[0] old", "[0] new", ""]

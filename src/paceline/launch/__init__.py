@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from paceline.errors import ConfigError
 from paceline.launch.local_ranks import Crew, environment_of_ranks
+from paceline.launch.output import Consoles
 from paceline.launch.prescan import Early, ScriptError, check_script, scan
-from paceline.launch.rank import Consoles
 from paceline.machine import usable_cores
 
 __all__ = ["run"]

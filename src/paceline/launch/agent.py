@@ -148,6 +148,7 @@ class Agent(LocalElasticAgent):
                 )
             for stream in self._crew.ranks[worker.local_rank].streams:
                 stream.prefix = prefix.encode()
+            self._crew.ranks[worker.local_rank].copy_window_size()
         if self._task.logs is not None:
             connect_logs(self._crew, self._task.logs, environments, worker_group.spec)
         for rank in self._crew.ranks:

@@ -62,10 +62,13 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 def _folder(log_dir: str | None) -> str:
     if log_dir is not None:
         return tempfile.mkdtemp(prefix="failure-", dir=log_dir)
-    home = Path(tempfile.gettempdir(), f"paceline-{os.getuid()}")
-    home.mkdir(mode=0o700, exist_ok=True)
-    if home.stat().st_uid != os.getuid() or home.is_symlink():
-        return tempfile.mkdtemp(prefix="paceline-failure-")  # somebody else took the name
+    private = Path(tempfile.gettempdir(), f"paceline-{os.getuid()}")
+    private.mkdir(mode=0o700, exist_ok=True)
+    if private.stat().st_uid != os.getuid() or private.is_symlink():
+        return tempfile.mkdtemp(prefix="paceline-failure-")  # another user took the name
+    # Apart from the files by which ranks meet, which lie in the private folder itself.
+    home = private / "reports"
+    home.mkdir(exist_ok=True)
     for old in sorted(home.iterdir())[: -_KEPT + 1]:
         shutil.rmtree(old, ignore_errors=True)
     return tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=home)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.job.preemption import REQUEUE
-from paceline.launch.output import Pump
-from paceline.launch.rank import WORKER, Consoles, Rank, clear_groups
+from paceline.launch.output import Consoles, Pump
+from paceline.launch.rank import WORKER, Rank, clear_groups
 from paceline.watch import processes
 from paceline.watch.crash import Error, Fact
 
@@ -30,7 +30,9 @@ _GUARD = Path(__file__).with_name("guard.py")
 # A rank that lost its peer may be the first to say so. The cause then is on its way.
 _SETTLE_S = 0.5
 _KILLED_S = 10.0
+# How long the reader of our output may pause at the end of the job, and after a signal.
 _STALLED_S = 30.0
+_STALLED_SIGNAL_S = 2.0
 
 # Collectives that torch's flight recorder keeps in each rank; as many fit into a step.
 _RECORDED = "256"
@@ -89,9 +91,10 @@ class Crew:
     def __init__(self, consoles: Consoles) -> None:
         self.consoles = consoles
         self.pump = Pump()
-        self.pump.on_tick = self._follow_window_size
+        self.pump.on_turn = self._follow_window_size
         self.ranks: list[Rank] = []
         self.announced = False
+        self.signalled: Callable[[], bool] = lambda: False
         # Interpreters that have imported torch and wait to be the ranks after a restart.
         self._spares: list[Rank] = []
         self._begin: Callable[[str], list[Rank]] = lambda preload: []
@@ -252,10 +255,15 @@ class Crew:
         clear_groups([rank.pid for rank in ranks])
         for rank in ranks:
             self._guard.remove(rank.pid)
-        self.pump.finish([s for rank in ranks for s in rank.streams], stalled_s=_STALLED_S)
+        self.pump.finish([s for rank in ranks for s in rank.streams], stalled_s=self._stalled_s)
         self._hear_all()
         for rank in ranks:
             rank.close()
+
+    @property
+    def _stalled_s(self) -> float:
+        """How long output may stand still at the end of the ranks."""
+        return _STALLED_SIGNAL_S if self.signalled() else _STALLED_S
 
     def dismiss(self) -> None:
         """Forget the cleared ranks."""
@@ -277,6 +285,7 @@ class Crew:
         """Kill what runs, and end the helpers."""
         self.disband()
         self._disband_spares()
+        self.pump.drain(stalled_s=self._stalled_s)
         self.pump.stop(timeout_s=_KILLED_S)
         self._guard.close()
 
@@ -306,7 +315,7 @@ class Crew:
 
     def say(self, text: str) -> None:
         """Write our own words to standard error, after whole lines."""
-        self.consoles.err.write(text.encode(errors="backslashreplace"))
+        self.pump.say(text, self.consoles.err)
 
     def _hear_all(self) -> None:
         # A rank's last words and its end may be seen in either order.

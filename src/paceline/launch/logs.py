@@ -6,13 +6,12 @@ A front to `torch.distributed.elastic.multiprocessing.LogsSpecs`, which lays out
 from __future__ import annotations
 
 import os
-from typing import BinaryIO
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from paceline.launch.local_ranks import Crew
-from paceline.launch.output import Stream
+from paceline.launch.output import LogFile, Stream
 from paceline.launch.rank import Rank
 
 _OUT, _ERR = 0, 1
@@ -27,15 +26,22 @@ def connect_logs(
         (_OUT, places.stdouts, places.tee_stdouts, getattr(places, "filtered_stdout", "")),
         (_ERR, places.stderrs, places.tee_stderrs, getattr(places, "filtered_stderr", "")),
     )
+    failures: list[str] = []
+
+    def failed(text: str) -> None:
+        if not failures:
+            crew.say(f"paceline: the log file {text}; the job goes on without it\n")
+        failures.append(text)
+
     words = (spec.duplicate_stdout_filters, spec.duplicate_stderr_filters)
     for side, files, tees, filtered in sides:
-        matches = _open(filtered) if words[side] else None
+        matches = LogFile(filtered, failed) if words[side] else None
         for rank in crew.ranks:
             stream = _stream(rank, side)
             path = files[rank.local_rank]
             tee = rank.local_rank in tees and tees[rank.local_rank] != os.devnull
             if path not in ("", os.devnull):
-                stream.files.append(_open(path))
+                stream.files.append(LogFile(path, failed))
             if path and not tee:
                 stream.console = None
             if tee and matches is not None:
@@ -44,8 +50,3 @@ def connect_logs(
 
 def _stream(rank: Rank, side: int) -> Stream:
     return rank.streams[min(side, len(rank.streams) - 1)]
-
-
-def _open(path: str) -> BinaryIO:
-    # Unbuffered: what a killed job wrote last is what one looks for.
-    return open(path, "ab", buffering=0)

@@ -19,15 +19,26 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
     RendezvousSettings,
-    _Action,
-    _BackendRendezvousStateHolder,
-    _DistributedRendezvousOpExecutor,
-    _NodeDesc,
-    _remove_participant_epilogue,
-    _RendezvousContext,
 )
 
+from paceline import torch_private
 from paceline.launch.node_exchange import Hearsay
+
+_MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_NAMES = tuple(
+    f"{_MODULE}.{name}"
+    for name in (
+        "_Action",
+        "_BackendRendezvousStateHolder",
+        "_DistributedRendezvousOpExecutor",
+        "_remove_participant_epilogue",
+    )
+)
+# Without a warning: a job of one node imports this file too, and needs none of them.
+_found: list[Any] = [torch_private.look_up(name) for name in _NAMES]
+_Action, _remove_epilogue = _found[0], _found[3]
+_StateHolderBase: Any = _found[1] or object
+_ExecutorBase: Any = _found[2] or object
 
 # All nodes write their heartbeats under one key: many of them had better be slower.
 _MANY_NODES = 64
@@ -37,12 +48,17 @@ _POLL_S = 0.1
 _ATTEMPTS = 3
 
 
+def available() -> bool:
+    """Whether the installed torch has what this file needs; a missing name gives one warning."""
+    return None not in [torch_private.find(name) for name in _NAMES]
+
+
 def heartbeat_s(max_nodes: int) -> int:
     """Seconds between a node's signs of life, where the user chose none."""
     return _HEARTBEAT_S if max_nodes <= _MANY_NODES else _HEARTBEAT_OF_MANY_S
 
 
-class Watcher(_BackendRendezvousStateHolder):
+class Watcher(_StateHolderBase):  # type: ignore[misc]
     """The shared state, and which nodes this one found dead.
 
     Attributes:
@@ -51,11 +67,11 @@ class Watcher(_BackendRendezvousStateHolder):
 
     def __init__(self, backend: RendezvousBackend, settings: RendezvousSettings) -> None:
         super().__init__(backend, settings)
-        self.dead: set[_NodeDesc] = set()
+        self.dead: set[Any] = set()
         self._window_s = (
             settings.keep_alive_interval * settings.keep_alive_max_attempt
         ).total_seconds()
-        self._seen: dict[_NodeDesc, tuple[Any, float]] = {}
+        self._seen: dict[Any, tuple[Any, float]] = {}
         self._looked_at = 0.0
 
     def sync_now(self) -> None:
@@ -84,21 +100,21 @@ class Watcher(_BackendRendezvousStateHolder):
             self._state.wait_list.discard(node)
             self._state.redundancy_list.discard(node)
         if dead:
-            _remove_participant_epilogue(self._state, self._settings)
+            _remove_epilogue(self._state, self._settings)
 
 
-class _Executor(_DistributedRendezvousOpExecutor):
+class _Executor(_ExecutorBase):  # type: ignore[misc]
     """Polls more often than once a second, and ends a round when all who live have come."""
 
-    survivors: Callable[[], set[_NodeDesc]]
+    survivors: Callable[[], set[Any]]
 
     def run(
         self,
-        state_handler: Callable[[_RendezvousContext, float], _Action],
+        state_handler: Callable[[Any, float], Any],
         deadline: float,
         update_deadline: Callable[[timedelta], float] | None = None,
     ) -> None:
-        def handler(context: _RendezvousContext, deadline: float) -> _Action:
+        def handler(context: Any, deadline: float) -> Any:
             while True:
                 action = state_handler(context, deadline)
                 if action != _Action.SYNC:
@@ -113,7 +129,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
 
         super().run(handler, deadline, update_deadline)
 
-    def _all_are_back(self, context: _RendezvousContext) -> bool:
+    def _all_are_back(self, context: Any) -> bool:
         state, survivors = context.state, self.survivors()
         return (
             not state.complete
@@ -134,7 +150,7 @@ class FreshRendezvous(DynamicRendezvousHandler):
 
     def __init__(
         self,
-        node: _NodeDesc,
+        node: Any,
         settings: RendezvousSettings,
         backend: RendezvousBackend,
         store: TCPStore,
@@ -147,7 +163,7 @@ class FreshRendezvous(DynamicRendezvousHandler):
         self._op_executor = executor
         self._meeting = store
         self._serve = serve
-        self._met: set[_NodeDesc] = set()
+        self._met: set[Any] = set()
 
     @classmethod
     def of(

@@ -1,8 +1,9 @@
-"""What ranks write, on its way to the launcher's terminal, pipe or files.
+"""Output of the ranks, on its way to the launcher's terminal, pipe or log files.
 
-One thread reads all streams, whole lines at a time, and writes them where they belong. It keeps at most
-`LINE_BYTES` of an unfinished line: a rank that writes faster than the reader reads is held up by its
-pipe, as it would be without us. It knows nothing of ranks but the prefix that their lines carry.
+One thread reads all streams, adds the rank prefix to each line, and writes the lines. Writes do not block: a
+console that cannot take more keeps the rest, and the streams that end there are not read until it can. A rank
+that writes faster than its output is read is therefore held up by its own pipe, as it would be without the
+launcher, and nothing else waits.
 """
 
 from __future__ import annotations
@@ -15,26 +16,35 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO
 
-_TAIL_BYTES = 8192  # for the folder that a failed job leaves
-LINE_BYTES = 1 << 20
+LINE_BYTES = 1 << 20  # of an unfinished line that a stream keeps
+_TAIL_BYTES = 8192  # kept of each stream for the report of a failed job
 _READ_BYTES = 1 << 16
-# A prompt has no end of line; a bar or a line in two writes is whole within this time.
+_PENDING_BYTES = 1 << 16  # of a console; beyond that its streams are not read
+# A prompt has no end of line; a progress bar or a line in two writes is complete within this time.
 _PROMPT_S = 0.05
-_TICK_S = 0.25
-# How long a line too long to keep may pause without another rank's lines breaking in.
+_IDLE_S = 0.25
+# How long a line that is too long to keep may pause before another rank may write.
 _HOLD_S = 1.0
 
-_BREAKS = re.compile(rb"\n|\r(?!\n)")
-# Colours do not move the cursor, so a coloured line still is a plain one.
-_COLOURS = re.compile(rb"\x1b\[[0-9;]*m")
-_MOVES = re.compile(rb"[\x1b\r\b](?!\n)")
+_LINE_BREAK = re.compile(rb"\n|\r(?!\n)")
+_COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
+_CURSOR_MOVE = re.compile(rb"[\x1b\r\b](?!\n)")
+_ESCAPE = rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[\]]"
+_ESCAPES = re.compile(_ESCAPE)
+# What a program sends to a terminal: escape sequences, the two characters that return to column 0, and text.
+_TERMINAL_PARTS = re.compile(_ESCAPE + rb"|[\r\n]|[^\x1b\r\n]+|\x1b")
+_CUT_ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*)?\Z")
+_OVERWRITTEN = re.compile(rb"[^\r\n]*\r(?=[^\r\n])")
+_CURSOR_UP = re.compile(rb"\x1b\[\d*A")
 _ERASE_LINE = b"\r\x1b[K"
 
 
 class Console:
-    """One of the launcher's own outputs, shared by the streams that end there."""
+    """One of the launcher's own outputs, shared by the streams that end there.
+
+    Only the pump's thread may call the methods.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -42,50 +52,138 @@ class Console:
         try:
             status = os.fstat(fd)
             self.closed, self.identity = False, (status.st_dev, status.st_ino)
-        except OSError:  # we were started without it
+        except OSError:  # the launcher was started without it
             self.closed, self.identity = True, (-1, fd)
-        self._lock = threading.Lock()
+        self._pending = bytearray()
         self._holder: Stream | None = None
         self._written_at = 0.0
         self._mid_line = False
-        self._drawing = False
+        self._display = b""
 
     def free_for(self, stream: Stream) -> bool:
-        """Whether no other stream is in the middle of a line, or it has been there for too long."""
+        """Whether no other stream is in the middle of a line, or has paused there for too long."""
         if self._holder in (None, stream) or self.is_terminal:
             return True
         return time.monotonic() - self._written_at > _HOLD_S
 
     def held_by(self, stream: Stream) -> bool:
-        """Whether the last line written is this stream's, and is open."""
+        """Whether the last line is unfinished and from this stream."""
         return self._holder is stream
 
-    def write(self, data: bytes, stream: Stream | None = None, *, drawing: bool = False) -> None:
-        """Write it all, waiting for a slow reader."""
-        if not data:
-            return
-        with self._lock:
-            foreign = stream is None or (bool(stream.prefix) and self._holder is not stream)
-            if self._mid_line and foreign:
-                # A progress bar is drawn again by its owner; any other text is kept.
-                data = (_ERASE_LINE if self._drawing else b"\n") + data
-            self._mid_line = not data.endswith(b"\n")
-            self._holder = stream if self._mid_line else None
-            self._drawing = drawing
-            self._write(data)
-            self._written_at = time.monotonic()
+    @property
+    def pending(self) -> bool:
+        """Whether there is data that could not be written yet."""
+        return bool(self._pending)
 
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view and not self.closed:
+    @property
+    def full(self) -> bool:
+        """Whether its streams must not be read now."""
+        return len(self._pending) > _PENDING_BYTES
+
+    def write(self, data: bytes, stream: Stream | None = None, *, drawing: bool = False) -> None:
+        """Write as much as possible and keep the rest for `flush`; `drawing`: an unfinished progress bar."""
+        if not data or self.closed:
+            return
+        foreign = stream is None or (bool(stream.prefix) and self._holder is not stream)
+        if self._mid_line and foreign and self._display and data.endswith(b"\n"):
+            # Complete lines go above the display, which keeps its owner.
+            erase = _ERASE_LINE + b"\x1b[A\x1b[K" * self._display.count(b"\n")
+            self._pending += erase + data + self._display
+        else:
+            self._pending += b"\n" * (self._mid_line and foreign) + data
+            _, newline, rest = data.rpartition(b"\n")
+            # Escape sequences, such as one that shows the cursor, begin no line.
+            begins = bool(_ESCAPES.sub(b"", rest)) or (self._mid_line and not newline)
+            self._mid_line = begins
+            self._holder = stream if begins else None
+            self._display = self._display_after(data) if drawing else b""
+        self._written_at = time.monotonic()
+        self.flush()
+
+    def _display_after(self, data: bytes) -> bytes:
+        """The unfinished display: the lines since the cursor last moved up, or else the current line."""
+        _, up, lines = data.rpartition(next(reversed(_CURSOR_UP.findall(data)), b"\x1b[A"))
+        if up:
+            return lines
+        return (self._display + data).rpartition(b"\n")[2].rpartition(b"\r")[2]
+
+    def flush(self) -> int:
+        """Write what can be written without blocking; the number of bytes."""
+        written = 0
+        # PIPE_BUF: a pipe that is ready takes as much. O_NONBLOCK would also affect other programs that share
+        # our output.
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        while self._pending and not self.closed:
             try:
-                view = view[os.write(self.fd, view) :]
+                if not poll.poll(0):
+                    break
+                count = os.write(self.fd, self._pending[: select.PIPE_BUF])
             except BlockingIOError:
-                # Somebody made our output non-blocking; it may be shared with other programs.
-                select.select([], [self.fd], [], 1.0)
-            except OSError:
-                # Nobody reads any more. A training of days goes on without its viewer.
+                break  # another program made our output non-blocking
+            except OSError:  # the reader is gone; the job goes on without it
                 self.closed = True
+                self._pending.clear()
+                break
+            del self._pending[:count]
+            written += count
+        return written
+
+
+@dataclass(frozen=True)
+class Consoles:
+    """The launcher's own outputs; one object if both are the same terminal, pipe or file."""
+
+    out: Console
+    err: Console
+
+    @staticmethod
+    def of_this_process() -> Consoles:
+        """Standard output and error of this process."""
+        out, err = Console(1), Console(2)
+        return Consoles(out, out if out.identity == err.identity else err)
+
+
+class LogFile:
+    """A log file of a rank. The first error ends it, and the job goes on without it.
+
+    Args:
+        failed: Called with a message about the error.
+    """
+
+    def __init__(self, path: str, failed: Callable[[str], None]) -> None:
+        self.path = path
+        self._failed = failed
+        self._fd = -1
+        try:
+            # Unbuffered: the last lines of a killed job are the important ones.
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            self._give_up(error)
+
+    def write(self, data: bytes) -> None:
+        """Append `data`."""
+        view = memoryview(data)
+        while view and self._fd >= 0:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Close it."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            try:
+                os.close(fd)
+            except OSError as error:  # network file systems report write errors here
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        fd, self._fd = self._fd, -1
+        self._failed(f"{self.path} cannot be written: {error.strerror}")
+        if fd >= 0:
+            self.close()
 
 
 @dataclass(eq=False)
@@ -93,30 +191,31 @@ class Stream:
     """One output of one rank, from its pipe or pseudo-terminal to a console and files.
 
     Args:
-        fd: Our end, read without blocking.
+        fd: The launcher's end, read without blocking.
         console: Where it is shown; None if it is not.
-        prefix: Put before each line; empty: bytes pass as they are.
-        files: Get the bytes as they are.
-        matches: A file and the words of which one must be in a line to be copied there.
+        prefix: Put before each line; if empty, bytes pass unchanged.
+        is_terminal: Whether the rank writes to a pseudo-terminal.
+        files: Get the bytes unchanged.
+        matches: A file and words; lines with one of the words are copied to the file.
     """
 
     fd: int
     console: Console | None
     prefix: bytes = b""
     is_terminal: bool = False
-    files: list[BinaryIO] = field(default_factory=list)
-    matches: tuple[BinaryIO, Sequence[str]] | None = None
+    files: list[LogFile] = field(default_factory=list)
+    matches: tuple[LogFile, Sequence[str]] | None = None
     tail: bytes = field(default=b"", init=False)
     _kept: bytearray = field(default_factory=bytearray, init=False)
     _line_open: bool = field(default=False, init=False)
     _fed_at: float = field(default=0.0, init=False)
-    # Its rank has ended: what cannot be read at once will never come.
+    # The rank has ended: data that cannot be read at once will never come.
     closing: bool = field(default=False, init=False)
     ended: bool = field(default=False, init=False)
     closed: bool = field(default=False, init=False)
 
     def feed(self, data: bytes) -> None:
-        """Take what the rank wrote."""
+        """Take data that the rank wrote."""
         self.tail = (self.tail + data)[-_TAIL_BYTES:]
         for file in self.files:
             file.write(data)
@@ -125,8 +224,12 @@ class Stream:
                 self.console.write(data, self)
             return
         self._kept += data
+        if self._shares_terminal:
+            # Progress bars of two ranks would overwrite each other: only rank 0 draws, and of the others
+            # the last state of each line is shown.
+            self._kept[:] = _OVERWRITTEN.sub(b"", self._kept)
         self._fed_at = time.monotonic()
-        self.settle()
+        self.emit_lines()
 
     @property
     def free(self) -> bool:
@@ -135,90 +238,119 @@ class Stream:
 
     @property
     def full(self) -> bool:
-        """Whether it must not be read on: another stream is in the middle of a very long line."""
-        return len(self._kept) > LINE_BYTES and not self.free
+        """Whether it must not be read now."""
+        if self.console is None:
+            return False
+        return self.console.full or (len(self._kept) > LINE_BYTES and not self.free)
 
     @property
     def unfinished(self) -> bool:
-        """Whether it holds text that may have to be written without its end."""
+        """Whether it has text that may have to be written before its line ends."""
         return self.is_terminal and bool(self._kept)
 
-    def settle(self, *, end: bool = False) -> None:
-        """Pass on the lines that are whole, and others that have waited long enough."""
+    @property
+    def _shares_terminal(self) -> bool:
+        return not self.is_terminal and self.console is not None and self.console.is_terminal
+
+    def emit_lines(self, *, end: bool = False) -> None:
+        """Pass on complete lines, and others that have waited long enough; all of them at the `end`."""
         if self._kept and self.free:
-            whole = self._whole()
-            lines = bytes(self._kept[:whole])
-            del self._kept[:whole]
-            self._emit(lines)
+            if not self._overdue():
+                self._emit(self._take(self._complete()))
             if self._kept and (end or self._overdue()):
-                rest = bytes(self._kept)
-                self._kept.clear()
-                self._emit(rest)
+                cut = None if end or not self.is_terminal else _CUT_ESCAPE.search(self._kept)
+                self._emit(self._take(len(self._kept) if cut is None else cut.start()))
         if end and self.prefix and self.console is not None and self.console.held_by(self):
+            # The job's next message begins a line.
             self._emit(b"\n")
 
-    def _whole(self) -> int:
-        """How many of the kept bytes are lines with their end."""
+    def _take(self, size: int) -> bytes:
+        taken = bytes(self._kept[:size])
+        del self._kept[:size]
+        return taken
+
+    def _complete(self) -> int:
+        """How many of the kept bytes are complete lines."""
         newline = self._kept.rfind(b"\n") + 1
-        if self.is_terminal:
+        if self.is_terminal or self._shares_terminal:
             return newline
-        # A progress bar in a pipe ends its lines with a carriage return; a last one may be half of \r\n.
+        # A progress bar in a pipe ends lines with a carriage return; the last one may be half of \r\n.
         return max(newline, self._kept.rfind(b"\r", 0, len(self._kept) - 1) + 1)
 
     def _overdue(self) -> bool:
-        if len(self._kept) > LINE_BYTES:
-            return True
         if not self.is_terminal:
-            return False
-        return bool(_MOVES.search(self._kept)) or time.monotonic() - self._fed_at > _PROMPT_S
+            return len(self._kept) - self._complete() > LINE_BYTES
+        return bool(_CURSOR_MOVE.search(self._kept)) or time.monotonic() - self._fed_at > _PROMPT_S
 
     def _emit(self, text: bytes) -> None:
         if not text:
             return
         if self.matches is not None:
-            self._copy_matches(text)
+            file, words = self.matches
+            for line in text.splitlines(keepends=True):
+                if any(word.encode() in line for word in words):
+                    file.write(self.prefix + line)
         if self.console is None:
             return
-        # On a terminal each line is judged by itself: bars are passed as they are.
-        for part in text.splitlines(keepends=True) if self.is_terminal else (text,):
-            draws = self.is_terminal and bool(_MOVES.search(_COLOURS.sub(b"", part)))
-            self.console.write(part if draws else self._prefixed(part), self, drawing=draws)
-            self._line_open = not part.endswith((b"\n", b"\r"))
+        if self.is_terminal and self.prefix:
+            drawing = not text.endswith(b"\n") and bool(_CURSOR_MOVE.search(_COLOUR.sub(b"", text)))
+            self.console.write(self._prefix_on_terminal(text), self, drawing=drawing)
+        else:
+            if self._shares_terminal:  # it must not move the cursor over the lines of others
+                text = _ESCAPES.sub(lambda e: e[0] if _COLOUR.fullmatch(e[0]) else b"", text)
+            self.console.write(self._prefix_lines(text), self)
 
-    def _prefixed(self, text: bytes) -> bytes:
+    def _prefix_lines(self, text: bytes) -> bytes:
         if not self.prefix:
             return text
         head = b"" if self._line_open else self.prefix
         if b"\r" in text:
-            body = _BREAKS.sub(lambda found: found.group() + self.prefix, text)
+            body = _LINE_BREAK.sub(lambda found: found.group() + self.prefix, text)
         else:
             body = text.replace(b"\n", b"\n" + self.prefix)
-        if text.endswith((b"\n", b"\r")):
+        self._line_open = not text.endswith((b"\n", b"\r"))
+        if not self._line_open:
             body = body[: len(body) - len(self.prefix)]
         return head + body
 
-    def _copy_matches(self, text: bytes) -> None:
-        assert self.matches is not None
-        file, words = self.matches
-        for line in text.splitlines(keepends=True):
-            if any(word.encode() in line for word in words):
-                file.write(self.prefix + line)
+    def _prefix_on_terminal(self, text: bytes) -> bytes:
+        """Put the prefix at column 0 of each line, also where a progress bar returns to column 0.
+
+        The rank's terminal is narrower by the prefix, so that lines of full width do not wrap.
+        """
+        assert self.console is not None
+        if not self.console.held_by(self):
+            self._line_open = False  # other text has begun a new line
+        shown: list[bytes] = []
+        for part in _TERMINAL_PARTS.findall(text):
+            is_break = part in (b"\r", b"\n")
+            is_text = (
+                part == b"\n" or _COLOUR.fullmatch(part) or not part.startswith((b"\r", b"\x1b"))
+            )
+            if is_text and not self._line_open:
+                shown.append(self.prefix)
+                self._line_open = True
+            if is_break:
+                self._line_open = False
+            shown.append(part)
+        return b"".join(shown)
 
 
 class Pump:
-    """The thread that reads the streams, and calls back when other descriptors become readable."""
+    """The thread that reads the streams, writes the consoles, and watches other descriptors."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._streams: list[Stream] = []
+        self._consoles: list[Console] = []
         self._tasks: list[Callable[[], None]] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._run_tasks)
         self._stopping = False
-        self._moved = 0
-        self._turned = threading.Condition()
-        self.on_tick: Callable[[], None] | None = None
+        self._moved_bytes = 0
+        self._turn = threading.Condition()
+        self.on_turn: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._loop, name="paceline-output", daemon=True)
         self._thread.start()
 
@@ -234,7 +366,7 @@ class Pump:
             then()
 
         if threading.current_thread() is self._thread:
-            leave()  # or the descriptor, still ready, would call again
+            leave()  # otherwise the descriptor, still ready, would call again
         else:
             self._post(leave)
 
@@ -244,14 +376,25 @@ class Pump:
 
         def begin() -> None:
             self._streams.append(stream)
+            if stream.console is not None:
+                self._know(stream.console)
             self._register(stream.fd, lambda: self._read(stream))
 
         self._post(begin)
 
-    def finish(self, streams: Sequence[Stream], *, stalled_s: float) -> bool:
-        """Read what is left in streams whose rank has ended, and close them.
+    def say(self, text: str, console: Console) -> None:
+        """Write a message of the launcher after a complete line; does not block."""
 
-        Gives False when nothing has moved for `stalled_s` seconds: nobody reads our output.
+        def write() -> None:
+            self._know(console)
+            console.write(text.encode(errors="backslashreplace"))
+
+        self._post(write)
+
+    def finish(self, streams: Sequence[Stream], *, stalled_s: float) -> bool:
+        """Read the rest of the streams of ended ranks, close them, and write what they held.
+
+        False if no output moved for `stalled_s` seconds: nobody reads our output.
         """
 
         def close() -> None:
@@ -259,12 +402,16 @@ class Pump:
                 stream.closing = True
 
         self._post(close)
-        return self._wait_moving(lambda: all(stream.closed for stream in streams), stalled_s)
+
+        def done() -> bool:
+            return all(s.closed and not (s.console and s.console.pending) for s in streams)
+
+        return self._wait_moving(done, stalled_s)
 
     def call(self, task: Callable[[], None], *, stalled_s: float) -> bool:
-        """Have the thread do `task`, and wait as long as any output moves meanwhile.
+        """Have the thread do `task`, and wait for it.
 
-        Gives False when nothing has moved for `stalled_s` seconds.
+        False if no output moved for `stalled_s` seconds.
         """
         done = threading.Event()
 
@@ -275,15 +422,20 @@ class Pump:
         self._post(run)
         return self._wait_moving(done.is_set, stalled_s)
 
+    def drain(self, *, stalled_s: float) -> bool:
+        """Wait until all messages are written; False if no output moved for `stalled_s` seconds."""
+        self.call(lambda: None, stalled_s=stalled_s)
+        return self._wait_moving(lambda: not any(c.pending for c in self._consoles), stalled_s)
+
     def _wait_moving(self, done: Callable[[], bool], stalled_s: float) -> bool:
-        moved, since = self._moved, time.monotonic()
+        moved, since = self._moved_bytes, time.monotonic()
         while not done():
             if not self._thread.is_alive():
                 return False
-            with self._turned:
-                self._turned.wait(_PROMPT_S)
-            if self._moved != moved:
-                moved, since = self._moved, time.monotonic()
+            with self._turn:
+                self._turn.wait(_PROMPT_S)
+            if self._moved_bytes != moved:
+                moved, since = self._moved_bytes, time.monotonic()
             elif time.monotonic() - since > stalled_s:
                 return False
         return True
@@ -323,25 +475,39 @@ class Pump:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
+    def _know(self, console: Console) -> None:
+        if console not in self._consoles:
+            self._consoles.append(console)
+
     def _loop(self) -> None:
         while not self._stopping:
-            for key, _ in self._selector.select(self._patience()):
+            for key, _ in self._selector.select(self._timeout_s()):
                 key.data()
             for stream in list(self._streams):
                 self._attend(stream)
-            if self.on_tick is not None:
-                self.on_tick()
-            with self._turned:
-                self._turned.notify_all()
+            for console in self._consoles:
+                self._moved_bytes += console.flush()
+                self._wait_writable(console)
+            if self.on_turn is not None:
+                self.on_turn()
+            with self._turn:
+                self._turn.notify_all()
 
-    def _patience(self) -> float:
+    def _wait_writable(self, console: Console) -> None:
+        is_watched = console.fd in self._selector.get_map()
+        if console.pending and not is_watched:
+            self._selector.register(console.fd, selectors.EVENT_WRITE, lambda: None)
+        elif is_watched and not console.pending:
+            self._selector.unregister(console.fd)
+
+    def _timeout_s(self) -> float:
         if any(stream.closing and not stream.full for stream in self._streams):
             return 0.0
-        return _PROMPT_S if any(stream.unfinished for stream in self._streams) else _TICK_S
+        return _PROMPT_S if any(stream.unfinished for stream in self._streams) else _IDLE_S
 
     def _attend(self, stream: Stream) -> None:
-        """What is due without news: late lines, the end, a pause while another writes."""
-        stream.settle()
+        """Do what is due without new data: late lines, the end, a pause while its console is full."""
+        stream.emit_lines()
         if stream.closing and not stream.ended and not stream.full:
             self._read(stream)
         if stream.ended:
@@ -361,17 +527,17 @@ class Pump:
             stream.ended = stream.closing
             return
         except OSError:
-            data = b""  # the far end of a pseudo-terminal was closed
+            data = b""  # the other end of a pseudo-terminal was closed
         if data:
             stream.feed(data)
-            self._moved += len(data)
+            self._moved_bytes += len(data)
         else:
             stream.ended = True
             self._leave(stream.fd)
 
     def _close(self, stream: Stream) -> None:
         self._leave(stream.fd)
-        stream.settle(end=True)
+        stream.emit_lines(end=True)
         os.close(stream.fd)
         for file in stream.files:
             file.close()

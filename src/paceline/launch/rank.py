@@ -19,12 +19,11 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.job.preemption import REQUEUE
-from paceline.launch.output import Console, Pump, Stream
+from paceline.launch.output import Console, Consoles, Pump, Stream
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -43,21 +42,8 @@ _EVENTS: dict[str, dict[str, Any]] = {
     **{answer: {"id": int} for answer in _ANSWERS},
 }
 _MOST_BYTES = 8 << 20  # of one event
-_NO_SIZE = struct.pack("HHHH", 0, 0, 0, 0)
-
-
-@dataclass(frozen=True)
-class Consoles:
-    """The launcher's own outputs; one object where both are the same terminal, pipe or file."""
-
-    out: Console
-    err: Console
-
-    @staticmethod
-    def of_this_process() -> Consoles:
-        """Standard output and error of this process."""
-        out, err = Console(1), Console(2)
-        return Consoles(out, out if out.identity == err.identity else err)
+_WINDOW = struct.Struct("HHHH")
+_NO_SIZE = bytes(_WINDOW.size)
 
 
 class Rank:
@@ -158,11 +144,14 @@ class Rank:
         return theirs
 
     def copy_window_size(self) -> None:
-        """Give the rank's terminal the size of ours."""
+        """Give the rank's terminal the size of ours, less the prefix of each line."""
         for stream, console in self._terminals:
             if stream.ended:
                 continue
             size = fcntl.ioctl(console.fd, termios.TIOCGWINSZ, _NO_SIZE)
+            rows, columns, *pixels = _WINDOW.unpack(size)
+            if columns:
+                size = _WINDOW.pack(rows, max(1, columns - len(stream.prefix)), *pixels)
             if size != fcntl.ioctl(stream.fd, termios.TIOCGWINSZ, _NO_SIZE):
                 fcntl.ioctl(stream.fd, termios.TIOCSWINSZ, size)
 

