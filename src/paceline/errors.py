@@ -96,7 +96,7 @@ class SampleError(DataError):
 
 
 class AuditError(DataError):
-    """An epoch lost samples or saw some twice (`lost`, `doubled`)."""
+    """An epoch lost samples or saw some twice (`expected`, `seen`; `lost`, `doubled` if it was one)."""
 
 
 class StepError(PacelineError):

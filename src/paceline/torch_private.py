@@ -45,6 +45,12 @@ NAMES = (
     ),
     # shm
     # data
+    PrivateName(
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+        why="DataLoader ends its workers when its iterator is collected, which a traceback can prevent",
+        since="2.11",
+        without="loader workers are killed instead of asked to end",
+    ),
     # parallel
     # checkpoint
     # training

@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 import paceline
 from paceline.data.batches import Batches
@@ -266,7 +273,7 @@ def test_micro_batches_are_read_when_asked_for_and_once(job: Job) -> None:
     micros = iter(step)
     next(micros)
     assert len(dataset.calls) == 1
-    with pytest.raises(StepError, match="read once"):
+    with pytest.raises(StepError, match="read only once"):
         iter(step)
 
 
@@ -318,7 +325,7 @@ def test_a_run_that_was_started_anew_elsewhere_ends(job: Job) -> None:
     one = batches.iterate(Position(0), epochs=9)
     next(one)
     next(batches.iterate(Position(0), epochs=9))
-    with pytest.raises(StepError, match="started again"):
+    with pytest.raises(StepError, match="a later one was started"):
         next(one)
     batches.close()
 
@@ -449,7 +456,7 @@ class Dying(Augmented):
 @pytest.mark.parametrize(
     ("how", "text", "why"),
     [
-        (0, "ended with exit code 5", "ended its process"),
+        (0, "ended with exit code 5", "ended the process"),
         (signal.SIGKILL, "killed by SIGKILL", "memory ran out"),
         (signal.SIGBUS, "killed by SIGBUS", "/dev/shm"),
     ],
@@ -524,12 +531,38 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         (Sizeless(), {"global_batch": 4}),
         (object(), {"global_batch": 4}),
         ((i for i in range(4)), {"global_batch": 4}),
+        (Augmented(), {"global_batch": 4, "workers": "auto"}),
         (Stream(), {"global_batch": 4, "shuffle": True}),
     ],
 )
 def test_bad_input_is_refused(job: Job, dataset: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Batches(job, dataset, **options)
+
+
+class BatchIterable:
+    """Gives batches, as the loaders of other libraries do."""
+
+    batch_size = 8
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([torch.zeros(8, 2)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("loader", "cure"),
+    [
+        (DataLoader(Augmented(), batch_size=8), "loader.dataset"),
+        (DataLoader(Stream(), batch_size=2), "loader.dataset"),
+        (BatchIterable(), "loader.dataset"),
+        (BatchSampler(range(8), 2, drop_last=False), "pass the dataset"),
+    ],
+)
+def test_an_iterable_of_batches_is_refused_with_the_cure(job: Job, loader: Any, cure: str) -> None:
+    with pytest.raises(ConfigError, match=cure):
+        Batches(job, loader, global_batch=4)
+    with pytest.raises(ConfigError, match=cure):
+        evaluation_batches(job, loader, micro_batch=4)
 
 
 def test_a_position_or_number_of_epochs_out_of_range_is_refused(job: Job) -> None:

@@ -7,10 +7,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.data import plan as plan_module
 from paceline.data.plan import Permutation, Plan, Position, look_up
 from paceline.errors import ConfigError
 from paceline.job import rng
@@ -111,8 +111,8 @@ def test_each_step_is_its_places_whatever_the_ranks_and_micro_batches() -> None:
                 assert all(1 <= one <= micro for one in sizes)
                 shares = [sum(end - begin for begin, end, _ in own) for own in dealt]
                 assert max(shares) - min(shares) <= 1
-                for rank, own in enumerate(dealt):
-                    assert len(own) == _plan(n, b, micro, rank, world).pieces_count(size)
+                most = _plan(n, b, micro, 0, world).most_micro_batches(size)
+                assert max(len(own) for own in dealt) == most
 
 
 def test_with_equal_all_ranks_have_equally_many_and_ghosts_are_extra() -> None:
@@ -122,7 +122,7 @@ def test_with_equal_all_ranks_have_equally_many_and_ghosts_are_extra() -> None:
                 plans = [_plan(n, b, micro, rank, world) for rank in range(world)]
                 dealt = [list(plan.pieces(offset, size, True)) for plan in plans]
                 assert len({len(own) for own in dealt}) == 1
-                assert len(dealt[0]) == plans[0].pieces_count(size, True)
+                assert len(dealt[0]) == plans[0].most_micro_batches(size)
                 for plan, own in zip(plans, dealt, strict=True):
                     real = [piece for piece in own if not piece[2]]
                     assert real == list(plan.pieces(offset, size, False))
@@ -133,45 +133,48 @@ def test_with_equal_all_ranks_have_equally_many_and_ghosts_are_extra() -> None:
                 assert any(not own[-1][2] for own in dealt)
 
 
+def _blocks_are_the_steps(plan: Plan, position: Position, epochs: int) -> int:
+    """Compare the blocks with `steps` and `pieces`; the number of blocks."""
+    steps = plan.steps(position, epochs)
+    blocks = list(plan.blocks(position, epochs))
+    for block in blocks:
+        begin, offset = 0, block.offset
+        for count, first in zip(block.counts, block.firsts, strict=True):
+            epoch, begins, size = next(steps)
+            assert (block.epoch, offset) == (epoch, begins)
+            pieces = list(plan.pieces(begins, size, False))
+            places = np.concatenate([[], *(np.arange(a, b) for a, b, _ in pieces)])
+            ids = look_up(plan.order(position.seed, epoch), places.astype(np.int64))
+            assert block.ids[begin : begin + count].tolist() == ids.tolist()
+            assert not count or first == pieces[0][0]
+            begin += count
+            offset += size
+        assert begin == len(block.ids)
+    assert next(steps, None) is None
+    return len(blocks)
+
+
 @settings(deadline=None, max_examples=50)  # the machine may be busy
 @given(
     st.integers(1, 100),
     st.integers(1, 40),
+    st.integers(1, 40),
     st.integers(1, 5),
     st.integers(0, 3),
     st.integers(0, 9),
-    st.booleans(),
+    st.tuples(st.booleans(), st.booleans()),
 )
-def test_blocks_hold_the_ids_of_the_coming_steps(n, b, world, seed, start, shuffle) -> None:
+def test_blocks_hold_the_ids_of_the_coming_steps(n, b, micro, world, seed, start, flags) -> None:
     position = Position(seed, 2, b * (start % -(-n // b)))
     for rank in range(world):
-        plan = _plan(n, b, b, rank, world, shuffle)
-        steps = plan.steps(position, 5)
-        for block in plan.blocks(position, 5):
-            order, offset = plan.order(seed, block.epoch), block.offset
-            assert len(block.ids) == sum(block.counts)
-            for ids in block.ids.split(block.counts):
-                epoch, begins, size = next(steps)
-                assert (block.seed, block.epoch, offset) == (seed, epoch, begins)
-                begin, end = size * rank // world, size * (rank + 1) // world
-                places = np.arange(offset + begin, offset + end)
-                assert ids.tolist() == look_up(order, places).tolist()
-                offset += size
-        assert next(steps, None) is None
+        plan = Plan(n, b, min(b, micro), flags[0], rank, world, aligned=flags[1])
+        assert _blocks_are_the_steps(plan, position, 4) == 2
 
 
-@pytest.mark.parametrize(
-    ("n", "b"), [(100_000, 3), (40_000, 64), (70_000, 70_000), (200_000, 90_000)]
-)
-def test_epochs_longer_than_a_block_come_in_several(n: int, b: int) -> None:
-    plan, position = _plan(n, b, b, 1, 3), Position(5, 1, b)
-    ids = torch.cat([block.ids for block in plan.blocks(position, 3)])
-    order = {epoch: plan.order(5, epoch) for epoch in (1, 2)}
-    places = [
-        (e, np.arange(*(at + i for i in plan.share(size))))
-        for e, at, size in plan.steps(position, 3)
-    ]
-    assert ids.tolist() == np.concatenate([look_up(order[e], own) for e, own in places]).tolist()
+@pytest.mark.parametrize(("n", "b"), [(100_000, 300), (70_000, 70_000), (200_000, 90_000)])
+def test_long_epochs_come_in_several_blocks(n: int, b: int, monkeypatch) -> None:
+    monkeypatch.setattr(plan_module, "_BLOCK", 1 << 13)
+    assert _blocks_are_the_steps(_plan(n, b, b, 1, 3), Position(5, 1, 0), 3) >= 2 + (n > b)
 
 
 def test_steps_from_a_position_are_the_rest() -> None:
@@ -185,6 +188,6 @@ def test_steps_from_a_position_are_the_rest() -> None:
 @pytest.mark.parametrize(
     "values", [(0.5, 0, 0), (0, -1, 0), (0, 0, -1), (0, True, 0), ("7", 0, 0), (0, 0, 1.0)]
 )
-def test_a_position_is_three_whole_numbers(values) -> None:
+def test_a_position_is_three_integers(values) -> None:
     with pytest.raises(ConfigError):
         Position(*values)

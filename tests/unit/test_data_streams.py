@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 import paceline
 from paceline.data.batches import Batches
 from paceline.data.plan import Position
-from paceline.data.reader import End, Part, StreamPlan, StreamReader, digest
+from paceline.data.samples import ReadErrors
+from paceline.data.streams import End, Part, StreamPlan, StreamReader, digest
 from paceline.errors import DataError, SampleError
 from paceline.job.job import Job
 
@@ -65,9 +66,8 @@ class Sharded:
 
 
 def _reader(dataset: Any, b: int, micro: int, rank: int, world: int) -> StreamReader:
-    return StreamReader(
-        dataset, StreamPlan(b, micro, rank, world), sample_randomness=True, collate=list
-    )
+    plan, errors = StreamPlan(b, micro, rank, world), ReadErrors(rank, world)
+    return StreamReader(dataset, plan, errors, sample_randomness=True, collate=list)
 
 
 def _parts(reader: StreamReader, position: Position, epochs: int, workers: int) -> list[Any]:

@@ -1,122 +1,148 @@
-"""The audit of the first epoch: was every sample handed to the loop exactly once?
+"""The data audit of the first epoch: did every sample reach the loop exactly once?
 
-The plan says so by construction; this counts what really came out of the loaders.
+The plan guarantees it by construction; the audit checks what the loaders gave. It keeps a count and a hash
+that does not depend on order, the sum modulo 2^64 of a mixed 64-bit hash of each id, so memory and exchange
+are the same for any size of dataset. Two different sets of ids have equal hashes with probability 2^-64.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from paceline.data.plan import Plan, look_up
+from paceline.data.plan import Int64Array, Permutation, Plan, Position, look_up, share
 from paceline.errors import AuditError
-from paceline.job import collectives
+from paceline.job import collectives, rng
 from paceline.job.job import Job
 
-# Ids are kept and counted in batches, since a call a step would cost more than the counting.
+# Ids are kept and hashed in batches: one numpy call per step would cost more than the hash. 1 MiB.
 _PENDING = 1 << 17
-_PORTION = 1 << 16
-_NAMED = 8
+_PORTION = 1 << 16  # ids hashed at once where a whole range is; stays in the cache
+# Only ids below this are searched for a lost or doubled sample, after a failure: about a second.
+_SEARCHED = 1 << 22
+_MASK = (1 << 64) - 1
 
-Counts = npt.NDArray[np.uint8]
+
+class Tally(NamedTuple):
+    """Number of ids, and the sum of their hashes modulo 2^64."""
+
+    size: int
+    hashed: int
+
+    def plus(self, other: Tally) -> Tally:
+        """The tally of both multisets together."""
+        return Tally(self.size + other.size, (self.hashed + other.hashed) & _MASK)
+
+    def minus(self, other: Tally) -> Tally:
+        """This tally without `other`; (0, 0) if they are equal."""
+        return Tally(self.size - other.size, (self.hashed - other.hashed) & _MASK)
 
 
-class Audit:
-    """Counts the sample ids of one epoch on this rank.
+_NOTHING = Tally(0, 0)
+
+
+class Coverage:
+    """Tallies the sample ids of one epoch on this rank; of a stream, the places.
 
     Args:
-        num_samples: Of the epoch; None for a stream, which tells at its end.
-
-    Collective: none; see `close`.
+        plan: None for a stream.
+        start: position of the first step; what comes before it in the epoch is not expected.
     """
 
-    def __init__(self, job: Job, num_samples: int | None) -> None:
+    def __init__(self, job: Job, plan: Plan | None, start: Position) -> None:
         self._job = job
-        self._num_samples = num_samples
-        self._counts: Counts = np.zeros(0, dtype=np.uint8)
+        self._plan = plan
+        self._start = start
+        self._seen = _NOTHING
         self._pending: list[torch.Tensor] = []
         self._num_pending = 0
 
     def saw(self, ids: torch.Tensor) -> None:
-        """These samples (int64, one dimension) were handed to the loop."""
+        """Note that the loop got these samples (int64, one dimension)."""
         self._pending.append(ids)
         self._num_pending += len(ids)
         if self._num_pending >= _PENDING:
-            self._count()
+            self._flush()
 
-    def close(self, *, epoch: int, size: int, used_before: npt.NDArray[Any]) -> None:
-        """Check that each id below `size`, but for those used before, was seen exactly once.
+    def _flush(self) -> None:
+        if self._pending:
+            self._seen = self._seen.plus(_tally(torch.cat(self._pending).cpu().numpy()))
+            self._pending.clear()
+            self._num_pending = 0
 
-        Args:
-            used_before: the ids that an earlier run used of this epoch.
+    def check(self, epoch: int, size: int) -> None:
+        """Check that the ranks together saw each id below `size` once, but for those before `start`.
 
         Raises:
-            AuditError: on all ranks; names what was lost and what came more than once.
+            AuditError: on all ranks.
 
         Collective: all ranks, once, after the last step of the epoch.
         """
-        self._count()
-        if self._num_samples is None:
-            # A stream may be longer on one rank than another believes.
-            length = max(size, *collectives.gather(self._job, len(self._counts)))
-        else:
-            length = self._num_samples + 1
-        self._grow(length)
-        seen: Counts = collectives.sum_tensor(self._job, torch.from_numpy(self._counts)).numpy()
-        expected = np.ones(length, dtype=np.uint8)
-        expected[size:] = 0
-        expected[used_before] = 0
-        if np.array_equal(seen, expected):
+        self._flush()
+        excess = self._summed(self._seen.minus(self._own_part(size)))
+        if excess == _NOTHING:
             return
-        lost = np.flatnonzero(seen < expected)
-        doubled = np.flatnonzero(seen > expected)
-        parts = [
-            f"{len(ids)} {what} ({_named(ids)})"
-            for what, ids in (("lost", lost), ("used more than once or out of turn", doubled))
-            if len(ids)
-        ]
+        lost, doubled = _searched(excess, size)
+        expected = size - self._start.offset
+        seen = expected + excess.size
+        named = [f"sample {i} was lost" for i in lost]
+        named += [f"sample {i} was used twice or is not in the dataset" for i in doubled]
+        found = "; ".join(named) or "some samples were lost or used more than once"
         raise AuditError(
-            f"epoch {epoch} did not use each of {size} samples once: {', '.join(parts)}.",
-            why="the dataset, or the loop that reads it, does not keep to its own numbering.",
+            f"epoch {epoch} did not use each of {size} samples once: it used {seen} samples where "
+            f"{expected} were expected; {found}.",
+            why="the loop left out micro-batches, or a shard of the stream gives other items than it should.",
             fix="read every micro-batch of every step; for a stream, see `shard` in docs/data.md.",
-            lost=lost.tolist(),
-            doubled=doubled.tolist(),
+            expected=expected,
+            seen=seen,
+            lost=lost,
+            doubled=doubled,
         )
 
-    def _count(self) -> None:
-        if not self._pending:
-            return
-        ids = torch.cat(self._pending).cpu().numpy()
-        self._pending.clear()
-        self._num_pending = 0
-        if self._num_samples is not None:
-            # So that all ranks have equally many counts; the last is of ids that there should not be.
-            ids = np.minimum(ids, self._num_samples)
-        if len(ids):
-            self._grow(int(ids.max()) + 1)
-            np.add.at(self._counts, ids, np.uint8(1))
+    def _own_part(self, size: int) -> Tally:
+        """This rank's part of the ids that the epoch should use."""
+        axis, start = self._job.data, self._start
+        ids = _tally_of_places(None, *share(size, axis.rank, axis.size))
+        order = None if self._plan is None else self._plan.order(start.seed, start.epoch)
+        return ids.minus(_tally_of_places(order, *share(start.offset, axis.rank, axis.size)))
 
-    def _grow(self, length: int) -> None:
-        if length > len(self._counts):
-            grown = np.zeros(length, dtype=np.uint8)
-            grown[: len(self._counts)] = self._counts
-            self._counts = grown
+    def _summed(self, own: Tally) -> Tally:
+        # In halves, so that a sum over ranks stays below 2^63.
+        parts = torch.tensor([own.size, own.hashed & 0xFFFFFFFF, own.hashed >> 32])
+        count, low, high = collectives.sum_tensor(self._job, parts).tolist()
+        return Tally(count, (low + (high << 32)) & _MASK)
 
 
-def used_before(plan: Plan, seed: int, epoch: int, offset: int) -> npt.NDArray[np.int64]:
-    """The ids at the places below `offset` of an epoch."""
-    order = plan.order(seed, epoch)
-    # In portions that stay in the cache; as a whole it takes several times as long.
-    portions = [
-        look_up(order, np.arange(begin, min(begin + _PORTION, offset), dtype=np.int64))
-        for begin in range(0, offset, _PORTION)
-    ]
-    return np.concatenate(portions) if portions else np.zeros(0, dtype=np.int64)
+def _hashes(ids: Int64Array) -> rng.UInt64Array:
+    return rng.keys(0, ids)
 
 
-def _named(ids: npt.NDArray[np.int64]) -> str:
-    text = ", ".join(str(i) for i in ids[:_NAMED].tolist())
-    return text if len(ids) <= _NAMED else f"{text}, ..."
+def _tally(ids: Int64Array) -> Tally:
+    return Tally(len(ids), int(_hashes(ids).sum(dtype=np.uint64)))
+
+
+def _tally_of_places(order: Permutation | None, begin: int, end: int) -> Tally:
+    """The tally of the ids at places `[begin, end)` of an epoch."""
+    total = _NOTHING
+    for at in range(begin, end, _PORTION):
+        places = np.arange(at, min(at + _PORTION, end), dtype=np.int64)
+        total = total.plus(_tally(look_up(order, places)))
+    return total
+
+
+def _searched(excess: Tally, size: int) -> tuple[list[int], list[int]]:
+    """The lost and the doubled sample, where at most one of each explains the excess; else nothing."""
+    ids = np.arange(min(size + 1, _SEARCHED), dtype=np.int64)
+    hashes = _hashes(ids)
+    difference = np.uint64(excess.hashed)
+    if excess.size == -1:
+        return ids[hashes == np.uint64(-excess.hashed & _MASK)].tolist(), []
+    if excess.size == 1:
+        return [], ids[hashes == difference].tolist()
+    if excess.size == 0:
+        wanted = hashes + difference  # hash of the doubled one, if the lost one is at this index
+        lost = ids[np.isin(wanted, hashes)]
+        return lost.tolist(), ids[np.isin(hashes, wanted[lost])].tolist()
+    return [], []

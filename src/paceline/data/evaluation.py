@@ -1,4 +1,4 @@
-"""The micro-batches of an evaluation: cut the same for any number of ranks, dealt in contiguous runs."""
+"""The micro-batches of an evaluation: the same for any number of ranks; each rank gets a contiguous range."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from paceline.data.device import moved
-from paceline.data.kinds import checked_size, refuse_sizes
-from paceline.data.maploader import SampleWork, Task
+from paceline.data.loader import SampleWork, Task
 from paceline.data.plan import Plan, micro_batches, share
-from paceline.data.samples import Collate, Samples
+from paceline.data.samples import Collate, ReadErrors, Samples, checked_size, refuse_sizes
 from paceline.data.workers import Threads, Workers
 from paceline.job import rng
 from paceline.job.job import Job
@@ -33,24 +34,23 @@ def evaluation_batches(
     workers: int = 0,
     collate: Collate | None = None,
 ) -> Generator[EvaluationBatch]:
-    """This rank's micro-batches of a map-style dataset, each sample once over all ranks, in order.
+    """This rank's micro-batches of a map-style dataset, in order; all ranks together read each sample once.
 
     Raises:
-        ConfigError: sizes out of range, or a dataset that is a stream or empty.
-        SampleError: the dataset or the collation raised.
+        ConfigError: sizes out of range, or the dataset is a stream, a data loader or empty.
+        SampleError: the dataset or the collate function raised.
     """
     refuse_sizes(micro_batch=(micro_batch, 1), workers=(workers, 0))
-    size = checked_size(dataset)
-    plan = Plan(size, micro_batch, micro_batch, False, job.rank, job.world_size)
+    size, axis = checked_size(dataset), job.data
+    plan = Plan(size, micro_batch, micro_batch, False, axis.rank, axis.size)
     samples = Samples(
         dataset,
+        ReadErrors(job.rank, job.world_size),
         collate=collate,
         sample_randomness=True,
-        rank=job.rank,
-        world_size=job.world_size,
         stream=rng.EVALUATION,
     )
-    begin, end = share(micro_batches(size, micro_batch), job.rank, job.world_size)
+    begin, end = share(micro_batches(size, micro_batch), axis.rank, axis.size)
     tasks = [
         (job.seed, 0, index * micro_batch, min((index + 1) * micro_batch, size))
         for index in range(begin, end)
@@ -65,13 +65,14 @@ def _read(
     threads = Threads(job, workers)
     try:
         if pool is not None and tasks:
-            threads.lower(say=False)  # once an epoch is too often
+            threads.lower(quiet=True)  # evaluations are too frequent for a log line each
             pool.start(tasks)
         for seed, epoch, first, stop in tasks:
             if pool is not None:
                 _, batch = pool.get()
             else:
-                batch = samples.read(seed, epoch, samples.ids(first, stop))
+                ids = torch.arange(first, stop, device=samples.ids_device)
+                batch = samples.read(seed, epoch, ids)
             if job.device.type != "cpu":
                 batch = moved(batch, job.device, pin=pool is None and job.device.type == "cuda")
             yield EvaluationBatch(first // plan.micro_batch, batch, stop - first)

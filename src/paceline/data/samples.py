@@ -1,50 +1,113 @@
 """Samples become a batch: in this process, or in a loader worker, by the same code.
 
-A front to a dataset's `__getitem__` (or `__getitems__`) and torch's `default_collate`. Tensors that lie
-in memory (a `TensorDataset`) are indexed as a whole. What a dataset raises leaves here as a
-`SampleError` that names the sample.
+A front to a dataset's `__getitem__` (or `__getitems__`) and torch's `default_collate`. The tensors of a
+`TensorDataset` are indexed directly. An exception of the dataset becomes a `SampleError` that names the
+sample.
+
+The randomness of a sample is the same on any rank and worker, in any micro-batch and after a restart. A
+dataset whose `__getitem__` has a parameter `generator` gets one of torch. For all others, the global
+generators of torch (CPU), numpy and `random` are seeded before each sample. Draws on an accelerator, or
+from generators that the dataset makes itself, are not covered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
-from paceline.data.randomness import globals_kept, sample_keys, seed_globals
-from paceline.errors import PacelineError, SampleError, place
+from paceline.errors import ConfigError, SampleError, place
 from paceline.job import rng
 
 Collate = Callable[[list[Any]], Any]
 
 
+@dataclass
+class ReadErrors:
+    """The errors of reading on one rank, in its own process or in one of its loader workers.
+
+    Attributes:
+        worker: number of the loader worker; None in the rank's own process.
+    """
+
+    rank: int
+    world_size: int
+    worker: int | None = None
+
+    def where(self) -> str:
+        """Rank, host and loader worker."""
+        detail = "" if self.worker is None else f"loader worker {self.worker}"
+        return place(self.rank, self.world_size, detail=detail)
+
+    def not_read(self, ids: Sequence[int], error: Exception, why: str) -> SampleError:
+        """The error for samples whose reading raised `error`."""
+        return self._error(ids, error, "could not be read", why=why)
+
+    def not_collated(self, ids: Sequence[int], error: Exception) -> SampleError:
+        """The error for samples that were read but could not be made a batch."""
+        return self._error(
+            ids,
+            error,
+            "could not be collated",
+            why="the samples of a micro-batch have different shapes or types, or `collate` raised.",
+            fix="return equal shapes from `__getitem__`, or pass a `collate` function that pads.",
+        )
+
+    def _error(self, ids: Sequence[int], error: Exception, what: str, **text: str) -> SampleError:
+        listed = ", ".join(str(i) for i in ids[:8])
+        if len(ids) > 8:
+            listed += f" and {len(ids) - 8} more"
+        return SampleError(
+            f"{'sample' if len(ids) == 1 else 'samples'} {listed} {what}: "
+            f"{type(error).__name__}: {error}",
+            where=self.where(),
+            sample=ids[0] if len(ids) == 1 else None,
+            samples=list(ids),
+            rank=self.rank,
+            worker=self.worker,
+            original=error,
+            **text,
+        )
+
+
 class Samples:
     """Reads micro-batches of a map-style dataset.
 
+    Args:
+        stream: What the samples' randomness is for: `rng.SAMPLE` or `rng.EVALUATION`.
+
     Attributes:
-        tensors: the tensors of a dataset that lies in memory and draws no randomness, else None.
+        tensors: the tensors of a dataset that consists of tensors and draws no randomness, else None.
+        errors: set its `worker` in a loader worker.
     """
 
     def __init__(
         self,
         dataset: Any,
+        errors: ReadErrors,
         *,
         collate: Collate | None,
         sample_randomness: bool,
-        rank: int,
-        world_size: int,
         stream: int = rng.SAMPLE,
     ) -> None:
+        self.errors = errors
         self._stream = stream
         self._collate = collate or default_collate
-        self._rank = rank
-        self._world_size = world_size
-        self._worker: int | None = None
         self._epoch = -1
         self._epoch_setters = _epoch_setters(dataset)
         self._dataset, self._rows = _unwrapped(dataset)
@@ -53,25 +116,22 @@ class Samples:
             self._rows = self._rows.to(self.tensors[0].device)
         self._batched = getattr(self._dataset, "__getitems__", None)
         self._randomness = sample_randomness
-        self._asks = sample_randomness and asks_for_generator(self._dataset)
-        self._generator: torch.Generator | None = None  # made where it is used: it cannot be sent
+        self._takes_generator = sample_randomness and _takes_generator(self._dataset)
+        self._generator: torch.Generator | None = None  # made at first use: it cannot be pickled
 
-    def in_worker(self, worker: int) -> None:
-        """Say that this copy lives in a loader worker: errors name it, and no state needs restoring."""
-        self._worker = worker
-
-    def ids(self, first: int, stop: int) -> torch.Tensor:
-        """The ids `[first, stop)`, where the dataset's own tensors lie."""
-        return torch.arange(first, stop, device=self.tensors[0].device if self.tensors else None)
+    @property
+    def ids_device(self) -> torch.device:
+        """The device on which `read` expects sample ids."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     def read(self, seed: int, epoch: int, ids: torch.Tensor, *, pin: bool = False) -> Any:
         """The collated batch of these sample ids (int64, one dimension, at least one).
 
         Args:
-            pin: Put a dataset's in-memory tensors into pinned memory.
+            pin: Put the rows of a dataset's tensors into pinned memory.
 
         Raises:
-            SampleError: the dataset or the collate function raised; the original is its cause.
+            SampleError: the dataset or the collate function raised; the original error is its cause.
         """
         if self.tensors is not None:
             if self._rows is not None:
@@ -83,29 +143,32 @@ class Samples:
             for set_epoch in self._epoch_setters:
                 set_epoch(epoch)
             self._epoch = epoch
-        restoring = self._randomness and not self._asks and self._worker is None
-        with globals_kept() if restoring else contextlib.nullcontext():
+        seeds_globals = self._randomness and not self._takes_generator
+        in_worker = self.errors.worker is not None
+        with globals_kept() if seeds_globals and not in_worker else contextlib.nullcontext():
             names = ids.tolist()
             rows = names if self._rows is None else self._rows.index_select(0, ids).tolist()
-            if not self._randomness:
-                samples = self._plain(names, rows)
+            if self._randomness:
+                keys = sample_keys((seed, self._stream, epoch), ids.numpy())
+                samples = self._random(names, rows, keys)
             else:
-                samples = self._random(
-                    names, rows, sample_keys((seed, self._stream, epoch), ids.numpy())
-                )
-            return self._collated(names, samples)
+                samples = self._plain(names, rows)
+            try:
+                return self._collate(samples)
+            except Exception as error:
+                raise self.errors.not_collated(names, error) from error
 
     def _plain(self, names: list[int], rows: list[int]) -> list[Any]:
-        if self._batched is not None:
-            try:
-                return list(self._batched(rows))
-            except Exception as error:
-                raise self._failed(f"samples {_listed(names)}", error, names) from error
-        return [self._one(name, row) for name, row in zip(names, rows, strict=True)]
+        if self._batched is None:
+            return [self._one(name, row) for name, row in zip(names, rows, strict=True)]
+        try:
+            return list(self._batched(rows))
+        except Exception as error:
+            raise self._not_read(names, error) from error
 
     def _random(self, names: list[int], rows: list[int], keys: list[int]) -> list[Any]:
         samples = []
-        if self._asks and self._generator is None:
+        if self._takes_generator and self._generator is None:
             self._generator = torch.Generator()
         for name, row, key in zip(names, rows, keys, strict=True):
             if self._generator is not None:
@@ -122,67 +185,22 @@ class Samples:
                 return self._dataset.__getitem__(row, **options)
             return self._dataset[row]
         except Exception as error:
-            raise self._failed(f"sample {name}", error, [name]) from error
+            raise self._not_read([name], error) from error
 
-    def _collated(self, names: list[int], samples: list[Any]) -> Any:
-        try:
-            return self._collate(samples)
-        except Exception as error:
-            raise collate_failed(
-                error, names, rank=self._rank, world_size=self._world_size, worker=self._worker
-            ) from error
-
-    def _failed(self, what: str, error: Exception, names: list[int]) -> SampleError:
-        return SampleError(
-            f"{what} could not be read: {type(error).__name__}: {error}",
-            where=where(self._rank, self._world_size, self._worker),
-            why=f"`__getitem__` of {type(self._dataset).__name__} raised.",
-            sample=names[0] if len(names) == 1 else None,
-            samples=names,
-            rank=self._rank,
-            worker=self._worker,
-            original=error,
-        )
+    def _not_read(self, names: list[int], error: Exception) -> SampleError:
+        why = f"`__getitem__` of {type(self._dataset).__name__} raised."
+        return self.errors.not_read(names, error, why)
 
 
-def collate_failed(
-    error: Exception, names: Sequence[int], *, rank: int, world_size: int, worker: int | None
-) -> PacelineError:
-    """The error to raise where samples could be read, but not put together."""
-    return SampleError(
-        f"samples {_listed(names)} could not be collated: {type(error).__name__}: {error}",
-        where=where(rank, world_size, worker),
-        why="the samples of a micro-batch have different shapes or types, or `collate` raised.",
-        fix="make them equal in `__getitem__`, or pass `collate=` a function that pads.",
-        sample=None,
-        samples=list(names),
-        rank=rank,
-        worker=worker,
-        original=error,
-    )
-
-
-def where(rank: int, world_size: int, worker: int | None) -> str:
-    """Render rank, host and loader worker."""
-    return place(rank, world_size, detail="" if worker is None else f"loader worker {worker}")
-
-
-def asks_for_generator(dataset: Any) -> bool:
-    """Whether `__getitem__` has a parameter named `generator`."""
+def _takes_generator(dataset: Any) -> bool:
     try:
-        parameters = inspect.signature(dataset.__getitem__).parameters
+        return "generator" in inspect.signature(dataset.__getitem__).parameters
     except (TypeError, ValueError):
         return False  # written in C, without a signature
-    return "generator" in parameters
-
-
-def _listed(names: Sequence[int], limit: int = 8) -> str:
-    text = ", ".join(str(name) for name in names[:limit])
-    return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
 
 
 def _layers(dataset: Any) -> list[Any]:
-    """The dataset and what it is a subset of, outermost first; only torch's own Subset is known."""
+    """The dataset and what it is a subset of, outermost first; only torch's own Subset is recognised."""
     layers = [dataset]
     while type(layers[-1]) is Subset:
         layers.append(layers[-1].dataset)
@@ -195,10 +213,10 @@ def _epoch_setters(dataset: Any) -> list[Callable[[int], Any]]:
 
 
 def _unwrapped(dataset: Any) -> tuple[Any, torch.Tensor | None]:
-    """The innermost dataset under torch's Subset (`random_split`), and its row of each sample.
+    """The innermost dataset under torch's Subset (`random_split`), and the row of each sample in it.
 
-    So a part of a set keeps what the set offers: tensors in memory, a `generator` parameter. The row
-    is None where it is the sample's own number.
+    A subset therefore keeps what its dataset offers: tensors, a `generator` parameter. The rows are None if
+    there is no subset.
     """
     *subsets, inner = _layers(dataset)
     rows: torch.Tensor | None = None
@@ -209,7 +227,7 @@ def _unwrapped(dataset: Any) -> tuple[Any, torch.Tensor | None]:
 
 
 def _tensors(dataset: Any) -> tuple[torch.Tensor, ...] | None:
-    """The tensors of a dataset that is nothing but them, all on one device; else None."""
+    """The tensors of a dataset that is nothing but tensors on one device; else None."""
     if not isinstance(dataset, TensorDataset):
         return None
     kind = type(dataset)
@@ -221,6 +239,116 @@ def _tensors(dataset: Any) -> tuple[torch.Tensor, ...] | None:
 
 
 def _pinned(tensor: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    # Gathered into pinned memory at once: one copy less than pinning the result.
+    # Indexed straight into pinned memory: one copy less than pinning the result.
     out = torch.empty((len(ids), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, ids, out=out)
+
+
+# Randomness
+
+
+def sample_keys(meaning: tuple[int, ...], samples: npt.NDArray[Any]) -> list[int]:
+    """One 64-bit key for each of these samples, in the random stream that `meaning` names."""
+    keys: list[int] = rng.keys(rng.key(*meaning), samples).tolist()
+    return keys
+
+
+def seed_globals(key: int) -> None:
+    """Seed the global generators of torch (CPU), numpy and `random`; takes about 7 us."""
+    # torch.manual_seed takes 100 us and reseeds the accelerators too. torch and numpy run the same algorithm
+    # and would draw equal numbers from equal seeds, so each gets its own half of the key.
+    torch.default_generator.manual_seed(key & 0xFFFFFFFF)
+    np.random.seed(key >> 32)
+    random.seed(key)
+
+
+@contextlib.contextmanager
+def globals_kept() -> Iterator[None]:
+    """Restore the global generators of torch (CPU), numpy and `random` afterwards; takes about 80 us."""
+    states = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+# Checks of what a user passes
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset can be read only from its start.
+
+    Raises:
+        ConfigError: it cannot be read at all, or it gives batches instead of samples.
+    """
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        return True  # it inherits a `__getitem__` that only raises
+    if isinstance(dataset, Sampler):
+        raise ConfigError(
+            f"{name} is a sampler: it gives indices, not samples.",
+            fix="pass the dataset; `Batches` decides the order itself.",
+        )
+    if callable(getattr(dataset, "__getitem__", None)):
+        return False
+    if isinstance(dataset, DataLoader) or _gives_batches(dataset):
+        raise ConfigError(
+            f"{name} is a data loader: it gives batches, and single samples are needed.",
+            why="which samples make a step must not depend on how a loader cuts them.",
+            fix="pass its dataset (`loader.dataset`), `collate=loader.collate_fn` and "
+            "`workers=loader.num_workers`; the batch size is `global_batch` for `Batches` and "
+            "`micro_batch` for `evaluate`.",
+        )
+    if isinstance(dataset, Iterable):
+        if isinstance(dataset, Iterator):
+            raise ConfigError(
+                f"{name} is an iterator, which can be read only once.",
+                fix="pass an object whose `__iter__` starts again in each epoch.",
+            )
+        return True
+    raise ConfigError(
+        f"{name} is not a dataset.",
+        why="it has neither `__getitem__` nor `__iter__`.",
+        fix="pass a torch Dataset or IterableDataset, or a sequence of samples.",
+    )
+
+
+def _gives_batches(dataset: Any) -> bool:
+    return isinstance(dataset, Iterable) and any(
+        hasattr(dataset, name) for name in ("batch_size", "batch_sampler")
+    )
+
+
+def checked_size(dataset: Any) -> int:
+    """The number of samples of a map-style dataset.
+
+    Raises:
+        ConfigError: it is empty, a stream, or has no length.
+    """
+    name = type(dataset).__name__
+    if is_stream(dataset):
+        raise ConfigError(f"{name} is a stream, which has no length.")
+    if not isinstance(dataset, Sized):
+        raise ConfigError(
+            f"{name} has `__getitem__` but no `__len__`.",
+            fix="add `__len__`; for a stream, write `__iter__` instead of `__getitem__`.",
+        )
+    size = len(dataset)
+    if size < 1:
+        raise ConfigError("the dataset is empty.", why=f"len({name}) is {size}.")
+    return size
+
+
+def refuse_sizes(**sizes: tuple[Any, int]) -> None:
+    """Refuse a value that is not an integer or is below its minimum: `name=(value, minimum)`.
+
+    Raises:
+        ConfigError: for the first such value.
+    """
+    for name, (value, minimum) in sizes.items():
+        if type(value) is not int or value < minimum:
+            raise ConfigError(
+                f"{name} must be an integer of at least {minimum}, got {value!r}.", option=name
+            )

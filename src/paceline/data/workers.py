@@ -1,13 +1,14 @@
 """Loader workers: processes that read ahead. A front to torch's `DataLoader`.
 
-Workers start as the platform starts them (on Linux with Python 3.11 to 3.13: a fork), because datasets
-that lie in memory are then shared, transforms need not be picklable, and a start takes milliseconds;
-`torch.multiprocessing.set_start_method` chooses otherwise. A fork copies this process with its groups
-connected, so three hazards are met here: a worker ends with the thread that started it, or it would
-hold a dead rank's connections open and its peers would wait; it never collects what it inherited, or
-it would tear down a model's communication threads; and torch itself keeps it to one thread.
+Workers are started by the platform's default method (on Linux with Python 3.11 to 3.13: a fork), because
+datasets in memory are then shared, transforms need not be picklable, and a start takes milliseconds;
+`torch.multiprocessing.set_start_method` changes it. A fork copies this process with its process groups
+connected, which has three hazards. A worker that outlived its rank would keep the rank's connections open,
+and its peers would wait: each worker ends with the thread that started it. A garbage collection in the
+worker would tear down the model's communication threads: what it inherited is never collected. Many
+threads: torch limits workers to one.
 
-Failures come back as values, so that the message is ours and the type is kept.
+Errors come back as values, so that their type and message are kept.
 """
 
 from __future__ import annotations
@@ -36,23 +37,25 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from paceline import log
-from paceline.data.samples import where
+from paceline import log, torch_private
+from paceline.data.samples import ReadErrors
 from paceline.errors import DataError, PacelineError
 from paceline.job.job import Job
 from paceline.job.preemption import notice
 from paceline.machine import usable_cores
 
-_PREFETCH = 2
-_DYING_S = 1.0
-_PR_SET_PDEATHSIG = 1
+_PREFETCH = 2  # batches per worker; torch's default
+_DYING_S = 1.0  # how long a worker whose connection broke may take to be gone
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+_SHUT_DOWN = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers"
 
 _pools: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker sends where it would raise: the error, and the worker's traceback as text."""
+    """Sent by a worker in place of raising: the error, and the worker's traceback as text."""
 
     error: PacelineError
     original: BaseException | None
@@ -60,28 +63,28 @@ class Failure:
 
     @classmethod
     def of(cls, error: PacelineError) -> Failure:
-        """Made in the worker, in the `except` block."""
+        """To be called in the worker, in the `except` block."""
         text = "".join(traceback.format_exception(error.__cause__ or error))
         original = error.__cause__
         try:
             pickle.loads(pickle.dumps(original))
         except Exception:
-            original = None  # its text has to do
+            original = None  # it cannot be sent; its traceback is
         error.facts["original"] = original
         return cls(error, original, text)
 
     def throw(self) -> None:
-        """Raise it here, with the worker's traceback as a note."""
+        """Raise the error in this process, with the worker's traceback as a note."""
         self.error.add_note(f"in the loader worker:\n{self.text.rstrip()}")
         raise self.error from self.original
 
 
 class Workers:
-    """A pool of loader workers on one rank.
+    """The loader workers of one rank.
 
     Args:
-        work: what each worker holds: map-style (called with each task) or iterable.
-        tasks: True if `work` is map-style.
+        work: Copied into each worker: a map-style object that is indexed by tasks, or an iterable.
+        tasks: Whether `work` is map-style.
     """
 
     def __init__(self, job: Job, work: Any, workers: int, *, tasks: bool) -> None:
@@ -95,24 +98,24 @@ class Workers:
         self._death: DataError | None = None
 
     def start(self, tasks: Iterable[Any] = ()) -> None:
-        """Begin with these tasks; what was still under way is dropped, the processes are kept."""
+        """Begin these tasks. Earlier tasks are dropped; the processes stay, unless `work` is iterable."""
         if self._tasks is not None:
             self._tasks.pending = iter(tasks)
         else:
-            self.close()  # an iterable's workers hold their place in it
+            self.close()  # the workers of an iterable keep its position
         if self._loader is None:
             self._loader = DataLoader(
                 self._work,
                 batch_size=None,
                 sampler=self._tasks,
                 num_workers=self._num_workers,
-                collate_fn=_as_it_is,
+                collate_fn=_unchanged,
                 pin_memory=self._job.device.type == "cuda",
                 worker_init_fn=_begin,
                 multiprocessing_context=_start_method(),
                 persistent_workers=True,
                 prefetch_factor=_PREFETCH,
-                # The default draws a seed from torch's global generator, which is the training's.
+                # The default draws a seed from torch's global generator, which belongs to the training.
                 generator=torch.Generator(),
             )
         _pools.add(self)
@@ -121,18 +124,18 @@ class Workers:
         started = set(multiprocessing.active_children()) - before
         _explain_deaths()
         for process in started:
-            # What DataLoader does to those that do not end by themselves. They pass over one SIGTERM.
+            # DataLoader terminates workers that do not end by themselves, but ours ignore one SIGTERM.
             process.terminate = process.kill  # type: ignore[method-assign]
-        # Names end in a number that counts up, of growing length.
+        # By their number: a name ends in it.
         self._processes += sorted(started, key=lambda process: (len(process.name), process.name))
 
     def get(self) -> Any:
-        """The next result, in the order of the tasks; waits for it.
+        """Wait for the next result, in the order of the tasks.
 
         Raises:
             DataError: a worker died.
-            PacelineError: what a worker sent as a failure.
-            StopIteration: an iterable has ended in all workers.
+            PacelineError: the error that a worker sent.
+            StopIteration: the iterable has ended in all workers.
         """
         assert self._results is not None
         try:
@@ -140,7 +143,7 @@ class Workers:
         except StopIteration:
             raise
         except (RuntimeError, OSError, EOFError) as error:
-            # A tensor whose worker dies before it was fetched fails as a connection does, maybe a
+            # If a worker dies before its tensor was fetched, a connection error comes first, maybe a
             # moment before the process is gone.
             wait([process.sentinel for process in self._processes], timeout=_DYING_S)
             if death := self.death():
@@ -151,35 +154,31 @@ class Workers:
         return result
 
     def death(self) -> DataError | None:
-        """The error that says which worker died, and probably why; None if all live.
+        """The error that names the worker that died and the probable cause; None if all are alive.
 
-        The pool is of no use after a death, and its other workers are ended.
+        After a death the pool cannot be used, and its other workers are killed: the dead one may have held a
+        lock of the queue that they need to end.
         """
         if self._death is None:
             for number, process in enumerate(self._processes):
                 if process.exitcode is not None:
                     self._death = self._died(number, process.exitcode)
-                    self._end_others()
+                    self.kill()
                     break
         return self._death
 
-    def _end_others(self) -> None:
-        # The dead one may have held a lock of the queue that the others wait for at their end.
-        self.kill()
-
     def kill(self) -> None:
-        """End the processes at once."""
+        """Kill the processes."""
         for process in self._processes:
-            with contextlib.suppress(
-                RuntimeError, DataError
-            ):  # the SIGCHLD handler, on what we end
+            # The SIGCHLD handler raises for processes that are killed here too.
+            with contextlib.suppress(RuntimeError, DataError):
                 process.kill()
 
     def _died(self, worker: int, code: int) -> DataError:
         how, why, fix = _explained(code)
         return DataError(
             f"loader worker {worker} {how}.",
-            where=where(self._job.rank, self._job.world_size, worker),
+            where=ReadErrors(self._job.rank, self._job.world_size, worker).where(),
             why=why,
             fix=fix,
             rank=self._job.rank,
@@ -190,9 +189,11 @@ class Workers:
     def close(self) -> None:
         """End the processes."""
         if self._results is not None:
-            # DataLoader does this when its iterator is collected, and offers no other way; after an
-            # error, a traceback keeps the iterator alive.
-            self._results._shutdown_workers()  # type: ignore[attr-defined]
+            shut_down = torch_private.find(_SHUT_DOWN)
+            if shut_down is not None:
+                shut_down(self._results)
+            else:
+                self.kill()
         self._results = None
         self._loader = None
         for process in self._processes:
@@ -204,21 +205,21 @@ class Workers:
 
 @atexit.register
 def _kill_all() -> None:
-    """At the end of the interpreter multiprocessing sends one SIGTERM to its children, and waits."""
+    """multiprocessing only sends one SIGTERM, which workers ignore, and waits for them at exit."""
     for pool in list(_pools):
         pool.kill()
 
 
 def _sweep(pid: int | None) -> None:
-    """Remove the shared memory of a worker that was killed between making it and sending it off."""
+    """Remove the shared memory of a worker that was killed between creating it and sending it."""
     for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
         path.unlink(missing_ok=True)
 
 
 def _explain_deaths() -> None:
-    """Have a worker's death told in our words wherever torch's SIGCHLD handler raises it.
+    """Replace the error that torch's SIGCHLD handler raises when a worker dies by ours.
 
-    That is any place in the main thread, not only where it waits for data.
+    The handler raises anywhere in the main thread, not only where it waits for data.
     """
     inner = signal.getsignal(signal.SIGCHLD)
     main = threading.current_thread() is threading.main_thread()
@@ -239,35 +240,35 @@ def _explain_deaths() -> None:
 
 
 class Threads:
-    """Leaves cores to the loader workers while they run, where the user has not chosen threads."""
+    """Lowers torch's number of threads while loader workers run, unless the user has chosen it."""
 
     def __init__(self, job: Job, workers: int) -> None:
         self._job = job
         self._workers = workers
         self._before: int | None = None
 
-    def lower(self, *, say: bool = True) -> None:
-        """Compute with the cores that the workers leave, at least one."""
-        if not self._job.threads_chosen or self._before is not None:
+    def lower(self, *, quiet: bool = False) -> None:
+        """Use the cores that the workers leave, at least one; logs it unless `quiet`."""
+        if not self._workers or not self._job.threads_chosen or self._before is not None:
             return
         left = max(1, usable_cores() // self._job.local_world_size - self._workers)
         before = torch.get_num_threads()
         if left < before:
             self._before = before
             torch.set_num_threads(left)
-            if say:
-                text = "threads per rank lowered from %d to %d, beside %d loader workers."
+            if not quiet:
+                text = "lowered threads per rank from %d to %d because of %d loader workers."
                 log.logger.info(text, before, left, self._workers)
 
     def restore(self) -> None:
-        """Compute with as many threads as before."""
+        """Set the number of threads as it was before."""
         if self._before is not None:
             torch.set_num_threads(self._before)
             self._before = None
 
 
 class _Tasks:
-    """A sampler that gives the tasks of the present run; DataLoader asks it anew for each."""
+    """A sampler that gives the tasks of the current run; DataLoader iterates over it once per run."""
 
     def __init__(self) -> None:
         self.pending: Iterator[Any] = iter(())
@@ -276,25 +277,27 @@ class _Tasks:
         return self.pending
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pending": iter(())}  # where workers are spawned, they get no tasks by this way
+        return {
+            "pending": iter(())
+        }  # pickled where workers are spawned; they get no tasks this way
 
 
 def _start_method() -> str | None:
-    """None leaves the choice to the platform, or to the user of `set_start_method`.
+    """None uses the default of the platform or of `set_start_method`.
 
-    A rank that `paceline.spawn` started has inherited the fork server's method, and did not choose it:
-    datasets of a notebook cannot be pickled for it.
+    A rank of `paceline.spawn` has inherited the method of the fork server, which pickles the dataset; the
+    datasets of a notebook cannot be pickled, so such a rank forks its workers.
     """
     inherited = multiprocessing.parent_process() is not None
     return "fork" if inherited and sys.platform == "linux" else None
 
 
-def _as_it_is(result: Any) -> Any:
+def _unchanged(result: Any) -> Any:
     return result
 
 
 def _begin(worker: int) -> None:
-    """Run in each worker, first."""
+    """Runs first in each worker."""
     del worker
     notice.outlive()
     gc.freeze()
@@ -302,17 +305,17 @@ def _begin(worker: int) -> None:
         parent = multiprocessing.parent_process()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if parent is not None and os.getppid() != parent.pid:
-            os._exit(1)  # it ended before it could be watched
+            os._exit(1)  # the parent ended before prctl could watch it
 
 
 def worker_number() -> int | None:
-    """The number of the loader worker that this process is, None in any other."""
+    """The number of this loader worker; None if this process is not one."""
     info = get_worker_info()
     return None if info is None else info.id
 
 
-def refuse_unsendable(batch: Any, *, rank: int, world_size: int, worker: int | None) -> None:
-    """Raise where a batch cannot leave its worker, which torch would answer by waiting for ever.
+def refuse_unsendable(batch: Any, errors: ReadErrors) -> None:
+    """Raise if a batch cannot be sent from its worker; torch would wait for it for ever.
 
     Raises:
         DataError: the batch holds something that cannot be pickled.
@@ -322,42 +325,42 @@ def refuse_unsendable(batch: Any, *, rank: int, world_size: int, worker: int | N
     except Exception as error:
         raise DataError(
             f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}",
-            where=where(rank, world_size, worker),
-            why="batches travel between processes pickled, tensors through shared memory.",
+            where=errors.where(),
+            why="batches are pickled to be sent between processes; tensors go through shared memory.",
             fix="return tensors and plain values, or use workers=0.",
-            rank=rank,
-            worker=worker,
+            rank=errors.rank,
+            worker=errors.worker,
         ) from error
 
 
 class _Probe(pickle.Pickler):
-    """Pickles all but tensors, whose storage would be moved to shared memory for nothing."""
+    """Pickles everything but tensors: pickling would move their storage to shared memory."""
 
     def reducer_override(self, value: Any) -> Any:
         return (int, ()) if isinstance(value, torch.Tensor) else NotImplemented
 
 
 def _explained(code: int) -> tuple[str, str, str]:
-    """How a process with this exit code ended, the probable cause, and what to do."""
+    """For the exit code of a worker: how it ended, the probable cause, and the fix."""
     if code >= 0:
         return (
             f"ended with exit code {code}",
-            "the dataset, or a library under it, ended its process.",
-            "use workers=0 to see it happen.",
+            "the dataset or a library that it uses ended the process.",
+            "use workers=0 to see where.",
         )
     how = f"was killed by {signal.Signals(-code).name}"
     if -code == signal.SIGBUS:
         return (
             how,
-            "most often shared memory (/dev/shm) is full: batches travel through it.",
+            "most often shared memory (/dev/shm) is full; batches are sent through it.",
             "give the container more (`docker run --shm-size=8g`), or use fewer workers.",
         )
     if -code == signal.SIGKILL:
         return (
             how,
-            "most often the kernel or the scheduler, because memory ran out.",
-            "use fewer workers or smaller samples, or ask for more memory.",
+            "most often the kernel or the scheduler killed it because memory ran out.",
+            "use fewer workers or smaller samples, or request more memory.",
         )
     if -code == signal.SIGSEGV:
-        return how, "a library under the dataset crashed.", "use workers=0 to see it happen."
+        return how, "a library that the dataset uses crashed.", "use workers=0 to see where."
     return how, "", ""

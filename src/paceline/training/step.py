@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.data.steps import MicroBatch, PlannedStep
+from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import StepError, place
 from paceline.metrics.step_loss import StepLoss
 from paceline.parallel import ddp as parallel

@@ -152,7 +152,7 @@ class Trainer:
         *,
         seed: int = 0,
         micro_batch: int | None = None,
-        workers: int | Literal["auto"] = 0,
+        workers: int = 0,
         clip_norm: float | None = None,
         folder: str | Path | None = None,
         resume: str = "auto",
@@ -163,7 +163,7 @@ class Trainer:
         Args:
             seed: What all randomness derives from; has no effect in a job that is joined already.
             micro_batch: Largest forward of one rank, in samples; None is a rank's whole share.
-            workers: Loader processes of each rank, or "auto".
+            workers: Loader processes of each rank.
             clip_norm: Bound of the gradient's 2-norm.
             folder: For metrics.jsonl, checkpoints (each epoch) and the final weights, model.pth.
             resume: "auto", "never" or "must"; see `Checkpoints`.

@@ -17,8 +17,7 @@ from paceline import log
 from paceline.checkpoint.export import write_file
 from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
-from paceline.data.plan import Position
-from paceline.data.steps import PlannedStep
+from paceline.data.plan import PlannedStep, Position
 from paceline.errors import CheckpointError, ConfigError, StepError
 from paceline.job import collectives, current_step
 from paceline.job.job import Job

@@ -17,8 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from paceline.audit.progress import Progress
 from paceline.audit.record import digest, place, plain
 from paceline.checkpoint import manager
-from paceline.data.maploader import LocalLoader, WorkerLoader
-from paceline.data.streams import StreamLoader
+from paceline.data.loader import Loader
 from paceline.parallel.ddp import unwrap
 from paceline.training import evaluation, trainer
 from paceline.training.training import Training
@@ -31,9 +30,8 @@ def install(progress: Progress) -> None:
     """Watch every `Training`."""
     watch = _Watch(progress)
     register_optimizer_step_pre_hook(watch.before_update)
-    loaders: list[Any] = [LocalLoader, WorkerLoader, StreamLoader]
-    for loader in loaders:
-        loader.audit = property(watch.spy, _keep_audit)
+    loader: Any = Loader
+    loader.gave = watch.giving(Loader.gave)
     kind: Any = Training
     kind.__init__ = watch.making(Training.__init__)
     kind.steps = watch.stepping(Training.steps)
@@ -48,22 +46,6 @@ def install(progress: Progress) -> None:
         module.evaluate = evaluated
 
 
-def _keep_audit(loader: Any, audit: Any) -> None:
-    loader.__dict__["audit"] = audit
-
-
-class _Spy:
-    """Stands before a loader's audit, and notes what was handed to the loop."""
-
-    def __init__(self, ids: list[int], audit: Any) -> None:
-        self._ids, self._audit = ids, audit
-
-    def saw(self, ids: torch.Tensor) -> None:
-        self._ids += ids.tolist()
-        if self._audit is not None:
-            self._audit.saw(ids)
-
-
 class _Watch:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -73,8 +55,13 @@ class _Watch:
         self._gradients: dict[int, tuple[float, list[float]]] = {}
         self._places = 0
 
-    def spy(self, loader: Any) -> _Spy:
-        return _Spy(self._ids, loader.__dict__.get("audit"))
+    def giving(self, gave: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(gave)
+        def watched(loader: Loader, ids: torch.Tensor) -> None:
+            self._ids += ids.tolist()
+            gave(loader, ids)
+
+        return watched
 
     def making(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)

@@ -1,0 +1,216 @@
+"""Steps over a map-style dataset, read in this process or ahead in loader workers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.data.coverage import Coverage
+from paceline.data.device import moved
+from paceline.data.plan import (
+    Int64Array,
+    MicroBatch,
+    Permutation,
+    Plan,
+    PlannedStep,
+    Position,
+    look_up,
+    micro_batches,
+)
+from paceline.data.samples import Samples
+from paceline.data.workers import Failure, Workers, refuse_unsendable, worker_number
+from paceline.errors import PacelineError, StepError
+from paceline.job.job import Job
+
+# Of one micro-batch: seed, epoch, first place, place after the last.
+Task = tuple[int, int, int, int]
+
+
+class Loader(ABC):
+    """Gives the steps of a training on this rank.
+
+    Attributes:
+        coverage: receives the ids of the samples that the loop gets; None receives nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.coverage: Coverage | None = None
+        self._device = device
+        self._run = 0
+
+    @abstractmethod
+    def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
+        """The steps from `position` to the end of epoch `epochs - 1`.
+
+        With `equal`, each step has the same number of micro-batches on all ranks.
+        """
+
+    def gave(self, ids: torch.Tensor) -> None:
+        """Note that the loop gets these samples (int64, one dimension); ghosts are not noted."""
+        if self.coverage is not None:
+            self.coverage.saw(ids)
+
+    def close(self) -> None:
+        """End the loader workers."""
+        self._run += 1
+
+    def _started(self) -> int:
+        """Begin a run, which ends any earlier one; its number for `_refuse_unless_current`."""
+        self._run += 1
+        return self._run
+
+    def _refuse_unless_current(self, run: int) -> None:
+        if run != self._run:
+            raise StepError(
+                "this iteration over the batches has ended: a later one was started, or they were closed.",
+                why="the loader workers read ahead for one iteration at a time.",
+            )
+
+
+class LocalLoader(Loader):
+    """Reads each micro-batch when the loop asks for it.
+
+    Attributes:
+        plan: which samples this rank gets.
+    """
+
+    def __init__(self, job: Job, plan: Plan, samples: Samples) -> None:
+        super().__init__(job.device)
+        self.plan = plan
+        self._samples = samples
+        self._ids_device = samples.ids_device
+        self._moves = job.device.type != "cpu" and self._ids_device.type == "cpu"
+        self._pins = self._moves and job.device.type == "cuda"
+
+    def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
+        """The steps from `position` to the end of epoch `epochs - 1`."""
+        plan, size, seed = self.plan, self.plan.num_samples, position.seed
+        for block in plan.blocks(position, epochs):
+            ids = torch.from_numpy(block.ids).to(self._ids_device)
+            offset, begin = block.offset, 0
+            for count, first in zip(block.counts, block.firsts, strict=True):
+                n = min(plan.global_batch, size - offset)
+                if equal:
+                    number = plan.most_micro_batches(n)
+                else:
+                    number = micro_batches(count, plan.micro_batch)
+                own = ids[begin : begin + count]
+                micros = self._micros((seed, block.epoch, offset), own, first, number, block.order)
+                yield PlannedStep(seed, block.epoch, offset, n, offset + n == size, number, micros)
+                offset += n
+                begin += count
+
+    def _micros(
+        self,
+        at: tuple[int, int, int],
+        ids: torch.Tensor,
+        first: int,
+        number: int,
+        order: Permutation | None,
+    ) -> Iterator[MicroBatch]:
+        """The `number` micro-batches of the step at `at`; `ids` is empty or starts at place `first`."""
+        seed, epoch, offset = at
+        size = self.plan.micro_batch
+        for begin in range(0, len(ids), size):
+            number -= 1
+            own = ids[begin : begin + size]
+            batch = self._read(seed, epoch, own)
+            self.gave(own)
+            yield MicroBatch(batch, len(own), first + begin, number == 0, False)
+        while number:
+            number -= 1
+            ghost = torch.from_numpy(look_up(order, np.array([offset]))).to(self._ids_device)
+            yield MicroBatch(self._read(seed, epoch, ghost), 1, offset, number == 0, True)
+
+    def _read(self, seed: int, epoch: int, ids: torch.Tensor) -> Any:
+        batch = self._samples.read(seed, epoch, ids, pin=self._pins)
+        return moved(batch, self._device, pin=self._pins) if self._moves else batch
+
+
+class WorkerLoader(Loader):
+    """Has loader workers read micro-batches ahead, also beyond the end of an epoch.
+
+    Attributes:
+        plan: which samples this rank gets.
+    """
+
+    def __init__(self, job: Job, plan: Plan, samples: Samples, workers: int) -> None:
+        super().__init__(job.device)
+        self.plan = plan
+        self._workers = Workers(job, SampleWork(samples, plan), workers, tasks=True)
+        self._received = 0
+
+    def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
+        """The steps from `position` to the end of epoch `epochs - 1`."""
+        plan, seed = self.plan, position.seed
+        self._workers.start(_tasks(plan, position, epochs, equal))
+        self._received = 0
+        run = self._started()
+        task = 0
+        for epoch, offset, n in plan.steps(position, epochs):
+            self._refuse_unless_current(run)
+            pieces = list(plan.pieces(offset, n, equal))
+            micros = self._micros(task, pieces)
+            ends = offset + n == plan.num_samples
+            yield PlannedStep(seed, epoch, offset, n, ends, len(pieces), micros)
+            task += len(pieces)
+
+    def _micros(self, task: int, pieces: list[tuple[int, int, bool]]) -> Iterator[MicroBatch]:
+        left = len(pieces)
+        while pieces and self._received < task:
+            self._take()  # micro-batches of earlier steps that the loop did not read
+        for begin, end, is_ghost in pieces:
+            left -= 1
+            ids, batch = self._take()
+            if self._device.type != "cpu":
+                batch = moved(batch, self._device, pin=False)
+            if not is_ghost:
+                self.gave(torch.from_numpy(ids))
+            yield MicroBatch(batch, end - begin, begin, left == 0, is_ghost)
+
+    def _take(self) -> tuple[Int64Array, Any]:
+        result: tuple[Int64Array, Any] = self._workers.get()
+        self._received += 1
+        return result
+
+    def close(self) -> None:
+        """End the loader workers."""
+        super().close()
+        self._workers.close()
+
+
+def _tasks(plan: Plan, position: Position, epochs: int, equal: bool) -> Iterator[Task]:
+    for epoch, offset, n in plan.steps(position, epochs):
+        for begin, end, _ in plan.pieces(offset, n, equal):
+            yield position.seed, epoch, begin, end
+
+
+class SampleWork:
+    """Runs in a loader worker: turns places of an epoch into sample ids and their batch."""
+
+    def __init__(self, samples: Samples, plan: Plan) -> None:
+        self._samples = samples
+        self._plan = plan
+        self._drawn: tuple[int, int] | None = None
+        self._order: Permutation | None = None
+        self._checked = False
+
+    def __getitem__(self, task: Task) -> tuple[Int64Array, Any] | Failure:
+        seed, epoch, begin, end = task
+        if self._drawn != (seed, epoch):
+            self._order = self._plan.order(seed, epoch)
+            self._drawn = (seed, epoch)
+        ids = look_up(self._order, np.arange(begin, end, dtype=np.int64))
+        self._samples.errors.worker = worker_number()
+        try:
+            batch = self._samples.read(seed, epoch, torch.from_numpy(ids))
+            if not self._checked:
+                refuse_unsendable(batch, self._samples.errors)
+                self._checked = True
+        except PacelineError as error:
+            return Failure.of(error)
+        return ids, batch
