@@ -22,7 +22,7 @@ from torch import nn
 import paceline
 from paceline.errors import CollectiveTimeout, LaunchFailed, PeerFailed, RankDisagreement
 from paceline.job.job import Job
-from paceline.watch import probe
+from paceline.watch import flight_recorder
 from paceline.shm.hosts import HostRounds
 from paceline.testing import digest, run_failing_ranks, run_ranks
 
@@ -231,8 +231,8 @@ def _recorded_calls(job: Job) -> tuple[list[str], list[str]]:
     dist.barrier(group=job.control)
     work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
     work.wait()
-    kinds = [entry["profiling_name"] for entry in probe._recorded()]
-    return kinds, [name for name, *_ in probe._arrivals() if "shm" not in name]
+    kinds = [entry["profiling_name"] for entry in flight_recorder.table()["entries"]]
+    return kinds, [name for name, *_ in flight_recorder.arrivals(0) if "shm" not in name]
 
 
 @LONG

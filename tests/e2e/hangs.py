@@ -141,7 +141,7 @@ KINDS: dict[str, Kind] = {
     ),
     "waits for its loader": Kind(
         _LOADER,
-        ("in all_reduce #9 (f32[7,3])", "waiting for a loader's worker: pid", "__getitem__() at"),
+        ("in all_reduce #9 (f32[7,3])", "waiting for a loader worker: pid", "__getitem__() at"),
     ),
     "reads from a pipe": Kind(
         _stuck("os.read(here, 1)", _PIPE), (ALL_REDUCE, NOT_ENTERED + ", in os.read")

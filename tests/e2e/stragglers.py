@@ -47,7 +47,7 @@ class Net(torch.nn.Sequential):
         return Both.apply(super().forward(x))
 model = wrap(Net(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-junk = [[] for _ in range(200_000 * (slow and kind == "collection of garbage"))]
+junk = [[] for _ in range(200_000 * (slow and kind == "garbage collection"))]
 class Weights:
     def __reduce__(self):
         time.sleep(slow_ms * 1e-3) # checkpoint
@@ -61,8 +61,8 @@ for step, x in enumerate(itertools.islice(loader, int(sys.argv[5]))):
     if slow and kind == "checkpoint":
         torch.save(Weights(), "weights.pt")
     end = time.perf_counter() + slow_ms / 1e3
-    while slow and kind == "collection of garbage" and time.perf_counter() < end:
-        gc.collect() # collection of garbage
+    while slow and kind == "garbage collection" and time.perf_counter() < end:
+        gc.collect() # garbage collection
     if kind == "uneven":
         time.sleep(random.random() * 0.04)
     while kind == "compute" and time.perf_counter() < end:
@@ -75,7 +75,7 @@ print("done")
 """
 STEP_MS = 40.0  # of a rank that is not slow
 HEALTHY = ("even", "uneven", "compute")  # all ranks are alike, in the mean
-KINDS = ("data", "forward", "backward", "collection of garbage", "checkpoint", "the script")
+KINDS = ("data", "forward", "backward", "garbage collection", "checkpoint", "the script")
 
 
 @dataclass(frozen=True)

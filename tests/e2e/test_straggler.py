@@ -1,4 +1,4 @@
-"""A rank that is slower than the others is named with its phase and line, within 50 steps; others are not."""
+"""A rank that is slower than the others is named, with its phase and line; ranks of equal speed are not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CASES = [
             ("data", 2, True, 1),
             ("forward", 4, False, 0),
             ("backward", 4, True, 0),
-            ("collection of garbage", 2, False, 0),
+            ("garbage collection", 2, False, 0),
             ("checkpoint", 2, True, 0),
         ]
     ),
@@ -26,20 +26,15 @@ CASES = [
 def test_a_slow_rank_is_named(
     tmp_path: Path, kind: str, world: int, ours: bool, workers: int
 ) -> None:
-    for folder in (tmp_path / "first", tmp_path / "again"):
-        folder.mkdir()
-        run = train(
-            folder, kind, world=world, factor=1.5, paceline=ours, workers=workers, steps=200
-        )
-        if run.said and workers:
-            assert "slow: rank 1 (" in run.said, run.said
-            assert "\n      data takes " in run.said, run.said
-            assert "waiting for a loader's worker: pid " in run.said, run.said
-        elif run.said:
-            assert right(run, folder, kind), run.said
-        if run.steps <= 50:
-            break  # else the machine paused while the ranks were looked at: not twice in a row
-    assert run.steps <= 50
+    # After how many steps it is named depends on the machine: benchmarks/stragglers.py counts them, and
+    # tests/unit/test_launch_straggler.py bounds them where time is simulated.
+    run = train(tmp_path, kind, world=world, factor=1.5, paceline=ours, workers=workers, steps=2000)
+    if workers:
+        assert "slow: rank 1 (" in run.said
+        assert "\n      data takes " in run.said
+        assert "waiting for a loader worker: pid " in run.said
+    else:
+        assert right(run, tmp_path, kind), run.said
     assert len(run.said.splitlines()) == 4
 
 

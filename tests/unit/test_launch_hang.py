@@ -343,9 +343,7 @@ Thread 0x00007f2 (most recent call first):
 
 
 def process(cpu_s: float, io_bytes: int = 0, pid: int = 40) -> Process:
-    return Process(
-        pid=pid, name="python", state="S", cpu_s=cpu_s, io_bytes=io_bytes, faults=0, core=0
-    )
+    return Process(pid=pid, name="python", state="S", cpu_s=cpu_s, io_bytes=io_bytes)
 
 
 Look = tuple[float, list[Process], int]  # when, its processes, where its main thread is

@@ -38,7 +38,7 @@ class Control:
         # Answers to the launcher's requests, by their "do"; called in the listening thread.
         self.handlers: dict[str, Callable[[dict[str, Any]], Any]] = {"run": self.orders.put}
         if probe is not None:
-            for word in ("explain", "pace", "profile"):
+            for word in probe.REQUESTS:
                 self.handlers[word] = lambda order: probe.hear(order, self.send)
         # A forked child is not the rank: it must neither speak for it nor keep the socket open.
         os.register_at_fork(after_in_child=self._forget)

@@ -1,7 +1,7 @@
 """Watches the ranks of this node for a hang: who has stood still for how long, and what is said of it.
 
 Reads the ranks' beats (probe.py) and /proc twice a second, and asks the ranks for everything only where one
-of them stands still. The verdict is hang.py's. For a rank that is only slow it has pace.py.
+of them stands still. The verdict is hang.py's. Slow ranks are straggler_watch.py's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import Any
 from paceline.launch.local_ranks import Crew
 from paceline.launch.node_exchange import Hearsay
 from paceline.launch.rank import Rank
-from paceline.launch.straggler_watch import Pace
+from paceline.launch.straggler_watch import StragglerWatch
 from paceline.watch import processes
 from paceline.watch.hang import Hang, judge
 from paceline.watch.processes import Process
 from paceline.watch.rank_state import (
     HELD_S,
     State,
-    helpers_of,
     read_beat,
     read_calls,
     read_dump,
@@ -122,7 +121,7 @@ class Watch:
         # Of several nodes; each launcher then judges by what all of them have seen.
         self.hearsay: Hearsay | None = None
         self._asked = 0
-        self._pace = Pace(crew)
+        self._stragglers = StragglerWatch(crew)
         self._next = 0.0
         self._looked, self._watched_s = time.monotonic(), 0.0
         self._begin([])
@@ -135,7 +134,7 @@ class Watch:
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._moved = time.monotonic()
         self._alarmed = False
-        self._pace.begin()
+        self._stragglers.begin()
 
     def look(self, world_size: int) -> Hang | None:
         """Look at the ranks, and say what is wrong; the hang that is to end the round, or None."""
@@ -154,7 +153,7 @@ class Watch:
         alive = [rank for rank in self._crew.ranks if rank.returncode is None]
         for rank in alive:
             self._look_at(rank, now)
-        if self._pace.look(now, alive, sum(seen.counts[0] for seen in self._seen.values())):
+        if self._stragglers.look(now, alive, sum(seen.counts[0] for seen in self._seen.values())):
             self._next = now + _SOON_S
         if self._after_s == 0:
             return None
@@ -285,7 +284,7 @@ class Watch:
             held=bool(dump),
             entering=not answered and not late and seen.counts[0] > seen.counts[1],
             answered=answered,
-            helpers=helpers_of(pid, cwd) if told["where"].loader else (),
+            helpers=processes.describe_workers(pid, cwd) if told["where"].loader else (),
             kernel=processes.waits_in(pid) if seen.state == "D" else "",
             **told,
         )

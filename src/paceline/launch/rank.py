@@ -24,6 +24,7 @@ from typing import Any
 
 from paceline.job.preemption import REQUEUE
 from paceline.launch.output import Console, Consoles, Pump, Stream
+from paceline.watch.probe import Probe
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -33,13 +34,12 @@ _PROBE_BYTES = 1 << 20
 # What each event has to have. A script may write into the socket what it likes.
 _FAILED: dict[str, Any] = {"time": (int, float), "step": int, "kinds": list, "shown": bool}
 _FAILED |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
-_ANSWERS = ("explain", "pace", "profile")
 _EVENTS: dict[str, dict[str, Any]] = {
     "failed": _FAILED,
     "raised": _FAILED,
     "exit": {"place": str},
     "interrupted": {"place": str},
-    **{answer: {"id": int} for answer in _ANSWERS},
+    **{answer: {"id": int} for answer in Probe.REQUESTS},
 }
 _MOST_BYTES = 8 << 20  # of one event
 _WINDOW = struct.Struct("HHHH")
@@ -282,7 +282,7 @@ class Rank:
 
     def _take(self, lines: Sequence[bytes]) -> None:
         for event in filter(None, map(read_event, lines)):
-            if event["event"] in _ANSWERS:
+            if event["event"] in Probe.REQUESTS:
                 self.told[event["event"]] = event
             else:
                 self.events.append(event)

@@ -42,10 +42,15 @@ def _load(room: str, name: str) -> Any:
     module = types.ModuleType(f"paceline.{room}.{name}")
     package = os.path.dirname(os.path.dirname(__file__))
     module.__file__ = os.path.join(package, room, f"{name}.py")
+    # Under its full name, so that these files can import each other without importing paceline.
+    sys.modules[module.__name__] = module
     importlib.machinery.SourceFileLoader(module.__name__, module.__file__).exec_module(module)
     return module
 
 
+_stacks = _load("watch", "stacks")
+_load("watch", "flight_recorder")
+_load("watch", "sampling")
 _probe = _load("watch", "probe")
 _control = _load("launch", "control_channel")
 
@@ -144,7 +149,9 @@ def _run(order: dict[str, Any], launcher: Control) -> int:
     except SystemExit as error:
         return _exit_code(error, launcher)
     except KeyboardInterrupt as error:
-        launcher.send({"event": "interrupted", "place": _probe.place_of(error.__traceback__)})
+        launcher.send(
+            {"event": "interrupted", "place": _stacks.place_of_error(error.__traceback__)}
+        )
     except BaseException as error:
         _crash(error, launcher, hook)
     else:
@@ -191,7 +198,11 @@ def _exit_code(error: SystemExit, launcher: Control) -> int:
         if (handled := _handled_by(error)) is not None:
             launcher.send(_describe(handled) | {"event": "raised", "shown": False})
         launcher.send(
-            {"event": "exit", "code": code & 0xFF, "place": _probe.place_of(error.__traceback__)}
+            {
+                "event": "exit",
+                "code": code & 0xFF,
+                "place": _stacks.place_of_error(error.__traceback__),
+            }
         )
     return code & 0xFF
 
@@ -247,7 +258,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "message": message[:_TRACEBACK_CHARS],
         "traceback": _format(error),
         "module": str(frames[-1][0].f_globals.get("__name__", "")) if frames else "",
-        "place": _probe.place_of(error.__traceback__),
+        "place": _stacks.place_of_error(error.__traceback__),
         "time": time.time(),
         "step": getattr(sys.modules.get("paceline.job.current_step"), "step", 0),
     }

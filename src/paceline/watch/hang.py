@@ -241,7 +241,7 @@ def _doing(state: State) -> str:
     called = _waits_for(state) if state.where.waits else state.call
     text += f", in {called}" if called else ""
     if state.where.loader:
-        text += f", waiting for a loader's worker{_helpers(state)}"
+        text += f", waiting for a loader worker{_helpers(state)}"
     if state.held:
         text += ", holding the interpreter's lock"
     return text + (", at work" if state.busy else "")

@@ -1,6 +1,6 @@
-"""What the kernel says of a process: /proc, for the launcher's own ranks and their children.
+"""What the kernel knows about processes of this host. The only file of this room that reads the system.
 
-Facts alone; what they mean is for hang.py.
+A front to psutil, and to /proc for what psutil does not have.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.machine import cgroup_folders, read_text
+import psutil
 
-_TICKS = os.sysconf("SC_CLK_TCK")
+from paceline.machine import cgroup_folders, read_text
+from paceline.watch.rank_state import HELD_S, read_beat, read_dump, read_place, read_stack
+
 _EXITING = 0x4  # PF_EXITING of the kernel, in a thread's flags
-_PROBED = "/memfd:paceline-probe"
+_PROBE_FILE = "/memfd:paceline-probe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +27,9 @@ class Process:
     """One process at one moment.
 
     Args:
-        state: As /proc has it: R runs, S sleeps, D waits for a device, T is stopped, Z is dead.
-        cpu_s: Seconds of CPU so far, of all its threads.
+        state: As in /proc: R runs, S sleeps, D waits for a device, T is stopped, Z is dead.
+        cpu_s: CPU seconds so far, of all its threads.
         io_bytes: Read and written so far, files and pipes together.
-        faults: Pages that had to come from a disk so far.
-        core: The core that it last ran on.
     """
 
     pid: int
@@ -37,49 +37,49 @@ class Process:
     state: str
     cpu_s: float
     io_bytes: int
-    faults: int
-    core: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
-    """What the host is at, at one moment.
+class HostSample:
+    """Counters of this host at one moment; two of them say what the host did in between.
 
     Args:
-        processes: All that can be seen, by number.
-        ranks: Of the job, with all processes below, by the number of the rank's own.
-        delay_s: For how long each rank's main thread has waited for a core so far.
-        throttled_s: For how long the limit of a control group has held them up so far.
-        mhz: Of the core that each rank last ran on, where it can be read.
+        time_s: Monotonic.
+        names: Of all processes that can be seen, by pid.
+        cpu_s: CPU seconds so far, by pid.
+        job: The ranks and all processes below them.
+        delay_s: For how long the main thread of each rank has waited for a core so far.
+        faults: Pages that had to come from a disk so far, of each rank.
+        throttled_s: For how long the CPU limit of a control group has stopped the ranks so far.
     """
 
     time_s: float
-    processes: Mapping[int, Process]
-    ranks: Mapping[int, Sequence[int]]
+    names: Mapping[int, str]
+    cpu_s: Mapping[int, float]
+    job: frozenset[int]
     delay_s: Mapping[int, float]
+    faults: Mapping[int, int]
     throttled_s: float
-    mhz: Mapping[int, float]
 
 
-def moment(pids: Sequence[int]) -> Moment:
-    """The host now, and these ranks on it."""
-    numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    found = {pid: seen for pid in numbers if (seen := look(pid)) is not None}
-    delay_s, mhz = {}, {}
-    for pid in pids:
-        waited_ns = read_text(Path(f"/proc/{pid}/schedstat")).split()[1:2]
-        delay_s[pid] = int(waited_ns[0]) / 1e9 if waited_ns else 0.0
-        if pid in found:
-            folder = Path(f"/sys/devices/system/cpu/cpu{found[pid].core}/cpufreq")
-            if text := read_text(folder / "scaling_cur_freq").strip():
-                mhz[pid] = int(text) / 1e3
-    return Moment(
+def sample_host(pids: Sequence[int]) -> HostSample:
+    """This host now, and these ranks on it."""
+    names, cpu_s = {}, {}
+    for process in psutil.process_iter(["name", "cpu_times"]):
+        if (times := process.info["cpu_times"]) is not None:
+            names[process.pid] = process.info["name"]
+            cpu_s[process.pid] = times.user + times.system
+    delays = {pid: read_text(Path(f"/proc/{pid}/schedstat")).split() for pid in pids}
+    return HostSample(
         time_s=time.monotonic(),
-        processes=found,
-        ranks={pid: descendants(pid) for pid in pids},
-        delay_s=delay_s,
+        names=names,
+        cpu_s=cpu_s,
+        job=frozenset(pids).union(*(descendants(pid) for pid in pids)),
+        delay_s={
+            pid: int(words[1]) / 1e9 if len(words) > 1 else 0.0 for pid, words in delays.items()
+        },
+        faults={pid: int(fields[9]) for pid in pids if (fields := _stat(f"/proc/{pid}"))},
         throttled_s=_throttled_s(),
-        mhz=mhz,
     )
 
 
@@ -93,90 +93,106 @@ def _throttled_s() -> float:
     return max((int(n) / units[name] for name, n in lines if name in units), default=0.0)
 
 
+def _stat(folder: str) -> list[str]:
+    """The fields of a stat file from the state on; empty if there is none."""
+    return read_text(Path(folder, "stat")).rpartition(")")[2].split()
+
+
+_STATES = {psutil.STATUS_RUNNING: "R", psutil.STATUS_DISK_SLEEP: "D", psutil.STATUS_ZOMBIE: "Z"}
+_STATES |= {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_DEAD: "Z"}
+
+
 def look(pid: int) -> Process | None:
     """The process now; None if there is none."""
     try:
-        head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-    except OSError:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            name, times = process.name(), process.cpu_times()
+            state = _STATES.get(process.status(), "S")
+    except psutil.Error:
         return None
-    fields = tail.split()
     io_bytes = 0
-    with contextlib.suppress(OSError):  # of another user since
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-        io_bytes = sum(int(line.split()[1]) for line in lines[:2])
+    with contextlib.suppress(psutil.Error):  # the process of another user
+        counters = process.io_counters()
+        io_bytes = counters.read_chars + counters.write_chars
     return Process(
-        pid=pid,
-        name=head.partition("(")[2],
-        state=fields[0],
-        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS,
-        io_bytes=io_bytes,
-        faults=int(fields[9]),
-        core=int(fields[36]),
+        pid=pid, name=name, state=state, cpu_s=times.user + times.system, io_bytes=io_bytes
     )
 
 
 def children(pid: int) -> list[int]:
-    """The processes that this one has started and that have not been waited for."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return found
+    """The processes that this one has started and not yet waited for."""
+    return _below(pid, recursive=False)
 
 
 def descendants(pid: int) -> list[int]:
     """All processes below this one."""
-    found = children(pid)
-    for child in found:
-        found += children(child)
-    return found
+    return _below(pid, recursive=True)
+
+
+def _below(pid: int, *, recursive: bool) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=recursive)]
+    except psutil.Error:
+        return []
 
 
 def forks(mark: str, command: str) -> list[int]:
-    """Processes that run `command` and were started with `mark` in their environment, by /proc."""
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
-            if (
-                command.encode() in Path(f"/proc/{entry}/cmdline").read_bytes()
-                and mark.encode() in Path(f"/proc/{entry}/environ").read_bytes()
-            ):
-                found.append(int(entry))
-    return sorted(found)
+    """Processes that run `command` and were started with `mark` in their environment."""
+    return sorted(
+        process.pid
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if any(command in word for word in process.info["cmdline"] or ())
+        and any(mark in value for value in (process.info["environ"] or {}).values())
+    )
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process of which the main thread has ended has no thread that could go on.
+    """Whether no thread of a process can go on, after its main thread has ended.
 
-    The kernel is at it, which takes a while on a busy host, or nobody has waited for it yet. A thread that
-    outlives the main one is neither at its end nor killed.
+    The kernel may take a while to end it on a busy host, or its parent has not waited for it yet. A thread
+    that outlives the main one is neither exiting nor killed.
     """
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):  # gone meanwhile
-                folder = Path(f"/proc/{pid}/task/{task}")
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                if fields[0] in "ZX" or int(fields[6]) & _EXITING:
-                    continue
-                pending = (folder / "status").read_text().partition("SigPnd:")[2].split()[0]
-                if not int(pending, 16) >> signal.SIGKILL - 1 & 1:
-                    return False
+            fields = _stat(f"/proc/{pid}/task/{task}")
+            if not fields or fields[0] in "ZX" or int(fields[6]) & _EXITING:
+                continue
+            status = read_text(Path(f"/proc/{pid}/task/{task}/status"))
+            pending = status.partition("SigPnd:")[2].split()[:1]
+            if pending and not int(pending[0], 16) >> signal.SIGKILL - 1 & 1:
+                return False
     return True
 
 
 def waits_in(pid: int) -> str:
     """The kernel's function that the process waits in; empty if unknown."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
-    return ""
+    return read_text(Path(f"/proc/{pid}/wchan")).strip("0\n")
 
 
-def probed(pid: int) -> str:
-    """What the probe of a rank's forked child wrote (probe.py); empty if it has none."""
+def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
+    """A few words for each child of a rank that may be a loader worker; those in the script first."""
+    words = []
+    for child in children(pid):
+        found, text = look(child), _read_probe(child)
+        if found is None or not (text or found.name.startswith("pt_data_worker")):
+            continue  # a spawned worker has no probe
+        beat = read_beat(text)
+        where = read_place(beat.get("place", ""), cwd)
+        if time.monotonic() - beat.get("time", 0.0) > HELD_S and (dump := read_dump(text)):
+            where = read_stack(dump, cwd)
+        state = {"T": "stopped", "D": "in a disk wait", "Z": "dead"}.get(found.state, "")
+        place = "{2}() at {0}:{1}".format(*where.script[0]) if where.script else "idle"
+        state = state or ("in " if where.script else "is ") + place
+        words.append((not where.script, f"pid {child} {state}"))
+    return tuple(text for _, text in sorted(words))
+
+
+def _read_probe(pid: int) -> str:
+    """What the probe of a forked child wrote (probe.py); empty if it has none."""
     with contextlib.suppress(OSError):
         for fd in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                if os.readlink(fd.path).startswith(_PROBED):
+                if os.readlink(fd.path).startswith(_PROBE_FILE):
                     return Path(fd.path).read_text(errors="replace")
     return ""

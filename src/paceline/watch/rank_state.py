@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.watch import processes
-from paceline.watch.probe import is_script
+from paceline.watch.stacks import is_script
 
 HELD_S = 1.2  # a beat this old means that no thread of Python runs
 _DTYPES = {"Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Bool": "bool"}
@@ -211,23 +209,3 @@ def read_beat(text: str) -> dict[str, Any]:
     except ValueError:
         return {}  # not begun yet, or just being written
     return beat
-
-
-def helpers_of(pid: int, cwd: str) -> tuple[str, ...]:
-    """A few words for each child process that may be a loader's worker."""
-    words = []
-    for child in processes.children(pid):
-        found = processes.look(child)
-        text = processes.probed(child)
-        if found is None or not (text or found.name.startswith("pt_data_worker")):
-            continue  # a spawned worker has no probe
-        beat = read_beat(text)
-        where: Where = read_place(beat.get("place", ""), cwd)
-        if time.monotonic() - beat.get("time", 0.0) > HELD_S and (dump := read_dump(text)):
-            where = read_stack(dump, cwd)
-        state = {"T": "stopped", "D": "in a disk wait", "Z": "dead"}.get(found.state, "")
-        place = "{2}() at {0}:{1}".format(*where.script[0]) if where.script else "idle"
-        words.append(
-            (not where.script, f"pid {child} {state or ('in ' if where.script else 'is ') + place}")
-        )
-    return tuple(text for _, text in sorted(words))

@@ -1,84 +1,118 @@
-"""What a rank is at that the others wait for, by how much it is slower, and why: to a sentence. Pure.
+"""Finds a rank that makes the others wait in every step, and says why: evidence in, text out. Pure.
 
-That they wait is known by the times of collectives (lateness.py), which is a lower bound. What the ranks are
-seen to wait, in profiles of their stacks, is the other one.
+1. The times at which ranks enter collectives show which rank the others wait for. All steps of all ranks
+   look alike from outside, since ranks wait for each other; only the order of arrival differs.
+2. Stack samples of all ranks show in which phase the late rank spends more time than the others.
+3. What the host did meanwhile says whether the cause is the rank's code or its host.
+
+Everything is a median over the steps of one window, so pauses in some of them change nothing.
 """
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from paceline.watch.lateness import Step, excess, in_most, latest
-from paceline.watch.processes import Moment
+from paceline.watch.processes import HostSample
 
+# A rank that is slow in every tenth step only is found by comparing blocks of ten steps.
+_STEPS_PER_BLOCK = (1, 10)
+_WINDOW = (20, 64)  # blocks that are judged: at least and at most
+_PROFILED = (5, 8)  # blocks in a profile: at least and as asked for
+_LEAST_SHARE = 0.13  # of the time that the others wait
+_LEAST_WAIT_S = 1e-3  # per step; less is scheduler noise
 _LEAST_FACTOR = 1.2
-_PARTS = 5, 8  # of a profile, whole steps each: at least, and at most
+_ALIKE = 0.7  # share of the collectives that repeat with the period
+_PATTERN = 512  # collectives in which the period is searched
+_SMALL = 0.01  # of the largest tensor: barriers and logged numbers are not part of the pattern
 
-Average = Callable[[Iterable[float]], float]
-Place = tuple[str, str]  # a phase, and where in the script
+Key = tuple[str, int]  # a group's name, and the number of a collective in it
+Place = tuple[str, str]  # a phase, and the line of the script
+# By rank and collective: when the rank entered it, in ns since the epoch, and its number of elements.
+Arrivals = Mapping[int, Mapping[Key, tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One or more training steps, as far as the collectives of a group show them.
+
+    Args:
+        begin_ns, end_ns: Since the epoch.
+        wait_s: By rank, the longest time per step that the others waited for it at one collective. An
+            asynchronous collective passes a delay on to the next, so this is a lower bound of all waits.
+        total_s: By rank, the sum of these times over all collectives of a step: an upper bound.
+    """
+
+    begin_ns: int
+    end_ns: int
+    steps: int
+    wait_s: Mapping[int, float]
+    total_s: Mapping[int, float]
+
+    @property
+    def step_s(self) -> float:
+        """Length of a step in seconds."""
+        return (self.end_ns - self.begin_ns) / 1e9 / self.steps
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rank that the others seem to wait for, and the blocks of a group that show it."""
+
+    rank: int
+    blocks: Sequence[Block]
+
+    @property
+    def profile_s(self) -> float:
+        """Seconds that a profile needs for enough whole blocks."""
+        block_s = [block.step_s * block.steps for block in self.blocks]
+        return (_PROFILED[1] + 1) * statistics.median(block_s)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a rank was at for some seconds.
+    """Samples of the stack of one rank's main thread.
 
     Args:
-        since_ns: Since the epoch.
-        spent: (phase, place, seconds), one after the other.
+        begin_ns: Since the epoch.
+        spent: (phase, place, seconds) in order of time.
     """
 
-    since_ns: int
+    begin_ns: int
     spent: Sequence[tuple[str, str, float]]
 
-    def until_ns(self) -> float:
-        """When it ended."""
-        return self.since_ns + sum(seconds for _, _, seconds in self.spent) * 1e9
+    @property
+    def end_ns(self) -> float:
+        """Since the epoch."""
+        return self.begin_ns + sum(seconds for _, _, seconds in self.spent) * 1e9
 
-    def between(self, begun_ns: float, end_ns: float) -> dict[Place, float]:
-        """Seconds within this time, by phase and place."""
-        spent: dict[Place, float] = defaultdict(float)
-        at_ns = float(self.since_ns)
+    def between(self, begin_ns: int, end_ns: int) -> dict[Place, float]:
+        """Seconds by phase and place within this time."""
+        found: dict[Place, float] = defaultdict(float)
+        now_ns = float(self.begin_ns)
         for phase, place, seconds in self.spent:
-            next_ns = at_ns + seconds * 1e9
-            if next_ns > begun_ns and at_ns < end_ns:
-                within_ns = min(next_ns, end_ns) - max(at_ns, begun_ns)
-                spent[phase, place] += within_ns / 1e9
-            at_ns = next_ns
-        return spent
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some steps of the time of a profile, one after the other.
-
-    Args:
-        late_s: By rank, how long the others wait for it, at least; of each step.
-        spent: By rank, phase and place; of each step, in seconds.
-    """
-
-    step_s: float
-    late_s: Mapping[int, float]
-    spent: Mapping[int, Mapping[Place, float]]
-
-    def in_phase(self, rank: int, phase: str) -> float:
-        """Seconds of each step."""
-        return sum(seconds for (name, _), seconds in self.spent[rank].items() if name == phase)
+            next_ns = now_ns + seconds * 1e9
+            if next_ns > begin_ns and now_ns < end_ns:
+                found[phase, place] += (min(next_ns, end_ns) - max(now_ns, begin_ns)) / 1e9
+            now_ns = next_ns
+        return found
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that others wait for.
+    """A rank that the others wait for.
 
     Args:
-        factor: Its own time by that of the others; at least so much.
-        wait_s: What the others wait for it, of each step.
+        factor: Its own time by that of the others: a lower bound.
+        step_s: Length of a step.
+        wait_s: Time per step that the others wait for it.
         phase: What takes longer there than elsewhere.
-        phase_s: Of each step, there and at the others.
-        seldom: Not in most steps: it may have been a pause.
+        phase_s: Seconds per step in that phase, on this rank and on the others.
+        place: The line of the script.
     """
 
     rank: int
@@ -88,107 +122,188 @@ class Straggler:
     phase: str
     phase_s: tuple[float, float]
     place: str
-    seldom: bool = False
 
 
-def parts(steps: Sequence[Step], profiles: Mapping[int, Profile]) -> list[Part]:
-    """A profile's whole steps in a few parts; none where it has too few steps, or a rank has no profile.
+def find_suspects(arrivals: Arrivals) -> list[Suspect]:
+    """Ranks that the others seem to wait for. A rank that waits for another in a smaller group is not one."""
+    found: list[Suspect] = []
+    explained: set[int] = set()
+    groups = {group for entered in arrivals.values() for group, _ in entered}
+    steps_of = [steps for group in groups if (steps := read_steps(arrivals, group))]
+    for steps in sorted(steps_of, key=lambda steps: len(steps[-1].wait_s)):
+        suspect = _suspect(steps)
+        if suspect is not None and suspect.rank not in explained:
+            found.append(suspect)
+            explained |= steps[-1].wait_s.keys()
+    return found
+
+
+def _suspect(steps: Sequence[Block]) -> Suspect | None:
+    for size in _STEPS_PER_BLOCK:
+        blocks = merge(steps, size)[-_WINDOW[1] :]
+        if len(blocks) < _WINDOW[0]:
+            continue
+        step_s = statistics.median(block.step_s for block in blocks)
+        for rank in blocks[-1].wait_s:
+            wait_s = statistics.median(_excess(block.total_s, rank) for block in blocks)
+            enough = wait_s >= max(_LEAST_WAIT_S, _LEAST_SHARE * step_s)
+            if enough and _is_steady([_excess(block.wait_s, rank) for block in blocks]):
+                return Suspect(rank, blocks)
+    return None
+
+
+def _is_steady(values: Sequence[float]) -> bool:
+    """Whether most values are about as large as the median: chance gives both signs."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4] > ordered[len(ordered) // 2] / 2 > 0
+
+
+def _excess(wait_s: Mapping[int, float], rank: int) -> float:
+    """How much longer this rank is waited for than the others are: 0 on average if it is chance."""
+    return wait_s[rank] - (sum(wait_s.values()) - wait_s[rank]) / (len(wait_s) - 1)
+
+
+def read_steps(arrivals: Arrivals, group: str) -> list[Block]:
+    """The steps of a group: the periods of the pattern that its collectives make."""
+    by_rank = {
+        rank: {number: at for (name, number), at in entered.items() if name == group}
+        for rank, entered in arrivals.items()
+    }
+    by_rank = {rank: entered for rank, entered in by_rank.items() if entered}
+    if len(by_rank) < 2:
+        return []
+    elements = {number: size for number, (_, size) in next(iter(by_rank.values())).items()}
+    # Parted where collectives are missing, as a flight recorder keeps only so many.
+    runs: list[list[int]] = []
+    for number in sorted(set.intersection(*map(set, by_rank.values()))):
+        if not runs or runs[-1][-1] != number - 1:
+            runs.append([])
+        runs[-1].append(number)
+    least = _SMALL * max((elements[number] for run in runs for number in run), default=0)
+    steps: list[Block] = []
+    for run in runs:
+        large = [index for index, number in enumerate(run) if elements[number] >= least]
+        if period := _period([elements[run[index]] for index in large]):
+            cuts = large[(len(large) - 1) % period :: period]
+            at_ns = [{rank: entered[n][0] for rank, entered in by_rank.items()} for n in run]
+            steps += [_read_step(at_ns[first : last + 1]) for first, last in pairwise(cuts)]
+    return steps
+
+
+def _period(sizes: Sequence[int]) -> int:
+    """After how many collectives their sizes repeat; 0 if they do not."""
+    sizes = sizes[-_PATTERN:]
+    best, period = _ALIKE, 0
+    for length in range(1, len(sizes) // 3 + 1):
+        alike = sum(map(operator.eq, sizes, sizes[length:])) / (len(sizes) - length)
+        # A multiple of the period fits as well, so a longer one has to explain more.
+        if alike > best + 0.02 * (period > 0):
+            best, period = alike, length
+        if best > 0.98:
+            break
+    return period
+
+
+def _read_step(arrivals: Sequence[Mapping[int, int]]) -> Block:
+    """From the last collective of the step before, which comes first here, to the last one of this step."""
+    wait_s, total_s = dict.fromkeys(arrivals[0], 0.0), dict.fromkeys(arrivals[0], 0.0)
+    for at_ns in arrivals[1:]:
+        usual_ns = sorted(at_ns.values())[len(at_ns) // 2 - 1]  # the lower median
+        for rank, own_ns in at_ns.items():
+            late_s = max(own_ns - usual_ns, 0) / 1e9
+            wait_s[rank] = max(wait_s[rank], late_s)
+            total_s[rank] += late_s
+    begin_ns, end_ns = max(arrivals[0].values()), max(arrivals[-1].values())
+    length_s = (end_ns - begin_ns) / 1e9
+    total_s = {rank: min(late_s, length_s) for rank, late_s in total_s.items()}
+    return Block(begin_ns, end_ns, 1, wait_s, total_s)
+
+
+def merge(steps: Sequence[Block], size: int) -> list[Block]:
+    """Blocks of `size` steps each, up to the last; values per step."""
+    blocks = []
+    for first in range(len(steps) % size, len(steps), size):
+        part = steps[first : first + size]
+        if all(one.end_ns == next_.begin_ns for one, next_ in pairwise(part)):
+            wait_s = {r: statistics.fmean(s.wait_s[r] for s in part) for r in part[0].wait_s}
+            total_s = {r: statistics.fmean(s.total_s[r] for s in part) for r in part[0].total_s}
+            blocks.append(Block(part[0].begin_ns, part[-1].end_ns, size, wait_s, total_s))
+    return blocks
+
+
+def profiled(suspect: Suspect, profiles: Mapping[int, Profile]) -> list[Block]:
+    """The blocks that lie within the profiles of all ranks; none if they are too few."""
+    members = suspect.blocks[-1].wait_s
+    if not members.keys() <= profiles.keys():
+        return []
+    begin_ns = max(profiles[rank].begin_ns for rank in members)
+    end_ns = min(profiles[rank].end_ns for rank in members)
+    found = [b for b in suspect.blocks if b.begin_ns >= begin_ns and b.end_ns <= end_ns]
+    return found if len(found) >= _PROFILED[0] else []
+
+
+def judge(suspect: Suspect, profiles: Mapping[int, Profile]) -> Straggler | None:
+    """Whether the suspect takes longer than the others, and in which phase.
 
     Args:
-        steps: Of a group, as far as they are known.
-        profiles: By rank.
+        profiles: By rank; `profiled` must have found blocks in them.
     """
-    members = steps[-1].most.keys()
-    if not members <= profiles.keys():
-        return []
-    begun_ns = max(profiles[rank].since_ns for rank in members)
-    end_ns = min(profiles[rank].until_ns() for rank in members)
-    during = [step for step in steps if step.begun_ns >= begun_ns and step.end_ns <= end_ns]
-    if len(during) < _PARTS[0]:
-        return []
-    count = min(len(during), _PARTS[1])
-    cuts = [len(during) * n // count for n in range(count + 1)]
-    return [_part(during[first:last], profiles) for first, last in pairwise(cuts)]
+    blocks, rank = profiled(suspect, profiles), suspect.rank
+    # By rank, phase and place: seconds per step in each block.
+    spent: dict[int, dict[Place, list[float]]] = {}
+    for member in blocks[0].wait_s:
+        spent[member] = defaultdict(lambda: [0.0] * len(blocks))
+        for number, block in enumerate(blocks):
+            for where, seconds in profiles[member].between(block.begin_ns, block.end_ns).items():
+                spent[member][where][number] += seconds / block.steps
+    others = [member for member in spent if member != rank]
 
-
-def _part(run: Sequence[Step], profiles: Mapping[int, Profile]) -> Part:
-    spent = {rank: profiles[rank].between(run[0].begun_ns, run[-1].end_ns) for rank in run[0].most}
-    return Part(
-        step_s=statistics.fmean(step.length_s for step in run),
-        late_s={rank: statistics.fmean(excess(step.most, rank) for step in run) for rank in spent},
-        spent={
-            rank: {which: seconds / len(run) for which, seconds in own.items()}
-            for rank, own in spent.items()
-        },
-    )
-
-
-def judge(rank: int, found: Sequence[Part], steps: Sequence[Step]) -> Straggler | None:
-    """Whether this rank takes longer than the others, and at what.
-
-    Args:
-        found: Of its group; not empty.
-        steps: Of its group, as far as they are known.
-    """
-    if in_most(rank, steps):
-        # By medians, which a pause in some steps does not change. How late, more steps tell better.
-        late_s = statistics.median(latest(rank, steps))
-        usual = _judge(rank, found, statistics.median, late_s)
-        if usual is not None:
-            return usual
-    late_s = statistics.fmean(part.late_s[rank] for part in found)
-    seldom = _judge(rank, found, statistics.fmean, late_s)
-    return replace(seldom, seldom=True) if seldom is not None else None
-
-
-def _judge(rank: int, found: Sequence[Part], average: Average, late_s: float) -> Straggler | None:
-    others = [other for other in found[0].spent if other != rank]
-
-    def own(phase: str) -> float:
-        return average(part.in_phase(rank, phase) for part in found)
-
-    def theirs(phase: str) -> float:
-        return average(
-            statistics.fmean(part.in_phase(other, phase) for other in others) for part in found
+    def median_s(members: Sequence[int], phase: str) -> float:
+        return statistics.median(
+            statistics.fmean(
+                sum(times[number] for (name, _), times in spent[member].items() if name == phase)
+                for member in members
+            )
+            for number in range(len(blocks))
         )
 
-    step_s = average(part.step_s for part in found)
-    seen_s = max(theirs("waiting") - own("waiting"), 0.0)
-    busy_s = step_s - own("waiting")
-    wait_s = max(seen_s, late_s)
+    step_s = statistics.median(block.step_s for block in blocks)
+    wait_s = statistics.median(_excess(block.wait_s, rank) for block in suspect.blocks)
+    seen_s = max(median_s(others, "waiting") - median_s([rank], "waiting"), 0.0)
+    wait_s = max(wait_s, seen_s)
+    busy_s = step_s - median_s([rank], "waiting")
     factor = busy_s / max(busy_s - wait_s, 0.01 * step_s)
-    if wait_s <= 0 or factor < _LEAST_FACTOR:
+    if factor < _LEAST_FACTOR:
         return None
-    # DDP waits within a backward, where a stack does not show it.
+    # DDP waits inside a backward, where no stack shows it.
     hidden = {"backward": wait_s - seen_s}
-    seen = {which for part in found for spent in part.spent.values() for which in spent}
-    phases = {name for name, _ in seen} - {"waiting"}
-    elsewhere = {phase: max(theirs(phase) - hidden.get(phase, 0.0), 0.0) for phase in phases}
-    phase = max(phases, key=lambda phase: own(phase) - elsewhere[phase])
-
-    def most(place: str) -> tuple[float, float]:
-        # Of many lines each may be seen in few parts only.
-        spent = [part.spent[rank].get((phase, place), 0.0) for part in found]
-        return average(spent), statistics.fmean(spent)
-
-    return Straggler(
-        rank=rank,
-        factor=factor,
-        step_s=step_s,
-        wait_s=wait_s,
-        phase=phase,
-        phase_s=(own(phase), elsewhere[phase]),
-        place=max((place for name, place in seen if name == phase and place), key=most, default=""),
-    )
+    times_s = {
+        phase: (
+            median_s([rank], phase),
+            max(median_s(others, phase) - hidden.get(phase, 0.0), 0.0),
+        )
+        for phase in {name for own in spent.values() for name, _ in own} - {"waiting"}
+    }
+    phase = max(times_s, key=lambda phase: times_s[phase][0] - times_s[phase][1])
+    # Of several lines each may be seen in few blocks only, so the median may be 0 for all.
+    places = {
+        place: (statistics.median(times), sum(times))
+        for (name, place), times in spent[rank].items()
+        if name == phase and place
+    }
+    place = max(places, key=lambda place: places[place], default="")
+    return Straggler(rank, factor, step_s, wait_s, phase, times_s[phase], place)
 
 
-def render(found: Straggler, who: str, where: str, before: Moment, after: Moment, pid: int) -> str:
-    """Four lines on a straggler.
+def render(
+    found: Straggler, who: str, where: str, before: HostSample, after: HostSample, pid: int
+) -> str:
+    """Four lines about a straggler.
 
     Args:
         who: Its host and process.
         where: Its place in the script.
-        before, after: The host, at the profile's beginning and end.
+        before, after: The host at the beginning and the end of the profile.
     """
     here_s, there_s = found.phase_s
     why, fix = _host(before, after, pid, found.wait_s / found.step_s)
@@ -202,15 +317,18 @@ def render(found: Straggler, who: str, where: str, before: Moment, after: Moment
     )
 
 
+_MODEL = (
+    "check whether it has larger or more samples than the others, or a larger part of the model."
+)
 _FIXES = {
-    "data": "give its samples to loader workers (num_workers), or make what stands there cheaper.",
-    "forward": "see whether it has larger or more samples than the others, or more of the model.",
-    "backward": "see whether it has larger or more samples than the others, or more of the model.",
-    "optimizer": "see whether it has more parameters to update than the others, or does more there.",
-    "collection of garbage": "gc.freeze() once all is built; or gc.disable(), and gc.collect() every "
-    "so many steps on all ranks at once.",
-    "checkpoint": "save seldom, in the background, or shared among ranks (paceline.Checkpoints does).",
-    "the script": "do it on all ranks, seldom, or in another thread or process.",
+    "data": "load its samples in worker processes (num_workers), or make this line cheaper.",
+    "forward": _MODEL,
+    "backward": _MODEL,
+    "optimizer": "check whether it updates more parameters than the others, or does more here.",
+    "garbage collection": "call gc.freeze() after setup; or gc.disable(), and gc.collect() on all "
+    "ranks in the same step.",
+    "checkpoint": "save less often, in the background, or on all ranks together (paceline.Checkpoints).",
+    "the script": "do it on all ranks, less often, or in another thread or process.",
 }
 
 
@@ -218,50 +336,43 @@ def _short(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _host(before: Moment, after: Moment, pid: int, lost: float) -> tuple[str, str]:
-    """What the host did meanwhile, and what to do where that explains much of what was lost."""
+def _host(before: HostSample, after: HostSample, pid: int, lost: float) -> tuple[str, str]:
+    """What the host did meanwhile, and a fix if that explains much of the lost share of time."""
     passed_s = after.time_s - before.time_s
 
-    def delay(rank: int) -> float:
-        return (after.delay_s.get(rank, 0.0) - before.delay_s.get(rank, 0.0)) / passed_s
-
-    def rate(number: int, name: str) -> float:
-        now, then = after.processes.get(number), before.processes.get(number)
-        if now is None or then is None:
-            return 0.0
-        return float(getattr(now, name) - getattr(then, name)) / passed_s
+    def rate(name: str, number: int) -> float:
+        then, now = getattr(before, name), getattr(after, name)
+        return float(now[number] - then[number]) / passed_s if number in then.keys() & now else 0.0
 
     others = [rank for rank in after.delay_s if rank != pid]
     throttled = (after.throttled_s - before.throttled_s) / passed_s
-    waits = delay(pid)
     if throttled > 0.1:
-        why = (
-            f"the CPU limit of the control group held ranks up {min(throttled, 1):.0%} of the time."
+        return (
+            f"the CPU limit of the control group stopped ranks for {min(throttled, 1):.0%} of the time.",
+            "raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS).",
         )
-        return why, "raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS)."
-    if waits - statistics.fmean(map(delay, others)) > lost / 3:
-        job = {number for rank, below in after.ranks.items() for number in (rank, *below)}
-        use = sorted(((rate(n, "cpu_s"), n) for n in after.processes if n not in job), reverse=True)
+    delay = rate("delay_s", pid)
+    if delay - statistics.fmean(rate("delay_s", rank) for rank in others) > lost / 3:
+        strangers = after.names.keys() - after.job
+        use = sorted(((rate("cpu_s", n), n) for n in strangers), reverse=True)
         most = [
-            f"pid {number} ({after.processes[number].name}) uses {cores:.1f} of one"
+            f"pid {number} ({after.names[number]}) uses {cores:.1f} of one"
             for cores, number in use[:2]
             if cores > 0.2
         ]
-        why = f"its host had no core for it {waits:.0%} of the time"
+        why = f"its host had no free core for it {delay:.0%} of the time"
         return (
             f"{'; '.join([why, *most])}.",
-            "end what else runs there, or give the ranks cores of their own, and fewer threads.",
+            "end the other processes, give the ranks cores of their own, or use fewer threads.",
         )
-    faults = rate(pid, "faults")
-    if faults > 20 + 2 * statistics.fmean(rate(rank, "faults") for rank in others):
-        why = f"its host had to read {faults:.0f} pages of its memory a second from a disk."
-        return why, "see that memory is enough, and that its files are in it."
-    usual = statistics.median([after.mhz[rank] for rank in others if rank in after.mhz] or [0.0])
-    if 0 < after.mhz.get(pid, usual) < 0.8 * usual:
-        why = f"its core runs at {after.mhz[pid]:.0f} MHz, those of the others at {usual:.0f}."
-        return why, "look at the host's cooling and power settings."
-    used = min(rate(pid, "cpu_s"), 99.0)
+    faults = rate("faults", pid)
+    if faults > 20 + 2 * statistics.fmean(rate("faults", rank) for rank in others):
+        return (
+            f"its host read {faults:.0f} pages of its memory per second from a disk.",
+            "check that the host has enough memory for the job and its files.",
+        )
     return (
-        f"its code, not its host: it used {used:.1f} cores, and waited for one {waits:.0%} of the time.",
+        f"its code, not its host: it used {min(rate('cpu_s', pid), 99.0):.1f} cores, and waited for "
+        f"one {delay:.0%} of the time.",
         "",
     )

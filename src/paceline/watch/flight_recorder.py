@@ -1,0 +1,101 @@
+"""Reads the collectives of this rank: torch's flight recorder, and the `shm` backend's own table.
+
+Runs in each rank and is loaded by file name: the standard library alone. It imports neither torch nor
+torch_private.py, which lists the private names used here; without them there are no entries.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+_ENTRIES = 64  # latest entries that are reported, besides those that are not over
+_KEYS = (
+    *("profiling_name", "process_group", "collective_seq_id", "is_p2p", "input_sizes"),
+    *("input_dtypes", "state", "retired", "time_created_ns"),
+)
+
+
+def counts() -> tuple[int, int]:
+    """How many operations were entered, and how many of them are over."""
+    entered = over = 0
+    for dump in _dumps(entries=False):
+        for status in dump.get("pg_status", {}).values():
+            entered += max(int(status["last_enqueued_collective"]), 0)
+            over += max(int(status["last_completed_collective"]), 0)
+    for _, line in _shm_lines():
+        entered += line.entered
+        over += line.entered - line.waiting
+    return entered, over
+
+
+def table() -> dict[str, Any]:
+    """The latest collectives and all that are not over, oldest first; the ranks of each process group."""
+    found = (entry for dump in _dumps(entries=True) for entry in dump.get("entries", []))
+    entries = [entry for entry in found if entry["process_group"][0]]  # one without a name is ours
+    first = len(entries) - _ENTRIES
+    kept = [entry for n, entry in enumerate(entries) if n >= first or not entry.get("retired")]
+    in_memory = [
+        entry | {"process_group": [name, "shm"]}
+        for name, line in _shm_lines()
+        for entry in line.unfinished()
+    ]
+    return {
+        "entries": [*({key: entry.get(key) for key in _KEYS} for entry in kept), *in_memory],
+        "groups": {
+            name: sorted(_world().pg_group_ranks.get(group, ()))
+            for group, name in _group_names().items()
+        },
+        "entered": {name: line.entered for name, line in _shm_lines()},
+    }
+
+
+def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
+    """Collectives entered since then: group, number, ns since the epoch, elements."""
+    found = [
+        (
+            entry["process_group"][0],
+            entry["collective_seq_id"],
+            entry["time_created_ns"],
+            sum(map(math.prod, entry["input_sizes"])),
+        )
+        for dump in _dumps(entries=True)
+        for entry in dump.get("entries", ())
+        if not entry["is_p2p"] and entry["process_group"][0]
+    ]
+    for name, line in _shm_lines():
+        base_ns = time.time_ns() - time.monotonic_ns()
+        for number, issued_s, elements in tuple(line.recent):
+            found.append((f"{name} shm", number, base_ns + int(issued_s * 1e9), elements))
+    return [arrival for arrival in found if arrival[2] > since_ns]
+
+
+def _dumps(*, entries: bool) -> Iterable[dict[str, Any]]:
+    module = sys.modules.get("torch._C._distributed_c10d")
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
+        dump = getattr(module, name, None)
+        if dump is not None:
+            # Without stacks, and not only what is active. As JSON it takes twice as long.
+            yield pickle.loads(dump(entries, False, False))
+
+
+def _world() -> Any:
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    return getattr(module, "_world", None)
+
+
+def _group_names() -> dict[Any, str]:
+    world = _world()
+    return dict(world.pg_names) if world is not None else {}
+
+
+def _shm_lines() -> Iterable[tuple[str, Any]]:
+    """The queue of collectives of each `shm` group, which the flight recorder does not see, by name."""
+    for group, name in _group_names().items():
+        line = getattr(group, "_line", None)
+        if line is not None:
+            yield name, line

@@ -1,0 +1,96 @@
+"""Reads stacks of Python threads: which lines are the user's, where the innermost one is, what it calls.
+
+Runs in each rank and is loaded by file name: the standard library alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import linecache
+import os
+import sysconfig
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+Stack = list[tuple[str, int, str]]
+
+_LIBRARIES = (
+    sysconfig.get_paths()["stdlib"],
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    "<frozen",
+)
+_CALL_CHARS = 60
+
+
+def is_script(file: str) -> bool:
+    """Whether code is the user's: of no library, and not ours."""
+    return not file.startswith(_LIBRARIES) and "site-packages" not in file
+
+
+def place_of_frame(frame: FrameType | None) -> str:
+    """The innermost line of the script: `file:line in function`; empty if there is none."""
+    while frame is not None and frame.f_code.co_name != "_bootstrap":  # below are the parent's
+        if is_script(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def place_of_error(trace: TracebackType | None) -> str:
+    """The innermost line of the script in a traceback: `file:line in function`; empty if there is none."""
+    place = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if is_script(code.co_filename):
+            place = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return place
+
+
+def stack_of(frame: FrameType | None) -> Stack:
+    """File, line and function of each frame, innermost first."""
+    stack: Stack = []
+    while frame is not None:
+        stack.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return stack
+
+
+def hash_of(frame: FrameType | None) -> int:
+    """Equal for equal stacks of this process."""
+    parts = []
+    while frame is not None and frame.f_code.co_name != "_bootstrap":
+        parts.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(parts))
+
+
+def call_of(frame: FrameType | None) -> dict[str, Any]:
+    """What the innermost line of the script calls, and the peer of a send or receive."""
+    peer = None
+    while frame is not None and not is_script(frame.f_code.co_filename):
+        if frame.f_code.co_name in ("recv", "send"):
+            arguments = frame.f_locals
+            peer = arguments.get("src", arguments.get("dst", peer))
+        frame = frame.f_back
+    call = _called_function(frame.f_code, frame.f_lasti) if frame is not None else ""
+    return {"call": call, "peer": peer}
+
+
+def _called_function(code: CodeType, offset: int) -> str:
+    """The function that the instruction at `offset` calls, as written in the source."""
+    positions = list(code.co_positions())
+    line, end_line, start, end = positions[offset // 2]
+    if line is None or end_line is None or start is None or end is None:
+        return ""
+    lines = [text.encode() for text in linecache.getlines(code.co_filename)[line - 1 : end_line]]
+    if not lines:
+        return ""
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    with contextlib.suppress(SyntaxError, ValueError):
+        tree = ast.parse(b"".join(lines).decode(errors="replace").strip(), mode="eval").body
+        if isinstance(tree, ast.Call):
+            return ast.unparse(tree.func)[:_CALL_CHARS]
+    return ""
