@@ -170,11 +170,14 @@ def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
     return f"ranks {' and '.join(filter(None, [', '.join(parts[:-1]), *parts[-1:]]))}"
 
 
-def place(rank: int, world_size: int, *, step: int | None = None, detail: str = "") -> str:
-    """Render where something happened: rank, host, and what else is known."""
+def rank_location(rank: int, world_size: int, *, step: int | None = None, detail: str = "") -> str:
+    """Format where an error happened: rank, host, and the step and detail if given."""
     parts = [f"rank {rank} of {world_size}", f"host {socket.gethostname()}"]
     if step is not None:
         parts.append(f"step {step}")
     if detail:
         parts.append(detail)
     return ", ".join(parts)
+
+
+place = rank_location  # for rooms that still import it

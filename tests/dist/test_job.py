@@ -171,7 +171,7 @@ def _hook(job: Any) -> list[Any]:
     return [*inside, sys.excepthook is hook.previous]
 
 
-def test_the_hook_says_whom_it_tells_and_what_it_replaces() -> None:
+def test_the_excepthook_is_taken_back() -> None:
     assert run_ranks(_hook, nproc=2) == [[True, True, True]] * 2
 
 

@@ -78,7 +78,7 @@ def test_an_error_that_the_script_caught_before_sys_exit_is_named(tmp_path: Path
     assert why == (
         f"  why:   the script caught the error and called sys.exit() at {script}:19 in <module>."
     )
-    assert "ranks 0,2 only followed" in done.err
+    assert "ranks 0 and 2 only followed" in done.err
 
 
 @pytest.mark.parametrize(

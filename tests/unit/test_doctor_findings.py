@@ -15,7 +15,7 @@ from paceline.doctor.facts import gather, interfaces
 from paceline.doctor.findings import Finding, Need, judge
 from paceline.doctor.links import Listener, address_towards, measure, rounds
 from paceline.doctor.variables import interface_fits
-from paceline.job.environment import Place
+from paceline.job.environment import RankInfo
 from paceline.machine import cgroup_folders
 
 GIB = 1 << 30
@@ -339,7 +339,7 @@ def test_no_host_is_asked_by_two_in_one_round() -> None:
 
 
 def test_facts_of_this_host_can_travel_as_json(tmp_path: Path) -> None:
-    place = Place(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+    place = RankInfo(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
     facts = json.loads(json.dumps(gather(place, tmp_path)))
     assert set(HOST) <= set(facts)
     assert facts["folder"]["bytes_per_s"] > 0
@@ -349,7 +349,7 @@ def test_facts_of_this_host_can_travel_as_json(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_is_a_fact(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    place = Place(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+    place = RankInfo(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
     assert gather(place, tmp_path / "file")["folder"]["error"]
 
 

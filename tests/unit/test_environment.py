@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import LauncherError
-from paceline.job.environment import Place, expand_nodes, read
+from paceline.job.environment import RankInfo, expand_nodes, read
 
 TORCHRUN = {
     "RANK": "3",
@@ -36,7 +36,7 @@ SLURM = {
 
 
 def test_nothing_is_one_process() -> None:
-    assert read({"PATH": "/bin"}) == Place(
+    assert read({"PATH": "/bin"}) == RankInfo(
         launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1
     )
 

@@ -15,7 +15,6 @@ OTHERS = sorted(p for p in SOURCE.rglob("*.py") if p.name != "torch_private.py")
 # Shrinks to nothing: modules that are still to be moved.
 TO_DO: set[str] = {
     "audit/watch_data.py",
-    "job/hooks.py",
     "parallel/syncbn.py",
     "training/reproducing.py",
     "verify/watch_paceline.py",

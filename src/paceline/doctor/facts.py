@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import paceline
-from paceline.job.environment import FIREWALL_PORTS, Place
+from paceline.job.environment import FIREWALL_PORTS, RankInfo
 from paceline.machine import owner_of_port, read_memory, read_text, usable_cores
 
 Facts = dict[str, Any]
@@ -27,7 +27,7 @@ _VARIABLES = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_"
 _WRITTEN_BYTES = 64 << 20
 
 
-def gather(place: Place, folder: Path | None) -> Facts:
+def gather(place: RankInfo, folder: Path | None) -> Facts:
     """Facts of this rank, and of its host where this is the host's first rank.
 
     Args:
@@ -85,7 +85,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _device(place: Place) -> Facts | None:
+def _device(place: RankInfo) -> Facts | None:
     """The GPU that this rank would use."""
     count = torch.cuda.device_count()
     if count == 0:

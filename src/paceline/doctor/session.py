@@ -23,7 +23,7 @@ from paceline.doctor.facts import Facts, gather
 from paceline.doctor.links import Listener, address_towards, measure, rounds
 from paceline.errors import PacelineError
 from paceline.job import environment, rendezvous
-from paceline.job.environment import Place
+from paceline.job.environment import RankInfo
 from paceline.job.job import Job
 from paceline.launch.spawning import spawn
 
@@ -68,12 +68,12 @@ def examine(folder: Path | None) -> Facts:
     return found | {"speaks": place.rank == 0}
 
 
-def _exchange(store: dist.Store, place: Place, name: str, value: Any) -> list[Any]:
+def _exchange(store: dist.Store, place: RankInfo, name: str, value: Any) -> list[Any]:
     store.set(f"{name}/{place.rank}", json.dumps(value))
     return [json.loads(store.get(f"{name}/{rank}")) for rank in range(place.world_size)]
 
 
-def _links(store: dist.Store, place: Place, ranks: list[Facts], hosts: list[int]) -> list[Facts]:
+def _links(store: dist.Store, place: RankInfo, ranks: list[Facts], hosts: list[int]) -> list[Facts]:
     """What this host's first rank finds of the way to each other host."""
     if len(hosts) < 2:
         return []
@@ -106,7 +106,7 @@ def _links(store: dist.Store, place: Place, ranks: list[Facts], hosts: list[int]
     return links
 
 
-def _shared(store: dist.Store, place: Place, folder: Path) -> list[bool]:
+def _shared(store: dist.Store, place: RankInfo, folder: Path) -> list[bool]:
     """Whether each rank sees in the folder what rank 0 has written."""
     name = _exchange(store, place, "token", f".paceline-doctor-{secrets.token_hex(8)}")[0]
     mark = folder / name
@@ -133,7 +133,7 @@ def _reduce_of_job(job: Job) -> Facts:
     return _timed_reduce(job.rank, job.world_size, torch.device("cpu"))
 
 
-def _reduce_in_group(store: dist.Store, place: Place) -> Facts:
+def _reduce_in_group(store: dist.Store, place: RankInfo) -> Facts:
     """An all-reduce over Gloo, and over NCCL where each rank has a GPU."""
     found = _try(store, place, "gloo", torch.device("cpu"))
     index = place.local_rank if torch.cuda.device_count() > 1 else 0
@@ -143,7 +143,7 @@ def _reduce_in_group(store: dist.Store, place: Place) -> Facts:
     return found
 
 
-def _try(store: dist.Store, place: Place, backend: str, device: torch.device) -> Facts:
+def _try(store: dist.Store, place: RankInfo, backend: str, device: torch.device) -> Facts:
     found: Facts = {"error": f"it did not end within {_DEADLINE_S:.0f} s"}
 
     def attempt() -> None:
@@ -161,7 +161,9 @@ def _try(store: dist.Store, place: Place, backend: str, device: torch.device) ->
 
 
 @contextlib.contextmanager
-def _group(store: dist.Store, place: Place, backend: str, device: torch.device) -> Iterator[None]:
+def _group(
+    store: dist.Store, place: RankInfo, backend: str, device: torch.device
+) -> Iterator[None]:
     """A group as a plain script would make it, in the environment as it is."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

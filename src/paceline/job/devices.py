@@ -12,7 +12,7 @@ from paceline.job import environment
 from paceline.shm import group as shm
 
 
-def choose_device(asked: str | torch.device | None, where: environment.Place) -> torch.device:
+def choose_device(asked: str | torch.device | None, info: environment.RankInfo) -> torch.device:
     """The device of this rank: what was asked for, else the best there is; index by local rank.
 
     Raises:
@@ -33,13 +33,13 @@ def choose_device(asked: str | torch.device | None, where: environment.Place) ->
     if count == 0:
         raise ConfigError(f"device {device.type!r} asked for, none is visible to this process.")
     # A scheduler may show each rank its own device alone, which is then number 0.
-    own = where.local_rank if count > 1 else 0
+    own = info.local_rank if count > 1 else 0
     index = own if device.index is None else device.index  # torch's stubs: never None
     # On all ranks of the host, not only on those that are left over.
-    if index >= count or (1 < count < where.local_world_size and device.index is None):
+    if index >= count or (1 < count < info.local_world_size and device.index is None):
         raise ConfigError(
-            f"{where.local_world_size} ranks on this host, {count} {device.type} devices.",
-            where=f"local rank {where.local_rank}",
+            f"{info.local_world_size} ranks on this host, {count} {device.type} devices.",
+            where=f"local rank {info.local_rank}",
             fix=f"start at most {count} ranks here, or pass device='cpu'.",
         )
     return torch.device(device.type, index)

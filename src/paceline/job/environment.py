@@ -28,7 +28,7 @@ FIREWALL_PORTS = (29500, 29550)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankInfo:
     """Where this process stands in its job, as the launcher says.
 
     `master` is "host:port" where the launcher or user named it; else `job_key` identifies the job on
@@ -50,7 +50,7 @@ class Place:
         return self.local_world_size == self.world_size
 
 
-def read(environ: Mapping[str, str]) -> Place:
+def read(environ: Mapping[str, str]) -> RankInfo:
     """Find the place of this process in its job.
 
     Raises:
@@ -66,7 +66,7 @@ def read(environ: Mapping[str, str]) -> Place:
     if _is_slurm_task(environ):
         return _agree_with_leftovers(environ, _slurm(environ))
     _refuse_partial(environ, TORCHRUN, ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    return Place(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+    return RankInfo(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
 def _refuse_partial(
@@ -87,7 +87,7 @@ def _refuse_partial(
         )
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place:
+def _torchrun(environ: Mapping[str, str]) -> RankInfo:
     rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
     local_rank = _integer(environ, "LOCAL_RANK")
     if "LOCAL_WORLD_SIZE" in environ:
@@ -105,7 +105,7 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
         )
     master = None if missing else f"{environ['MASTER_ADDR']}:{_integer(environ, 'MASTER_PORT')}"
     return _checked(
-        Place(
+        RankInfo(
             launcher="torchrun",
             rank=rank,
             world_size=world_size,
@@ -118,19 +118,19 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
     )
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Place:
+def _open_mpi(environ: Mapping[str, str]) -> RankInfo:
     name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     # OpenMPI 4 hashes its names to 16 bits; the port of its server tells apart what lives at one time.
     server = environ.get("PMIX_SERVER_URI2", "")
     return _mpi(environ, OPEN_MPI, f"{name} {server}" if name else None)
 
 
-def _hydra(environ: Mapping[str, str]) -> Place:
+def _hydra(environ: Mapping[str, str]) -> RankInfo:
     # Nothing that Hydra exports names the job: HYDI_CONTROL_FD is 7 in all of them.
     return _mpi(environ, HYDRA, None)
 
 
-def _mpi(environ: Mapping[str, str], names: tuple[str, ...], job_key: str | None) -> Place:
+def _mpi(environ: Mapping[str, str], names: tuple[str, ...], job_key: str | None) -> RankInfo:
     rank, world_size, local_rank, local_world_size = (_integer(environ, name) for name in names)
     master = _named_master(environ)
     if master is None and local_world_size != world_size:
@@ -140,7 +140,7 @@ def _mpi(environ: Mapping[str, str], names: tuple[str, ...], job_key: str | None
             variables=["MASTER_ADDR", "MASTER_PORT"],
         )
     return _checked(
-        Place(
+        RankInfo(
             launcher="mpi",
             rank=rank,
             world_size=world_size,
@@ -161,7 +161,7 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
     return step.isdigit() and int(step) < _SLURM_FIRST_SPECIAL_STEP
 
 
-def _slurm(environ: Mapping[str, str]) -> Place:
+def _slurm(environ: Mapping[str, str]) -> RankInfo:
     world_size = _integer(environ, "SLURM_STEP_NUM_TASKS")
     rank, local_rank = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_LOCALID")
     node_rank = _integer(environ, "SLURM_NODEID", default=0)
@@ -181,7 +181,7 @@ def _slurm(environ: Mapping[str, str]) -> Place:
         port = low + (_number(job) * 31 + _number(step)) % (high - low + 1)
         master = f"{nodes[0]}:{port}"
     return _checked(
-        Place(
+        RankInfo(
             launcher="slurm",
             rank=rank,
             world_size=world_size,
@@ -261,7 +261,7 @@ def _integer(environ: Mapping[str, str], name: str, *, default: int | None = Non
         ) from None
 
 
-def _checked(place: Place, names: tuple[str, ...]) -> Place:
+def _checked(place: RankInfo, names: tuple[str, ...]) -> RankInfo:
     ok = (
         place.world_size >= 1
         and 0 <= place.rank < place.world_size
@@ -277,7 +277,7 @@ def _checked(place: Place, names: tuple[str, ...]) -> Place:
     return place
 
 
-def _agree_with_leftovers(environ: Mapping[str, str], place: Place) -> Place:
+def _agree_with_leftovers(environ: Mapping[str, str], place: RankInfo) -> RankInfo:
     """Some scripts export a few of torchrun's names by hand; they may not contradict the launcher."""
     for name, value in (("RANK", place.rank), ("WORLD_SIZE", place.world_size)):
         if name in environ and _integer(environ, name) != value:

@@ -1,7 +1,7 @@
 """`join` and `leave`: this process as a rank of a job. A front to `torch.distributed`'s process groups.
 
-Chooses device, backend, interface and threads, meets the other ranks, and leaves cleanly. On an error
-path nothing waits for peers: the failure is marked, connections are closed, and the exception goes on.
+`join` chooses device, backend, interface and threads, and connects to the other ranks. After an error
+nothing waits for peers: the rank reports the failure, closes its connections, and the exception goes on.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from paceline import log, torch_private
-from paceline.errors import ConfigError, PacelineError, PeerFailed, StepError, place
-from paceline.job import current_step, environment, hooks, rendezvous
+from paceline import log
+from paceline.errors import ConfigError, PacelineError, PeerFailed, StepError, rank_location
+from paceline.job import current_step, environment, failures, rendezvous
 from paceline.job.devices import choose_backend, choose_device
-from paceline.job.heap import keep_freed_memory
+from paceline.job.failures import Peers
+from paceline.job.malloc import keep_freed_memory
 from paceline.job.mesh import DataAxis
-from paceline.job.peers import Peers
 from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import INIT, key
 from paceline.machine import usable_cores
@@ -36,34 +36,40 @@ _current: weakref.ReferenceType[Job] | None = None
 
 
 class Job:
-    """This process as a rank of a job. Made by `join`; ends with its `with` block or `leave`.
+    """This process as a rank of a job. `join` makes it; it ends with its `with` block or with `leave`.
 
     Attributes:
-        rank, world_size, local_rank, local_world_size: as torchrun names them.
-        device: where this rank computes; already set as the current device.
-        seed: what all randomness of the job derives from; equal on all ranks.
+        rank, world_size, local_rank, local_world_size: as torchrun defines them.
+        one_host: whether all ranks are on this host.
+        device: where this rank computes; it is the current device already.
+        seed: the source of all randomness of the job; equal on all ranks.
+        timeout_s: how long a collective may wait, in seconds.
         launcher: "torchrun" (or `paceline run`), "mpi", "slurm" or "none".
-        group: the process group of all ranks, None in a job of one process.
-        control: a Gloo group of all ranks for small host values, None in a job of one process.
-        store: the job's key-value store, None in a job of one process.
-        failed: whether it is being left because of an error.
-        preempted: what it is being left by, if that is a preemption.
-        threads_chosen: whether the number of threads was chosen for this rank rather than set by the
-            user.
+        restarts: how often the launcher has restarted the job.
+        data: the ranks that samples are split over.
+        group: the process group of all ranks; None in a job of one process.
+        control: a Gloo group of all ranks for small host values; None in a job of one process.
+        store: the job's key-value store; None in a job of one process.
+        peers: messages to other ranks apart from collectives; None in a job of one process.
+        alive: whether the job has not been left.
+        failed: whether an error ends the job.
+        preempted: the preemption that ends the job, if one does.
+        threads_chosen: whether Paceline chose the number of threads; False if the user did.
+        left_loop: step at which a training loop was left early, and whether it was updated.
 
     Collective: as the methods say.
     """
 
     def __init__(
-        self, where: environment.Place, device: torch.device, *, seed: int, timeout_s: float
+        self, info: environment.RankInfo, device: torch.device, *, seed: int, timeout_s: float
     ) -> None:
-        self.rank = where.rank
-        self.world_size = where.world_size
-        self.local_rank = where.local_rank
-        self.local_world_size = where.local_world_size
-        self.one_host = where.one_host
-        self.launcher = where.launcher
-        self.restarts = where.restarts
+        self.rank = info.rank
+        self.world_size = info.world_size
+        self.local_rank = info.local_rank
+        self.local_world_size = info.local_world_size
+        self.one_host = info.one_host
+        self.launcher = info.launcher
+        self.restarts = info.restarts
         self.device = device
         self.seed = seed
         self.timeout_s = timeout_s
@@ -75,7 +81,7 @@ class Job:
         self.alive = True
         self.failed = False
         self.preempted: Preempted | None = None
-        self.left_loop: tuple[int, bool] | None = None  # the step, and whether it was updated
+        self.left_loop: tuple[int, bool] | None = None
         self._leave_actions: dict[int, Callable[[], None]] = {}
         self._action_numbers = itertools.count()
         self._variables: list[str] = []
@@ -118,52 +124,53 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, Preempted):
-            self.preempted = error  # raised on all ranks at the same place: an agreed end
+            self.preempted = error  # all ranks raise it at the same point, so the end is clean
         clean = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is None or self.preempted is not None or clean:
             self.leave()
             return
-        # The user's own collectives break too where a peer fails.
-        known = self._behind(error) if isinstance(error, RuntimeError) else None
+        # The user's own collectives break too if a peer fails.
+        cause = self._peer_failure_behind(error) if isinstance(error, RuntimeError) else None
         self.abandon(error)
-        if known is not None:
-            raise known from error
+        if cause is not None:
+            raise cause from error
 
     def leave(self) -> None:
         """Leave the job cleanly: wait for the other ranks, then close the groups.
 
         Raises:
             PeerFailed: another rank failed instead of leaving.
-            StepError: this rank left a training loop in which others go on.
+            StepError: this rank left a training loop that others continue.
 
         Collective: all ranks, once, at the end.
         """
         if not self.alive:
             return
         try:
-            self._run_leave_actions()
+            while self._leave_actions:
+                self._leave_actions.popitem()[1]()
             self.settle()
-            self._wait_for_all()
+            if self.control is not None:
+                self._wait_for_all(self.control)
         except BaseException as error:
             self.abandon(error)
             raise
         if self.group is not None:
             dist.destroy_process_group()
         self._close()
-        hooks.uninstall()
+        failures.uninstall_excepthook()
 
-    def _wait_for_all(self) -> None:
-        if self.control is not None:
-            try:
-                dist.barrier(group=self.control)
-            except RuntimeError as error:
-                self.reraise(error)
+    def _wait_for_all(self, group: dist.ProcessGroup) -> None:
+        try:
+            dist.barrier(group=group)
+        except RuntimeError as error:
+            self.reraise(error)
 
     def abandon(self, error: BaseException) -> None:
-        """Leave the job because of `error`, waiting for nobody.
+        """Leave the job because of `error`, without waiting for any rank.
 
-        The other ranks' collectives break at once and name this rank. Interrupts and clean exits of
-        one rank alone are failures too: the others cannot go on without it.
+        The other ranks' collectives break at once, and their errors name this rank. If one rank alone is
+        interrupted or exits cleanly, that is a failure too: the others cannot go on without it.
 
         Collective: none.
         """
@@ -171,50 +178,50 @@ class Job:
             return
         self.failed = True
         if self.peers is not None:
-            hooks.mark(self.peers, error)
-        self._run_leave_actions()
+            self.peers.mark_failed(error)
+        while self._leave_actions:
+            try:
+                self._leave_actions.popitem()[1]()
+            except Exception as second:  # the first error is the one to report
+                log.logger.warning("while leaving after an error: %r", second)
         if self.group is not None:
-            # torch's public `destroy_process_group` may wait for work that will never end.
-            abort = torch_private.find("torch.distributed.distributed_c10d._abort_process_group")
-            (abort or dist.destroy_process_group)()
+            failures.abort_process_groups()
         if self.peers is not None:
             self.peers.linger()
+            failures.detach_excepthook(error)
         self._close()
 
-    def _end_unleft(self) -> None:
-        """At the end of a process that forgot to leave, before the interpreter shuts down.
-
-        A thread of ours or of Gloo that asks for the lock of an interpreter that has gone aborts the
-        process; and ranks that still wait for this one shall hear why it went.
-        """
+    def _abandon_at_exit(self) -> None:
+        # A thread of ours or of Gloo that takes the lock of a finished interpreter aborts the process; and
+        # ranks that still wait for this one need to know why it ended.
         self.abandon(
             StepError("its process ended without leaving the job (`with paceline.join() as job`).")
         )
 
     def reraise(self, error: BaseException) -> NoReturn:
-        """Raise what is behind `error` of a collective: a peer's failure if one is known, else it.
+        """Raise the peer's failure that caused `error` of a collective, if one is known; else `error`.
 
         Collective: none.
         """
-        known = self._behind(error)
-        if known is None:
+        cause = self._peer_failure_behind(error)
+        if cause is None:
             raise error
-        raise known from error
+        raise cause from error
 
-    def _behind(self, error: BaseException) -> PeerFailed | None:
-        # Our own errors say what is known, but for those of a group that heard nothing of its peer.
-        known = isinstance(error, PacelineError) and error.facts.get("cause_known", True)
-        if self.peers is None or known:
+    def _peer_failure_behind(self, error: BaseException) -> PeerFailed | None:
+        # Our own errors name their cause already, unless a group knew nothing about its peer.
+        names_cause = isinstance(error, PacelineError) and error.facts.get("cause_known", True)
+        if self.peers is None or names_cause:
             return None
-        return self.peers.explain()
+        return self.peers.failure_behind_broken_collective()
 
     def settle(self) -> None:
-        """Wait for the others where this rank left a training loop early; before other collectives.
+        """Wait for the other ranks if this rank left a training loop early; call it before a collective.
 
         Raises:
-            StepError: another rank went on; it would wait for this one for ever.
+            StepError: another rank continues the loop; it would wait for this one for ever.
 
-        Collective: all ranks, if one of them does; nothing where no loop was left early.
+        Collective: all ranks if one of them left a loop early; else none.
         """
         left, self.left_loop = self.left_loop, None
         if left is None:
@@ -223,32 +230,29 @@ class Job:
         if self.peers is not None:
             self.peers.leave_loop(step, updated=updated, timeout_s=self.timeout_s)
         log.logger.warning(
-            "the training loop was left in step %d by `break` or an exception: what was not saved or "
-            "logged by then is not; `step.stop()` ends it whole.",
+            "the training loop was left in step %d by `break` or an exception; what was not saved or "
+            "logged before is lost. `step.stop()` ends the loop after a whole step.",
             step,
         )
         notice.deliver()
 
-    def where(self) -> str:
-        """This rank, host and step, for errors. Collective: none."""
-        return place(self.rank, self.world_size, step=current_step.step or None)
+    def where(self, *, step: int | None = None, detail: str = "") -> str:
+        """This rank, host and step (the current one by default), for errors. Collective: none."""
+        step = current_step.step or None if step is None else step
+        return rank_location(self.rank, self.world_size, step=step, detail=detail)
 
     def refuse_if_left(self) -> None:
-        """Raise where something of this job is used after its end. Collective: none."""
+        """Raise StepError if the job has been left. Collective: none."""
         if not self.alive:
             raise StepError(
                 "this job has been left.", fix="keep what uses it inside the `with` block."
             )
 
-    def _run_leave_actions(self) -> None:
-        while self._leave_actions:
-            self._leave_actions.popitem()[1]()
-
     def _close(self) -> None:
         global _current
         self.alive = False
-        notice.take()  # what a failed training had no chance to meet is not the next one's
-        atexit.unregister(self._end_unleft)
+        notice.take()  # a signal that this job did not handle does not stop the next one
+        atexit.unregister(self._abandon_at_exit)
         if self.peers is not None:
             self.peers.close()
         self.group = self.control = self.store = self.peers = None
@@ -265,21 +269,22 @@ def join(
     backend: str | None = None,
     timeout_s: float = 600.0,
 ) -> Job:
-    """Make this process a rank of its job, whatever launched it; one process if nothing did.
+    """Make this process a rank of its job. Without a launcher the job has one process.
 
     Args:
-        seed: What all randomness of the job derives from; torch's, numpy's and Python's generators are
-            seeded too, so that weights drawn next are the same everywhere.
-        device: "cpu", "cuda", "xpu", or None for the best there is. An index is chosen by local rank.
-        backend: A backend of torch.distributed; None chooses by device ("nccl" and "gloo" on CUDA,
-            "xccl" and "gloo" on XPU; on CPU "shm": shared memory between ranks of one host, Gloo
-            between hosts).
-        timeout_s: How long a collective may wait, in seconds.
+        seed: the source of all randomness of the job. The generators of torch, numpy and Python are seeded
+            with it, so that all ranks draw equal initial weights.
+        device: "cpu", "cuda", "xpu", or None for an accelerator if there is one. The local rank chooses
+            the index.
+        backend: a backend of torch.distributed; None chooses by device: "nccl" and "gloo" on CUDA, "xccl"
+            and "gloo" on XPU; on CPU "shm", which is shared memory between ranks of one host and Gloo
+            between hosts.
+        timeout_s: how long a collective may wait, in seconds.
 
     Raises:
-        LauncherError: the launcher's variables are partial or contradict each other.
-        ConfigError: no such device or backend here, or a job is joined already.
-        RankDisagreement: the ranks have different seeds.
+        LauncherError: the launcher's variables are incomplete or contradict each other.
+        ConfigError: this host has no such device or backend, or this process has joined a job already.
+        CollectiveTimeout: a rank did not come in time.
 
     Collective: all ranks, once.
     """
@@ -290,10 +295,10 @@ def join(
         raise ConfigError(f"seed must be a whole number, got {seed!r}.")
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s must be more than 0, got {timeout_s}.")
-    where = environment.read(os.environ)
-    chosen = choose_device(device, where)
+    info = environment.read(os.environ)
+    chosen = choose_device(device, info)
     names = choose_backend(backend, chosen)
-    job = Job(where, chosen, seed=seed, timeout_s=timeout_s)
+    job = Job(info, chosen, seed=seed, timeout_s=timeout_s)
     try:
         if chosen.type != "cpu":
             torch.get_device_module(chosen).set_device(chosen)
@@ -302,8 +307,8 @@ def join(
         _choose_threads(job)
         _seed_everything(seed)
         current_step.step = 0
-        if where.world_size > 1:
-            _connect(job, where, names)
+        if info.world_size > 1:
+            _connect(job, info, names)
     except BaseException as error:
         job.abandon(error)
         raise
@@ -316,16 +321,16 @@ def _remove(actions: dict[int, Callable[[], None]], number: int) -> None:
 
 
 def current() -> Job | None:
-    """The job that this process has joined and not left."""
+    """The job that this process has joined and not left; None if there is none."""
     job = None if _current is None else _current()
     return job if job is not None and job.alive else None
 
 
-def _connect(job: Job, where: environment.Place, backend: str) -> None:
+def _connect(job: Job, info: environment.RankInfo, backend: str) -> None:
     if job.one_host:
-        # Without it Gloo looks the host name up, which may take half a second or lead off the host.
+        # Otherwise Gloo resolves the host name, which may take half a second or give another host.
         job.set_variable("GLOO_SOCKET_IFNAME", "lo")
-    job.store = rendezvous.meet(where, timeout_s=job.timeout_s)
+    job.store = rendezvous.meet(info, timeout_s=job.timeout_s)
     _refuse_shared_device(job)
     timeout = timedelta(seconds=job.timeout_s)
     dist.init_process_group(
@@ -339,12 +344,11 @@ def _connect(job: Job, where: environment.Place, backend: str) -> None:
     job.group = dist.group.WORLD
     job.control = dist.new_group(backend="gloo", timeout=timeout)
     job.peers = Peers(dist.PrefixStore("peers", job.store), job.rank, job.world_size)
-    hooks.install(job.peers)
-    atexit.register(job._end_unleft)
+    failures.install_excepthook(job.peers)
+    atexit.register(job._abandon_at_exit)
 
 
 def _refuse_shared_device(job: Job) -> None:
-    """NCCL refuses two ranks on one GPU with a riddle; say it before, by the device's identity."""
     if job.device.type != "cuda" or job.store is None:
         return
     properties: Any = torch.cuda.get_device_properties(job.device)
@@ -355,13 +359,12 @@ def _refuse_shared_device(job: Job) -> None:
         if other != rank:
             raise ConfigError(
                 f"ranks {other} and {rank} share one GPU ({properties.name}).",
-                why="NCCL needs a GPU for each rank.",
+                why="NCCL needs a GPU for each rank.",  # its own error names neither
                 fix="start one rank per GPU, or pass device='cpu'.",
             )
 
 
 def _seed_everything(seed: int) -> None:
-    """Weights that are drawn next follow from the seed, on every rank alike."""
     stream = key(seed, INIT)
     torch.manual_seed(stream >> 1)
     np.random.seed(stream & 0xFFFFFFFF)

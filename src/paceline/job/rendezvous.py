@@ -1,9 +1,8 @@
-"""How ranks meet: one torch `Store` for the job, bound to the job's interface.
+"""Rendezvous: all ranks connect to one torch `Store`. A front to `torch.distributed.TCPStore`.
 
-A front to `torch.distributed.TCPStore`. torchrun and `paceline run` host the store in the launcher; a
-user's MASTER_ADDR names one; ranks of one host without either find it through a notice, a file that
-rank 0 writes and keeps locked while it lives. torch's own server listens on all interfaces, so ours is
-given a socket that is bound already.
+torchrun and `paceline run` host the store in the launcher; a user's MASTER_ADDR names one. Without either,
+ranks of one host find it through a notice: a file that rank 0 writes, and keeps locked while it waits.
+torch's own server listens on all interfaces, so ours gets a socket that is bound already.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed, name_ranks, place
-from paceline.job.environment import Place
+from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed, name_ranks, rank_location
+from paceline.job.environment import RankInfo
 from paceline.machine import launching_process
 
-_MET = "everybody met"
+_ALL_MET = "all met"
 _GRACE_S = 0.5
 _joins = itertools.count()
 
 
-def meet(where: Place, *, timeout_s: float) -> dist.Store:
-    """Connect to the job's store and wait for all ranks; keys are private to this join of this attempt.
+def meet(info: RankInfo, *, timeout_s: float) -> dist.Store:
+    """Connect to the job's store and wait for all ranks. No other join or restart uses the same keys.
 
     Raises:
         ConfigError: the address is in use or cannot be bound here.
@@ -45,28 +44,27 @@ def meet(where: Place, *, timeout_s: float) -> dist.Store:
     """
     timeout = timedelta(seconds=timeout_s)
     with contextlib.ExitStack() as until_all_met:
-        if where.master is None and where.rank == 0:
-            store = serve("127.0.0.1", 0, where.world_size, timeout)
-            until_all_met.enter_context(_notice(where, store.port))
-        elif where.master is None:
-            store = _connect(where, "127.0.0.1", _read_notice(where, timeout), timeout)
+        if info.master is None and info.rank == 0:
+            store = serve("127.0.0.1", 0, info.world_size, timeout)
+            until_all_met.enter_context(_notice(info, store.port))
+        elif info.master is None:
+            store = _connect(info, "127.0.0.1", _read_notice(info, timeout), timeout)
         else:
-            host, _, port = where.master.rpartition(":")
+            host, _, port = info.master.rpartition(":")
             hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            if where.rank == 0 and not hosted_by_launcher:
-                store = serve(host, int(port), where.world_size, timeout)
+            if info.rank == 0 and not hosted_by_launcher:
+                store = serve(host, int(port), info.world_size, timeout)
             else:
-                store = _connect(where, host, int(port), timeout)
-        # An agent may keep its store over restarts; without a prefix a restarted rank reads the
-        # addresses of dead ones (seen on torch 2.13 with plain torchrun). The same holds for a process
-        # that joins, leaves and joins again.
-        own = dist.PrefixStore(f"paceline/{where.restarts}{_nth_join()}", store)
-        if where.rank == 0:
-            _wait_for_ranks(own, where, timeout_s)
-    if where.rank == 0:
-        own.set(_MET, "[]")
+                store = _connect(info, host, int(port), timeout)
+        # An agent may keep its store over restarts; without a prefix a restarted rank reads the addresses
+        # of dead ones (seen with torchrun of torch 2.13). The same holds for a second join of a process.
+        own = dist.PrefixStore(f"paceline/{info.restarts}{_nth_join()}", store)
+        if info.rank == 0:
+            _wait_for_ranks(own, info, timeout_s)
+    if info.rank == 0:
+        own.set(_ALL_MET, "[]")
     else:
-        _wait_for_rank0(own, where, timeout_s)
+        _wait_for_rank0(own, info, timeout_s)
     return own
 
 
@@ -76,7 +74,7 @@ def _nth_join() -> str:
 
 
 def serve(host: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Host a store on this host's address `host` alone; port 0 lets the kernel choose."""
+    """Host a store that listens on the address `host` only; port 0 lets the kernel choose."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,7 +84,7 @@ def serve(host: str, port: int, world_size: int, timeout: timedelta) -> dist.TCP
         listener.close()
         raise ConfigError(
             f"rank 0 cannot listen on {host}:{port}: {error.strerror}.",
-            why="another job may hold the port, or the address is not this host's.",
+            why="another job uses the port, or the address is not one of this host.",
             fix="choose another MASTER_PORT, or let `paceline run` choose one.",
             host=host,
             port=port,
@@ -104,13 +102,13 @@ def serve(host: str, port: int, world_size: int, timeout: timedelta) -> dist.TCP
     )
 
 
-def _connect(where: Place, host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+def _connect(info: RankInfo, host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     try:
-        return dist.TCPStore(host, port, where.world_size, False, timeout, wait_for_workers=False)
+        return dist.TCPStore(host, port, info.world_size, False, timeout, wait_for_workers=False)
     except dist.DistNetworkError as error:
         raise CollectiveTimeout(
             f"rank 0's store at {host}:{port} did not answer within {timeout.total_seconds():g} s.",
-            where=place(where.rank, where.world_size),
+            where=rank_location(info.rank, info.world_size),
             why="rank 0 did not start, or its port cannot be reached from this host.",
             fix="see the log of rank 0; open the port in the firewall; check MASTER_ADDR.",
             missing=[0],
@@ -118,44 +116,44 @@ def _connect(where: Place, host: str, port: int, timeout: timedelta) -> dist.TCP
         ) from error
 
 
-def _wait_for_ranks(store: dist.Store, where: Place, timeout_s: float) -> None:
-    keys = [f"met/{rank}" for rank in range(1, where.world_size)]
+def _wait_for_ranks(store: dist.Store, info: RankInfo, timeout_s: float) -> None:
+    keys = [f"met/{rank}" for rank in range(1, info.world_size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys, start=1) if not store.check([key])]
-        store.set(_MET, json.dumps(missing))
+        store.set(_ALL_MET, json.dumps(missing))
         time.sleep(
             _GRACE_S
-        )  # the store ends with this process; let those that wait read who is missing
-        raise _absent(where, missing, timeout_s) from error
+        )  # the store ends with this process; the waiting ranks read who is missing
+        raise _absent(info, missing, timeout_s) from error
 
 
-def _wait_for_rank0(store: dist.Store, where: Place, timeout_s: float) -> None:
+def _wait_for_rank0(store: dist.Store, info: RankInfo, timeout_s: float) -> None:
     try:
-        store.set(f"met/{where.rank}", "")
-        # Rank 0 says who is missing, and its clock may have started when this rank came.
-        store.wait([_MET], timedelta(seconds=timeout_s + _GRACE_S))
-        missing = json.loads(store.get(_MET))
+        store.set(f"met/{info.rank}", "")
+        # Rank 0 writes which ranks are missing; its wait may have begun only when this rank came.
+        store.wait([_ALL_MET], timedelta(seconds=timeout_s + _GRACE_S))
+        missing = json.loads(store.get(_ALL_MET))
     except dist.DistNetworkError as error:
         raise PeerFailed(
             "rank 0 ended before all ranks had met.",
-            where=place(where.rank, where.world_size),
+            where=rank_location(info.rank, info.world_size),
             fix="see the log of rank 0.",
             rank=0,
         ) from error
     except dist.DistStoreError as error:
-        raise _absent(where, [0], timeout_s) from error
+        raise _absent(info, [0], timeout_s) from error
     if missing:
-        raise _absent(where, missing, timeout_s)
+        raise _absent(info, missing, timeout_s)
 
 
-def _absent(where: Place, missing: list[int], timeout_s: float) -> CollectiveTimeout:
+def _absent(info: RankInfo, missing: list[int], timeout_s: float) -> CollectiveTimeout:
     return CollectiveTimeout(
-        f"{name_ranks(missing)} of {where.world_size} did not come within {timeout_s:g} s.",
-        where=place(where.rank, where.world_size),
-        why="ended before it joined, still busy with something else, or was never started.",
-        fix=f"see the log of rank {missing[0]}; with slow preparations, `join` first or raise "
+        f"{name_ranks(missing)} of {info.world_size} did not come within {timeout_s:g} s.",
+        where=rank_location(info.rank, info.world_size),
+        why="it ended before it joined, is still busy, or was never started.",
+        fix=f"see the log of rank {missing[0]}; call `join` before slow preparations, or raise "
         "`timeout_s`.",
         missing=missing,
         waited_s=timeout_s,
@@ -163,15 +161,15 @@ def _absent(where: Place, missing: list[int], timeout_s: float) -> CollectiveTim
 
 
 @contextlib.contextmanager
-def _notice(where: Place, port: int) -> Iterator[None]:
-    """Let the ranks of this job on this host find the store at `port`."""
-    path = _path_of_notice(where)
-    with _folder_to_oneself(path.parent):
+def _notice(info: RankInfo, port: int) -> Iterator[None]:
+    """Tell the ranks of this job on this host that the store is at `port`."""
+    path = _path_of_notice(info)
+    with _exclusive_lock(path.parent):
         _remove_stale(path.parent)
         handle, scratch = tempfile.mkstemp(dir=path.parent)
         os.write(handle, str(port).encode())
-        # The kernel takes the lock away when this process ends, however it ends. A process number would
-        # not do: it may be somebody else's by then, or not be visible from another container.
+        # The kernel releases the lock when this process ends, however it ends. A pid could not show that:
+        # the kernel reuses it, and another container may not see it.
         fcntl.flock(handle, fcntl.LOCK_EX)
         os.replace(scratch, path)
     try:
@@ -181,26 +179,26 @@ def _notice(where: Place, port: int) -> Iterator[None]:
         os.close(handle)
 
 
-def _read_notice(where: Place, timeout: timedelta) -> int:
-    path = _path_of_notice(where)
+def _read_notice(info: RankInfo, timeout: timedelta) -> int:
+    path = _path_of_notice(info)
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError), path.open() as file:
-            # A notice that nobody holds was left by an earlier job that was killed.
-            if _is_held(file.fileno()):
+            # An unlocked notice was left by an earlier job that was killed.
+            if _is_locked(file.fileno()):
                 return int(file.read())
         time.sleep(0.01)
     raise CollectiveTimeout(
         f"rank 0 did not open a store within {timeout.total_seconds():g} s.",
-        where=place(where.rank, where.world_size),
-        why=f"it ended before it joined, or its {path.parent} is not this rank's (containers).",
+        where=rank_location(info.rank, info.world_size),
+        why=f"it ended before it joined, or {path.parent} is another folder for it (containers).",
         fix="see the log of rank 0; or export MASTER_ADDR=127.0.0.1 and a free MASTER_PORT.",
         missing=[0],
         waited_s=timeout.total_seconds(),
     )
 
 
-def _is_held(handle: int) -> bool:
+def _is_locked(handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -211,12 +209,12 @@ def _is_held(handle: int) -> bool:
 def _remove_stale(folder: Path) -> None:
     for path in folder.iterdir():
         with contextlib.suppress(OSError), path.open() as file:
-            if not _is_held(file.fileno()):
+            if not _is_locked(file.fileno()):
                 path.unlink()
 
 
 @contextlib.contextmanager
-def _folder_to_oneself(folder: Path) -> Iterator[None]:
+def _exclusive_lock(folder: Path) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -225,8 +223,8 @@ def _folder_to_oneself(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _path_of_notice(where: Place) -> Path:
-    key = f"{where.launcher} {where.job_key or launching_process('hydra_')} {where.restarts}"
+def _path_of_notice(info: RankInfo) -> Path:
+    key = f"{info.launcher} {info.job_key or launching_process('hydra_')} {info.restarts}"
     return _private_folder() / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 

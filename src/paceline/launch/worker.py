@@ -291,9 +291,9 @@ def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., 
             # init_process_group() wraps the hook to add the rank, which the launcher does as well.
             cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
             inner = cells["old_hook"].cell_contents if "old_hook" in cells else None
-        elif home == "paceline.job.hooks":
+        elif home == "paceline.job.failures":
             # join()'s: it would end the process before the launcher heard of the error.
-            sys.modules[home].mark(hook.peers, error)
+            hook.mark_failed(error)
             inner = hook.previous
         else:
             return None if hook in (ours, sys.__excepthook__) else hook

@@ -1,4 +1,4 @@
-"""The loss of a step over all ranks, exchanged late with the control word or when it is asked for."""
+"""The loss of a step over all ranks: with the next control word, or at once when the program asks for it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from paceline.errors import StepError, name_ranks, place
+from paceline.errors import StepError, name_ranks
+from paceline.job.failures import Peers
 from paceline.job.job import Job
-from paceline.job.peers import Peers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +23,24 @@ class StepTotal:
 
 
 class StepLoss:
-    """The loss of a step: its sum over the samples (or tokens) of all ranks, over their count.
+    """The mean loss of a step: the sum over the samples (or tokens) of all ranks, divided by their number.
 
-    `training.log` takes it as it is and writes the value once the ranks have exchanged it, which costs
-    nothing. `float()` exchanges it now.
+    `training.log` takes it as it is and writes the value when the ranks have exchanged it, at no cost.
+    `float()` exchanges it now.
 
-    Collective: none to hold it; `float()` is for all ranks, once, in the same place.
+    Attributes:
+        step: the number of the step.
+
+    Collective: none to hold it; `float()` by all ranks, at the same point.
     """
 
-    __slots__ = ("_count", "_job", "_scope", "_sum", "_value", "step")
+    __slots__ = ("_count", "_job", "_loop", "_sum", "_value", "step")
 
     def __init__(
-        self, job: Job, scope: int, step: int, loss: torch.Tensor | None, count: Any
+        self, job: Job, loop: int, step: int, loss: torch.Tensor | None, count: Any
     ) -> None:
         self._job = job
-        self._scope = scope
+        self._loop = loop
         self._sum = loss
         self._count = count
         self._value: float | None = None
@@ -49,31 +52,30 @@ class StepLoss:
             pairs = [(local, float(self._count))]
             if self._job.peers is not None:
                 pairs = self._exchanged(self._job.peers, *pairs[0])
-            total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
-            self._value = total / count
+            loss, count = (math.fsum(column) for column in zip(*pairs, strict=True))
+            self._value = loss / count
         return self._value
 
     def _exchanged(self, peers: Peers, loss: float, count: float) -> list[tuple[float, float]]:
-        """Through the store, apart from collectives: a rank that asks alone gets an answer."""
-        columns = []
-        for name, value in (("loss", loss), ("count", count)):
-            numbers, missing = peers.exchange(
-                f"{name}/{self._scope}/{self.step}",
-                value,
-                self.step,
-                loop=self._scope,
-                timeout_s=self._job.timeout_s,
+        """Sum and count of each data rank, through the store: a rank that asks alone gets an answer."""
+        own = [self._job.data.rank, loss, count]
+        everyone, missing = peers.exchange(
+            f"loss/{self._loop}/{self.step}",
+            own,
+            self.step,
+            loop=self._loop,
+            timeout_s=self._job.timeout_s,
+        )
+        if missing:
+            raise StepError(
+                f"{name_ranks(missing)} did not ask for the loss of step {self.step}.",
+                where=self._job.where(step=self.step),
+                why="`float(step.loss)` adds up what all ranks hold.",
+                fix="ask on every rank, then print on one; or call `training.log(loss=step.loss)`.",
+                step=self.step,
             )
-            if missing:
-                raise StepError(
-                    f"{name_ranks(missing)} did not ask for the loss of step {self.step}.",
-                    where=place(self._job.rank, self._job.world_size, step=self.step),
-                    why="`float(step.loss)` adds up what all ranks hold.",
-                    fix="ask on every rank, then print on one; or training.log(loss=step.loss).",
-                    step=self.step,
-                )
-            columns.append(numbers)
-        return list(zip(*columns, strict=True))
+        # Ranks with the same data rank hold the same samples.
+        return list({rank: (loss, count) for rank, loss, count in everyone}.values())
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)

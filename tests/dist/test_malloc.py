@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.job.heap import keep_freed_memory
+from paceline.job.malloc import keep_freed_memory
 from paceline.testing import run_ranks
 
 _PIECES, _PIECE_BYTES = 6, 8 << 20

@@ -1,0 +1,309 @@
+"""Failure propagation: a rank that fails, or leaves a loop early, tells its peers through the store.
+
+Collectives only report that a connection broke. A failing rank therefore writes a mark to the store before
+it closes its connections, and its peers read the mark and name that rank. An exception that reaches the top
+of the program ends the process at once: an interpreter that winds down would wait for peers, or abort in
+torch's threads and hide the error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline import torch_private
+from paceline.errors import PacelineError, PeerFailed, StepError, rank_location
+from paceline.job import current_step
+
+# Keys of the store.
+_FAILED = "failed"
+_READ = "read"
+_QUESTIONS = "questions"
+_PASSED = "passed"
+
+_POLL_S = 0.005
+_GRACE_S = 1.0  # ranks usually come to the same place within this time
+_ANSWER_S = 0.25
+_IDLE_S = 1.0
+_LATE_S = 5.0  # limits how late another rank may be for the same `break`
+_LINGER_S = 1.0
+
+_ENDED_A_JOB = "_paceline_ended_a_job"
+
+
+class Peers:
+    """Messages between the ranks of a job, apart from collectives. One rank alone may call each method.
+
+    A thread answers other ranks that ask how far this rank is, while the main thread may be in a collective.
+
+    Attributes:
+        passed: the last step after which this rank asked for another one.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.passed = 0
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._loop = 0
+        self._lingered = False
+        self._stop = threading.Event()
+        # The main thread may be in a blocking call of the store, which holds its client's lock.
+        own_client: dist.Store = store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
+        self._thread = threading.Thread(
+            target=self._answer, args=(own_client,), name="paceline-peers", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def mark_failed(self, error: BaseException) -> None:
+        """Record that `error` ends this rank, unless another rank failed first."""
+        text = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+        mark = json.dumps({"rank": self._rank, "step": current_step.step, "text": text})
+        try:
+            self._store.compare_set(_FAILED, "", mark)
+            self._store.set(f"{_READ}/{self._rank}", "")
+        except RuntimeError:
+            return  # rank 0 has ended, and the store with it
+
+    def linger(self) -> None:
+        """If the store ends with this process, wait a moment for ranks that have not read the mark."""
+        hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._rank != 0 or hosted_by_launcher or self._lingered:
+            return
+        self._lingered = True
+        keys = [f"{_READ}/{rank}" for rank in range(self._world_size)]
+        deadline = time.monotonic() + _LINGER_S
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def failure(self, *, wait_s: float = 0.0) -> PeerFailed | None:
+        """The error to raise because another rank failed first; None if none is known."""
+        deadline = time.monotonic() + wait_s
+        while not self._store.check([_FAILED]):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_POLL_S)
+        mark = json.loads(self._store.get(_FAILED))
+        if mark["rank"] == self._rank:
+            return None
+        return PeerFailed(
+            f"rank {mark['rank']} failed first: {mark['text']}",
+            where=rank_location(self._rank, self._world_size, step=current_step.step),
+            why=f"rank {mark['rank']} ended in step {mark['step']}; this rank waited for it.",
+            rank=mark["rank"],
+        )
+
+    def failure_behind_broken_collective(self) -> PeerFailed | None:
+        """The peer's failure that broke a collective; None if no peer left a mark, as when it was killed."""
+        try:
+            # The mark is written before the connections close, so this wait is for a slow store.
+            return self.failure(wait_s=0.1)
+        except RuntimeError:
+            return None  # rank 0 has ended, and the store with it
+
+    def new_loop(self) -> int:
+        """Begin a training loop, or end one: the number of the loop. All ranks count alike."""
+        self.passed = 0  # before the number: the thread reads them in the opposite order
+        self._loop += 1
+        return self._loop
+
+    new_scope = new_loop
+
+    def leave_loop(self, step: int, *, updated: bool, timeout_s: float) -> None:
+        """Wait until all ranks have left the loop after the same step.
+
+        Args:
+            updated: whether this rank's update of the step was done. If not, no other rank can finish its
+                own, and this rank waits only as long as another may be late for the same `break`.
+
+        Raises:
+            StepError: another rank goes on, or left after another step.
+        """
+        loop, name = self._loop, f"left/{self.new_loop()}"
+        wait_s = timeout_s if updated else min(timeout_s, _LATE_S)
+        steps, missing = self.exchange(name, step, step, loop=loop, timeout_s=wait_s)
+        others = {rank: f"left after step {s}" for rank, s in enumerate(steps) if s != step}
+        for rank, passed in missing.items():
+            others[rank] = f"went on after step {passed}" if passed >= step else "did not"
+        for rank, what in others.items():
+            raise StepError(
+                f"rank {self._rank} left the training loop after step {step}, rank {rank} {what}.",
+                where=rank_location(self._rank, self._world_size, step=step),
+                why="only some ranks reach a `break`; the others would wait for ever.",
+                fix="call `step.stop()` instead: all ranks then stop after the same step.",
+                step=step,
+            )
+
+    def exchange(
+        self, name: str, value: Any, step: int, *, loop: int, timeout_s: float
+    ) -> tuple[list[Any], dict[int, int]]:
+        """Give a value to all ranks and get theirs. A rank that comes alone gets an answer.
+
+        Three calls of the store if all ranks come within a moment.
+
+        Args:
+            name: used once.
+            value: anything that JSON can carry.
+            step: ranks that pass this step of `loop` without giving a value are missing.
+
+        Returns:
+            The values in rank order, and {}; or [], and for each missing rank the last step that it passed.
+        """
+        keys = [f"{name}/{rank}" for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], json.dumps(value))
+        deadline = time.monotonic() + timeout_s
+        if not self._wait_for(keys, min(timeout_s, _GRACE_S)):
+            missing = self._missing(keys, step, loop, deadline)
+            if missing:
+                return [], missing
+        return [json.loads(text) for text in self._store.multi_get(keys)], {}
+
+    def _wait_for(self, keys: list[str], timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not self._store.check(keys):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _missing(self, keys: list[str], step: int, loop: int, deadline: float) -> dict[int, int]:
+        """Ask ranks how far they are until all have come, or some are known not to come."""
+        all_answered_at = deadline
+        self._store.add(_QUESTIONS, 1)
+        try:
+            while True:
+                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                passed = {rank: self._passed_by(rank, loop) for rank in absent}
+                late = time.monotonic() > deadline
+                gone = {rank: last for rank, last in passed.items() if last >= step or late}
+                # A rank gives its value before it passes, so it may have come in between.
+                missing = {r: last for r, last in gone.items() if not self._store.check([keys[r]])}
+                if missing:
+                    # The other ranks' threads answer within this time.
+                    all_answered_at = min(all_answered_at, time.monotonic() + _IDLE_S + _ANSWER_S)
+                if len(missing) == len(absent) or time.monotonic() > all_answered_at:
+                    return missing
+                time.sleep(_ANSWER_S / 10)
+        finally:
+            self._store.add(_QUESTIONS, -1)
+
+    def _passed_by(self, rank: int, loop: int) -> int:
+        key = f"{_PASSED}/{rank}"
+        if not self._store.check([key]):
+            return 0
+        their_loop, passed = map(int, self._store.get(key).split())
+        return passed if their_loop >= loop else 0  # an answer from an earlier loop is out of date
+
+    def _answer(self, store: dist.Store) -> None:
+        wait_s = 0.0
+        try:
+            while not self._stop.wait(wait_s):
+                asked = store.add(_QUESTIONS, 0) > 0
+                wait_s = _ANSWER_S if asked else _IDLE_S
+                if asked:
+                    loop = self._loop
+                    store.set(f"{_PASSED}/{self._rank}", f"{loop} {self.passed}")
+        except RuntimeError:
+            return  # rank 0 has ended, and the store with it; the main thread reports it
+
+
+def abort_process_groups() -> None:
+    """Close all process groups without waiting for peers; their collectives break at once."""
+    abort = torch_private.find("torch.distributed.distributed_c10d._abort_process_group")
+    (abort or dist.destroy_process_group)()
+
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class ExceptHook:
+    """`sys.excepthook` of a job of several processes: tell the peers, show the error, end the process.
+
+    After the job has failed it acts only on the error that ended the job; a program that caught that error
+    goes on as if it had never joined.
+
+    Attributes:
+        peers: of the current job; None between jobs.
+        previous: the hook before this one, which shows the error.
+    """
+
+    def __init__(self, previous: Hook) -> None:
+        self.peers: Peers | None = None
+        self.previous = previous
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if self.peers is None and not _ended_a_job(error):
+            self.previous(kind, error, trace)
+            return
+        self.mark_failed(error)
+        self.previous(kind, error, trace)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        if dist.is_initialized():
+            abort_process_groups()  # the collectives of the others break, and they read the mark
+        if self.peers is not None:
+            self.peers.linger()
+        code = error.exit_code if isinstance(error, PacelineError) else 1
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else code)
+
+    def mark_failed(self, error: BaseException) -> None:
+        """Tell the peers, if the job has not been left."""
+        if self.peers is not None:
+            self.peers.mark_failed(error)
+
+
+_installed: ExceptHook | None = None
+
+
+def install_excepthook(peers: Peers) -> None:
+    """End the process when an exception reaches the top, except in an interactive interpreter."""
+    global _installed
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return
+    if _installed is None:
+        _installed = ExceptHook(sys.excepthook)
+        sys.excepthook = _installed
+    _installed.peers = peers
+
+
+def uninstall_excepthook() -> None:
+    """Undo `install_excepthook`, unless the program has replaced the hook since."""
+    global _installed
+    if _installed is not None:
+        _installed.peers = None
+        if sys.excepthook is _installed:
+            sys.excepthook = _installed.previous
+            _installed = None
+
+
+def detach_excepthook(error: BaseException) -> None:
+    """The job was ended by `error`: the hook keeps nothing of it, and ends the process only for `error`."""
+    if _installed is not None:
+        _installed.peers = None
+        error.__dict__[_ENDED_A_JOB] = True  # setattr fails for a frozen dataclass
+
+
+def _ended_a_job(error: BaseException | None) -> bool:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if hasattr(error, _ENDED_A_JOB):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

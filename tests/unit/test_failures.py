@@ -1,0 +1,155 @@
+"""Messages between ranks through the store: who came is never called missing; idle ranks write nothing."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from paceline.errors import StepError
+from paceline.job import failures
+from paceline.job.failures import ExceptHook, Peers
+
+
+class CountingStore(dist.Store):
+    """Counts the calls by name."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls: Counter[str] = Counter()
+
+    def clone(self) -> CountingStore:
+        return CountingStore(self.inner)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("set", "get", "add", "check", "multi_get", "compare_set"):
+            return super().__getattribute__(name)
+        self.calls[name] += 1
+        return getattr(self.inner, name)
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def connect(store: dist.Store) -> Iterator[Callable[..., Peers]]:
+    opened: list[Peers] = []
+
+    def open_peers(rank: int = 0, world_size: int = 2, client: Any = store) -> Peers:
+        opened.append(Peers(client, rank, world_size))
+        return opened[-1]
+
+    yield open_peers
+    for peers in opened:
+        peers.close()
+
+
+def test_a_rank_that_came_and_passed_on_between_two_looks_is_heard(
+    connect: Any, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def passes_meanwhile(rank: int, loop: int) -> int:
+        store.set(f"loss/{rank}", "2.5")
+        return 7
+
+    peers = connect()
+    monkeypatch.setattr(failures, "_GRACE_S", 0.0)
+    monkeypatch.setattr(peers, "_passed_by", passes_meanwhile)
+    assert peers.exchange("loss", 1.5, 7, loop=1, timeout_s=20) == ([1.5, 2.5], {})
+
+
+def test_a_rank_that_passed_or_does_not_come_is_missing(connect: Any) -> None:
+    ahead, asks = connect(rank=1, world_size=3), connect(world_size=3)
+    ahead.new_loop()
+    ahead.passed = 7
+    assert asks.exchange("loss", 1.5, 7, loop=1, timeout_s=20) == ([], {1: 7})
+    assert asks.exchange("late", 1.5, 9, loop=1, timeout_s=0.1) == ([], {1: 7, 2: 0})
+    asks.new_loop()
+    with pytest.raises(StepError, match="rank 1 went on after step 7"):
+        asks.leave_loop(6, updated=True, timeout_s=20)
+
+
+def test_an_exchange_costs_three_calls_of_the_store_and_no_writes_after_it(
+    store: dist.Store,
+) -> None:
+    size = 16
+    clients = [CountingStore(store) for _ in range(size)]
+    ranks = [Peers(client, rank, size) for rank, client in enumerate(clients)]
+    results: list[Any] = [None] * size
+    try:
+        for peers, client in zip(ranks, clients, strict=True):
+            client.calls.clear()
+            store.set(f"loss/{peers._rank}", "0")  # so that no rank has to wait
+        for peers in ranks:
+            results[peers._rank] = peers.exchange("loss", [1.0, 2], 3, loop=0, timeout_s=20)
+    finally:
+        for peers in ranks:
+            peers.close()
+    assert results[-1] == ([[1.0, 2]] * size, {})
+    assert all(client.calls == {"set": 1, "check": 1, "multi_get": 1} for client in clients)
+
+
+def test_ranks_answer_while_one_asks_and_are_quiet_afterwards(
+    connect: Any, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_IDLE_S", 0.02)
+    monkeypatch.setattr(failures, "_ANSWER_S", 0.02)
+    monkeypatch.setattr(failures, "_GRACE_S", 0.0)
+    client = CountingStore(store)
+    answers = CountingStore(store)
+    monkeypatch.setattr(client, "clone", lambda: answers)
+    connect(rank=1, client=client).passed = 4
+    assert connect().exchange("loss", 0.0, 4, loop=0, timeout_s=20) == ([], {1: 4})
+    assert answers.calls["set"]
+    _wait_for_looks(answers, 2)  # the first may have begun while the question was open
+    written = answers.calls["set"]
+    _wait_for_looks(answers, 3)
+    assert answers.calls["set"] == written
+
+
+def _wait_for_looks(answers: CountingStore, more: int) -> None:
+    until = answers.calls["add"] + more
+    while answers.calls["add"] < until:
+        time.sleep(0.001)
+
+
+def test_the_hook_passes_over_an_error_that_ended_no_job(
+    connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[BaseException] = []
+    ended: list[int] = []
+    monkeypatch.setattr("sys.excepthook", lambda kind, error, trace: shown.append(error))
+    monkeypatch.setattr("os._exit", ended.append)
+    first = connect()
+    failures.install_excepthook(first)
+    hook = sys.excepthook
+    assert isinstance(hook, ExceptHook)
+    fatal, later = ValueError("fatal"), KeyError("later")
+    failures.detach_excepthook(fatal)
+    assert hook.peers is None
+    hook(KeyError, later, None)
+    assert (shown, ended) == ([later], [])
+    wrapped = RuntimeError("wrapped")
+    wrapped.__cause__ = fatal
+    hook(RuntimeError, wrapped, None)
+    assert ended == [1]
+    second = connect(rank=1)
+    failures.install_excepthook(second)
+    assert sys.excepthook is hook
+    assert hook.peers is second
+    failures.uninstall_excepthook()
+    assert not isinstance(sys.excepthook, ExceptHook)
+
+
+def test_threads_of_peers_end(connect: Any) -> None:
+    peers = connect()
+    peers.close()
+    assert peers._thread not in threading.enumerate()
