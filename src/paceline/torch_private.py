@@ -44,6 +44,42 @@ NAMES = (
         without="a failed job destroys its process group the public way, which may take its timeout",
     ),
     # shm
+    PrivateName(
+        "torch.distributed.ProcessGroup._allgather_base",
+        why="torch before 2.13 has all_gather_single, a method of groups, under this name only",
+        since="2.11",
+        without="nothing changes: later versions of torch call all_gather_single",
+    ),
+    PrivateName(
+        "torch.distributed.ProcessGroup._reduce_scatter_base",
+        why="torch before 2.13 has reduce_scatter_single, a method of groups, under this name only",
+        since="2.11",
+        without="nothing changes: later versions of torch call reduce_scatter_single",
+    ),
+    PrivateName(
+        "torch.distributed.ProcessGroup._register_backend",
+        why="a process group in Python has no public way to use Gloo for what it does not do itself",
+        since="2.11",
+        without="groups of the backend `shm` use Gloo",
+    ),
+    PrivateName(
+        "torch.distributed.ProcessGroup._set_default_backend",
+        why="torch asks every group for its default backend, which only this method sets",
+        since="2.11",
+        without="groups of the backend `shm` use Gloo",
+    ),
+    PrivateName(
+        "torch.distributed.ProcessGroupGloo._set_sequence_number_for_group",
+        why="torch calls it for each Gloo group that it makes, so that the flight recorder counts works",
+        since="2.11",
+        without="the flight recorder does not number the collectives that `shm` leaves to Gloo",
+    ),
+    PrivateName(
+        "torch.UntypedStorage._share_fd_cpu_",
+        why="the public share_memory_() does not return the file descriptor that other ranks open",
+        since="2.11",
+        without="`shm` copies gradients to sum them",
+    ),
     # data
     PrivateName(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",

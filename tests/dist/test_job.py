@@ -25,6 +25,7 @@ from paceline.errors import (
     RankDisagreement,
 )
 from paceline.job.devices import choose_backend, choose_device
+from paceline.job.environment import RankInfo
 from paceline.testing import Fault, inject, run_failing_ranks, run_ranks
 
 
@@ -252,13 +253,16 @@ def test_a_device_that_is_not_there() -> None:
 
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert choose_backend(None, cpu) == "shm"
-    assert choose_backend("gloo", cpu) == "gloo"
+    ranks = {"launcher": "torch", "rank": 0, "world_size": 4, "local_rank": 0}
+    one_host, two_hosts = (RankInfo(**ranks, local_world_size=n) for n in (4, 2))
+    assert choose_backend(None, cpu, one_host) == "shm"
+    assert choose_backend(None, cpu, two_hosts) == "gloo"
+    assert choose_backend("gloo", cpu, one_host) == "gloo"
     monkeypatch.setenv("PACELINE_BACKEND", "gloo")
-    assert choose_backend(None, cpu) == "gloo"
+    assert choose_backend(None, cpu, one_host) == "gloo"
     if not dist.is_mpi_available():
         with pytest.raises(ConfigError) as caught:
-            choose_backend("mpi", cpu)
+            choose_backend("mpi", cpu, one_host)
         assert caught.value.backend == "mpi"
     with pytest.raises(ConfigError):
-        choose_backend("carrier-pigeon", cpu)
+        choose_backend("carrier-pigeon", cpu, one_host)

@@ -428,7 +428,7 @@ def test_files_show_the_phase() -> None:
     for file, phase in FILES.items():
         assert classify(file) == (False, phases.index(phase)), file
     assert classify("/v/site-packages/torch/distributed/distributed_c10d.py")[0]
-    assert classify("/v/site-packages/paceline/shm/line.py")[0]
+    assert classify("/v/site-packages/paceline/shm/work_queue.py")[0]
     assert not classify("/v/site-packages/torch/distributed/fsdp/_runtime_utils.py")[0]
 
 

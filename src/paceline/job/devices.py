@@ -45,10 +45,11 @@ def choose_device(asked: str | torch.device | None, info: environment.RankInfo) 
     return torch.device(device.type, index)
 
 
-def choose_backend(asked: str | None, device: torch.device) -> str:
+def choose_backend(asked: str | None, device: torch.device, info: environment.RankInfo) -> str:
     """The backend string for torch: what was asked for, here or by `PACELINE_BACKEND`, else by device.
 
-    On CPU that is "shm", on any number of hosts; it takes Gloo itself where no ranks can share memory.
+    On CPU that is "shm" if all ranks are on one host, else "gloo". A group of "shm" whose ranks cannot share
+    memory uses Gloo and logs a warning.
 
     Raises:
         ConfigError: torch was built without it.
@@ -57,7 +58,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     asked = asked or os.environ.get("PACELINE_BACKEND")
     if asked is None:
         by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
-        asked = by_device.get(device.type, "shm")
+        asked = by_device.get(device.type, "shm" if info.one_host else "gloo")
     for part in asked.split(","):
         name = part.rpartition(":")[2]
         available = {

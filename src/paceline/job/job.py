@@ -277,8 +277,8 @@ def join(
         device: "cpu", "cuda", "xpu", or None for an accelerator if there is one. The local rank chooses
             the index.
         backend: a backend of torch.distributed; None chooses by device: "nccl" and "gloo" on CUDA, "xccl"
-            and "gloo" on XPU; on CPU "shm", which is shared memory between ranks of one host and Gloo
-            between hosts.
+            and "gloo" on XPU; on CPU "shm", which is shared memory, if all ranks are on one host, else
+            "gloo".
         timeout_s: how long a collective may wait, in seconds.
 
     Raises:
@@ -297,7 +297,7 @@ def join(
         raise ConfigError(f"timeout_s must be more than 0, got {timeout_s}.")
     info = environment.read(os.environ)
     chosen = choose_device(device, info)
-    names = choose_backend(backend, chosen)
+    names = choose_backend(backend, chosen, info)
     job = Job(info, chosen, seed=seed, timeout_s=timeout_s)
     try:
         if chosen.type != "cpu":

@@ -92,7 +92,7 @@ def direct_sum(job: Job, models: Sequence[nn.Module]) -> DirectSum | None:
     Collective: none; the answer is the same on all ranks.
     """
     group = job.group
-    if not (isinstance(group, ShmGroup) and group.is_on_one_host):
+    if not isinstance(group, ShmGroup):
         return None
     wrappers = [model for model in models if isinstance(model, reducer.Replica)]
     if len(wrappers) < len(models) or not all(map(_is_plain, wrappers)):

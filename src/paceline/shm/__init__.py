@@ -1,1 +1,1 @@
-"""A c10d backend for CPU tensors of ranks on one host: they meet in memory that all of them have mapped."""
+"""`shm`: a torch.distributed backend for CPU ranks of one host, over shared memory."""

@@ -1,11 +1,12 @@
-"""The memory that the ranks of a group share: a board of small numbers, and two slots for each rank.
+"""The shared memory of a group: a header of 64-bit counters, and two slots of data for each rank.
 
-It is an anonymous file (`memfd_create`): it has no name, so nothing is left of it however its processes end,
-and the size of /dev/shm does not limit it. Group rank 0 makes it, the others open it through /proc.
+The memory is an anonymous file (`memfd_create`). It has no name, so nothing is left behind however its
+processes end, and the size of /dev/shm does not limit it. Group rank 0 creates it; the others open it
+through /proc.
 
-Memory order: a rank writes its slot, then its number on the board; who reads the number and then the slot
-sees what was written, because x86-64 keeps stores in order and loads in order, and an aligned store of 8
-bytes is seen whole. Other processors promise less and get Gloo.
+Memory order: a rank writes its slot first and its counter in the header second. A rank that sees the counter
+also sees the slot, because x86-64 reorders neither stores with stores nor loads with loads, and an aligned
+8-byte store is atomic. Other processors do not promise this; they use Gloo.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_ALIGN = 4096
-_COLUMNS = 9
-_TOTAL_BYTES = 32 << 20  # of all slots of a group, as far as the smallest slot allows
-_SLOT_BYTES = (64 << 10, 2 << 20)
-_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64, between processes
-_syscall = ctypes.CDLL(None).syscall  # gives up the interpreter's lock while it waits
-_MOST_VIEWS = 256  # kept, as making one takes longer than reading what is small
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PAGE_BYTES = 4096
+_COLUMNS = 9  # of the header: one 64-bit cell for each rank
+_TOTAL_BYTES = 32 << 20  # limit for all slots of a group, as far as the smallest slot size allows
+_SLOT_BYTES = (64 << 10, 2 << 20)  # smallest and largest slot
+_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # x86-64 system call, shared between processes
+_syscall = ctypes.CDLL(None).syscall  # releases the interpreter lock during the call
+_MAX_VIEWS = 256  # cached tensor views; creating one takes longer than reading a small slot
 
 
-class Unavailable(Exception):
-    """Why these ranks cannot share memory."""
+class SharedMemoryUnavailable(Exception):
+    """The ranks of a group cannot share memory; the text says why."""
 
 
 def slot_bytes(size: int) -> int:
-    """How much one slot holds in a group of `size` ranks: less where there are many."""
+    """The size of one slot in a group of `size` ranks."""
     least, most = _SLOT_BYTES
     if size == 2:
-        return most // 2  # each rank reads one slot, which stays in the cache of its core
-    return max(least, min(most, _TOTAL_BYTES // (2 * size) & -_ALIGN))
+        return most // 2  # each rank reads one slot, which then stays in the cache of its core
+    return max(least, min(most, _TOTAL_BYTES // (2 * size) & -_PAGE_BYTES))
 
 
 class _Timespec(ctypes.Structure):
@@ -50,16 +51,14 @@ class _Timespec(ctypes.Structure):
 
 
 class Segment:
-    """The mapped memory of one group of `size` ranks.
+    """The mapped shared memory of one group. Created by `open_segment`.
 
     Attributes:
-        posted: the last turn that each rank has reached, in rank order.
-        gone: 0, or why a rank takes no part any more: 1 it left, 2 + r it failed because of rank r.
-        notes: what each rank says about its operation, for even and for odd turns.
-        offers: the number of the region that each rank offers, likewise; 0 where it has none.
-        slot_bytes: what one slot holds; each rank has one for even and one for odd turns.
-
-    Collective: all ranks of the group, through `open_segment`.
+        rounds: the last round that each rank has reached, in rank order. See `collectives`.
+        status: 0 while a rank takes part; 1 after it left; 2 + r after it failed because of rank r.
+        signatures: what each rank called, for even and for odd rounds.
+        bucket_ids: the shared bucket that each rank reduces, for even and for odd rounds; 0 for none.
+        slot_bytes: size of one slot. Each rank has one slot for even and one for odd rounds.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
@@ -67,68 +66,71 @@ class Segment:
         self.rank = rank
         self.size = size
         self.slot_bytes = slot_bytes(size)
-        board = memoryview(memory)[: _board_bytes(size)].cast("q")
-        columns = [board[1 + n * size : 1 + (n + 1) * size] for n in range(_COLUMNS)]
-        self.posted, self.gone, self._pids, self._starts, self._dozing = columns[:5]
-        self.notes, self.offers = columns[5:7], columns[7:9]
-        self._bell = board[1 + _COLUMNS * size :]
-        self._data = _board_bytes(size)
+        # The first 8 bytes of the header hold the mark of `_create`.
+        header = memoryview(memory)[: _header_bytes(size)].cast("q")
+        columns = [header[1 + n * size : 1 + (n + 1) * size] for n in range(_COLUMNS)]
+        self.rounds, self.status, self._pids, self._start_times, self._sleeping = columns[:5]
+        self.signatures, self.bucket_ids = columns[5:7], columns[7:9]
+        self._wake_count = header[1 + _COLUMNS * size :]
+        self._data = _header_bytes(size)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._base = begin + self._data
-        self._bell_address = ctypes.c_void_p(begin + 8 * (1 + _COLUMNS * size))
+        self._wake_address = ctypes.c_void_p(begin + 8 * (1 + _COLUMNS * size))
         self._views: dict[tuple[int, torch.dtype, int, int], Sequence[torch.Tensor]] = {}
         pid = os.getpid()
-        self._pids[rank], self._starts[rank] = pid, _status(pid)[1]
+        self._pids[rank], self._start_times[rank] = pid, _process_status(pid)[1]
 
-    def address(self, turn: int, rank: int) -> int:
-        """Where the slot of `rank` for `turn` begins."""
-        return self._base + self._slot(turn, rank)
+    def address(self, number: int, rank: int) -> int:
+        """The address of the slot of `rank` for round `number`."""
+        return self._base + self._slot_offset(number, rank)
 
-    def _slot(self, turn: int, rank: int) -> int:
-        return ((turn & 1) * self.size + rank) * self.slot_bytes
+    def _slot_offset(self, number: int, rank: int) -> int:
+        return ((number & 1) * self.size + rank) * self.slot_bytes
 
-    def views(self, turn: int, dtype: torch.dtype, first: int, last: int) -> Sequence[torch.Tensor]:
-        """Elements `first` to `last` of the slots for `turn`, in rank order."""
-        key = (turn & 1, dtype, first, last)
+    def views(
+        self, number: int, dtype: torch.dtype, first: int, last: int
+    ) -> Sequence[torch.Tensor]:
+        """Elements `first` to `last` of all slots for round `number`, in rank order."""
+        key = (number & 1, dtype, first, last)
         found = self._views.get(key)
         if found is None:
-            if len(self._views) >= _MOST_VIEWS:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             count, width = last - first, dtype.itemsize
-            starts = [self._data + self._slot(turn, r) + first * width for r in range(self.size)]
+            offsets = [
+                self._data + self._slot_offset(number, r) + first * width for r in range(self.size)
+            ]
             found = [
-                torch.frombuffer(self.memory, dtype=dtype, count=count, offset=start)
-                for start in starts
+                torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
+                for offset in offsets
             ]
             self._views[key] = found
         return found
 
-    def doze(self, turn: int, most_s: float) -> None:
-        """Wait without a core until all have reached `turn`, or somebody rings, or time is up.
+    def sleep(self, number: int, timeout_s: float) -> None:
+        """Sleep on a futex until all ranks have reached round `number`, a wake-up, or the timeout.
 
-        Store and load of two ranks may pass each other, so that a ring is missed: hence the time.
+        A wake-up can be missed, because x86-64 may reorder a store with a later load; hence the timeout.
         """
-        rung = self._bell[0]
-        self._dozing[self.rank] = 1
-        if min(self.posted) < turn:
-            limit = _Timespec(int(most_s), int(most_s % 1 * 1e9))
-            expected = ctypes.c_uint32(rung & 0xFFFFFFFF)
-            _syscall(_FUTEX, self._bell_address, _FUTEX_WAIT, expected, ctypes.byref(limit))
-        self._dozing[self.rank] = 0
+        expected = ctypes.c_uint32(self._wake_count[0] & 0xFFFFFFFF)
+        self._sleeping[self.rank] = 1
+        if min(self.rounds) < number:
+            limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
+            _syscall(_FUTEX, self._wake_address, _FUTEX_WAIT, expected, ctypes.byref(limit))
+        self._sleeping[self.rank] = 0
 
-    def ring(self, *, always: bool = False) -> None:
-        """Wake those who doze, if there are any."""
-        if always or any(self._dozing):
-            self._bell[0] += 1
-            _syscall(_FUTEX, self._bell_address, _FUTEX_WAKE, ctypes.c_int(1 << 30), None)
+    def wake(self, *, always: bool = False) -> None:
+        """Wake the sleeping ranks. Without `always`, do nothing if no rank sleeps."""
+        if always or any(self._sleeping):
+            self._wake_count[0] += 1
+            _syscall(_FUTEX, self._wake_address, _FUTEX_WAKE, ctypes.c_int(1 << 30), None)
 
-    def condition(self, rank: int) -> str:
-        """What the system says of the process of `rank`: "running", "stopped" or "dead"."""
-        pid = self._pids[rank]
-        state, start = _status(pid)
-        if start != self._starts[rank] or state in "ZX":
+    def process_state(self, rank: int) -> str:
+        """The state of the process of `rank`: "running", "stopped" or "dead"."""
+        letter, start_time = _process_status(self._pids[rank])
+        if start_time != self._start_times[rank] or letter in "ZX":
             return "dead"
-        return "stopped" if state in "Tt" else "running"
+        return "stopped" if letter in "Tt" else "running"
 
     def pid(self, rank: int) -> int:
         """The process id of `rank`."""
@@ -136,55 +138,50 @@ class Segment:
 
 
 def open_segment(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Segment:
-    """Map one memory on all ranks of a group.
+    """Map the same memory on all ranks of a group. All ranks of the group call it once.
 
     Raises:
-        Unavailable: on all ranks alike, where one of them cannot.
-
-    Collective: all ranks of the group, once.
+        SharedMemoryUnavailable: on all ranks, if any rank cannot map it.
     """
-    memory, reason = None, ""
+    memory, problem = None, ""
     try:
-        memory = _make(store, size, timeout) if rank == 0 else _find(store, size, timeout)
+        memory = _create(store, size, timeout) if rank == 0 else _open(store, size, timeout)
         segment = Segment(memory, rank, size)
-    except (Unavailable, OSError, ValueError) as error:
-        reason = str(error) or type(error).__name__
+    except (SharedMemoryUnavailable, OSError, ValueError) as error:
+        problem = str(error) or type(error).__name__
         if rank == 0 and memory is None:
             store.set("memory", "none")
-    store.set(f"verdict/{rank}", reason)
+    store.set(f"problem/{rank}", problem)
     deadline = time.monotonic() + timeout.total_seconds()
     for other in range(size):
         left_s = max(0.001, deadline - time.monotonic())
-        store.wait([f"verdict/{other}"], timedelta(seconds=left_s))
-        verdict = store.get(f"verdict/{other}").decode()
-        if verdict:
-            raise Unavailable(f"rank {other}: {verdict}")
+        store.wait([f"problem/{other}"], timedelta(seconds=left_s))
+        problem = store.get(f"problem/{other}").decode()
+        if problem:
+            raise SharedMemoryUnavailable(f"rank {other}: {problem}")
     return segment
 
 
-def _board_bytes(size: int) -> int:
-    return -(-8 * (2 + _COLUMNS * size) // _ALIGN) * _ALIGN
+def _header_bytes(size: int) -> int:
+    return -(-8 * (2 + _COLUMNS * size) // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _total_bytes(size: int) -> int:
-    return _board_bytes(size) + 2 * size * slot_bytes(size)
+    return _header_bytes(size) + 2 * size * slot_bytes(size)
 
 
-def _refuse_unfit() -> None:
+def _refuse_unsupported() -> None:
     if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "memfd_create"):
-        raise Unavailable(f"not for {platform.system()} on {platform.machine()}")
+        raise SharedMemoryUnavailable(f"not supported: {platform.system()} on {platform.machine()}")
 
 
-def place() -> str:
-    """What must be equal for one process to see the memory and the state of another: boot, pid namespace."""
-    try:
-        return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""  # not Linux, for which there is no segment either
+def _host_id() -> str:
+    """Equal for processes that can see each other's memory: boot id and pid namespace."""
+    return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _make(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
-    _refuse_unfit()
+def _create(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
+    _refuse_unsupported()
     descriptor = os.memfd_create("paceline")
     try:
         os.ftruncate(descriptor, _total_bytes(size))
@@ -192,39 +189,41 @@ def _make(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
         mark = secrets.token_bytes(8)
         memory[:8] = mark
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        store.set("memory", f"{path} {mark.hex()} {place()}")
-        # The descriptor must live until all have opened it, the memory lives as long as a mapping does.
+        store.set("memory", f"{path} {mark.hex()} {_host_id()}")
+        # The descriptor must stay open until all ranks have opened it. The memory lives as long as a mapping.
         store.wait([f"opened/{rank}" for rank in range(1, size)], timeout)
     finally:
         os.close(descriptor)
     return memory
 
 
-def _find(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
-    rank_mark = f"opened/{store.add('openers', 1)}"
+def _open(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
+    opened = f"opened/{store.add('openers', 1)}"
     try:
         store.wait(["memory"], timeout)
         found = store.get("memory").decode()
         if found == "none":
-            raise Unavailable("rank 0 could not make the memory")
-        path, mark, theirs = found.split(" ", 2)
-        _refuse_unfit()
-        if theirs != place():
-            raise Unavailable("ranks on several hosts, or in containers that do not see each other")
+            raise SharedMemoryUnavailable("rank 0 could not create the memory")
+        path, mark, host_id = found.split(" ", 2)
+        _refuse_unsupported()
+        if host_id != _host_id():
+            raise SharedMemoryUnavailable(
+                "on another host than rank 0, or in a container of its own"
+            )
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             memory = mmap.mmap(descriptor, _total_bytes(size))
         finally:
             os.close(descriptor)
         if memory[:8] != bytes.fromhex(mark):
-            raise Unavailable("the memory of rank 0 cannot be reached")
+            raise SharedMemoryUnavailable("the file opened is not the memory of rank 0")
         return memory
     finally:
-        store.set(rank_mark, "")
+        store.set(opened, "")
 
 
-def _status(pid: int) -> tuple[str, int]:
-    """The state letter and the start time of a process; "X" where there is none."""
+def _process_status(pid: int) -> tuple[str, int]:
+    """State letter and start time of a process from /proc; ("X", 0) if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -57,7 +57,7 @@ class Control:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.in_memory = isinstance(job.group, ShmGroup) and job.group.is_on_one_host
+        self.in_memory = isinstance(job.group, ShmGroup)
         self._stop = False
         self.save = False
         self.trouble = False

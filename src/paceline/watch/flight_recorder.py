@@ -27,9 +27,9 @@ def counts() -> tuple[int, int]:
         for status in dump.get("pg_status", {}).values():
             entered += max(int(status["last_enqueued_collective"]), 0)
             over += max(int(status["last_completed_collective"]), 0)
-    for _, line in _shm_lines():
-        entered += line.entered
-        over += line.entered - line.waiting
+    for _, queue in _shm_queues():
+        entered += queue.entered
+        over += queue.entered - queue.num_waiting
     return entered, over
 
 
@@ -41,8 +41,8 @@ def table() -> dict[str, Any]:
     kept = [entry for n, entry in enumerate(entries) if n >= first or not entry.get("retired")]
     in_memory = [
         entry | {"process_group": [name, "shm"]}
-        for name, line in _shm_lines()
-        for entry in line.unfinished()
+        for name, queue in _shm_queues()
+        for entry in queue.waiting()
     ]
     return {
         "entries": [*({key: entry.get(key) for key in _KEYS} for entry in kept), *in_memory],
@@ -50,7 +50,7 @@ def table() -> dict[str, Any]:
             name: sorted(_world().pg_group_ranks.get(group, ()))
             for group, name in _group_names().items()
         },
-        "entered": {name: line.entered for name, line in _shm_lines()},
+        "entered": {name: queue.entered for name, queue in _shm_queues()},
     }
 
 
@@ -67,9 +67,9 @@ def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
         for entry in dump.get("entries", ())
         if not entry["is_p2p"] and entry["process_group"][0]
     ]
-    for name, line in _shm_lines():
+    for name, queue in _shm_queues():
         base_ns = time.time_ns() - time.monotonic_ns()
-        for number, issued_s, elements in tuple(line.recent):
+        for number, issued_s, elements in tuple(queue.recent):
             found.append((f"{name} shm", number, base_ns + int(issued_s * 1e9), elements))
     return [arrival for arrival in found if arrival[2] > since_ns]
 
@@ -93,9 +93,9 @@ def _group_names() -> dict[Any, str]:
     return dict(world.pg_names) if world is not None else {}
 
 
-def _shm_lines() -> Iterable[tuple[str, Any]]:
+def _shm_queues() -> Iterable[tuple[str, Any]]:
     """The queue of collectives of each `shm` group, which the flight recorder does not see, by name."""
     for group, name in _group_names().items():
-        line = getattr(group, "_line", None)
-        if line is not None:
-            yield name, line
+        queue = getattr(group, "queue", None)  # of a `shm.group.ShmGroup`
+        if queue is not None:
+            yield name, queue

@@ -1,0 +1,404 @@
+"""The collectives of a group in the order of issue, and the threads that run them.
+
+A blocking call runs the queue itself. An asynchronous call tries for a moment, which is enough if the other
+ranks are already there. What is left is run by the thread that waits for it, and by a background thread, so
+that groups whose collectives are issued in different orders on different ranks do not deadlock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import CollectiveTimeout, PacelineError, PeerFailed, RankDisagreement, place
+from paceline.shm.collectives import CallMismatch, Collective, Collectives
+
+_LEFT, _FAILED = (
+    1,
+    2,
+)  # values of `Segment.status`; the second plus the rank that caused the failure
+_MAX_SPINS = 40  # polls before a rank sleeps, if each rank has a core: about 0.3 ms
+_SOON_S = 0.3e-3
+_SLEEP_S = (2e-3, 20e-3)  # first, later
+_CHECK_PEERS_S = 0.05  # interval at which a waiting rank checks whether the others live
+
+
+class ShmWork(dist.Work):
+    """One collective in the queue: what torch calls a work."""
+
+    def __init__(
+        self,
+        queue: WorkQueue,
+        collective: Collective,
+        outputs: Sequence[torch.Tensor],
+        timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self.done = False
+        self.error: BaseException | None = None
+        self.collective = collective
+        self.timeout_s = timeout_s
+        self.issued = time.monotonic()
+        self.number = 0
+        self._queue = queue
+        self._outputs = list(outputs)
+        self._source: Any = None
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the result is there. Raises what `WorkQueue` raises."""
+        if not self.done:
+            self._queue.finish(self, timeout.total_seconds())
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def get_future(self) -> Any:
+        """A future of the output tensors. DDP waits for nothing else."""
+        with self._queue.lock:
+            if self._future is None:
+                future: torch.futures.Future[Any] = torch.futures.Future()
+                if self.is_success():
+                    future.set_result(self._outputs)
+                    self._future = future
+                else:  # C++ code that waits sees only an exception raised in a callback
+                    self._source, self._future = future, future.then(self._result_or_error)
+        if self.done:
+            self.complete_future()
+        return self._future
+
+    def complete_future(self) -> None:
+        """Complete the future, if `get_future` was called."""
+        if self._source is not None:
+            with self._queue.lock:
+                source, self._source = self._source, None
+            if source is not None:
+                source.set_result(None)
+
+    def _result_or_error(self, _: Any) -> list[torch.Tensor]:
+        if self.error is not None:
+            raise self.error
+        return self._outputs
+
+    def is_completed(self) -> bool:
+        """Whether it is over, successful or not."""
+        if not self.done:
+            self._queue.advance()
+        return self.done
+
+    def is_success(self) -> bool:
+        """Whether it is over and the result is there."""
+        return self.done and self.error is None
+
+    def exception(self) -> BaseException | None:
+        """The error, if it failed."""
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """The same as `wait`, because results are CPU tensors."""
+        self.wait()
+
+    def recorder_entry(self, created_ns: int) -> dict[str, Any]:
+        """This work as an entry of torch's flight recorder."""
+        return {
+            "profiling_name": f"shm:{getattr(self.collective, '__name__', 'collective')}",
+            "collective_seq_id": self.number,
+            "input_sizes": [list(output.shape) for output in self._outputs],
+            "input_dtypes": [str(output.dtype).removeprefix("torch.") for output in self._outputs],
+            "retired": self.done,
+            "time_created_ns": created_ns,
+        }
+
+
+class WorkQueue:
+    """The works of one group that are not over, first issued first.
+
+    Raises, in `submit` and `finish` (all are also RuntimeErrors):
+        PeerFailed: a rank died, left, or gave up.
+        CollectiveTimeout: a rank did not arrive within the timeout.
+        RankDisagreement: the ranks called different collectives, or with different tensors.
+    After any of these the ranks are no longer in step, so every later collective raises the same error.
+
+    Attributes:
+        lock: held while a collective advances, and to read or change the queue.
+        entered: the number of works issued.
+        recent: number, time of issue and number of elements of the latest works.
+    """
+
+    def __init__(self, collectives: Collectives, ranks: Sequence[int], *, spin: bool) -> None:
+        self.lock = threading.Lock()
+        self.entered = 0
+        self.recent: deque[tuple[int, float, int]] = deque(maxlen=256)
+        self._collectives = collectives
+        self._segment = collectives.segment
+        self._ranks = ranks
+        self._waiting_since = 0.0  # 0 while this rank does not wait for the others
+        self._max_spins = self._spins = _MAX_SPINS if spin else 1
+        self._works: deque[ShmWork] = deque()
+        self._finished: deque[ShmWork] = deque()  # futures still to be completed, without the lock
+        self._inference_mode = torch.inference_mode()  # one object, because creating one is slow
+        self._error: BaseException | None = None
+        self._wake = threading.Event()
+        self._closed = False
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        _queues.add(self)
+
+    def submit(
+        self,
+        collective: Collective,
+        outputs: Sequence[torch.Tensor],
+        timeout_s: float,
+        *,
+        blocking: bool,
+    ) -> ShmWork:
+        """Issue a collective. If `blocking`, it is over on return."""
+        work = ShmWork(self, collective, outputs, timeout_s)
+        with self.lock:
+            if self._error is not None:
+                raise self._error
+            alone = not self._works
+            self.entered = work.number = self.entered + 1
+            self._works.append(work)
+            elements = outputs[0].numel() if outputs else 0
+            self.recent.append((self.entered, work.issued, elements))
+        if blocking or alone:
+            self._run(work, brief=not blocking)
+        if not work.done:
+            self._wake_thread()
+        elif work.error is not None:
+            raise work.error
+        return work
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of works that are not over."""
+        return len(self._works)
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """The works that are not over, as entries of torch's flight recorder."""
+        now, now_ns = time.monotonic(), time.time_ns()
+        return [
+            work.recorder_entry(now_ns - int((now - work.issued) * 1e9))
+            for work in tuple(self._works)
+        ]
+
+    def finish(self, work: ShmWork, timeout_s: float) -> None:
+        """Run the queue until `work` is over."""
+        if timeout_s > 0:
+            work.timeout_s = time.monotonic() - work.issued + timeout_s
+        self._run(work, brief=False)
+
+    def _run(self, work: ShmWork, *, brief: bool) -> None:
+        polls, checked = 0, time.monotonic()
+        while not work.done:
+            if self.advance():
+                polls = 0
+                continue
+            polls += 1
+            if polls <= self._spins:
+                continue
+            if brief:
+                return
+            self._sleep(polls > self._spins + 10)
+            if (now := time.monotonic()) - checked > _CHECK_PEERS_S:
+                checked = now
+                self._check_peers(now)
+
+    def advance(self) -> bool:
+        """Run the queue as far as it goes without waiting. Returns whether a round was completed."""
+        # Inference mode accepts tensors of every mode. Callbacks of futures, below, must not run in it.
+        with self.lock, self._inference_mode:
+            before = self._collectives.round
+            while self._works:
+                head = self._works[0]
+                try:
+                    next(head.collective)
+                    break
+                except StopIteration:
+                    self._pop(head)
+                except CallMismatch as error:
+                    self._fail(self._disagreement(error.args[0]), self._segment.rank)
+                except BaseException as error:  # an interrupt, too, leaves the ranks out of step
+                    self._fail(error, self._segment.rank)
+                    if not isinstance(error, Exception):
+                        raise
+            progressed = self._collectives.round != before
+            if progressed or self._waiting_since == 0:
+                self._adapt_spinning()
+        while self._finished:
+            self._finished.popleft().complete_future()
+        return progressed
+
+    def _adapt_spinning(self) -> None:
+        """Spin longer if the others came soon, else less."""
+        now = time.monotonic()
+        if self._waiting_since:
+            soon = now - self._waiting_since < _SOON_S
+            self._spins = min(self._max_spins, 2 * self._spins) if soon else self._spins // 2 or 1
+        self._waiting_since = now if self._works else 0.0
+
+    def _sleep(self, long: bool) -> None:
+        self._segment.sleep(self._segment.rounds[self._segment.rank], _SLEEP_S[long])
+
+    def _pop(self, work: ShmWork) -> None:
+        self._works.popleft()
+        work.done = True
+        self._finished.append(work)
+
+    def _fail(self, error: BaseException, culprit: int) -> None:
+        """Give up this group. Called with the lock held."""
+        self._error = error
+        self._segment.status[self._segment.rank] = _FAILED + culprit
+        while self._works:
+            self._works[0].error = error
+            self._works[0].collective.close()
+            self._pop(self._works[0])
+
+    def _check_peers(self, now: float) -> None:
+        """Give up if a rank that this one waits for is gone, or after the timeout."""
+        with self.lock:
+            if not self._works:
+                return
+            segment, waited_s = self._segment, now - self._works[0].issued
+            number = segment.rounds[segment.rank]
+            missing = [r for r in range(segment.size) if segment.rounds[r] < number]
+            for rank in missing:
+                status, state = segment.status[rank], segment.process_state(rank)
+                # It may have arrived, finished and left since `missing` was read.
+                if (status or state == "dead") and segment.rounds[rank] < number:
+                    self._fail(self._peer_failure(rank, status), rank)
+                    break
+            else:
+                if missing and waited_s > self._works[0].timeout_s:
+                    self._fail(self._timeout(missing, waited_s), missing[0])
+        self.advance()
+
+    def _peer_failure(self, rank: int, status: int) -> PeerFailed:
+        name = self._ranks[rank]
+        if status >= _FAILED:
+            culprit = self._ranks[status - _FAILED]
+            did = "gave up this group" + (f" because of rank {culprit}" if culprit != name else "")
+        elif status == _LEFT:
+            did = "left this group"
+        else:
+            did = f"died (process {self._segment.pid(rank)})"
+        return PeerFailed(
+            f"rank {name} {did} while this rank waited for it.",
+            where=self._where(),
+            rank=name,
+            cause_known=False,
+        )
+
+    def _timeout(self, missing: Sequence[int], waited_s: float) -> CollectiveTimeout:
+        segment = self._segment
+        names = [
+            f"rank {self._ranks[r]} ({segment.process_state(r)}, process {segment.pid(r)})"
+            for r in missing
+        ]
+        return CollectiveTimeout(
+            f"a collective timed out after {waited_s:.0f} s; ranks that did not arrive: "
+            f"{', '.join(names)}.",
+            where=self._where(),
+            missing=[self._ranks[r] for r in missing],
+            waited_s=waited_s,
+            cause_known=False,
+        )
+
+    def _disagreement(self, calls: Sequence[str]) -> PacelineError:
+        texts = [f"rank {self._ranks[r]} {call}" for r, call in enumerate(calls)]
+        return RankDisagreement(
+            f"ranks called different collectives: {'; '.join(texts)}.",
+            where=self._where(),
+            fix="call the same collectives in the same order with the same shapes on all ranks.",
+            values=list(calls),
+            cause_known=False,
+        )
+
+    def _where(self) -> str:
+        return place(self._ranks[self._segment.rank], len(self._ranks), detail="backend shm")
+
+    def _wake_thread(self) -> None:
+        with self.lock:
+            if self._thread is None and not self._closed:
+                # It holds a weak reference, so that it does not keep an unused group alive.
+                self._thread = threading.Thread(
+                    target=_serve,
+                    args=(weakref.ref(self), self._wake),
+                    name="paceline-shm",
+                    daemon=True,
+                )
+                self._thread.start()
+        self._wake.set()
+
+    def serve(self) -> bool:
+        """Run the queue until it is empty, in the background thread. Returns False once it is closed."""
+        self._wake.clear()
+        polls, checked = 0, time.monotonic()
+        while self._works and not self._closed:
+            polls = 0 if self.advance() else polls + 1
+            if polls:
+                self._sleep(polls > 10)
+            if (now := time.monotonic()) - checked > _CHECK_PEERS_S:
+                checked = now
+                self._check_peers(now)
+        return not self._closed
+
+    def close(self) -> None:
+        """Leave the group. Ranks that still wait for this one get a `PeerFailed`."""
+        if os.getpid() != self._pid:
+            return  # a forked child has the memory but is no rank
+        rank = self._segment.rank
+        # A signal handler may have interrupted the thread that holds the lock.
+        held = self.lock.acquire(timeout=1)
+        if not self._closed and self._error is None:
+            error = PeerFailed("this rank left.", where=self._where(), rank=self._ranks[rank])
+            if held:
+                self._fail(error, rank)
+            self._error = error
+            self._segment.status[rank] = _LEFT
+        self._closed = True
+        self._segment.wake(always=True)
+        if held:
+            self.lock.release()
+        self._wake.set()
+        while self._finished:
+            self._finished.popleft().complete_future()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _serve(queue: weakref.ref[WorkQueue], wake: threading.Event) -> None:
+    while True:
+        wake.wait()
+        found = queue()
+        if found is None or not found.serve():
+            return
+        del found
+
+
+_queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Stop the threads before the interpreter ends: one that then asks for its lock aborts the process."""
+    for queue in list(_queues):
+        queue.close()
