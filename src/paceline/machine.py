@@ -188,8 +188,17 @@ def start_ticks(pid: int) -> int | None:
 
     All processes of a host read the same number. psutil's `create_time` depends on the wall clock.
     """
+    status = process_status(pid)
+    return status[1] if status else None
+
+
+def process_status(pid: int) -> tuple[str, int] | None:
+    """The kernel's letter for the state of a process, and its `start_ticks`; None if it has ended.
+
+    Ranks that wait in a collective call it; importing psutil would slow down the start of every rank.
+    """
     fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return int(fields[19]) if fields else None
+    return (fields[0], int(fields[19])) if fields else None
 
 
 def _duration(seconds: float) -> str:

@@ -24,6 +24,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from paceline.machine import process_status, start_ticks
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PAGE_BYTES = 4096
 _COLUMNS = 9  # of the header: one 64-bit cell for each rank
@@ -77,8 +79,8 @@ class Segment:
         self._base = begin + self._data
         self._wake_address = ctypes.c_void_p(begin + 8 * (1 + _COLUMNS * size))
         self._views: dict[tuple[int, torch.dtype, int, int], Sequence[torch.Tensor]] = {}
-        pid = os.getpid()
-        self._pids[rank], self._start_times[rank] = pid, _process_status(pid)[1]
+        self._pids[rank] = os.getpid()
+        self._start_times[rank] = start_ticks(os.getpid()) or 0
 
     def address(self, number: int, rank: int) -> int:
         """The address of the slot of `rank` for round `number`."""
@@ -127,10 +129,10 @@ class Segment:
 
     def process_state(self, rank: int) -> str:
         """The state of the process of `rank`: "running", "stopped" or "dead"."""
-        letter, start_time = _process_status(self._pids[rank])
-        if start_time != self._start_times[rank] or letter in "ZX":
+        status = process_status(self._pids[rank])
+        if status is None or status[0] in "ZX" or status[1] != self._start_times[rank]:
             return "dead"
-        return "stopped" if letter in "Tt" else "running"
+        return "stopped" if status[0] in "Tt" else "running"
 
     def pid(self, rank: int) -> int:
         """The process id of `rank`."""
@@ -220,12 +222,3 @@ def _open(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
         return memory
     finally:
         store.set(opened, "")
-
-
-def _process_status(pid: int) -> tuple[str, int]:
-    """State letter and start time of a process from /proc; ("X", 0) if it does not exist."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X", 0
-    return fields[0], int(fields[19])

@@ -311,7 +311,7 @@ class WorkQueue:
             for r in missing
         ]
         return CollectiveTimeout(
-            f"a collective timed out after {waited_s:.0f} s; ranks that did not arrive: "
+            f"the timeout of a collective passed ({waited_s:.0f} s); ranks that did not arrive: "
             f"{', '.join(names)}.",
             where=self._where(),
             missing=[self._ranks[r] for r in missing],
