@@ -15,9 +15,16 @@ from paceline import log
 from paceline.data.batches import Batches
 from paceline.data.evaluation import evaluation_batches
 from paceline.data.plan import Plan, Position
-from paceline.errors import AuditError, ConfigError, DataError, RankDisagreement, SampleError
+from paceline.errors import (
+    AuditError,
+    ConfigError,
+    DataError,
+    PacelineError,
+    RankDisagreement,
+    SampleError,
+)
 from paceline.job.job import Job
-from paceline.testing import run_failing_ranks, run_ranks
+from paceline.testing import run_ranks
 
 EPOCHS = 2
 
@@ -216,41 +223,87 @@ def test_a_rank_may_have_no_sample_and_gets_ghosts_on_request(nproc: int) -> Non
 # Failures
 
 
-def _disagree(job: Job, what: str) -> None:
-    size = 5 + (job.rank if what == "samples" else 0)
-    global_batch = 2 + (job.rank if what == "global_batch" else 0)
-    Batches(job, TensorDataset(torch.arange(size)), global_batch=global_batch)
+class ByRank(IterableDataset):  # type: ignore[type-arg]
+    """A stream that splits itself over ranks, which it must not."""
+
+    def __init__(self, rank: int, count: int, size: int) -> None:
+        self.rank, self.count, self.size = rank, count, size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, self.size, self.count))
 
 
-@pytest.mark.parametrize("what", ["samples", "global_batch"])
-def test_ranks_with_different_data_or_arguments_all_hear_of_it(what: str) -> None:
-    for outcome in run_failing_ranks(_disagree, what, nproc=2):
-        assert isinstance(outcome.error, RankDisagreement)
-        assert what in str(outcome.error)
+class Uneven:
+    """The first shard continues after the others have ended."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def shard(self, index: int, count: int) -> Iterator[int]:
+        return iter(range(index, 20 if index == 0 else 4, count))
 
 
-def _lose_one(job: Job) -> None:
-    """Rank 1, which has samples 4 to 7, takes 3 instead of 6."""
-    right = Plan.blocks
-
-    def wrong(*args: Any) -> Any:
-        for block in right(*args):
-            yield block._replace(ids=np.where(block.ids == 6, 3, block.ids))
-
-    if job.rank == 1:
-        Plan.blocks = wrong  # type: ignore[method-assign]
+def _error(job: Job, dataset: Any, **options: Any) -> PacelineError | None:
     try:
-        batches = Batches(job, TensorDataset(torch.arange(8)), global_batch=8, shuffle=False)
-        for step in batches.iterate(Position(0), epochs=1):
+        for step in Batches(job, dataset, **options).iterate(Position(0), epochs=1):
             list(step)
+    except PacelineError as error:
+        return error
+    return None
+
+
+def _replaced(*args: Any) -> Any:
+    for block in RIGHT_BLOCKS(*args):
+        yield block._replace(ids=np.where(block.ids == 6, 3, block.ids))
+
+
+RIGHT_BLOCKS = Plan.blocks
+
+
+def _errors_on_all_ranks(job: Job) -> dict[str, Any]:
+    rank, eight = job.rank, TensorDataset(torch.arange(8))
+    warnings: list[str] = []
+    log.logger.warning = lambda message, *_: warnings.append(message)  # type: ignore[method-assign]
+    try:
+        found: dict[str, Any] = {
+            "samples": _error(job, TensorDataset(torch.arange(5 + rank)), global_batch=2),
+            "arguments": _error(job, eight, global_batch=2 + rank),
+            "length": _error(job, ByRank(rank, job.world_size, 5), global_batch=2),
+            "other samples": _error(job, ByRank(rank, job.world_size, 8), global_batch=2),
+            "uneven": _error(job, Uneven(), global_batch=4),
+            "empty stream": _error(job, Stream(0), global_batch=4),
+            "empty set": _error(job, TensorDataset(torch.empty(0)), global_batch=4),
+        }
     finally:
-        Plan.blocks = right  # type: ignore[method-assign]
+        del log.logger.warning
+    if rank == 1:  # it has samples 4 to 7, and gives 3 in place of 6
+        Plan.blocks = _replaced  # type: ignore[method-assign]
+    found["lost"] = _error(job, eight, global_batch=8, shuffle=False)
+    Plan.blocks = RIGHT_BLOCKS  # type: ignore[method-assign]
+    found["warned"] = sum("different samples" in text for text in warnings)
+    return found
 
 
-def test_a_sample_that_one_rank_lost_is_an_error_on_all() -> None:
-    for outcome in run_failing_ranks(_lose_one, nproc=2):
-        assert isinstance(outcome.error, AuditError)
-        assert (outcome.error.lost, outcome.error.doubled) == ([6], [3])
+def test_what_all_ranks_can_know_is_an_error_on_all() -> None:
+    for found in run_ranks(_errors_on_all_ranks, nproc=2):
+        kinds = {name: type(error) for name, error in found.items() if name != "warned"}
+        assert kinds == {
+            "samples": RankDisagreement,
+            "arguments": RankDisagreement,
+            "length": RankDisagreement,
+            "other samples": type(None),
+            "uneven": AuditError,
+            "empty stream": DataError,
+            "empty set": ConfigError,
+            "lost": AuditError,
+        }
+        assert "samples" in str(found["samples"])
+        assert "global_batch" in str(found["arguments"])
+        assert found["length"].values == [1, 0]
+        assert found["warned"] == 1
+        assert found["uneven"].seen == found["uneven"].expected == 12  # but not samples 0 to 11
+        assert "gave no sample" in str(found["empty stream"])
+        assert (found["lost"].lost, found["lost"].doubled) == ([6], [3])
 
 
 class Failing(Augmented):
@@ -272,73 +325,3 @@ def test_a_sample_that_fails_names_its_rank(workers: int) -> None:
         run_ranks(_fail, workers, nproc=2)
     assert caught.value.rank == 1
     assert caught.value.worker == (0 if workers else None)
-
-
-class ByRank(IterableDataset):  # type: ignore[type-arg]
-    """A stream that splits itself over ranks, as it must not."""
-
-    def __init__(self, rank: int, count: int, size: int) -> None:
-        self.rank, self.count, self.size = rank, count, size
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.rank, self.size, self.count))
-
-
-def _read_own_stream(job: Job, size: int) -> int:
-    said: list[str] = []
-    log.logger.warning = lambda message, *_: said.append(message)  # type: ignore[method-assign]
-    try:
-        batches = Batches(job, ByRank(job.rank, job.world_size, size), global_batch=2)
-        for step in batches.iterate(Position(0), epochs=1):
-            list(step)
-    finally:
-        del log.logger.warning
-    return sum("different samples" in text for text in said)
-
-
-def test_ranks_that_read_different_streams_are_found() -> None:
-    for outcome in run_failing_ranks(_read_own_stream, 5, nproc=2):
-        assert isinstance(outcome.error, RankDisagreement)
-        assert outcome.error.values == [1, 0]
-    assert run_ranks(_read_own_stream, 8, nproc=2) == [1, 1]
-
-
-class Uneven:
-    """One shard goes on after the others have ended."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(())
-
-    def shard(self, index: int, count: int) -> Iterator[int]:
-        return iter(range(index, 20 if index == 0 else 4, count))
-
-
-def _read_uneven(job: Job) -> None:
-    batches = Batches(job, Uneven(), global_batch=4)
-    for step in batches.iterate(Position(0), epochs=1):
-        list(step)
-
-
-def test_shards_that_do_not_belong_together_are_found() -> None:
-    for outcome in run_failing_ranks(_read_uneven, nproc=2):
-        assert isinstance(outcome.error, AuditError)
-        assert outcome.error.seen == outcome.error.expected == 12  # but not samples 0 to 11
-
-
-def _empty_stream(job: Job) -> None:
-    next(Batches(job, Stream(0), global_batch=4).iterate(Position(0), epochs=1))
-
-
-def test_an_empty_stream_is_an_error_on_all_ranks() -> None:
-    for outcome in run_failing_ranks(_empty_stream, nproc=2):
-        assert isinstance(outcome.error, DataError)
-        assert "gave no sample" in str(outcome.error)
-
-
-def _empty_set(job: Job) -> None:
-    Batches(job, TensorDataset(torch.empty(0)), global_batch=4)
-
-
-def test_an_empty_set_is_an_error_on_all_ranks() -> None:
-    for outcome in run_failing_ranks(_empty_set, nproc=2):
-        assert isinstance(outcome.error, ConfigError)

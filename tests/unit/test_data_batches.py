@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import pickle
 import random
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from torch.utils.data import (
 )
 
 import paceline
+from paceline import torch_private
 from paceline.data.batches import Batches
 from paceline.data.evaluation import evaluation_batches
 from paceline.data.plan import Permutation, Position
@@ -145,13 +148,6 @@ def test_a_run_resumed_at_any_position_is_the_rest_of_the_straight_one(
     batches.close()
 
 
-def test_without_shuffle_samples_come_in_their_own_order(job: Job) -> None:
-    batches = Batches(job, TensorDataset(torch.arange(7)), global_batch=3, shuffle=False)
-    assert [row for step in _samples(_everything(batches, epochs=1)) for row in step] == [
-        (i,) for i in range(7)
-    ]
-
-
 @pytest.mark.parametrize("dataset", [Augmented(), Asking()])
 def test_loading_leaves_the_generators_of_the_training_alone(job: Job, dataset: Any) -> None:
     for workers in (0, 1):
@@ -163,16 +159,11 @@ def test_loading_leaves_the_generators_of_the_training_alone(job: Job, dataset: 
         batches = Batches(job, dataset, global_batch=5, workers=workers)
         _everything(batches)
         batches.close()
+        with pytest.raises(SampleError):
+            _everything(Batches(job, Failing(), global_batch=5))
         assert torch.equal(torch.get_rng_state(), before[0])
         assert repr(np.random.get_state(legacy=False)) == repr(before[1])
         assert random.getstate() == before[2]
-
-
-def test_generators_are_left_alone_also_when_a_sample_fails(job: Job) -> None:
-    before = random.getstate()
-    with pytest.raises(SampleError):
-        _everything(Batches(job, Failing(), global_batch=5))
-    assert random.getstate() == before
 
 
 class Recording(Augmented):
@@ -191,6 +182,8 @@ class Recording(Augmented):
 
 def test_randomness_off_uses_getitems_and_seeds_nothing(job: Job) -> None:
     dataset = Recording()
+    _everything(Batches(job, dataset, global_batch=5))
+    assert dataset.calls == []
     batches = Batches(job, dataset, global_batch=5, sample_randomness=False)
     ids = [[row[0] for row in step] for step in _samples(_everything(batches, epochs=1))]
     assert dataset.calls == ids
@@ -202,12 +195,6 @@ def test_randomness_off_uses_getitems_and_seeds_nothing(job: Job) -> None:
         _everything(Batches(job, Augmented(), global_batch=5, sample_randomness=False))
     )
     assert first != second
-
-
-def test_with_randomness_each_sample_is_read_by_itself(job: Job) -> None:
-    dataset = Recording()
-    _everything(Batches(job, dataset, global_batch=5))
-    assert dataset.calls == []
 
 
 def test_set_epoch_is_called_for_the_user_through_subsets(job: Job) -> None:
@@ -355,6 +342,24 @@ def test_threads_that_the_user_chose_stay() -> None:
         assert torch.get_num_threads() == 2
 
 
+def test_closed_batches_are_not_kept_by_the_job_and_end_without_torchs_private_name(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = Batches(job, Pids(), global_batch=2, workers=1)
+    step = next(batches.iterate(Position(0), epochs=9))
+    pid = next(iter(step)).batch[0].item()
+    monkeypatch.setattr(torch_private, "find", lambda path: None)
+    batches.close()
+    for child in multiprocessing.active_children():
+        child.join(20)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    kept = weakref.ref(batches)
+    del batches, step
+    gc.collect()
+    assert kept() is None
+
+
 # Errors
 
 
@@ -406,23 +411,26 @@ class Ragged(Augmented):
         return torch.zeros(index)
 
 
+class BrokenLot(Augmented):
+    def __getitems__(self, indices: list[int]) -> Any:
+        raise OSError("gone")
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_cannot_be_collated_are_named(job: Job, workers: int) -> None:
-    batches = Batches(job, Ragged(), global_batch=3, shuffle=False, workers=workers)
-    with pytest.raises(SampleError, match="samples 0, 1, 2 could not be collated") as caught:
+@pytest.mark.parametrize(
+    ("dataset", "text"),
+    [(Ragged(), "could not be collated"), (BrokenLot(), "could not be read: OSError: gone")],
+)
+def test_samples_that_fail_together_are_named(
+    job: Job, dataset: Any, text: str, workers: int
+) -> None:
+    batches = Batches(
+        job, dataset, global_batch=3, shuffle=False, workers=workers, sample_randomness=False
+    )
+    with pytest.raises(SampleError, match=f"samples 0, 1, 2 {text}") as caught:
         _everything(batches)
     assert caught.value.samples == [0, 1, 2]
     batches.close()
-
-
-def test_getitems_that_fails_names_its_samples(job: Job) -> None:
-    class Broken(Augmented):
-        def __getitems__(self, indices: list[int]) -> Any:
-            raise OSError("gone")
-
-    batches = Batches(job, Broken(), global_batch=2, shuffle=False, sample_randomness=False)
-    with pytest.raises(SampleError, match=r"samples 0, 1 .*OSError: gone"):
-        _everything(batches)
 
 
 @pytest.fixture
@@ -432,8 +440,8 @@ def collected() -> Iterator[None]:
 
 
 def interrupts(test: Any) -> Any:
-    """A death is raised wherever the main thread is, also where torch has opened a socket: that goes with
-    the traceback, which shall not be in the next test."""
+    """A death is raised anywhere in the main thread, maybe while torch holds an open socket. The traceback
+    keeps it; the next test must not."""
     ignored = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     return pytest.mark.usefixtures("collected")(ignored(test))
 
@@ -474,26 +482,15 @@ def test_a_worker_that_dies_is_named_with_the_probable_cause(
 
 
 @interrupts
-def test_a_death_is_told_at_once_also_where_no_data_is_awaited(job: Job) -> None:
-    batches = Batches(job, Pids(), global_batch=1, workers=1)
-    run = batches.iterate(Position(0), epochs=9)
-    pid = next(iter(next(run))).batch.item()
-    with pytest.raises(DataError, match="loader worker 0 was killed by SIGKILL"):  # noqa: PT012
-        os.kill(pid, signal.SIGKILL)
-        threading.Event().wait(60)  # as a training that computes; the signal ends it
-    batches.close()
-
-
-@interrupts
-def test_what_a_killed_worker_held_in_shared_memory_goes_with_it(job: Job) -> None:
+def test_a_death_is_raised_at_once_and_its_shared_memory_is_removed(job: Job) -> None:
     batches = Batches(job, Pids(), global_batch=1, workers=1)
     run = batches.iterate(Position(0), epochs=9)
     pid = next(iter(next(run))).batch.item()
     held = Path(f"/dev/shm/torch_{pid}_1_0")
     held.touch()  # as torch does between making a file and unlinking it
-    with pytest.raises(DataError):  # noqa: PT012
+    with pytest.raises(DataError, match="loader worker 0 was killed by SIGKILL"):  # noqa: PT012
         os.kill(pid, signal.SIGKILL)
-        threading.Event().wait(60)
+        threading.Event().wait(60)  # as a training that computes; the signal ends it
     batches.close()
     assert not held.exists()
 
@@ -593,7 +590,7 @@ def test_what_workers_hold_can_be_sent_where_they_are_spawned(job: Job, dataset:
 
 
 def test_workers_end_at_once_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """Else they would hold a dead rank's connections, and its peers would wait for it."""
+    """They would keep a dead rank's connections open, and its peers would wait for it."""
     script = tmp_path / "train.py"
     script.write_text(
         "import os, signal, paceline\n"

@@ -62,7 +62,7 @@ def test_all_orders_of_a_small_set_are_equally_likely(size: int) -> None:
     assert chi2 < {3: 20.5, 4: 49.7}[size]  # the 99.9 % quantiles for 5 and 23 degrees of freedom
 
 
-@pytest.mark.parametrize("size", range(2, 11))
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 10])
 def test_each_member_is_equally_likely_at_each_place(size: int) -> None:
     draws = 2000
     counts = np.zeros((size, size))
