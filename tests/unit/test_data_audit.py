@@ -101,7 +101,6 @@ def test_a_correct_epoch_passes_from_any_position(job: Job, workers: int, offset
     batches = Batches(job, data, global_batch=2, micro_batch=1, workers=workers)
     _run(batches, Position(3, 1, offset), 3)
     assert batches._audited
-    batches.close()
 
 
 def test_an_epoch_that_was_left_is_not_audited_and_the_next_whole_one_is(job: Job) -> None:

@@ -121,7 +121,7 @@ def test_samples_and_their_randomness_are_the_same_for_any_workers_and_micro_bat
             batches.close()
 
 
-def test_a_step_says_where_it_is(job: Job) -> None:
+def test_a_step_has_its_position_and_size(job: Job) -> None:
     seen = _everything(Batches(job, Augmented(7), global_batch=4, micro_batch=3), epochs=1)
     assert [where for where, _ in seen] == [
         (0, 0, 4, False, Position(7, 0, 4)),
@@ -136,7 +136,7 @@ def test_a_step_says_where_it_is(job: Job) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_resumed_at_any_position_is_the_rest_of_the_straight_one(
+def test_a_run_resumed_at_any_position_continues_the_uninterrupted_one(
     job: Job, workers: int
 ) -> None:
     batches = Batches(job, Augmented(), global_batch=5, micro_batch=2, workers=workers)
@@ -145,7 +145,6 @@ def test_a_run_resumed_at_any_position_is_the_rest_of_the_straight_one(
         assert _everything(batches, where[-1], epochs=3) == straight[number + 1 :]
     assert _everything(batches, Position(7, 0, 13), epochs=2) == straight[3:6]
     assert _everything(batches, Position(7, 3, 0), epochs=3) == []
-    batches.close()
 
 
 @pytest.mark.parametrize("dataset", [Augmented(), Asking()])
@@ -170,10 +169,6 @@ class Recording(Augmented):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Any] = []
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         self.calls.append(list(indices))
@@ -188,19 +183,8 @@ def test_randomness_off_uses_getitems_and_seeds_nothing(job: Job) -> None:
     ids = [[row[0] for row in step] for step in _samples(_everything(batches, epochs=1))]
     assert dataset.calls == ids
     torch.manual_seed(1)
-    first = _samples(
-        _everything(Batches(job, Augmented(), global_batch=5, sample_randomness=False))
-    )
-    second = _samples(
-        _everything(Batches(job, Augmented(), global_batch=5, sample_randomness=False))
-    )
-    assert first != second
-
-
-def test_set_epoch_is_called_for_the_user_through_subsets(job: Job) -> None:
-    dataset = Recording()
-    _everything(Batches(job, Subset(dataset, range(4)), global_batch=2), epochs=3)
-    assert dataset.epochs == [0, 1, 2]
+    plain = Batches(job, Augmented(), global_batch=5, sample_randomness=False)
+    assert _samples(_everything(plain)) != _samples(_everything(plain))
 
 
 class Epochal:
@@ -217,18 +201,20 @@ class Epochal:
         return index, self.epoch
 
 
-def test_set_epoch_reaches_workers_in_time_though_they_read_ahead(job: Job) -> None:
-    batches = Batches(job, Epochal(), global_batch=2, workers=2)
-    for (epoch, *_), micros in _everything(batches, epochs=3):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_set_epoch_is_called_in_time_through_subsets(job: Job, workers: int) -> None:
+    data = Subset(Subset(Epochal(), range(5)), range(5))
+    for (epoch, *_), micros in _everything(
+        Batches(job, data, global_batch=2, workers=workers), epochs=3
+    ):
         assert all(set(batch[1]) == {epoch} for batch, *_ in micros)
-    batches.close()
 
 
 def test_a_subset_keeps_what_its_set_offers_and_numbers_samples_itself(job: Job) -> None:
     data = TensorDataset(torch.arange(10) * 10)
     part = Subset(Subset(data, [9, 8, 7, 6, 5]), [4, 0, 2])
     batches = Batches(job, part, global_batch=3, shuffle=False)
-    assert batches._loader._samples.tensors is not None  # type: ignore[union-attr]
+    assert batches._loader._samples.tensors is not None  # type: ignore[attr-defined]
     assert _samples(_everything(batches, epochs=1)) == [[(50,), (90,), (70,)]]
     asking = Batches(job, Subset(Asking(), [3, 4]), global_batch=2, shuffle=False)
     whole = Batches(job, Asking(), global_batch=13, shuffle=False)
@@ -241,12 +227,9 @@ class Doubling(TensorDataset):
         return tuple(2 * part for part in super().__getitem__(index))
 
 
-def test_a_tensor_dataset_with_its_own_getitem_is_read_through_it(job: Job) -> None:
+def test_own_getitem_and_own_collate_are_used(job: Job) -> None:
     batches = Batches(job, Doubling(torch.arange(4)), global_batch=4, shuffle=False)
     assert _samples(_everything(batches, epochs=1)) == [[(0,), (2,), (4,), (6,)]]
-
-
-def test_collate_gets_lists_of_samples_and_may_give_anything(job: Job) -> None:
     data = TensorDataset(torch.arange(5))
     batches = Batches(job, data, global_batch=3, shuffle=False, collate=lambda rows: [len(rows)])
     assert [micros[0][0] for _, micros in _everything(batches, epochs=1)] == [[3], [2]]
@@ -265,23 +248,16 @@ def test_micro_batches_are_read_when_asked_for_and_once(job: Job) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_a_loop_leaves_unread_does_not_shift_the_next_step(job: Job, workers: int) -> None:
-    batches = Batches(
-        job,
-        TensorDataset(torch.arange(12)),
-        global_batch=6,
-        micro_batch=2,
-        workers=workers,
-        shuffle=False,
-    )
+def test_micro_batches_that_are_not_read_do_not_shift_the_next_step(job: Job, workers: int) -> None:
+    data, options = TensorDataset(torch.arange(12)), {"micro_batch": 2, "workers": workers}
+    batches = Batches(job, data, global_batch=6, shuffle=False, **options)
     firsts = []
-    batches._audited = True  # which would rightly find the unread samples lost
+    batches._audited = True  # the audit would find the unread samples lost
     for step in batches.iterate(Position(0), epochs=2):
         for micro in step:
             firsts.append(micro.batch[0].tolist())
             break
     assert firsts == [[0, 1], [6, 7]] * 2
-    batches.close()
 
 
 def test_workers_are_kept_over_epochs_and_over_runs(job: Job) -> None:
@@ -307,14 +283,13 @@ class Pids:
         return os.getpid()
 
 
-def test_a_run_that_was_started_anew_elsewhere_ends(job: Job) -> None:
+def test_an_iteration_ends_when_a_later_one_starts(job: Job) -> None:
     batches = Batches(job, Pids(), global_batch=2, workers=1)
     one = batches.iterate(Position(0), epochs=9)
     next(one)
     next(batches.iterate(Position(0), epochs=9))
     with pytest.raises(StepError, match="a later one was started"):
         next(one)
-    batches.close()
 
 
 def test_leaving_the_job_ends_workers_and_gives_threads_back() -> None:
@@ -331,15 +306,10 @@ def test_leaving_the_job_ends_workers_and_gives_threads_back() -> None:
     assert torch.get_num_threads() == before
     with pytest.raises(StepError, match="left"):
         batches.iterate(Position(0), epochs=1)
-
-
-def test_threads_that_the_user_chose_stay() -> None:
     with paceline.join() as job:
-        job.threads_chosen = False
-        torch.set_num_threads(2)
-        batches = Batches(job, Pids(), global_batch=2, workers=1)
-        next(batches.iterate(Position(0), epochs=9))
-        assert torch.get_num_threads() == 2
+        job.threads_chosen = False  # the user chose them, so they stay
+        next(Batches(job, Pids(), global_batch=2, workers=1).iterate(Position(0), epochs=9))
+        assert torch.get_num_threads() == before
 
 
 def test_closed_batches_are_not_kept_by_the_job_and_end_without_torchs_private_name(
@@ -383,27 +353,25 @@ def test_a_sample_that_fails_is_named_with_rank_and_worker(job: Job, workers: in
     if workers:
         assert f"loader worker {error.worker}" in error.where
         assert 'raise ZeroDivisionError("broken file")' in error.__notes__[0]
-    batches.close()
 
 
 class Unpicklable(Exception):
-    def __init__(self, lock: Any) -> None:
+    def __init__(self) -> None:
         super().__init__("locked")
-        self.lock = lock
+        self.lock = threading.Lock()
 
 
 class FailingOddly(Augmented):
     def __getitem__(self, index: int) -> Any:
-        raise Unpicklable(threading.Lock())
+        raise Unpicklable
 
 
-def test_an_error_that_cannot_leave_its_worker_comes_as_text(job: Job) -> None:
+def test_an_error_that_cannot_be_sent_arrives_as_text(job: Job) -> None:
     batches = Batches(job, FailingOddly(), global_batch=5, workers=1)
     with pytest.raises(SampleError, match="Unpicklable: locked") as caught:
         _everything(batches)
     assert caught.value.original is None
     assert "raise Unpicklable" in caught.value.__notes__[0]
-    batches.close()
 
 
 class Ragged(Augmented):
@@ -430,7 +398,6 @@ def test_samples_that_fail_together_are_named(
     with pytest.raises(SampleError, match=f"samples 0, 1, 2 {text}") as caught:
         _everything(batches)
     assert caught.value.samples == [0, 1, 2]
-    batches.close()
 
 
 @pytest.fixture
@@ -501,7 +468,6 @@ def test_a_batch_that_cannot_be_sent_is_an_error_and_no_hang(job: Job) -> None:
     )
     with pytest.raises(DataError, match="cannot be sent"):
         _everything(batches)
-    batches.close()
 
 
 class Sizeless(Dataset):  # type: ignore[type-arg]

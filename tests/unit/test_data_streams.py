@@ -189,7 +189,6 @@ def test_a_dataset_that_splits_itself_over_workers_still_gives_all(job: Job) -> 
     assert sorted(row[0] for _, rows in _everything(batches, epochs=1) for row in rows) == list(
         range(9)
     )
-    batches.close()
 
 
 class ByChance(IterableDataset):  # type: ignore[type-arg]
@@ -218,7 +217,6 @@ def test_workers_that_read_different_streams_are_found(
         batches = Batches(job, ByChance(0, 1), global_batch=2, workers=2)
         _everything(batches, epochs=1)
     assert "begins with different samples" in caplog.text
-    batches.close()
 
 
 class Failing(IterableDataset):  # type: ignore[type-arg]
@@ -243,7 +241,6 @@ def test_a_stream_that_fails_names_the_place(job: Job, workers: int) -> None:
     ragged = Batches(job, Shapes(), global_batch=2, workers=workers)
     with pytest.raises(SampleError, match="samples 0, 1 could not be collated"):
         list(ragged.iterate(START, epochs=1))
-    ragged.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -255,7 +252,6 @@ def test_an_empty_stream_or_one_that_ends_too_early_is_an_error(job: Job, worker
     batches = Batches(job, Whole(5), global_batch=2, workers=workers)
     with pytest.raises(DataError, match="ended before sample 6"):
         next(batches.iterate(Position(7, 0, 6), epochs=1))
-    batches.close()
 
 
 def test_an_endless_stream_is_read_no_further_than_needed(job: Job) -> None:
