@@ -56,7 +56,6 @@ bench-all: bench
 	$(BIN)/python benchmarks/reproducible.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/resume.py
-	$(BIN)/python benchmarks/shadow.py
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/restarts.py
 	$(BIN)/python benchmarks/restarts.py --kinds preempt

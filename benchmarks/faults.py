@@ -28,9 +28,8 @@ import torch
 from tables import publish
 
 import paceline
-from paceline.checkpoint.manifest import parse
 from paceline.checkpoint.reader import read
-from paceline.checkpoint.store import committed, open_store, read_manifest_text
+from paceline.checkpoint.store import committed, open_store, read_manifest
 from paceline.testing import run_failing_ranks
 
 # Those that write come first, since a small count stops early.
@@ -83,7 +82,7 @@ def verdict(folder: str, said: int, started: int) -> str:
     steps = committed(store)
     for step in steps:
         try:
-            found, _ = read(store, parse(read_manifest_text(store, step), folder))
+            found, _ = read(store, read_manifest(store, step))
         except Exception as error:
             return f"torn: {error}"
         want = content(step)

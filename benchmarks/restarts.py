@@ -7,7 +7,7 @@ Each trial is a training (`survivor.py`) under `paceline run` with one fault at 
 It counts when the job ends with 0 and its ledger, losses and last checkpoint are those of a run without
 faults. Recovery is from the strike to the end of the first step that had not been done before. **node**: the
 second of two nodes is killed (**silent**: it stands still), the first goes on alone (`--nnodes 1:2`), and
-then both again. **shadow**: all ranks are killed, and nothing but the shadow was saved. **preempt**: the
+then both again. **preempt**: the
 launcher gets SIGTERM in a training of 50 ms steps; all ranks have to end with the same step, and a second run
 goes on; the seconds are those from the signal to the end of that step on the last rank. With
 `--mixed-s 900` it is one training instead, with a fault of any kind every `--every-s 15`.
@@ -35,9 +35,8 @@ from typing import Any
 
 from tables import publish
 
-from paceline.checkpoint.manifest import parse
 from paceline.checkpoint.reader import read
-from paceline.checkpoint.store import committed, open_store, read_manifest_text
+from paceline.checkpoint.store import committed, open_store, read_manifest
 from paceline.testing import digest
 
 SCRIPT = Path(__file__).with_name("survivor.py")
@@ -50,7 +49,6 @@ SETTINGS: dict[str, Any] = {
     "save_every": 1,
     "slow_s": 0.05,
     "reproducible": False,
-    "shadow": False,
 }
 # Other worlds give the same bits.
 NODE_SETTINGS = SETTINGS | {"epochs": 8, "reproducible": True}
@@ -64,7 +62,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def newest(folder: Path) -> str:
     """The digest of all that the newest checkpoint holds."""
     store = open_store(str(folder / "kept"))
-    manifest = parse(read_manifest_text(store, committed(store)[-1]), str(folder))
+    manifest = read_manifest(store, committed(store)[-1])
     tree, _ = read(store, manifest)
     return digest(tree)
 
@@ -139,9 +137,6 @@ def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str
         "phase": rng.choice(PHASES),
     }
     settings = SETTINGS | {"faults": [fault]}
-    if kind == "shadow":
-        faults = [fault | {"kind": "kill", "rank": rank, "phase": "end"} for rank in range(nproc)]
-        settings = SETTINGS | {"faults": faults, "save_every": 10**6, "shadow": True}
     with place() as folder:
         words = [f"--nproc-per-node={nproc}", "--max-restarts=2"]
         process = start(folder, settings, words)
@@ -154,8 +149,6 @@ def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str
         if code != 0 or not mark.exists():
             return f"{fault}: exit code {code}\n{(folder / 'log').read_text()}", 0.0
         found = lost(folder, settings, expected)
-        if kind == "shadow" and "was still in memory" not in (folder / "log").read_text():
-            found = "it did not go on from memory"
         return found and f"{fault}: {found}", recovery_s(folder, mark.stat().st_mtime)
 
 

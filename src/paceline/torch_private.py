@@ -89,6 +89,12 @@ NAMES = (
     ),
     # parallel
     # checkpoint
+    PrivateName(
+        "torch.Tensor._version",
+        why="tells whether a tensor was changed while it was copied in the background; no public name does",
+        since="2.11",
+        without="a change of parameters during a save is not noticed",
+    ),
     # training
     # launch
     *(

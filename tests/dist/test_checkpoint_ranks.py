@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import re
 import resource
@@ -17,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.checkpoint import codec
-from paceline.checkpoint.manifest import parse
-from paceline.checkpoint.store import committed, open_store, read_manifest_text
+from paceline.checkpoint import codec, layout
+from paceline.checkpoint.store import committed, open_store, read_manifest
 from paceline.errors import CheckpointError, NonFinite, PeerFailed, RankDisagreement, SaveFailed
+from paceline.job import collectives
 from paceline.testing import run_failing_ranks, run_ranks
 from paceline.training import state
 
@@ -99,6 +101,37 @@ def test_from_ddp_to_fsdp_and_back(saver: int, loader: int, kinds: str, tmp_path
     assert run_ranks(_loads, str(tmp_path), target, nproc=loader) == [want] * loader
 
 
+def _received(job: Any, folder: str, kind: str) -> tuple[int, int]:
+    """Bytes of JSON that this rank has gathered for the plan of a save, and bytes of its own rows."""
+    model, optimizer = _make(job, kind)
+    tensors = codec.encode(state.save([model], [optimizer]))[1]
+    gathered = 0
+    gather = collectives.gather
+
+    def counting(job: Any, value: Any) -> list[Any]:
+        nonlocal gathered
+        values = gather(job, value)
+        gathered += len(json.dumps(values))
+        return values
+
+    layout.collectives.gather = counting
+    try:
+        plan = layout.Planner().plan(job, tensors)
+    finally:
+        layout.collectives.gather = gather
+    paceline.Checkpoints(folder).save(job, 1, tensors)
+    assert bool(plan.shapes) or job.rank > 0
+    return gathered, len(json.dumps(layout._held(tensors)[0]))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_plan_exchanges_digests_and_not_rows(kind: str, tmp_path: Path) -> None:
+    for gathered, own in run_ranks(_received, str(tmp_path), kind, nproc=3):
+        assert gathered < 3 * 80
+        assert own > 300
+    read_manifest(open_store(tmp_path), 1)
+
+
 def _wide(job: Any, folder: str) -> None:
     tensors = {"big": torch.ones(3000, 4096), "small": torch.ones(500), "odd": torch.ones(7, 1000)}
     paceline.Checkpoints(folder).save(job, 1, tensors)
@@ -111,7 +144,7 @@ def test_each_rank_writes_its_part_of_what_all_hold(nproc: int, tmp_path: Path) 
     # One tensor has nearly all of it: 49 MB in pieces of 16 MiB, the last one smaller.
     assert max(sizes) <= (17 << 20) + sum(sizes) / nproc
     assert min(sizes) > 4_000_000 * (nproc < 4)
-    manifest = parse(read_manifest_text(open_store(tmp_path), 1), "here")
+    manifest = read_manifest(open_store(tmp_path), 1)
     assert manifest.world_size == nproc
     assert set(manifest.tensors) == {"big", "small", "odd", *(f"$rng.{r}" for r in range(nproc))}
 
@@ -237,6 +270,49 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_soon(tmp_path: Path) 
         assert outcome.error.parameters == ["frozen"]
         assert outcome.error.step == 6
     assert committed(open_store(tmp_path)) == []
+
+
+def _rolled_back(job: Any, folder: str) -> Any:
+    training = _training(job, folder, every_steps=2, keep=3)
+    optimizer = next(iter(training.tracks))
+    _train(training, until=4)
+    snapshot = copy.deepcopy(training.state_dict())
+    _train(training, until=8)
+    abandoned = _tensors(training.models[0], optimizer)
+    training.load_state_dict(snapshot)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5  # another run from here on
+    for step in training.steps(until=8):
+        for x, y in step:
+            loss = F.mse_loss(training.models[0](x), y, reduction="sum")
+            step.backward(loss, count=len(y))
+        step.update()
+        if step.number == 6:
+            training.save()
+    return abandoned, _tensors(training.models[0], optimizer)
+
+
+def _newest(job: Any, folder: str) -> Any:
+    model, optimizer = _make(job, "ddp")
+    paceline.load_weights(model, folder)
+    weights = _tensors(model, optimizer)
+    training = _training(job, folder)
+    assert _train(training, until=1) == []
+    return weights, training.number, _tensors(training.models[0], next(iter(training.tracks)))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_after_a_rollback_the_new_checkpoints_are_the_newest(nproc: int, tmp_path: Path) -> None:
+    abandoned, want = run_ranks(_rolled_back, str(tmp_path), nproc=nproc)[0]
+    assert abandoned != want
+    assert committed(open_store(tmp_path)) == [4, 6, 8]
+    assert sorted(os.listdir(tmp_path / "before-1")) == ["step-6", "step-8"]
+    weights, number, resumed = run_ranks(_newest, str(tmp_path), nproc=nproc)[0]
+    assert number == 8
+    for name, values in resumed.items():
+        if "running" not in name:  # of rank 0 alone until it is saved
+            assert values == want[name]
+    assert all(weights[name] == resumed[name] for name in weights if name.startswith("models"))
 
 
 def _timed(job: Any, folder: str, every_s: Any) -> int:

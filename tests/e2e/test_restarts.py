@@ -94,7 +94,7 @@ def test_the_loss_of_the_rendezvous_host_ends_the_job_with_69(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_no_fault_loses_anything(ranks: int) -> None:
-    kinds = ["kill", "raise", "exit", "stop", "shadow", *["preempt"] * (ranks == 3)]
+    kinds = ["kill", "raise", "exit", "stop", *["preempt"] * (ranks == 3)]
     words = ["--count=1", f"--ranks={ranks}", f"--kinds={','.join(kinds)}"]
     found = rows_of("restarts", words, 500)
     assert [(row["kind"], row["lost"]) for row in found] == [(kind, []) for kind in kinds]

@@ -20,10 +20,9 @@ import torch
 
 import paceline
 from paceline.checkpoint import codec
-from paceline.checkpoint.digests import check
-from paceline.checkpoint.manifest import Damaged, parse
-from paceline.checkpoint.staging import Staging
-from paceline.checkpoint.store import committed, open_store, read_manifest_text
+from paceline.checkpoint.manifest import Damaged
+from paceline.checkpoint.store import LocalStore, committed, open_store, read_manifest, verify
+from paceline.checkpoint.writer import Staging
 from paceline.cli.main import main
 from paceline.errors import CheckpointError, NonFinite, SaveFailed
 from paceline.job.job import Job
@@ -109,6 +108,69 @@ def test_retention_is_by_step_and_keeps_the_best(job: Job, tmp_path: Path) -> No
     assert committed(open_store(tmp_path)) == [100, 101]
 
 
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_a_return_to_an_earlier_step_supersedes_what_came_after(
+    job: Job, tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = str(tmp_path) if where == "disk" else "memory://rollback"
+    store = open_store(url)
+    checkpoints = _save(job, url, 2, 4, 6, 8, keep=3)
+    store.write("step-9/rank-0.bin", [b"never committed"])
+    with caplog.at_level("INFO", logger="paceline"):
+        checkpoints.save(job, 6, _state(60.0))
+    assert (
+        "step 6 supersedes the checkpoints of steps 6, 8, which are now in before-1" in caplog.text
+    )
+    assert committed(store) == [4, 6]
+    assert _equal(_resume(job, url), _state(60.0))
+    assert checkpoints.last_saved == 6
+    for step in (7, 7, 8):  # also the same step again
+        checkpoints.save(job, step, _state(10.0 * step))
+    assert _equal(_resume(job, url), _state(80.0))
+    assert sorted(store.names("before-1")) == ["step-6", "step-8"]
+    assert store.names("before-2") == ["step-7"]
+    assert sorted(store.names()) == ["before-1", "before-2", "step-6", "step-7", "step-8"]
+    checkpoints = _save(job, url, 5)  # of a process that has not resumed
+    assert committed(store) == [5]
+    assert _equal(_resume(job, url), _state(5.0))
+    store.remove("")
+
+
+def test_a_return_to_an_earlier_step_may_be_killed_at_any_moment(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = _save(job, tmp_path / "a", 4, 6, 8)
+    copies: list[Path] = []
+
+    def copying(name: str) -> None:
+        call = getattr(LocalStore, name)
+
+        def wrapped(self: LocalStore, *args: Any) -> Any:
+            if self.root == str(tmp_path / "a"):
+                copies.append(tmp_path / f"copy-{len(copies)}")
+                shutil.copytree(tmp_path / "a", copies[-1])
+            return call(self, *args)
+
+        monkeypatch.setattr(LocalStore, name, wrapped)
+
+    for name in ("write", "seal", "rename", "remove"):
+        copying(name)
+    checkpoints.save(job, 5, _state(50.0))
+    monkeypatch.undo()
+    found = []
+    for copy in copies:
+        before = committed(open_store(copy))
+        state = _resume(job, copy)  # finishes it
+        found.append(int(state["models"][0]["weight"][0, 0]))
+        assert committed(open_store(copy)) == ([4, 5] if found[-1] == 50 else [4, 6, 8])
+        assert before == committed(open_store(copy))
+        kept = {path.name for path in copy.glob("**/step-*")}
+        assert {"step-4", "step-6", "step-8"} <= kept
+        _save(job, copy, 9)
+        assert committed(open_store(copy))[-1] == 9
+    assert found == [8, 8, 8, 50, 50, 50]  # rank file, manifest, seal; then three renames
+
+
 def _flip(path: Path, rng: random.Random) -> None:
     data = bytearray(path.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -124,7 +186,7 @@ def test_of_1000_flipped_bits_none_is_accepted(job: Job, tmp_path: Path) -> None
         path = list(good)[number % 2]
         _flip(path, rng)
         with pytest.raises(Damaged):
-            list(check(store, parse(read_manifest_text(store, 2), "here")))
+            verify(store, read_manifest(store, 2))
         if number % 20 == 0:
             copy = tmp_path / "copy"
             shutil.copytree(tmp_path, copy, ignore=lambda *_: ["copy"])
@@ -174,13 +236,13 @@ def _rename_file(to: str) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda fields: fields.update(format=3), "format 3, and this version reads 2"),
+        (lambda fields: fields.update(format=3), "format 3, and this release reads 2"),
         (_rename_file("../../secret.bin"), "names the file '../../secret.bin'"),
         (_rename_file("/etc/passwd"), "names the file '/etc/passwd'"),
         (_rename_file("state.pkl"), "names the file 'state.pkl'"),
         (lambda f: f["tensors"]["number"].__setitem__(0, "object"), "dtype 'object'"),
-        (lambda f: f["tensors"]["number"][2][0].__setitem__(3, 10**9), "lies outside"),
-        (lambda f: f["tensors"]["number"][2].clear(), "not the whole"),
+        (lambda f: f["tensors"]["number"][2][0].__setitem__(3, 10**9), "lies outside the tensor"),
+        (lambda f: f["tensors"]["number"][2].clear(), "do not cover it"),
         (lambda fields: fields.pop("tree"), "fields are wrong"),
     ],
 )
@@ -253,13 +315,13 @@ def test_in_the_background_a_full_disk_is_a_warning(
             checkpoints.finish(job)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "training goes on without this checkpoint: step 2 cannot be saved" in caplog.text
+    assert "training continues without this checkpoint: step 2 cannot be saved" in caplog.text
     assert checkpoints.last_saved == 1
 
 
 @pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/a"])
 def test_a_folder_that_cannot_be_written_is_found_at_the_start(job: Job, folder: str) -> None:
-    with pytest.raises(SaveFailed, match="cannot be kept"):
+    with pytest.raises(SaveFailed, match="cannot be saved in"):
         _resume(job, folder)
 
 
@@ -362,7 +424,7 @@ def test_the_command_lists_shows_checks_and_removes(
     assert _run("check", tmp_path) == 0
     _flip(tmp_path / "step-20/rank-0.bin", random.Random(1))
     assert _run("check", tmp_path) == 65
-    assert "step 20: damaged: rank-0.bin differs" in capsys.readouterr().out
+    assert "step 20: damaged: rank-0.bin does not match its digest" in capsys.readouterr().out
     assert _run("rm", tmp_path, "--step", 20) == 0
     assert committed(open_store(tmp_path)) == [1]
     assert _run("show", tmp_path, "--step", 20) == 65

@@ -1,7 +1,7 @@
-"""A state as JSON and tensors, and back: no pickle, so reading one runs no code of its writer.
+"""A state as JSON and tensors, and back. No pickle, so reading a state runs no code from it.
 
-Dictionaries with string keys, lists, numbers, strings, booleans and None are JSON of themselves. What JSON
-lacks is an object with one `$` key: tensors by name, NumPy arrays, tuples, sets, counters, bytes, and
+Dictionaries with string keys, lists, numbers, strings, booleans and None are stored as JSON. Other values are
+an object with one key that starts with `$`: tensors by name, NumPy arrays, tuples, sets, counters, bytes, and
 dictionaries with other keys.
 """
 
@@ -22,10 +22,10 @@ _LISTS: dict[str, Callable[[list[Any]], Any]] = {"$tuple": tuple, "$set": set}
 
 
 def encode(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The state as JSON can carry it, and its tensors by dotted path.
+    """The state as values for JSON, and its tensors by dotted path.
 
     Raises:
-        CheckpointError: a value that needs a pickle; named by its path.
+        CheckpointError: a value needs a pickle; the message has its path.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encode(state, "", tensors), tensors
@@ -36,7 +36,7 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, dict):
-        # Half of a state is such dictionaries, so they come first and cost one pass.
+        # The most frequent type, so it comes first and costs one pass.
         items = {
             k: _encode(v, f"{path}.{k}" if path else str(k), tensors) for k, v in value.items()
         }
@@ -74,17 +74,17 @@ def _add(path: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> s
 def _refusal(path: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{path or 'the state'} is {what}, which cannot be saved without a pickle.",
-        why="unpickling a checkpoint would run whatever code its writer put in.",
-        fix="give numbers, strings, lists, dictionaries, arrays and tensors in state_dict().",
+        why="loading a pickle runs any code that is in it.",
+        fix="return numbers, strings, lists, dictionaries, arrays and tensors from state_dict().",
         parameter=path,
     )
 
 
 def decode(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """What `encode` was given, from its two results.
+    """The state that `encode` was called with, from its two results.
 
     Raises:
-        KeyError, TypeError, ValueError: the tree is not one of `encode`.
+        KeyError, TypeError, ValueError: the tree was not made by `encode`.
     """
     if isinstance(tree, list):
         return [decode(part, tensors) for part in tree]

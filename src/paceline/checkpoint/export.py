@@ -1,4 +1,4 @@
-"""Weights as one file, for other programs: torch's `.pth` or safetensors, and back."""
+"""Weights in one file, for other programs: torch's `.pth` or safetensors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import Damaged, parse
+from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.reader import read
-from paceline.checkpoint.store import committed, open_store, read_manifest_text
+from paceline.checkpoint.store import committed, open_store, read_manifest
 from paceline.errors import CheckpointError, ConfigError
 
 _WRAPPERS = ("module.", "_orig_mod.")  # of torch's DDP and torch.compile
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Write weights whole or not at all, replacing a file of that name; `.safetensors` by its name.
+    """Write weights atomically, in safetensors if the name ends with `.safetensors`. For one rank.
 
     Raises:
-        CheckpointError: it cannot be written; what was there is untouched.
-
-    Collective: none; for one rank.
+        CheckpointError: the file cannot be written; an existing one is unchanged.
     """
     scratch = path.with_name(f"{path.name}.unfinished")
     try:
@@ -47,14 +45,14 @@ def write_file(path: Path, content: Any) -> None:
 
 
 def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
-    """The weights in a file (`.pth`, `.pt`, `.safetensors`) or a checkpoint, under the model's names.
+    """The weights in a file (`.pth`, `.pt`, `.safetensors`) or in a checkpoint, by name.
 
     Args:
-        path: Also a folder of checkpoints, whose newest is read, or one `step-N` of it, or its URL.
-        number: Of the model, where several are saved.
+        path: A file, a folder of checkpoints (its newest is read), one `step-N` in it, or its URL.
+        number: Which model, for a checkpoint of several.
 
     Raises:
-        CheckpointError: there are no weights, they are damaged, or only a pickle could give them.
+        CheckpointError: there are no weights, they are damaged, or reading them needs a pickle.
     """
     name = os.fspath(path)
     try:
@@ -66,7 +64,7 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
             found = _of_checkpoint(name, number)
     except CheckpointError:
         raise
-    except Exception as error:  # torch, safetensors and file systems raise what they like
+    except Exception as error:  # torch, safetensors and file systems raise many types
         raise CheckpointError(
             f"{path} cannot be read: {str(error).splitlines()[0]}",
             fix="give a plain state_dict, saved by torch.save, or safetensors.",
@@ -94,7 +92,7 @@ def _of_checkpoint(url: str, number: int) -> Any:
     if step is None or step not in steps:
         raise CheckpointError(f"{url} holds no checkpoint of Paceline.", path=url)
     try:
-        manifest = parse(read_manifest_text(store, step), f"{store.root}/step-{step}")
+        manifest = read_manifest(store, step)
         stem = f"models.{number}."
         state, _ = read(store, manifest, wants=lambda name: name.startswith(stem))
     except Damaged as error:
@@ -103,7 +101,7 @@ def _of_checkpoint(url: str, number: int) -> Any:
         ) from error
     models = state.get("models", []) if isinstance(state, dict) else []
     if number >= len(models):
-        raise CheckpointError(f"{url} holds {len(models)} models; there is no number {number}.")
+        raise CheckpointError(f"{url} holds {len(models)} models, so there is no model {number}.")
     return models[number]
 
 

@@ -1,13 +1,14 @@
-"""Who writes which part of which tensor, and who needs which: a front to the planner of torch's DCP.
+"""Which rank writes which part of a tensor, and which parts a rank reads; uses the planner of torch's DCP.
 
-`torch.distributed.checkpoint` tells the boxes of a (sharded) tensor that this rank holds, and matches the
-boxes that were saved to those that are wanted. We share out what several ranks hold, by bytes, and exchange
-plans as JSON: `dcp.save` would pickle them, use the training's groups, and plan anew for each save.
+`torch.distributed.checkpoint` gives the parts of a (sharded) tensor that this rank holds, and matches saved
+parts with wanted ones. Parts that several ranks hold are divided here, evenly by bytes, and plans travel as
+JSON. `dcp.save` would pickle them, use the process groups of the training, and plan again for each save.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.checkpoint.manifest import DTYPES, Chunk, Saved
+from paceline.checkpoint.manifest import DTYPES, Chunk, SavedTensor
 from paceline.errors import CheckpointError
 from paceline.job import collectives
 from paceline.job.job import Job
@@ -23,19 +24,21 @@ from paceline.job.job import Job
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
-# Digests and reads go by pieces of about this size, and shares of ranks differ by less than one.
+# Tensors are cut into pieces of about this size, each with a digest; shares of ranks differ by less than one.
 PIECE_BYTES = 16 << 20
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
-Key = tuple[str, tuple[int, ...]]
+Key = tuple[str, tuple[int, ...]]  # name and offsets
+Shape = tuple[str, tuple[int, ...]]  # dtype and global shape
+Row = tuple[str, str, list[int], list[int], list[int]]  # name, dtype, global shape, offsets, sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor that this rank writes, and its place in the rank's file, in bytes.
+    """A part of a tensor that this rank writes, and its place in the rank's file, in bytes.
 
     Args:
-        start: Of the box in the tensor as this rank holds it.
+        start: First index of the part in this rank's local tensor.
     """
 
     name: str
@@ -46,33 +49,31 @@ class Piece:
     size_bytes: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The box as a view."""
+        """The part as a view."""
         return narrowed(local(tensor), self.start, self.box[1])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The plan of a save: this rank's pieces, in the order of its file, and every tensor's shape."""
+    """The plan of a save: this rank's pieces in the order of its file, and on rank 0 all shapes."""
 
     mine: list[Piece]
     size_bytes: int
-    shapes: dict[str, tuple[str, tuple[int, ...]]]
+    shapes: dict[str, Shape]
 
 
 class Planner:
-    """Plans saves, anew only when tensors have changed their shapes. Collective: as the methods say."""
+    """Plans saves, and plans again only if a rank's tensors have changed their names or shapes."""
 
     def __init__(self) -> None:
         self._signature = b""
         self._layout: Layout | None = None
 
     def plan(self, job: Job, tensors: dict[str, torch.Tensor]) -> Layout:
-        """Share out the tensors: what several ranks hold goes to the one that has least to write.
+        """Divide the tensors among the ranks. Called by all ranks for each save.
 
         Raises:
-            CheckpointError: on all ranks, where they hold different shapes, or not the whole.
-
-        Collective: all ranks, for each save.
+            CheckpointError: on all ranks: they hold different shapes, or not all parts of a tensor.
         """
         text = repr(
             [(n, t.shape, t.dtype, getattr(t, "placements", 0)) for n, t in tensors.items()]
@@ -80,19 +81,19 @@ class Planner:
         signature = hashlib.sha256(text.encode()).digest()
         changed = self._layout is None or signature != self._signature
         if any(int(t) for t in collectives.gather_tensor(job, torch.tensor([int(changed)]))):
-            self._layout = _shared_out(job, tensors)
+            self._layout = _share_out(job, tensors)
             self._signature = signature
         assert self._layout is not None
         return self._layout
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor, whose class takes 0.4 s to import."""
+    """Whether it is a DTensor; importing that class would take 0.4 s."""
     return hasattr(tensor, "placements")
 
 
@@ -108,63 +109,131 @@ def sharded_like(own: Any, value: Any) -> Any:
 
 
 def narrowed(tensor: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """A box of a tensor, as a view."""
+    """A part of a tensor, as a view."""
     for dim, (first, size) in enumerate(zip(start, sizes, strict=True)):
         if (first, size) != (0, tensor.shape[dim]):
             tensor = tensor.narrow(dim, first, size)
     return tensor
 
 
-def _shared_out(job: Job, tensors: dict[str, torch.Tensor]) -> Layout:
+def _share_out(job: Job, tensors: dict[str, torch.Tensor]) -> Layout:
+    rows, starts = _held(tensors)
+    text = json.dumps(rows)
+    digests = collectives.gather(job, hashlib.sha256(text.encode()).hexdigest())
+    ranks_of = {digest: [r for r, d in enumerate(digests) if d == digest] for digest in digests}
+    if len(ranks_of) == 1:  # replicas
+        shapes, (indices,) = _assign([(range(job.world_size), json.loads(text))], [job.rank])
+    else:
+        shapes, indices = _assigned_by_rank0(job, text, list(ranks_of.values()))
+    # Wide types first: each piece then lies at a multiple of its own size, without gaps.
+    mine = sorted(
+        (rows[i] for i in indices), key=lambda row: (-DTYPES[row[1]], row[0], tuple(row[3]))
+    )
+    pieces, offset = [], 0
+    for name, dtype, _, offsets, sizes in mine:
+        size_bytes = DTYPES[dtype] * math.prod(sizes)
+        own, box = tensors[name].dtype, (tuple(offsets), tuple(sizes))
+        pieces.append(Piece(name, own, box, starts[name, box[0]], offset, size_bytes))
+        offset += size_bytes
+    return Layout(pieces, offset, shapes)
+
+
+def _held(tensors: dict[str, torch.Tensor]) -> tuple[list[Row], dict[Key, tuple[int, ...]]]:
+    """The pieces that this rank holds, and where each starts in the local tensor."""
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-    rows, starts = [], {}
+    rows: list[Row] = []
+    starts = {}
     for item in create_default_local_save_plan(tensors, False).items:
         name, data = item.index.fqn, item.tensor_data
         assert data is not None
         if 0 in data.chunk.sizes and 0 not in data.size:
-            continue  # more ranks than rows: this one holds nothing of it
+            continue  # more ranks than rows: this rank holds nothing of it
         dtype = str(tensors[name].dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise CheckpointError(f"{name} has the dtype {dtype}, which cannot be saved.")
         held = tuple(data.chunk.offsets)
         for offsets, sizes in _pieces((held, tuple(data.chunk.sizes)), DTYPES[dtype]):
-            rows.append([name, dtype, list(data.size), offsets, sizes])
+            rows.append((name, dtype, list(data.size), list(offsets), list(sizes)))
             starts[name, offsets] = tuple(o - h for o, h in zip(offsets, held, strict=True))
-    of_all = collectives.gather(job, rows)
+    return rows, starts
+
+
+def _assigned_by_rank0(
+    job: Job, text: str, equal: list[list[int]]
+) -> tuple[dict[str, Shape], list[int]]:
+    """Have rank 0 assign pieces, through the store, so that no other rank receives all rows.
+
+    Returns shapes on rank 0 alone, which writes the manifest.
+    """
+    store = job.store
+    assert store is not None
+    stem = f"layout/{store.add(f'layout/{job.rank}', 1)}"
+    if any(job.rank == ranks[0] for ranks in equal):
+        store.set(f"{stem}/{job.rank}", text)
+    collectives.gather_tensor(job, torch.zeros(1))
+    shapes: dict[str, Shape] = {}
+
+    def assign() -> dict[str, str] | None:
+        keys = [f"{stem}/{ranks[0]}" for ranks in equal]
+        held = [(ranks, json.loads(store.get(key))) for ranks, key in zip(equal, keys, strict=True)]
+        for key in keys:
+            store.delete_key(key)
+        try:
+            found, indices = _assign(held, range(job.world_size))
+        except CheckpointError as error:
+            return {"what": error.what, "why": error.why, "fix": error.fix}
+        shapes.update(found)
+        for rank, its in enumerate(indices):
+            store.set(f"{stem}/to/{rank}", json.dumps(its))
+        return None
+
+    problem = collectives.on_rank0(job, assign)
+    if problem is not None:
+        raise CheckpointError(problem["what"], why=problem["why"], fix=problem["fix"])
+    indices: list[int] = json.loads(store.get(f"{stem}/to/{job.rank}"))
+    store.delete_key(f"{stem}/to/{job.rank}")
+    return shapes, indices
+
+
+def _assign(
+    held: Sequence[tuple[Sequence[int], list[Row]]], wanted: Sequence[int]
+) -> tuple[dict[str, Shape], list[list[int]]]:
+    """Give each piece to the rank among its holders that has least to write.
+
+    Args:
+        held: Ranks with what each of them holds.
+
+    Returns:
+        Dtype and shape of each tensor; for each wanted rank, the indices in its rows of what it writes.
+    """
     holders: dict[Key, list[int]] = {}
-    facts: dict[Key, tuple[str, tuple[int, ...], tuple[int, ...]]] = {}
-    for rank, theirs in enumerate(of_all):
-        for name, dtype, shape, offsets, sizes in theirs:
+    facts: dict[Key, tuple[str, list[int], list[int]]] = {}
+    for ranks, rows in held:
+        for name, dtype, shape, offsets, sizes in rows:
             key = (name, tuple(offsets))
-            fact = (dtype, tuple(shape), tuple(sizes))
+            fact = (dtype, shape, sizes)
             if facts.setdefault(key, fact) != fact:
-                raise _differing(name, facts[key], fact, rank)
-            holders.setdefault(key, []).append(rank)
+                raise _differing(name, facts[key], fact, ranks[0])
+            holders.setdefault(key, []).extend(ranks)
     _refuse_incomplete(facts)
-    sizes_bytes = {k: DTYPES[dtype] * math.prod(box) for k, (dtype, _, box) in facts.items()}
-    loads = [0] * job.world_size
-    mine: list[Key] = []
-    for key in sorted(facts, key=lambda k: (-sizes_bytes[k], k)):  # the largest first: even shares
-        rank = min(holders[key], key=lambda r: loads[r])
-        loads[rank] += sizes_bytes[key]
-        if rank == job.rank:
-            mine.append(key)
-    # Wide types first: then each piece lies at a multiple of its own size, without gaps.
-    mine.sort(key=lambda k: (-DTYPES[facts[k][0]], k))
-    pieces, offset = [], 0
-    for key in mine:
-        name, offsets = key
-        box = (offsets, facts[key][2])
-        own = tensors[name].dtype
-        pieces.append(Piece(name, own, box, starts[key], offset, sizes_bytes[key]))
-        offset += sizes_bytes[key]
-    shapes = {name: (dtype, shape) for (name, _), (dtype, shape, _) in facts.items()}
-    return Layout(pieces, offset, shapes)
+    size_bytes = {k: DTYPES[dtype] * math.prod(sizes) for k, (dtype, _, sizes) in facts.items()}
+    loads = dict.fromkeys((rank for ranks, _ in held for rank in ranks), 0)
+    owner = {}
+    for key in sorted(facts, key=lambda k: (-size_bytes[k], k)):  # the largest first: even shares
+        owner[key] = min(sorted(holders[key]), key=lambda r: loads[r])
+        loads[owner[key]] += size_bytes[key]
+    rows_of = {rank: rows for ranks, rows in held for rank in ranks}
+    indices = [
+        [i for i, row in enumerate(rows_of[rank]) if owner[row[0], tuple(row[3])] == rank]
+        for rank in wanted
+    ]
+    shapes = {name: (dtype, tuple(shape)) for (name, _), (dtype, shape, _) in facts.items()}
+    return shapes, indices
 
 
 def _pieces(box: Box, itemsize: int) -> list[Box]:
-    """Cut a box along its first dim into pieces of about `PIECE_BYTES`."""
+    """Cut a part along its first dim into pieces of about `PIECE_BYTES`."""
     offsets, sizes = box
     if not sizes:
         return [box]
@@ -176,15 +245,15 @@ def _pieces(box: Box, itemsize: int) -> list[Box]:
     ]
 
 
-def _refuse_incomplete(facts: dict[Key, tuple[str, tuple[int, ...], tuple[int, ...]]]) -> None:
+def _refuse_incomplete(facts: dict[Key, tuple[str, list[int], list[int]]]) -> None:
     volumes: dict[str, int] = {}
     for (name, _), (_, shape, box) in facts.items():
         volumes[name] = volumes.get(name, -math.prod(shape)) + math.prod(box)
     for name, left in volumes.items():
         if left:
             raise CheckpointError(
-                f"{name} cannot be saved: the ranks do not hold exactly the whole of it.",
-                why="they hold different shapes, or shards of some are missing.",
+                f"{name} cannot be saved: the parts on the ranks do not add up to the tensor.",
+                why="the ranks hold different shapes, or shards are missing.",
                 parameter=name,
             )
 
@@ -192,17 +261,17 @@ def _refuse_incomplete(facts: dict[Key, tuple[str, tuple[int, ...], tuple[int, .
 def _differing(name: str, first: Any, other: Any, rank: int) -> CheckpointError:
     return CheckpointError(
         f"{name} is {first[0]} {list(first[1])} on one rank and {other[0]} {list(other[1])} on rank {rank}.",
-        fix="keep what each rank has for itself under names of its own.",
+        fix="save values that differ between ranks under different names.",
         parameter=name,
     )
 
 
 def fill(
     wanted: dict[str, torch.Tensor],
-    saved: dict[str, Saved],
-    each: Callable[[Saved, Chunk, list[ReadItem], Callable[[ReadItem], torch.Tensor]], None],
+    saved: dict[str, SavedTensor],
+    each: Callable[[SavedTensor, Chunk, list[ReadItem], Callable[[ReadItem], torch.Tensor]], None],
 ) -> None:
-    """Call `each` for every saved box that this rank needs, with its reads and where they go."""
+    """Call `each` for every saved chunk that this rank needs, with its reads and their targets."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,

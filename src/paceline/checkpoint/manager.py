@@ -1,7 +1,7 @@
-"""When to save and where to resume: `Checkpoints`, a folder for each save, written by all ranks.
+"""`Checkpoints`: when to save, where, how many to keep, and what to resume from.
 
-Commit last: what has no manifest was never saved, and only what is whole is read. A save is staged in host
-memory and written in the background; at most one is in flight.
+A save is copied to host memory and written in the background by all ranks; at most one is in flight. Only a
+committed checkpoint whose bytes match their digests is loaded.
 """
 
 from __future__ import annotations
@@ -16,39 +16,44 @@ import torch
 from paceline import log
 from paceline.checkpoint import codec
 from paceline.checkpoint.layout import Planner
-from paceline.checkpoint.manifest import Damaged, Manifest, parse
+from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.reader import read
 from paceline.checkpoint.sharing import check_shared, megabytes
-from paceline.checkpoint.staging import Buffer, Staging
-from paceline.checkpoint.store import committed, open_store, read_manifest_text
-from paceline.checkpoint.writer import Save, Verdict
+from paceline.checkpoint.store import (
+    committed,
+    open_store,
+    read_manifest,
+    set_aside,
+    settle,
+    unused_name,
+)
+from paceline.checkpoint.writer import Buffer, Outcome, Save, Staging
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 
 Resume = Literal["auto", "never", "must"]
-AUTO_SHARE = 0.035  # of the time, that `every_s="auto"` lets saving cost
-_GUESSED_BYTES_PER_S = 300e6  # until a save was timed
+_AUTO_SHARE = 0.035  # largest share of the time that `every_s="auto"` spends on saving
+_GUESSED_BYTES_PER_S = 300e6  # until the first save is timed
 _RNG = "$rng."
 
 
 class Checkpoints:
-    """Where a training is kept, and how often.
+    """A folder of checkpoints: when to save, how many to keep, and how to resume.
 
     Args:
-        folder: Seen by all ranks; made if missing. Holds `step-N` folders. A path, or a URL for fsspec.
-        every_steps, every_epochs: When to save; neither means at the end only.
-        every_s: In seconds by rank 0's clock; "auto" saves as often as costs at most 3.5 % of the time.
-        keep: How many of the newest to keep, at least 1; the last one marked best is kept too.
-        shadow: Whether the newest state is kept in shared memory too, as often as costs at most 3 % of the
-            time: where all ranks die and the host lives, `paceline run` goes on from there.
-        resume: "auto" goes on from the newest if there is one; "must" fails where there is none; "never"
-            starts anew and sets what is there aside in `before-N`.
+        folder: A path that all ranks see, or a URL for fsspec; created if missing. Holds `step-N` folders.
+        every_steps, every_epochs: When to save. The end of the training is always saved.
+        every_s: Seconds between saves by rank 0's clock; "auto" chooses so that saving takes at most 3.5 % of
+            the time.
+        keep: How many of the newest checkpoints to keep, at least 1. The last one marked best is kept too.
+        resume: "auto" resumes from the newest checkpoint if there is one; "must" raises if there is none;
+            "never" starts anew and moves existing checkpoints into `before-N`.
 
     Raises:
-        ConfigError: a number that is less than 1 (0 seconds), or an unknown way to resume.
+        ConfigError: a number below 1 (`every_s`: not above 0), or an unknown `resume`.
 
-    Collective: none to make it.
+    Collective: none to create it.
     """
 
     def __init__(
@@ -59,7 +64,6 @@ class Checkpoints:
         every_epochs: int | None = None,
         every_s: float | Literal["auto"] | None = None,
         keep: int = 3,
-        shadow: bool = False,
         resume: str = "auto",
     ) -> None:
         for name, value in (
@@ -74,11 +78,8 @@ class Checkpoints:
         if resume not in get_args(Resume):
             known = ", ".join(get_args(Resume))
             raise ConfigError(f"resume must be one of {known}; got {resume!r}.")
-        if shadow and resume == "never":
-            raise ConfigError("shadow=True has no effect with resume='never'.")
         self.folder = folder
-        self.shadow = shadow
-        self.last_saved = 0
+        self.last_saved = 0  # of this training; 0 also after a return to an earlier step
         self._store = open_store(folder)
         self._every_steps = every_steps
         self._every_epochs = every_epochs
@@ -87,16 +88,15 @@ class Checkpoints:
         self._resume_how = resume
         self._planner = Planner()
         self._buffer = Buffer()
-        self._flight: Save | None = None
+        self._in_flight: Save | None = None
+        self._newest: int | None = None  # step of the newest checkpoint; None until it is read
         self._count = 0
         self._last_begun = time.monotonic()
         self._stall_s = 0.0
-        self.may_be_lost = False  # where all are damaged: None, and no error
-        self.written_s = 0.0  # of this rank's processor for the last save, outside of its training
         self._cost_s = 0.0
 
     def is_due(self, step: int, *, epoch: int, ends_epoch: bool) -> bool:
-        """Whether to save after `step`; `epoch` counts the epochs that are finished.
+        """Whether to save after `step`; `epoch` is the number of finished epochs.
 
         Collective: none.
         """
@@ -105,10 +105,13 @@ class Checkpoints:
         return ends_epoch and self._every_epochs is not None and epoch % self._every_epochs == 0
 
     def is_time(self) -> bool:
-        """Whether `every_s` has passed by this rank's clock; rank 0's counts. Collective: none."""
-        if self._every_s is None or self._flight is not None:
+        """Whether `every_s` has passed by this rank's clock; the training asks rank 0 only.
+
+        Collective: none.
+        """
+        if self._every_s is None or self._in_flight is not None:
             return False
-        every_s = self._cost_s / AUTO_SHARE if self._every_s == "auto" else float(self._every_s)
+        every_s = self._cost_s / _AUTO_SHARE if self._every_s == "auto" else float(self._every_s)
         return time.monotonic() - self._last_begun >= every_s
 
     def save(
@@ -122,35 +125,43 @@ class Checkpoints:
         steady: Collection[torch.Tensor] = (),
         finite: str = "",
     ) -> None:
-        """Save `state` as that of `step`, whole or not at all, and drop the oldest beyond `keep`.
+        """Save `state` as the checkpoint of `step`, and remove the oldest beyond `keep`.
+
+        If a checkpoint of this or a later step exists, the training has returned to an earlier step: the new
+        checkpoint becomes the newest, and those are moved into `before-N` once it is committed.
 
         Args:
-            state: Dictionaries, lists, numbers, strings, arrays and tensors, sharded ones too; alike on
-                all ranks. Values are rank 0's; of what several ranks hold, each writes a part.
+            state: Dictionaries, lists, numbers, strings, arrays and tensors, also sharded, with the same
+                structure on all ranks. Values that are not tensors are taken from rank 0. Of a tensor that
+                several ranks hold, each rank writes a part.
             best: Keep it until another one is saved as the best.
-            wait: Until it is saved; else `finish` tells how it ended.
-            steady: Tensors of `state` that nobody changes before `staged` has returned.
-            finite: Prefix of the paths of tensors of which none may hold NaN or infinity.
+            wait: Return when it is saved; else `finish` tells how it ended.
+            steady: Tensors of `state` that nobody changes until `staged` has returned.
+            finite: Prefix of the paths of tensors that must not hold NaN or infinity.
 
         Raises:
-            SaveFailed: on all ranks, if `wait`, where the storage fails.
-            CheckpointError: on all ranks, where the state cannot be saved.
+            SaveFailed: on all ranks, if `wait`: the storage fails.
+            CheckpointError: on all ranks: the state cannot be saved.
             NonFinite: on all ranks, if `wait`; see `finite`.
 
         Collective: all ranks, same step.
         """
         self.finish(job)
         began = self._last_begun = time.monotonic()
+        if self._newest is None:
+            read_newest = lambda: max(committed(self._store), default=0)  # noqa: E731
+            self._newest = collectives.on_rank0(job, read_newest)
         tree, tensors = codec.encode(state)
         tensors[f"{_RNG}{job.rank}"] = rng.snapshot(job.device)
         staging = Staging(self._planner.plan(job, tensors), tensors, steady, self._buffer)
         self._count += 1
-        self._flight = Save(
+        self._in_flight = Save(
             job,
             self._store,
             staging,
             number=self._count,
             step=step,
+            folder=f"step-{step}" if step > self._newest else f"rollback-{step}",
             best=best,
             tree=tree,
             finite=finite,
@@ -161,66 +172,60 @@ class Checkpoints:
         if wait:
             self.finish(job, must=True)
 
-    @property
-    def in_flight(self) -> int:
-        """The step that is being saved; 0 for none. Collective: none."""
-        return 0 if self._flight is None else self._flight.step
-
     def staged(self) -> None:
-        """Return when what was named steady may change again. Collective: none."""
-        if self._flight is not None:
+        """Return when the tensors named `steady` may change again. Collective: none."""
+        if self._in_flight is not None:
             began = time.monotonic()
-            self._flight.staging.wait()
+            self._in_flight.staging.wait()
             self._stall_s += time.monotonic() - began
 
     def poll(self, job: Job) -> bool:
-        """Take note of a save that has ended; True if it failed in a way that `finish` raises.
+        """Handle a save that has ended; True if it failed with an error that `finish` raises.
 
         Collective: none.
         """
-        save = self._flight
+        save = self._in_flight
         if save is None or not save.is_done:
             return False
-        if save.verdict is not None and save.verdict.kind not in ("saved", "disk"):
+        if save.outcome is not None and save.outcome.kind not in ("saved", "disk"):
             return True
         self.finish(job)
         return False
 
     def finish(self, job: Job, *, must: bool = False) -> None:
-        """Wait for the save in flight; where the storage failed, warn, or with `must` raise.
+        """Wait for the save in flight. If the storage failed, warn, or raise if `must`.
 
         Raises:
             SaveFailed, CheckpointError, NonFinite: see `save`.
 
         Collective: all ranks, if one of them does.
         """
-        save, self._flight = self._flight, None
-        if save is None or (verdict := save.wait()) is None:
+        save, self._in_flight = self._in_flight, None
+        if save is None or (outcome := save.wait()) is None:
             return
-        self.written_s = save.cost_s
-        self._cost_s = self._stall_s + self.written_s
-        if verdict.kind == "saved":
-            self.last_saved = save.step
+        self._cost_s = self._stall_s + save.cost_s
+        if outcome.kind == "saved":
+            self.last_saved = self._newest = save.step
             return
-        error = self._error(job, save, verdict)
+        error = self._error(job, save, outcome)
         if must or not isinstance(error, SaveFailed):
             raise error
         if job.rank == 0:
-            log.logger.warning("training goes on without this checkpoint: %s", error)
+            log.logger.warning("training continues without this checkpoint: %s", error)
 
     def close(self, job: Job) -> None:
-        """Wait for the save in flight where the job ends well, and give it up where it does not.
+        """Wait for the save in flight if the job ends normally; cancel it if the job has failed.
 
         Collective: all ranks, when they leave.
         """
         if not job.failed:
             self.finish(job)
-        elif (save := self._flight) is not None:
-            self._flight = None
+        elif (save := self._in_flight) is not None:
+            self._in_flight = None
             if job.world_size > 1:
                 save.cancel()
-            elif (verdict := save.wait()) is not None and verdict.kind != "saved":
-                log.logger.warning("%s", self._error(job, save, verdict))
+            elif (outcome := save.wait()) is not None and outcome.kind != "saved":
+                log.logger.warning("%s", self._error(job, save, outcome))
 
     def resume(
         self,
@@ -228,33 +233,28 @@ class Checkpoints:
         *,
         like: Callable[[str], torch.Tensor | None] = lambda path: None,
         size_bytes: int = 0,
-        instead: Callable[[int], Any] = lambda newest: None,
     ) -> Any:
-        """The newest state that is committed and whole; None to start anew. Generators go on from it.
+        """Load the newest whole checkpoint and the random generators; None to start anew.
 
         Args:
-            like: A tensor for a path in the state (`models.0.weight`): where that is sharded, what is
-                read is too.
-            size_bytes: How much a save will take at least; less room is refused now.
-            instead: Given the newest step on disk (0 for none), a later state from elsewhere, or None.
+            like: For a path in the state (`models.0.weight`), a tensor; if that is sharded, the loaded one is
+                sharded in the same way.
+            size_bytes: The size of a checkpoint; less free space is refused now.
 
         Raises:
-            CheckpointError: none is there and resume="must"; all of them are damaged; one is not ours.
-            SaveFailed: the folder cannot be written, or has no room.
-            RankDisagreement: the ranks do not see one folder.
+            CheckpointError: there is none and resume="must"; all are damaged; one is of another program.
+            SaveFailed: the folder cannot be written, or lacks space.
+            RankDisagreement: the ranks do not see the same folder.
 
         Collective: all ranks.
         """
         check_shared(job, self._store, str(self.folder), size_bytes)
         self._cost_s = self._cost_s or size_bytes / _GUESSED_BYTES_PER_S
+        self._newest = None
         collectives.on_rank0(job, self._tidy)
-        newest = collectives.on_rank0(job, lambda: max(committed(self._store), default=0))
-        if (later := instead(newest)) is not None:
-            self.last_saved = newest
-            return later
         passed: list[int] = []
         while True:
-            step = collectives.on_rank0(job, lambda: self._newest(passed))
+            step = collectives.on_rank0(job, lambda: self._next_to_try(passed))
             if step is None:
                 return None
             where = f"{self.folder}, before step {step + 1}"
@@ -268,14 +268,14 @@ class Checkpoints:
                 self._last_begun = time.monotonic()
                 return state
             passed.append(step)
-            collectives.on_rank0(job, lambda: self._set_aside(step, whys[0]))  # noqa: B023 - runs now
+            collectives.on_rank0(job, lambda: self._set_damaged_aside(step, whys[0]))  # noqa: B023 - runs now
 
     def _read(
         self, job: Job, step: int, like: Callable[[str], torch.Tensor | None]
     ) -> tuple[Any, str]:
         own = f"{_RNG}{job.rank}"
         try:
-            manifest = self._manifest(step)
+            manifest = read_manifest(self._store, step)
             state, tensors = read(
                 self._store, manifest, like, lambda path: path == own or not path.startswith(_RNG)
             )
@@ -289,52 +289,43 @@ class Checkpoints:
             rng.restore(job.device, tensors[own])
         return state, ""
 
-    def _manifest(self, step: int) -> Manifest:
-        return parse(read_manifest_text(self._store, step), f"{self.folder}/step-{step}")
-
-    def _newest(self, passed: list[int]) -> int | None:
+    def _next_to_try(self, passed: list[int]) -> int | None:
         left = [step for step in committed(self._store) if step not in passed]
         if left:
             return left[-1]
-        if self.may_be_lost or (not passed and self._resume_how != "must"):
+        if not passed and self._resume_how != "must":
             return None
         what = "every checkpoint is damaged" if passed else "there is no checkpoint"
         raise CheckpointError(
             f"{what} in {self.folder}.",
-            fix="start anew with resume='never', which sets aside what is there.",
+            fix="start anew with resume='never', which moves existing checkpoints away.",
             path=str(self.folder),
         )
 
-    def _set_aside(self, step: int, why: str) -> None:
+    def _set_damaged_aside(self, step: int, why: str) -> None:
+        name = f"damaged-{step}"
+        if name in self._store.names():
+            name = unused_name(self._store, name)
         log.logger.warning(
-            "checkpoint step-%d is damaged (%s); it is set aside as damaged-%d, and the one before is "
-            "tried.",
-            *(step, why, step),
+            "checkpoint step-%d is damaged (%s); it is renamed to %s, and the one before is tried.",
+            *(step, why, name),
         )
-        name, number = f"damaged-{step}", 1
-        while name in self._store.names():
-            number += 1
-            name = f"damaged-{step}-{number}"
         try:
             self._store.rename(f"step-{step}", name)
         except OSError as error:
-            log.logger.warning("step-%d stays where it is: %s", step, error)
+            log.logger.warning("step-%d cannot be renamed: %s", step, error)
 
     def _tidy(self) -> None:
-        """Remove what killed saves left, and set aside what shall not be resumed from."""
-        names = self._store.names()
-        for name in names:
+        """Remove what killed saves left, finish a rollback, and move checkpoints away for resume="never"."""
+        for name in self._store.names():
             if name.startswith("unfinished-"):
                 self._store.remove(name)
-        steps = committed(self._store) if self._resume_how == "never" else []
-        number = 1
-        while f"before-{number}" in names:
-            number += 1
-        for step in steps:
-            self._store.rename(f"step-{step}", f"before-{number}/step-{step}")
+        settle(self._store)
+        if self._resume_how == "never":
+            set_aside(self._store, committed(self._store))
 
     def _prune(self) -> None:
-        """Drop the oldest by step; never the newest, nor the last that was marked as the best."""
+        """Remove the oldest, but not the newest `keep` and the last marked best."""
         steps = committed(self._store)
         doomed = steps[: -self._keep]
         best = next((s for s in reversed(steps) if self._is_best(s)), None) if doomed else None
@@ -344,16 +335,16 @@ class Checkpoints:
 
     def _is_best(self, step: int) -> bool:
         try:
-            return self._manifest(step).best
+            return read_manifest(self._store, step, f"step-{step}").best
         except (Damaged, CheckpointError):
             return False
 
     def _error(
-        self, job: Job, save: Save, verdict: Verdict
+        self, job: Job, save: Save, outcome: Outcome
     ) -> CheckpointError | NonFinite | SaveFailed:
-        step, where = save.step, f"rank {verdict.rank} of {job.world_size}"
-        if verdict.kind == "non-finite":
-            name = verdict.text.split(".", 2)[-1]
+        step, where = save.step, f"rank {outcome.rank} of {job.world_size}"
+        if outcome.kind == "non-finite":
+            name = outcome.text.split(".", 2)[-1]
             return NonFinite(
                 f"{name} holds NaN or infinity; step {step} was not saved.",
                 where=where,
@@ -362,18 +353,18 @@ class Checkpoints:
                 parameters=[name],
                 step=step,
             )
-        if verdict.kind == "other":
-            return CheckpointError(f"step {step} was not saved: {verdict.text}.", where=where)
+        if outcome.kind == "other":
+            return CheckpointError(f"step {step} was not saved: {outcome.text}.", where=where)
         try:
             free = self._store.free_bytes()
         except OSError:
             free = None
         room = "" if free is None else f", {megabytes(free)} are free"
         return SaveFailed(
-            f"step {step} cannot be saved in {self.folder}: {verdict.text}",
+            f"step {step} cannot be saved in {self.folder}: {outcome.text}",
             where=where,
             why=f"this rank writes about {megabytes(save.staging.layout.size_bytes)}{room}.",
-            fix="check space and permission; earlier checkpoints there are untouched.",
+            fix="check space and permissions; the earlier checkpoints are untouched.",
             path=str(self.folder),
             step=step,
         )

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: its step, values, layout and digests, as JSON that vouches for itself.
+"""The manifest of a checkpoint: its step, values, layout and digests, as JSON with a digest of its own.
 
-The first field is the SHA-256 of all that follows it, byte by byte, so no flipped bit of the manifest goes
-unseen either. What is in it is checked before anything is read by it: files are known names in the same
-folder, so no path leads out of it, and there is no place for a pickle.
+The first field is the SHA-256 of everything after it, so a flipped bit of the manifest is found too. All
+fields are checked before they are used: files have known names in the same folder, so no path leads out of
+it, and no field holds a pickle. Needs no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT = 2
 _HEAD = '{"sha256": "'
 _BODY_AT = len(_HEAD) + 64
 _FILE = re.compile(r"rank-\d{1,6}\.bin")
-# By torch's names, with their sizes in bytes.
+# The names of torch, with the size of an element in bytes.
 DTYPES = {
     **dict.fromkeys(["bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"], 1),
     **dict.fromkeys(["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"], 1),
@@ -33,18 +33,18 @@ DTYPES = {
 
 
 class Damaged(Exception):
-    """A checkpoint that was committed and is not whole any more."""
+    """A committed checkpoint is not whole any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and where its bytes are.
+    """A part of a tensor, and where its bytes are.
 
     Args:
-        offsets, sizes: The box, one number for each dim.
-        file: In the folder of the manifest.
-        offset: In the file, in bytes.
-        sha256: Of its bytes, in hex.
+        offsets, sizes: First index and length in each dim.
+        file: A file in the folder of the manifest.
+        offset: First byte in the file.
+        sha256: Digest of the bytes, in hex.
     """
 
     offsets: tuple[int, ...]
@@ -55,15 +55,15 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A tensor of a checkpoint: dtype by torch's name, the shape of the whole, and its boxes."""
+class SavedTensor:
+    """A tensor of a checkpoint: torch's name of the dtype, the global shape, and its parts."""
 
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
     def size_bytes(self, chunk: Chunk) -> int:
-        """How many bytes one of its boxes has."""
+        """The size of one of its chunks."""
         return math.prod(chunk.sizes) * DTYPES[self.dtype]
 
 
@@ -74,9 +74,10 @@ class Manifest:
     Args:
         world_size: The number of ranks that saved it.
         saved_at: Seconds since 1970.
-        versions: Of paceline, torch and python.
-        files: Their sizes in bytes.
-        tree: The values, as `codec.encode` gives them.
+        versions: The versions of paceline, torch and python.
+        files: The size of each file in bytes.
+        tree: The values, as `codec.encode` returns them.
+        folder: Its folder; not a part of the file.
     """
 
     step: int
@@ -86,17 +87,20 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, int]
     tree: Any
-    tensors: dict[str, Saved]
+    tensors: dict[str, SavedTensor]
+    folder: str = ""
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors."""
+        """The size of all files."""
         return sum(self.files.values())
 
     def render(self) -> str:
         """The text of the file."""
         body = {"paceline": "checkpoint", "format": FORMAT} | {
-            name: getattr(self, name) for name in self.__dataclass_fields__ if name != "tensors"
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name not in ("tensors", "folder")
         }
         rows = {
             name: [saved.dtype, saved.shape, [astuple(c) for c in saved.chunks]]
@@ -107,22 +111,22 @@ class Manifest:
 
 
 def parse(text: str, where: str) -> Manifest:
-    """Read a manifest, trusting nothing.
+    """Read the text of a manifest from an untrusted source.
 
     Raises:
-        Damaged: its own digest does not fit.
-        CheckpointError: it is not ours, is of a newer format, or names what no checkpoint of ours has.
+        Damaged: it does not match its digest.
+        CheckpointError: it is of another program or format, or its fields are invalid.
     """
     digest = hashlib.sha256(text[_BODY_AT:-1].encode()).hexdigest()
     if text[:_BODY_AT] != _HEAD + digest or not text.endswith("}\n"):
         if _is_foreign(text):
             raise _refusal(where, "it is not a manifest of Paceline")
-        raise Damaged(f"{NAME} does not have its digest")
+        raise Damaged(f"{NAME} does not match its digest")
     try:
         fields = json.loads(text)
         if fields["format"] != FORMAT:
             raise _refusal(
-                where, f"it has format {fields['format']}, and this version reads {FORMAT}"
+                where, f"it has format {fields['format']}, and this release reads {FORMAT}"
             )
         return _checked(fields, where)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -130,9 +134,9 @@ def parse(text: str, where: str) -> Manifest:
 
 
 def _is_foreign(text: str) -> bool:
-    """Whether this is somebody else's JSON, rather than ours with an error in it."""
+    """Whether this is JSON of another program, rather than a damaged manifest."""
     if text.startswith(_HEAD) or '"paceline": "checkpoint"' in text:
-        return False  # one wrong bit is in one of the two at most
+        return False  # one flipped bit is in at most one of the two
     try:
         return isinstance(json.loads(text), dict)
     except ValueError:
@@ -143,22 +147,24 @@ def _checked(fields: dict[str, Any], where: str) -> Manifest:
     files = {str(name): int(size) for name, size in fields["files"].items()}
     for name in files:
         if not _FILE.fullmatch(name):
-            raise _refusal(where, f"it names the file {name!r}, which is none of a checkpoint's")
+            raise _refusal(
+                where, f"it names the file {name!r}, which is not a file of a checkpoint"
+            )
     tensors = {}
     for name, (dtype, shape, rows) in fields["tensors"].items():
         if dtype not in DTYPES:
-            raise _refusal(where, f"{name} has the dtype {dtype!r}, which is none of torch's")
+            raise _refusal(where, f"{name} has the dtype {dtype!r}, which torch does not have")
         chunks = tuple(Chunk(tuple(o), tuple(s), file, at, sha) for o, s, file, at, sha in rows)
-        saved = tensors[name] = Saved(dtype, tuple(shape), chunks)
+        saved = tensors[name] = SavedTensor(dtype, tuple(shape), chunks)
         for chunk in chunks:
             end = chunk.offset + saved.size_bytes(chunk)
             ends = [o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=True)]
             inside = all(e <= n for e, n in zip(ends, saved.shape, strict=True))
             least = min((*chunk.offsets, *chunk.sizes, chunk.offset))
             if least < 0 or not inside or end > files[chunk.file]:
-                raise _refusal(where, f"a part of {name} lies outside of the tensor or its file")
+                raise _refusal(where, f"a part of {name} lies outside the tensor or its file")
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(saved.shape):
-            raise _refusal(where, f"the parts of {name} are not the whole of it")
+            raise _refusal(where, f"the parts of {name} do not cover it")
     plain = {name: fields[name] for name in ("step", "best", "world_size", "saved_at")}
     return Manifest(
         **plain, versions=fields["versions"], files=files, tree=fields["tree"], tensors=tensors

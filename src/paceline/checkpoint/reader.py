@@ -1,4 +1,4 @@
-"""Reads a checkpoint, on any number of ranks, and believes no byte whose digest it has not seen."""
+"""Reads a checkpoint on any number of ranks; no byte is used before its digest is checked."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.checkpoint import codec, layout
-from paceline.checkpoint.digests import check_sizes, read_chunk
-from paceline.checkpoint.manifest import Chunk, Manifest, Saved
-from paceline.checkpoint.store import Store
+from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from paceline.checkpoint.store import Store, check_sizes, read_chunk
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
@@ -26,18 +25,18 @@ def read(
     like: Callable[[str], torch.Tensor | None] = lambda path: None,
     wants: Callable[[str], bool] = lambda path: True,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The state as it was saved, and its tensors by path; nothing of the caller's is changed.
+    """The saved state, and its tensors by path.
 
     Args:
-        like: A tensor for a path; where it is sharded and of the same shape, so is the result, on its
-            device. Everything else is whole, on the CPU.
-        wants: Which tensors to read, by path; the others come out empty.
+        like: A tensor for a path. If it is sharded and has the saved shape, the result is sharded in the same
+            way, on its device; all other results are whole, on the CPU.
+        wants: Which tensors to read, by path; the others are empty.
 
     Raises:
         Damaged: a digest or a size differs, or a file is missing.
         OSError: the storage failed otherwise.
     """
-    folder = f"step-{manifest.step}"
+    folder = manifest.folder
     check_sizes(store, manifest)
     found = {}
     for name, saved in manifest.tensors.items():
@@ -57,7 +56,7 @@ def read(
         jobs = []
 
         def each(
-            saved: Saved,
+            saved: SavedTensor,
             chunk: Chunk,
             items: list[ReadItem],
             target: Callable[[ReadItem], torch.Tensor],

@@ -1,6 +1,6 @@
-"""Whether checkpoints can be kept in a folder: all ranks write there, see each other, and there is room.
+"""Checks at the start that all ranks can write to a folder, see each other's files, and have enough space.
 
-Asked at the start, since a save that cannot be read by all is found out hours later.
+Without it, a folder that the ranks do not share would be found hours later, when it is read.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from paceline.errors import RankDisagreement, SaveFailed, place
 from paceline.job import collectives
 from paceline.job.job import Job
 
-_SEEN_WITHIN_S = 5.0  # a file server's clients may remember for a while that a file was not there
+_SEEN_WITHIN_S = 5.0  # clients of a file server may cache for a while that a file does not exist
 
 
 def check_shared(job: Job, store: Store, folder: str, size_bytes: int) -> None:
-    """Refuse a folder in which checkpoints of `size_bytes` cannot be kept.
+    """Refuse a folder that cannot hold checkpoints of `size_bytes`. Called by all ranks.
 
     Raises:
-        SaveFailed: a rank cannot write there, or there is no room.
-        RankDisagreement: the ranks do not write to one and the same folder.
-
-    Collective: all ranks.
+        SaveFailed: a rank cannot write there, or there is no space.
+        RankDisagreement: the ranks do not write to the same folder.
     """
     token = secrets.token_hex(8)
     own = f"probe-{job.rank}"
@@ -37,11 +35,11 @@ def check_shared(job: Job, store: Store, folder: str, size_bytes: int) -> None:
     except OSError as error:
         why = f"{type(error).__name__}: {error}"
     try:
-        told = collectives.gather(job, [why, token])
-        _refuse_unwritable(job, folder, [rank_why for rank_why, _ in told])
-        _refuse_apart(job, store, folder, [rank_token for _, rank_token in told])
+        answers = collectives.gather(job, [why, token])
+        _refuse_unwritable(job, folder, [rank_why for rank_why, _ in answers])
+        _refuse_apart(job, store, folder, [rank_token for _, rank_token in answers])
     finally:
-        with contextlib.suppress(OSError):  # it may never have been written
+        with contextlib.suppress(OSError):  # it may not exist
             store.remove(own)
 
 
@@ -49,32 +47,32 @@ def _refuse_unwritable(job: Job, folder: str, whys: list[str]) -> None:
     for rank, why in enumerate(whys):
         if why:
             raise SaveFailed(
-                f"checkpoints cannot be kept in {folder}: {why}.",
+                f"checkpoints cannot be saved in {folder}: {why}.",
                 where=place(rank, job.world_size) if rank == job.rank else f"rank {rank}",
-                fix="give another folder, or make room there.",
+                fix="choose another folder, or make space there.",
                 path=folder,
             )
 
 
 def _refuse_apart(job: Job, store: Store, folder: str, tokens: list[str]) -> None:
-    """Each rank looks for what the next one wrote: where there are two folders, some rank finds nothing."""
+    """Each rank reads what the next one wrote; if there are two folders, some rank finds nothing."""
     other = (job.rank + 1) % job.world_size
-    seen = collectives.gather(job, _comes(store, f"probe-{other}", tokens[other].encode()))
+    seen = collectives.gather(job, _appears(store, f"probe-{other}", tokens[other].encode()))
     if all(seen):
         return
-    fix = "give all ranks one folder; where its name holds the time, take that once, before they start."
+    fix = "give all ranks the same folder; take a time in its name once, before the ranks start."
     collectives.agree(job, "folder of the checkpoints", folder, fix=fix)
     rank = seen.index(False)
     raise RankDisagreement(
         f"ranks do not share {folder}: rank {rank} does not see what rank "
         f"{(rank + 1) % job.world_size} has just written there.",
-        fix="put it on storage that all hosts share, and name it from the root.",
+        fix="use storage that all hosts share, and an absolute path.",
         values=seen,
     )
 
 
-def _comes(store: Store, path: str, content: bytes) -> bool:
-    """Whether a file with this content is there, or soon is."""
+def _appears(store: Store, path: str, content: bytes) -> bool:
+    """Whether a file with this content exists, or appears soon."""
     until = time.monotonic() + _SEEN_WITHIN_S
     while True:
         with contextlib.suppress(OSError):
@@ -86,5 +84,5 @@ def _comes(store: Store, path: str, content: bytes) -> bool:
 
 
 def megabytes(size_bytes: int) -> str:
-    """As an error says it."""
+    """A size as text in messages."""
     return f"{size_bytes / 1e6:,.1f} MB"

@@ -1,63 +1,67 @@
-"""Folders of checkpoints, local or wherever fsspec reaches: write, commit last, list, set aside, remove.
+"""Folders of checkpoints on a disk or behind fsspec: write, commit, list, set aside, remove. Needs no torch.
 
-Local: files are written into `unfinished-N`, flushed, and the folder is renamed to `step-N`. Where there is
-no rename (object stores) files go into `step-N` at once and the manifest, written last, is the commit.
-Either way a folder without a manifest was never saved. Failures are OSErrors of the system.
+On a disk, files are written into `unfinished-step-N`, flushed, and the folder is renamed to `step-N`. Stores
+without an atomic rename get the files in `step-N` at once. In both cases the manifest is written last, and a
+folder without one is not a checkpoint. Every failure is an OSError.
+
+When a training returns to an earlier step and then saves step N, the new folder is `rollback-N`. Its commit
+supersedes every `step-M` with M >= N at once; `settle` then moves those away and renames it to `step-N`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.checkpoint.manifest import NAME, Damaged, Manifest
+from paceline.checkpoint.manifest import NAME, Chunk, Damaged, Manifest, SavedTensor, parse
 
-_one_at_a_time = threading.RLock()
+_FOLDER = re.compile(r"(step|rollback)-(\d+)", re.ASCII)
+_lock = threading.RLock()
 
 
 class Store(Protocol):
-    """Where checkpoints are. Paths are relative to it.
-
-    Collective: none; calls for different files may come from different ranks.
-    """
+    """A folder that holds checkpoints. Paths are relative to it; ranks may write different files at once."""
 
     root: str
 
-    def scratch(self, step: int) -> str:
-        """The folder that a save of `step` is written into."""
+    def scratch(self, folder: str) -> str:
+        """The folder to write a checkpoint into that will be named `folder`."""
 
     def names(self, path: str = "") -> list[str]:
-        """What a folder holds; nothing where there is none."""
+        """The names in a folder; empty if it does not exist."""
 
     def size(self, path: str) -> int:
-        """Of a file, in bytes; FileNotFoundError where there is none."""
+        """The size of a file in bytes; FileNotFoundError if it does not exist."""
 
     def read(self, path: str, offset: int, size: int) -> bytearray:
-        """Bytes of a file; fewer where it ends before."""
+        """Read bytes of a file; fewer if it is shorter."""
 
     def write(self, path: str, parts: Iterable[memoryview | bytes]) -> None:
-        """Write a file anew and flush it to disk; its folder is made."""
+        """Write a new file and flush it to disk. Creates its folder."""
 
-    def seal(self, step: int) -> None:
-        """Make the written folder of `step`, manifest included, the checkpoint."""
+    def seal(self, folder: str) -> None:
+        """Turn the scratch folder, which now has a manifest, into `folder`."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a folder another name."""
+        """Rename a folder."""
 
     def remove(self, path: str) -> None:
-        """Remove a folder, or a file, so that it is not seen in part."""
+        """Remove a file or a folder; a checkpoint is never seen in part."""
 
     def free_bytes(self) -> int | None:
-        """How much fits, where that is known."""
+        """The free space, or None if unknown."""
 
 
 class LocalStore:
-    """A folder of this host or of a file system that it mounts. Collective: as `Store`."""
+    """A folder of this host or of a file system that it mounts."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -65,8 +69,8 @@ class LocalStore:
     def _path(self, path: str) -> str:
         return os.path.join(self.root, path) if path else self.root
 
-    def scratch(self, step: int) -> str:
-        return f"unfinished-{step}"
+    def scratch(self, folder: str) -> str:
+        return f"unfinished-{folder}"
 
     def names(self, path: str = "") -> list[str]:
         try:
@@ -94,13 +98,13 @@ class LocalStore:
         with open(full, "wb", buffering=0) as file:
             for part in parts:
                 left = memoryview(part)
-                while left:  # a disk that fills up takes a part first
+                while left:  # a disk that is nearly full writes a part
                     left = left[file.write(left) :]
             os.fsync(file.fileno())
 
-    def seal(self, step: int) -> None:
-        self._flush(self.scratch(step))
-        os.rename(self._path(self.scratch(step)), self._path(f"step-{step}"))
+    def seal(self, folder: str) -> None:
+        self._flush(self.scratch(folder))
+        os.rename(self._path(self.scratch(folder)), self._path(folder))
         self._flush("")
 
     def rename(self, old: str, new: str) -> None:
@@ -113,11 +117,11 @@ class LocalStore:
         if os.path.isfile(full):
             os.remove(full)
             return
-        if path.startswith("step-"):
-            doomed = self._path(f"unfinished-removed-{path}")
-            shutil.rmtree(doomed, ignore_errors=True)  # of a process that was killed here
-            os.rename(full, doomed)
-            full = doomed
+        if _FOLDER.fullmatch(path):
+            removed = self._path(f"unfinished-removed-{path}")
+            shutil.rmtree(removed, ignore_errors=True)  # left by a process that was killed here
+            os.rename(full, removed)
+            full = removed
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(full)
 
@@ -135,12 +139,12 @@ class LocalStore:
 
 @contextlib.contextmanager
 def _storage_errors() -> Iterator[None]:
-    """Whatever a file system of fsspec raises is an OSError here; one call at a time.
+    """Turn the exceptions of an fsspec file system into OSErrors, and serialise its calls.
 
-    Some have one connection, which instances and threads share.
+    Some file systems have one connection, which instances and threads share.
     """
     try:
-        with _one_at_a_time:
+        with _lock:
             yield
     except OSError:
         raise
@@ -149,7 +153,7 @@ def _storage_errors() -> Iterator[None]:
 
 
 class RemoteStore:
-    """A folder behind fsspec. Collective: as `Store`."""
+    """A folder behind fsspec."""
 
     def __init__(self, url: str) -> None:
         self.root = url
@@ -161,12 +165,12 @@ class RemoteStore:
     def _path(self, path: str) -> str:
         return f"{self._base.rstrip('/')}/{path}"
 
-    def scratch(self, step: int) -> str:
-        return f"step-{step}"
+    def scratch(self, folder: str) -> str:
+        return folder
 
     @_storage_errors()
     def names(self, path: str = "") -> list[str]:
-        # Listings are cached by default, and other ranks write there.
+        # fsspec caches listings, and other ranks write there.
         self._fs.invalidate_cache()
         try:
             entries = self._fs.ls(self._path(path), detail=False)
@@ -191,8 +195,8 @@ class RemoteStore:
             for part in parts:
                 file.write(part)
 
-    def seal(self, step: int) -> None:
-        return  # the manifest was the last file
+    def seal(self, folder: str) -> None:
+        return  # the manifest, written last, is the commit
 
     @_storage_errors()
     def rename(self, old: str, new: str) -> None:
@@ -207,14 +211,14 @@ class RemoteStore:
             self._fs.rm_file(self._path(path))
             return
         if NAME in self.names(path):
-            self._fs.rm_file(self._path(f"{path}/{NAME}"))  # from here on it was never saved
+            self._fs.rm_file(self._path(f"{path}/{NAME}"))  # from here on it is not a checkpoint
         self._fs.rm(self._path(path), recursive=True)
 
     def _make(self, folder: str) -> None:
         for attempt in range(3):
             try:
                 self._fs.makedirs(folder, exist_ok=True)
-            except Exception:  # mostly another rank was first, for a part of the path
+            except Exception:  # another rank may have created a part of the path
                 self._fs.invalidate_cache()
                 if attempt == 2 and not self._fs.isdir(folder):
                     raise
@@ -231,42 +235,129 @@ def open_store(folder: str | Path) -> Store:
     return LocalStore(url.removeprefix("file://"))
 
 
+def folders(store: Store) -> dict[int, str]:
+    """The folders of the committed checkpoints by step, in increasing order."""
+    steps, rollback = {}, None
+    for name in store.names():
+        match = _FOLDER.fullmatch(name)
+        if match and NAME in store.names(name):
+            step = int(match[2])
+            if match[1] == "rollback":
+                rollback = step
+            else:
+                steps[step] = name
+    if rollback is not None:
+        steps = {step: name for step, name in steps.items() if step < rollback}
+        steps[rollback] = f"rollback-{rollback}"
+    return dict(sorted(steps.items()))
+
+
 def committed(store: Store) -> list[int]:
-    """The steps that are saved, in order."""
-    steps = sorted(
-        int(name[5:])
-        for name in store.names()
-        if name.startswith("step-") and name[5:].isascii() and name[5:].isdigit()
-    )
-    return [step for step in steps if NAME in store.names(f"step-{step}")]
+    """The steps of the committed checkpoints, in increasing order."""
+    return list(folders(store))
+
+
+def unused_name(store: Store, stem: str) -> str:
+    """`stem-N` with the first N that is free."""
+    names, number = store.names(), 1
+    while f"{stem}-{number}" in names:
+        number += 1
+    return f"{stem}-{number}"
+
+
+def set_aside(store: Store, steps: Iterable[int]) -> str:
+    """Move the folders of these steps into a new folder `before-N`, and return its name."""
+    place = unused_name(store, "before")
+    for step in steps:
+        store.rename(f"step-{step}", f"{place}/step-{step}")
+    return place
+
+
+def settle(store: Store) -> tuple[list[int], str]:
+    """Set aside what a `rollback-N` supersedes, and rename that to `step-N`; the steps, and where they are.
+
+    If it is interrupted at any point, `folders` gives the same checkpoints as before, and it can be repeated.
+    """
+    step, name = next(reversed(folders(store).items()), (0, ""))
+    if not name.startswith("rollback-"):
+        return [], ""
+    superseded = []
+    for other in store.names():
+        match = _FOLDER.fullmatch(other)
+        if match and match[1] == "step" and int(match[2]) >= step:
+            if NAME in store.names(other):
+                superseded.append(int(match[2]))
+            else:
+                store.remove(other)  # never committed
+    place = set_aside(store, sorted(superseded))
+    store.rename(name, f"step-{step}")
+    return sorted(superseded), place
 
 
 def commit(store: Store, manifest: Manifest) -> None:
-    """Write the manifest and make the folder the checkpoint of its step.
+    """Write the manifest, and make its folder a checkpoint. For one rank, after all have written.
 
     Raises:
-        OSError: it cannot be written; or files of other ranks cannot be seen from here.
-
-    Collective: none; for one rank, after all have written.
+        OSError: the manifest cannot be written, or files of other ranks are not visible here.
     """
-    folder = store.scratch(manifest.step)
+    scratch = store.scratch(manifest.folder)
     for name, size in manifest.files.items():
-        if store.size(f"{folder}/{name}") != size:
-            raise OSError(f"{name}, which its rank has written, has another size as seen from here")
-    for name in set(store.names(folder)) - set(manifest.files):
-        store.remove(f"{folder}/{name}")  # of a process that was killed here, with more ranks
-    store.write(f"{folder}/{NAME}", [manifest.render().encode()])
-    store.seal(manifest.step)
+        if store.size(f"{scratch}/{name}") != size:
+            raise OSError(f"{name} has another size here than on the rank that has written it")
+    for name in set(store.names(scratch)) - set(manifest.files):
+        store.remove(f"{scratch}/{name}")  # left by a killed process that had more ranks
+    store.write(f"{scratch}/{NAME}", [manifest.render().encode()])
+    store.seal(manifest.folder)
 
 
-def read_manifest_text(store: Store, step: int) -> str:
-    """The text of a committed manifest.
+def read_manifest(store: Store, step: int, folder: str = "") -> Manifest:
+    """The manifest of a committed step, in `folder` if that is known.
 
     Raises:
-        Damaged: it is not there, or is no text.
+        Damaged: it is missing or does not match its digest.
+        CheckpointError: it is refused; see `parse`.
     """
-    path = f"step-{step}/{NAME}"
+    folder = folder or folders(store).get(step, f"step-{step}")
+    path = f"{folder}/{NAME}"
     try:
-        return store.read(path, 0, store.size(path)).decode()
+        text = store.read(path, 0, store.size(path)).decode()
     except (FileNotFoundError, UnicodeDecodeError) as error:
         raise Damaged(f"{NAME}: {error}") from error
+    return dataclasses.replace(parse(text, f"{store.root}/{folder}"), folder=folder)
+
+
+def check_sizes(store: Store, manifest: Manifest) -> None:
+    """Raise Damaged if a file is missing or has another size."""
+    for name, size in manifest.files.items():
+        try:
+            actual = store.size(f"{manifest.folder}/{name}")
+        except FileNotFoundError as error:
+            raise Damaged(f"{name} is missing") from error
+        if actual != size:
+            raise Damaged(f"{name} has {actual} bytes instead of {size}")
+
+
+def read_chunk(store: Store, folder: str, saved: SavedTensor, chunk: Chunk) -> bytearray:
+    """Read the bytes of a chunk.
+
+    Raises:
+        Damaged: they do not match their digest.
+    """
+    data = store.read(f"{folder}/{chunk.file}", chunk.offset, saved.size_bytes(chunk))
+    if hashlib.sha256(data).hexdigest() != chunk.sha256:
+        raise Damaged(f"{chunk.file} does not match its digest at byte {chunk.offset}")
+    return data
+
+
+def verify(store: Store, manifest: Manifest) -> int:
+    """Compare every byte of a checkpoint with its digest, and return their number.
+
+    Raises:
+        Damaged: something differs.
+    """
+    check_sizes(store, manifest)
+    return sum(
+        len(read_chunk(store, manifest.folder, saved, chunk))
+        for saved in manifest.tensors.values()
+        for chunk in saved.chunks
+    )

@@ -1,19 +1,20 @@
-"""Writes a save in the background: stage, write, acknowledge, commit. No collective is used.
+"""Writes one checkpoint in the background: copy to host memory, write, acknowledge, commit. No collectives.
 
-Ranks acknowledge through the job's store, by a client of their own: the training's groups are in use, and
-its store client may wait in a blocking call. Rank 0 commits when all have written, prunes, and tells the
-verdict, which is the same on every rank.
+Ranks acknowledge through a store client of their own, because the training uses the process groups, and its
+store client may be in a blocking call. Rank 0 commits once all ranks have written, applies retention, and
+publishes the outcome, which is the same on all ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,30 +22,137 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.checkpoint.layout import Layout
-from paceline.checkpoint.manifest import Chunk, Manifest, Saved
-from paceline.checkpoint.staging import Staging
-from paceline.checkpoint.store import Store, commit, committed
+from paceline import log
+from paceline.checkpoint.layout import Layout, Piece, local
+from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from paceline.checkpoint.store import Store, commit, settle
 from paceline.job.job import Job
+from paceline.torch_private import find
 
 _POLL_S = 0.005
-_NICE = 19  # a sixtieth of a core that the training wants too
+_NICE = 19  # gives way to the training threads on a busy core
 
 
-def _step_back() -> None:
-    """Let the training have the cores first: its next steps are waited for, this thread is not."""
-    # On Linux a thread has a priority of its own, which cannot be raised again.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+class Buffer:
+    """Host memory that is kept between saves: allocating it costs more than copying into it."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+        """Shape (size_bytes,), uint8. The content of the last save is overwritten."""
+        if len(self._bytes) < size_bytes or self._bytes.is_pinned() != pinned:
+            self._bytes = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._bytes[:size_bytes]
+
+
+class Staging:
+    """The copy of this rank's share of a save in host memory.
+
+    Args:
+        steady: Tensors that only the optimizer changes. `finish` copies them in the background, during the
+            next forward and backward; all others are copied at once.
+
+    Attributes:
+        bytes: The rank's file, shape (layout.size_bytes,); complete after `finish`.
+        changed: The name of a steady tensor that was changed while it was copied, or None.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: dict[str, torch.Tensor],
+        steady: Collection[torch.Tensor],
+        buffer: Buffer,
+    ) -> None:
+        self.layout = layout
+        self.device = next(
+            (t.device for t in tensors.values() if t.device.type != "cpu"), torch.device("cpu")
+        )
+        self.bytes = buffer.of(layout.size_bytes, pinned=self.device.type == "cuda")
+        self.changed: str | None = None
+        self._done = threading.Event()
+        # `state_dict` returns other objects with the same memory.
+        known = {_identity(t) for t in steady}
+        late: list[tuple[Piece, torch.Tensor]] = []
+        for piece in layout.mine:
+            tensor = tensors[piece.name]
+            if _identity(tensor) in known:
+                late.append((piece, tensor))
+            else:
+                self._copy(piece, tensor)
+        self._late = late
+        self._versions = [_version(tensor) for _, tensor in late]
+        self._event = None
+        if late and self.device.type != "cpu":
+            # The copy waits for kernels queued before it, and may overlap those queued after it.
+            module = torch.get_device_module(self.device)
+            self._event = module.current_stream(self.device).record_event()
+
+    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
+        source = piece.of(tensor)
+        if source.numel():
+            place = self.bytes[piece.offset : piece.offset + piece.size_bytes]
+            place.view(piece.dtype).view(source.shape).copy_(source)
+
+    def finish(self) -> None:
+        """Copy the steady tensors. Called by the thread of the save."""
+        side = contextlib.nullcontext()
+        if self._event is not None:
+            module = torch.get_device_module(self.device)
+            stream = module.Stream(self.device)
+            stream.wait_event(self._event)
+            side = module.stream(stream)
+        try:
+            with side, torch.no_grad():
+                for piece, tensor in self._late:
+                    self._copy(piece, tensor)
+            for (piece, tensor), version in zip(self._late, self._versions, strict=True):
+                if _version(tensor) != version:
+                    self.changed = piece.name
+        finally:
+            self._late = []
+            self._done.set()
+
+    def wait(self) -> None:
+        """Return when everything is copied."""
+        self._done.wait()
+
+    def non_finite(self, prefix: str) -> str | None:
+        """The first tensor with this prefix that holds NaN or infinity in this rank's share."""
+        for piece in self.layout.mine:
+            if piece.name.startswith(prefix) and piece.dtype.is_floating_point and piece.size_bytes:
+                part = self.bytes[piece.offset : piece.offset + piece.size_bytes]
+                values = part.view(piece.dtype)
+                # A finite sum proves that all values are finite, and allocates nothing. It may overflow, so
+                # an infinite one proves nothing.
+                total = values.sum(dtype=torch.float64)
+                if not bool(torch.isfinite(total)) and not bool(
+                    torch.isfinite(values.float()).all()
+                ):
+                    return piece.name
+        return None
+
+
+def _identity(tensor: torch.Tensor) -> tuple[int, int]:
+    own = local(tensor)
+    return own.data_ptr(), own.numel()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """A number that every change in place increments; always 0 if torch does not tell."""
+    counter = find("torch.Tensor._version")
+    return 0 if counter is None else int(counter.__get__(local(tensor)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Outcome:
     """How a save ended.
 
     Args:
         kind: "saved", "disk" (the storage failed), "non-finite" or "other".
-        text: What happened, where it was not saved.
-        rank: Where.
+        text: What happened, if it was not saved.
+        rank: The rank where it happened.
     """
 
     kind: str
@@ -52,25 +160,24 @@ class Verdict:
     rank: int = 0
 
 
-class Cancelled(Exception):
+class _Cancelled(Exception):
     """The job is being abandoned."""
 
 
 class Save:
-    """A save in flight, with its thread.
+    """A save in flight, with its thread. All ranks create one for the same step.
 
     Args:
-        number: Of the save in this job; equal on all ranks.
-        tree: The values, as JSON; rank 0's are written.
-        finite: Prefix of the names of tensors that must be finite; "" for none.
-        waited: Somebody waits for it, as before the end of a preempted job: it goes on at full priority.
-        prune: Called on rank 0 after the commit.
+        number: The number of the save in this job, equal on all ranks.
+        folder: Its name once it is committed, equal on all ranks.
+        tree: The values as JSON; those of rank 0 are written.
+        finite: Prefix of the names of tensors that must be finite; "" checks none.
+        waited: Whether the caller waits for it; the thread then keeps its priority.
+        prune: Applies retention; called on rank 0 after the commit.
 
     Attributes:
-        verdict: None while it is in flight, and where it was cancelled.
-        cost_s: What it took of this rank's processor in its thread, in seconds.
-
-    Collective: all ranks make one, for the same step.
+        outcome: None while it is in flight, and if it was cancelled.
+        cost_s: Processor time of its thread on this rank, in seconds.
     """
 
     def __init__(
@@ -81,6 +188,7 @@ class Save:
         *,
         number: int,
         step: int,
+        folder: str,
         best: bool,
         tree: Any,
         finite: str,
@@ -89,11 +197,11 @@ class Save:
     ) -> None:
         self.step = step
         self.staging = staging
-        self.verdict: Verdict | None = None
+        self.outcome: Outcome | None = None
         self.cost_s = 0.0
         self._rank, self._world_size = job.rank, job.world_size
         self._timeout_s = job.timeout_s
-        self._store = store
+        self._store, self._folder = store, folder
         self._best, self._tree, self._finite, self._prune = best, tree, finite, prune
         self._waited = waited
         self._cancel = threading.Event()
@@ -106,27 +214,27 @@ class Save:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing of it runs any more."""
+        """Whether its thread has ended."""
         return not self._thread.is_alive()
 
-    def wait(self) -> Verdict | None:
-        """Until it has ended. Collective: none, but the other ranks must get as far."""
+    def wait(self) -> Outcome | None:
+        """Return when it has ended."""
         self._thread.join()
-        return self.verdict
+        return self.outcome
 
     def cancel(self) -> None:
-        """Give up, waiting for nobody; nothing is committed later."""
+        """Give up without waiting for other ranks; it is not committed afterwards."""
         self._cancel.set()
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
         began = time.thread_time()
         try:
-            self.verdict = self._conclude(self._write_own())
-        except Cancelled:
+            self.outcome = self._conclude(self._write_own())
+        except _Cancelled:
             return
-        except RuntimeError as error:  # the job's store is gone, with rank 0
-            self.verdict = Verdict(kind="other", text=f"the job's store is gone: {error}")
+        except RuntimeError as error:  # the job's store ended with rank 0
+            self.outcome = Outcome(kind="other", text=f"the job's store is gone: {error}")
         self.cost_s = time.thread_time() - began
 
     def _write_own(self) -> dict[str, Any]:
@@ -134,20 +242,19 @@ class Save:
         try:
             self.staging.finish()
             if not self._waited:
-                _step_back()
+                # On Linux each thread has a priority of its own.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             if self.staging.changed is not None:
                 text = f"{self.staging.changed} was changed outside of the optimizer while it was saved"
                 return {"kind": "other", "text": text}
             name = self.staging.non_finite(self._finite) if self._finite else None
             if name is not None:
                 return {"kind": "non-finite", "text": name}
-            if self.step in committed(self._store):
-                return {"kind": "kept", "text": ""}  # of the same step, so of no other content
             digests: list[str] = []
             if self.staging.layout.mine:
-                folder = self._store.scratch(self.step)
-                self._store.write(f"{folder}/rank-{self._rank}.bin", self._parts(digests))
-        except Cancelled:
+                scratch = self._store.scratch(self._folder)
+                self._store.write(f"{scratch}/rank-{self._rank}.bin", self._parts(digests))
+        except _Cancelled:
             raise
         except OSError as error:
             return {"kind": "disk", "text": f"{type(error).__name__}: {error}"}
@@ -165,26 +272,26 @@ class Save:
         whole = memoryview(self.staging.bytes.numpy().data)
         for piece in self.staging.layout.mine:
             if self._cancel.is_set():
-                raise Cancelled
+                raise _Cancelled
             part = whole[piece.offset : piece.offset + piece.size_bytes]
             digests.append(hashlib.sha256(part).hexdigest())
             yield part
 
-    def _conclude(self, own: dict[str, Any]) -> Verdict:
+    def _conclude(self, own: dict[str, Any]) -> Outcome:
         if self._acks is None:
-            return self._judge([own])
+            return self._commit([own])
         self._acks.set(f"{self._rank}", json.dumps(own))
         if self._rank == 0:
             keys = [f"{rank}" for rank in range(self._world_size)]
             self._await(keys)
-            verdict = self._judge([json.loads(self._acks.get(key)) for key in keys])
+            outcome = self._commit([json.loads(self._acks.get(key)) for key in keys])
             for key in keys:
                 self._acks.delete_key(key)
-            self._acks.set("verdict", json.dumps([verdict.kind, verdict.text, verdict.rank]))
-            return verdict
-        self._await(["verdict"])
-        kind, text, rank = json.loads(self._acks.get("verdict"))
-        return Verdict(kind=kind, text=text, rank=rank)
+            self._acks.set("outcome", json.dumps([outcome.kind, outcome.text, outcome.rank]))
+            return outcome
+        self._await(["outcome"])
+        kind, text, rank = json.loads(self._acks.get("outcome"))
+        return Outcome(kind=kind, text=text, rank=rank)
 
     def _await(self, keys: list[str]) -> None:
         assert self._acks is not None
@@ -192,33 +299,40 @@ class Save:
         pause_s = _POLL_S
         while not self._acks.check(keys):
             if self._cancel.wait(pause_s):
-                raise Cancelled
+                raise _Cancelled
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the ranks did not write within {self._timeout_s:g} s.")
             pause_s = min(2 * pause_s, 0.1)
 
-    def _judge(self, acks: list[dict[str, Any]]) -> Verdict:
+    def _commit(self, acks: list[dict[str, Any]]) -> Outcome:
         for rank, ack in enumerate(acks):
-            if ack["kind"] == "kept":
-                return Verdict(kind="saved")
             if ack["kind"] != "saved":
-                return Verdict(kind=ack["kind"], text=ack["text"], rank=rank)
+                return Outcome(kind=ack["kind"], text=ack["text"], rank=rank)
         try:
+            settle(self._store)  # of the save before, if that could not
             commit(self._store, self._manifest(acks))
+        except OSError as error:
+            return Outcome(kind="disk", text=f"{type(error).__name__}: {error}")
+        try:
+            steps, place = settle(self._store)
+            if steps:
+                text = "step %d supersedes the checkpoints of steps %s, which are now in %s."
+                log.logger.info(text, self.step, ", ".join(map(str, steps)), place)
             self._prune()
         except OSError as error:
-            return Verdict(kind="disk", text=f"{type(error).__name__}: {error}")
-        return Verdict(kind="saved")
+            log.logger.warning("step %d is saved, but older ones stay: %s", self.step, error)
+        return Outcome(kind="saved")
 
     def _manifest(self, acks: list[dict[str, Any]]) -> Manifest:
-        layout: Layout = self.staging.layout
-        chunks: dict[str, list[Chunk]] = {name: [] for name in layout.shapes}
+        shapes = self.staging.layout.shapes
+        chunks: dict[str, list[Chunk]] = {name: [] for name in shapes}
         for rank, ack in enumerate(acks):
             for name, (offsets, sizes, at), digest in ack["chunks"]:
                 chunk = Chunk(tuple(offsets), tuple(sizes), f"rank-{rank}.bin", at, digest)
                 chunks[name].append(chunk)
         return Manifest(
             step=self.step,
+            folder=self._folder,
             best=self._best,
             world_size=self._world_size,
             saved_at=time.time(),
@@ -229,5 +343,5 @@ class Save:
             },
             files={f"rank-{r}.bin": ack["size"] for r, ack in enumerate(acks) if ack["chunks"]},
             tree=self._tree,
-            tensors={n: Saved(*layout.shapes[n], tuple(found)) for n, found in chunks.items()},
+            tensors={n: SavedTensor(*shapes[n], tuple(found)) for n, found in chunks.items()},
         )

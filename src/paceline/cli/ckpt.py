@@ -1,4 +1,4 @@
-"""The subcommand `ckpt`: look at, verify, convert and remove checkpoints. Only `export` needs torch."""
+"""`paceline ckpt`: list, show, check, export and remove checkpoints. Only `export` imports torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.checkpoint.digests import check
-from paceline.checkpoint.manifest import Damaged, Manifest, parse
-from paceline.checkpoint.store import Store, committed, open_store, read_manifest_text
+from paceline.checkpoint.manifest import Damaged
+from paceline.checkpoint.store import Store, folders, open_store, read_manifest, verify
 from paceline.errors import CheckpointError, PacelineError
 
 HELP = "list, show, check, export or remove checkpoints"
@@ -19,7 +18,7 @@ _FOREIGN = {".metadata": "torch.distributed.checkpoint's", "latest": "DeepSpeed'
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `paceline ckpt` with these arguments; 0, or 65 where there is no whole checkpoint."""
+    """Run `paceline ckpt` with these arguments. Returns 0, or 65 if there is no whole checkpoint."""
     args = _parser().parse_args(argv)
     store = open_store(args.folder)
     try:
@@ -36,28 +35,35 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in (
         ("ls", "list the checkpoints of a folder"),
-        ("show", "what one of them holds"),
-        ("check", "verify every byte of all, or of one"),
+        ("show", "show what a checkpoint holds"),
+        ("check", "compare every byte with its digest"),
         ("export", "write the weights to one file, .pth or .safetensors"),
-        ("rm", "remove one"),
+        ("rm", "remove a checkpoint"),
     ):
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument("folder", help="a path, or a URL that fsspec knows")
         if name == "export":
             action.add_argument("to", type=Path, help="file to write")
             action.add_argument(
-                "--model", type=int, default=0, help="which, where several are saved"
+                "--model", type=int, default=0, help="which model, if there are several"
             )
         if name != "ls":
             action.add_argument(
-                "--step", type=int, required=name == "rm", help="default: the newest"
+                "--step",
+                type=int,
+                required=name == "rm",
+                help="default: all"
+                if name == "check"
+                else None
+                if name == "rm"
+                else "default: the newest",
             )
     return parser
 
 
 def _steps(store: Store, step: int | None) -> list[int]:
-    """The steps that are meant, of which there is at least one."""
-    steps = committed(store)
+    """The chosen steps, at least one."""
+    steps = list(folders(store))
     if step is not None and step not in steps:
         raise CheckpointError(
             f"there is no checkpoint of step {step} in {store.root}; there are {steps}."
@@ -72,15 +78,11 @@ def _steps(store: Store, step: int | None) -> list[int]:
     return steps if step is None else [step]
 
 
-def _manifest(store: Store, step: int) -> Manifest:
-    return parse(read_manifest_text(store, step), f"{store.root}/step-{step}")
-
-
 def _ls(store: Store, args: argparse.Namespace) -> int:
     print(f"{'step':>10}{'size MB':>12}{'ranks':>7}  saved")
     for step in _steps(store, None):
         try:
-            manifest = _manifest(store, step)
+            manifest = read_manifest(store, step)
         except (Damaged, CheckpointError) as error:
             print(f"{step:>10}  {str(error).splitlines()[0]}")
             continue
@@ -92,7 +94,7 @@ def _ls(store: Store, args: argparse.Namespace) -> int:
 
 def _show(store: Store, args: argparse.Namespace) -> int:
     step = _steps(store, args.step)[-1]
-    manifest = _manifest(store, step)
+    manifest = read_manifest(store, step)
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     print(f"step {step}, saved by {manifest.world_size} ranks with {versions}")
     for name, size in manifest.files.items():
@@ -109,7 +111,7 @@ def _check(store: Store, args: argparse.Namespace) -> int:
     damaged = 0
     for step in _steps(store, args.step):
         try:
-            done = sum(check(store, _manifest(store, step)))
+            done = verify(store, read_manifest(store, step))
             print(f"step {step}: whole, {done:,} bytes")
         except Damaged as error:
             damaged += 1
@@ -129,6 +131,6 @@ def _export(store: Store, args: argparse.Namespace) -> int:
 
 def _rm(store: Store, args: argparse.Namespace) -> int:
     step = _steps(store, args.step)[-1]
-    store.remove(f"step-{step}")
+    store.remove(folders(store)[step])
     print(f"step {step} removed")
     return 0

@@ -11,7 +11,6 @@ import torch
 from paceline import log
 from paceline.checkpoint import codec
 from paceline.checkpoint.manager import Checkpoints
-from paceline.checkpoint.shadow import Shadow
 from paceline.errors import ConfigError
 from paceline.job.preemption import Preempted
 from paceline.parallel.buffers import equalize_buffers
@@ -43,12 +42,8 @@ class Saving:
         self._checkpoints = checkpoints
         self._resumed = checkpoints is None
         self._now = self._best = False
-        job = training.job
-        self._shadow: Shadow | None = None
-        if checkpoints is not None and checkpoints.shadow:
-            self._shadow = Shadow(job, checkpoints.folder)
-        for each in self._places():
-            job.on_leave(functools.partial(each.close, job))
+        if checkpoints is not None:
+            training.job.on_leave(functools.partial(checkpoints.close, training.job))
 
     def say(self, preempted: Preempted) -> None:
         """Tell where the last step is, which `loop_ended` has saved."""
@@ -70,12 +65,9 @@ class Saving:
         optimizers = [track.optimizer for track in training.tracks.values()]
         _, tensors = codec.encode(state.save(training.models, optimizers))
         size = sum(t.numel() * t.element_size() for t in tensors.values())
-        like, shadow = state.templates(training.models, optimizers), self._shadow
+        like = state.templates(training.models, optimizers)
         found: dict[str, Any] | None = self._checkpoints.resume(
-            training.job,
-            like=like,
-            size_bytes=size,
-            instead=lambda newest: shadow.resume(newest, like, size) if shadow else None,
+            training.job, like=like, size_bytes=size
         )
         return found
 
@@ -92,12 +84,8 @@ class Saving:
 
     def staged(self) -> None:
         """Return when parameters may change."""
-        for each in self._places():
-            each.staged()
-
-    def _places(self) -> list[Checkpoints]:
-        shadow = self._shadow.kept if self._shadow is not None else None
-        return [each for each in (self._checkpoints, shadow) if each is not None]
+        if self._checkpoints is not None:
+            self._checkpoints.staged()
 
     def tell(self) -> None:
         """Put into the control word what this rank has to say."""
@@ -122,8 +110,6 @@ class Saving:
         if self._now or self._checkpoints.is_due(step, epoch=epoch, ends_epoch=ends_epoch):
             best, self._now, self._best = self._best, False, False
             self._save(self._checkpoints, best=best, wait=False)
-        if self._shadow is not None:
-            self._shadow.step_ended(step, lambda kept: self._save(kept, best=False, wait=False))
 
     def loop_ended(self) -> None:
         """Wait for the save in flight, and save the last step if it was not.
