@@ -51,9 +51,7 @@ def main() -> None:
         model = paceline.ddp(job, net(settings["width"]))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         batches = paceline.Batches(job, data(settings["samples"]), global_batch=24, micro_batch=3)
-        checkpoints = paceline.Checkpoints(
-            "kept", every_steps=settings["save_every"], keep=2
-        )
+        checkpoints = paceline.Checkpoints("kept", every_steps=settings["save_every"], keep=2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         training = paceline.Training(
             job,
