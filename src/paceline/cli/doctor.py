@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     need = Need(workers=given.workers, batch_bytes=round(given.batch_mib * (1 << 20)))
     findings = judge(found, need)
     code = _FAIL if any(finding.level == "fail" for finding in findings) else 0
-    if found["speaks"]:
+    if found["prints"]:
         _print(findings, found, code, as_json=given.json)
     if any("error" in facts for facts in found["reduce"]):
         # A thread may be left that waits in Gloo, and would abort the interpreter's end.

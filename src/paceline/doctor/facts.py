@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
 import secrets
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import paceline
@@ -22,7 +21,6 @@ from paceline.machine import owner_of_port, read_memory, read_text, usable_cores
 
 Facts = dict[str, Any]
 
-_SIOCGIFADDR = 0x8915
 _VARIABLES = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_", "PACELINE_")
 _WRITTEN_BYTES = 64 << 20
 
@@ -106,29 +104,21 @@ def _device(place: RankInfo) -> Facts | None:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Names and addresses of this host's network interfaces."""
-    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name, addresses in found.items():
-            with contextlib.suppress(OSError):  # it has no address
-                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                addresses.append(socket.inet_ntoa(reply[20:24]))
-    for line in read_text(Path("/proc/net/if_inet6")).splitlines():
-        words = line.split()
-        found.setdefault(words[5], []).append(
-            socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
-        )
-    return found
+    """Names and IP addresses of this host's network interfaces."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [a.address.partition("%")[0] for a in addresses if a.family in families]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
 
 
 def addresses_of(name: str) -> list[str]:
-    """What a host name leads to here; empty where it is not known."""
+    """The addresses that a host name resolves to here, in the resolver's order; empty if unknown."""
     try:
-        return sorted(
-            {str(e[4][0]) for e in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
-        )
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def _names() -> Facts:

@@ -182,18 +182,25 @@ def _folder(host: Facts, here: str, shared: list[bool] | None) -> Iterator[Findi
 
 def _name(host: Facts, here: str, ways: dict[int, str | None]) -> Iterator[Finding]:
     addresses = host["names"]["addresses"]
-    outside = [a for a in addresses if not ipaddress.ip_address(a.partition("%")[0]).is_loopback]
     text = f"the name {host['host']} leads to {', '.join(addresses) or 'nothing'} on {here}"
-    named = "GLOO_SOCKET_IFNAME" in host["variables"]
-    if ways and not outside and not named:
-        yield Finding(
-            "host name",
-            "fail",
-            f"{text}; Gloo would offer that to its peers.",
-            f"set GLOO_SOCKET_IFNAME={ways.get(host['rank'])}, or correct /etc/hosts.",
-        )
-    else:
+    # Without GLOO_SOCKET_IFNAME, Gloo listens on the first address and gives it to its peers.
+    outside = addresses and not _is_loopback(addresses[0])
+    if outside or "GLOO_SOCKET_IFNAME" in host["variables"]:
         yield Finding("host name", "ok", f"{text}.")
+        return
+    usable = [n for n, found in host["interfaces"].items() if not all(map(_is_loopback, found))]
+    way = ways.get(host["rank"])
+    interface = way if way in usable else next(iter(usable), "<interface>")
+    yield Finding(
+        "host name",
+        "fail" if ways else "warn",
+        f"{text}; over several hosts Gloo would connect to itself.",
+        f"set GLOO_SOCKET_IFNAME={interface}, or correct /etc/hosts.",
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _ports(host: Facts, here: str) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from paceline import torch_private
 from paceline.errors import PacelineError, PeerFailed, StepError, rank_location
-from paceline.job import current_step
+from paceline.job import current_step, store_exchange
 
 # Keys of the store.
 _FAILED = "failed"
@@ -163,14 +163,13 @@ class Peers:
         Returns:
             The values in rank order, and {}; or [], and for each missing rank the last step that it passed.
         """
-        keys = [f"{name}/{rank}" for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], json.dumps(value))
+        keys = store_exchange.post(self._store, name, value, self._rank, self._world_size)
         deadline = time.monotonic() + timeout_s
         if not self._wait_for(keys, min(timeout_s, _GRACE_S)):
             missing = self._missing(keys, step, loop, deadline)
             if missing:
                 return [], missing
-        return [json.loads(text) for text in self._store.multi_get(keys)], {}
+        return store_exchange.read(self._store, keys), {}
 
     def _wait_for(self, keys: list[str], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
