@@ -79,10 +79,10 @@ def hangs(folder: Path, world: int, ours: bool, only: str) -> Iterator[tuple[str
             continue
         text = script(kind, paceline=ours)
         said = verdict(text, folder, world)
-        wrong = [word for word in expected(kind, text, world) if word not in said]
+        wrong = [word for word in expected(kind, text) if word not in said]
         if wrong or not said.startswith(f"{kind.word}: "):
             print(f"hang {name!r}, {world} ranks, {wrong}:\n{said}", file=sys.stderr)
-        seconds = re.findall(r"since (\d+) s", said)
+        seconds = re.findall(r"waited (\d+) s", said)
         yield name, not wrong, float(seconds[0]) if seconds else 99.0
 
 

@@ -58,7 +58,7 @@ def _stuck(line: str, before: str = "") -> str:
 
 
 NOT_ENTERED = "has not entered it: evaluate() at train.py:{STUCK}"
-ALL_REDUCE = "wait{s} in all_reduce #4 (f32[7,3]) at train.py:{WAITS}"
+ALL_REDUCE = " s in all_reduce #4 (f32[7,3]) at train.py:{WAITS}"
 _LOADER = """
 class Samples(torch.utils.data.Dataset):
     def __len__(self): return 8
@@ -101,17 +101,17 @@ KINDS: dict[str, Kind] = {
         ("in all_reduce #", "(gradients, f32[20])", "train.py:{WAITS}", "at train.py:{STUCK}, in "),
     ),
     "loops in Python": Kind(
-        _stuck("while True: pass"), (ALL_REDUCE, NOT_ENTERED, "at work"), word="waiting"
+        _stuck("while True: pass"), (ALL_REDUCE, NOT_ENTERED, "busy"), word="waiting"
     ),
     "loops in C": Kind(
         _stuck("re.match('(a+)+$', 'a' * 60 + 'b')"),
-        (ALL_REDUCE, NOT_ENTERED, "holding the interpreter's lock, at work"),
+        (ALL_REDUCE, NOT_ENTERED, "holding the GIL, busy"),
         word="waiting",
         slow=False,
     ),
     "sleeps in C": Kind(
         _stuck("library.sleep(600)", "import ctypes\nlibrary = ctypes.PyDLL(None)"),
-        (ALL_REDUCE, NOT_ENTERED, "holding the interpreter's lock"),
+        (ALL_REDUCE, NOT_ENTERED, "holding the GIL"),
     ),
     "is stopped": Kind(
         _stuck("os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(1.2)"),
@@ -200,7 +200,7 @@ def script(kind: Kind, *, paceline: bool) -> str:
     return head + STEPS + kind.body
 
 
-def expected(kind: Kind, text: str, world: int) -> list[str]:
+def expected(kind: Kind, text: str) -> list[str]:
     """What the verdict on this script has to hold."""
     lines = {
         mark: number
@@ -208,7 +208,7 @@ def expected(kind: Kind, text: str, world: int) -> list[str]:
         for mark in ("WAITS", "STUCK")
         if line.endswith(f"# {mark}")
     }
-    return [words.format(**lines, s="s" if world == 2 else "") for words in kind.says]
+    return [words.format(**lines) for words in kind.says]
 
 
 def verdict(text: str, tmp_path: Path, world: int) -> str:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterable
 from typing import Any, cast
 
 import pytest
 
-from paceline.launch.hang_watch import Seen, Watch
+from paceline.launch.hang_watch import Activity, HangWatch
 from paceline.watch.hang import Hang, judge
 from paceline.watch.processes import Process, is_ending, look
 from paceline.watch.rank_state import (
@@ -62,7 +63,7 @@ def test_the_rank_that_never_came() -> None:
     assert found.alarm
     assert found.culprits == (1,)
     assert found.text.splitlines() == [
-        "hang: ranks 0, 2 and 3 wait in all_reduce #4107 (f32[1048576]) at train.py:57 since 12 s",
+        "hang: ranks 0, 2 and 3 have waited 12 s in all_reduce #4107 (f32[1048576]) at train.py:57",
         "      rank 1 (host b, pid 811) has not entered it: evaluate() at train.py:31, in time.sleep",
         "why:  rank 1 is at train.py:88 while the others are at train.py:90: either the call there "
         "does not return, or only rank 1 makes it, as under `if rank == 0:`.",
@@ -82,30 +83,35 @@ def test_a_call_that_does_not_return_is_not_called_a_branch() -> None:
 
 LOADER = Where(script=TRAIN, loader=True)
 CAUSES = [
-    ({"busy": True}, False, "evaluate() at train.py:31, in time.sleep, at work", "it is at work"),
+    ({"busy": True}, False, "evaluate() at train.py:31, in time.sleep, busy", "it is evaluating"),
     (
         {"busy": True, "held": True},
         False,
-        "interpreter's lock, at work",
-        "native code that lets no",
+        "holding the GIL, busy",
+        "native code holds the GIL",
     ),
-    ({"held": True}, True, "holding the interpreter's lock", "does not return"),
-    ({"state": "T"}, True, "stopped (state T) at train.py:31", "`kill -CONT 811` lets it go on."),
+    ({"held": True}, True, "holding the GIL", "does not return"),
+    ({"state": "T"}, True, "stopped (state T) at train.py:31", "with `kill -CONT 811`."),
     (
         {"state": "D", "kernel": "nfs_wait"},
         True,
         "(state D, nfs_wait) at train.py:31",
         "network file",
     ),
-    ({"state": "Z"}, True, "dead, with threads", "its main thread has ended"),
-    ({"state": "", "returncode": 0}, True, "ended with exit code 0", "came to its end"),
+    ({"state": "Z"}, True, "other threads run on (state Z)", "its main thread has ended"),
     (
-        {"where": LOADER, "helpers": ("pid 9 stopped",)},
+        {"state": "", "returncode": 0},
+        True,
+        "ended with exit code 0",
+        "finished while the others still run",
+    ),
+    (
+        {"where": LOADER, "workers": ("pid 9 stopped",)},
         True,
         "worker: pid 9 stopped",
-        "has no batch",
+        "gets no batch",
     ),
-    ({"where": LOADER}, True, "of which none is left", "dead or stuck"),
+    ({"where": LOADER}, True, "but none is left", "dead or stuck"),
     ({"where": Where(script=EVALUATE, lock=True)}, True, "in time.sleep", "a lock, a queue"),
     (
         {"where": Where(script=TRAIN, waits="recv"), "peer": 2},
@@ -113,12 +119,12 @@ CAUSES = [
         "in recv with rank 2",
         "different",
     ),
-    ({"where": Where(), "call": ""}, True, "not in the script", "it is held up there"),
+    ({"where": Where(), "call": ""}, True, "not in the script", "it has not come back from there"),
     (
         {"where": Where(), "call": "", "answered": False},
         True,
-        "does not say where",
-        "held up there",
+        "does not report where",
+        "not come back",
     ),
 ]
 
@@ -136,7 +142,7 @@ def test_causes_are_told_apart(state: dict[str, Any], alarm: bool, doing: str, c
 
 def test_the_training_step_is_named_where_it_is_known() -> None:
     states = [rank(number, call(), step=812) for number in (0, 2, 3)]
-    assert "at train.py:57 since 12 s, in step 812\n" in verdict(*states, absent()).text
+    assert "at train.py:57, in step 812\n" in verdict(*states, absent()).text
 
 
 def test_one_idle_rank_beside_a_busy_one_is_no_alarm() -> None:
@@ -151,7 +157,7 @@ def test_another_collective() -> None:
     assert found.alarm
     assert found.culprits == (1,)
     assert found.text.splitlines() == [
-        "hang: ranks 0, 2 and 3 wait in all_reduce #4107 (f32[5]) at train.py:57 since 12 s",
+        "hang: ranks 0, 2 and 3 have waited 12 s in all_reduce #4107 (f32[5]) at train.py:57",
         "      rank 1 (host b, pid 811) waits in barrier #4107 at train.py:57",
         "why:  the ranks called different collectives as number 4107 of this group.",
         "fix:  call the same collectives, with the same tensors, in the same order on all ranks.",
@@ -183,7 +189,9 @@ def test_two_groups_in_another_order(busy: bool) -> None:
     there = rank(1, call(1, group="2", members=(0, 1)), busy=busy)
     found = verdict(here, there, world=2)
     assert found.alarm
-    assert "waits in all_reduce #1 (f32[1048576], group of ranks 0 and 1) at" in found.text
+    assert (
+        "has waited 12 s in all_reduce #1 (f32[1048576], group of ranks 0 and 1) at" in found.text
+    )
     assert "two groups were entered in different orders" in found.text
 
 
@@ -214,7 +222,7 @@ def test_what_the_recorder_does_not_know() -> None:
     begins = Where(script=(("train.py", 3, "<module>"),), waits="init_process_group")
     found = verdict(rank(0, where=begins), rank(1, where=Where(script=EVALUATE), call="time.sleep"))
     assert found.text.startswith(
-        "hang: rank 0 (host b, pid 810) waits in init_process_group at train.py:3 since 12 s\n"
+        "hang: rank 0 (host b, pid 810) has waited 12 s in init_process_group at train.py:3\n"
         "      rank 1 (host b, pid 811): evaluate() at train.py:31, in time.sleep\n"
     )
     alone = verdict(*(rank(number, where=begins) for number in range(4)))
@@ -349,14 +357,14 @@ def process(cpu_s: float, io_bytes: int = 0, pid: int = 40) -> Process:
 Look = tuple[float, list[Process], int]  # when, its processes, where its main thread is
 
 
-def seen(looks: Iterable[Look], window_s: float = 4.0, state: str = "S") -> Seen:
-    found = Seen(state=state)
+def seen(looks: Iterable[Look], window_s: float = 4.0, state: str = "S") -> Activity:
+    found = Activity(state=state)
     for at_s, processes, place in looks:
         found.add(at_s, processes, place, window_s=window_s)
     return found
 
 
-def still(cpu_s: float = 0.0, size: int = 0, state: str = "S") -> Seen:
+def still(cpu_s: float = 0.0, size: int = 0, state: str = "S") -> Activity:
     """A rank that has used so much in four seconds, at one place."""
     looks = ((t, [process(cpu_s * t / 4, size * t // 4)], 7) for t in range(5))
     return seen(looks, state=state)
@@ -430,7 +438,7 @@ def test_who_was_not_watched_does_not_stand_still() -> None:
 def test_a_launcher_that_did_not_run_has_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     now, crew = 100.0, Silent()
     monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
-    watch = Watch(cast(Any, crew), after_s=0, ends=False)
+    watch = HangWatch(cast(Any, crew), after_s=0, ends=False)
     for _ in range(8):
         watch.look(1)
         now += 0.5
@@ -457,6 +465,42 @@ class Silent:
         )
 
 
+class Asked(Silent):
+    """One of two ranks. Rank 0 waits in a collective; both are idle until they are asked."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = self.local_rank = rank
+        self.pid = rank
+        self.cpu_s = 0.0
+        self.counts = (1 - rank, 0)
+        self.answer: dict[str, Any] = {}
+
+    def ask(self, number: int, *_: Any) -> None:
+        self.cpu_s += 1.0  # reading its source file, for one
+        stack = [("/a/train.py", 5 + self.rank, "step")]
+        entries = [entry()] if self.rank == 0 else []
+        told = {"entries": entries, "groups": {"0": [0, 1]}, "entered": {}, "step": 0}
+        self.answer = {"id": number, "threads": [{"name": "main", "stack": stack}], **told}
+
+
+def test_answering_the_launcher_does_not_make_a_rank_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ranks, said = 100.0, [Asked(0), Asked(1)], []
+    crew: Any = types.SimpleNamespace(ranks=ranks, say=said.append)
+    monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
+    monkeypatch.setattr(
+        "paceline.watch.processes.look", lambda pid: process(ranks[pid].cpu_s, pid=pid)
+    )
+    monkeypatch.setattr("paceline.watch.processes.descendants", lambda pid: [])
+    watch = HangWatch(crew, after_s=2.0, ends=False)
+    watch._stragglers = types.SimpleNamespace(look=lambda *_: False, begin=lambda: None)  # type: ignore[assignment]
+    while not said:
+        watch.look(2)
+        now += 0.5
+        assert now < 110
+    assert said[0].startswith("hang: rank 0 "), said
+
+
 @pytest.mark.parametrize(
     ("after_s", "step_s", "patience_s"), [(None, 0.5, 10.0), (None, 30.0, 300.0), (2.0, 30.0, 2.0)]
 )
@@ -464,7 +508,7 @@ def test_the_patience_follows_the_usual_step(
     after_s: float | None, step_s: float, patience_s: float
 ) -> None:
     crew: Any = Silent()
-    watch = Watch(crew, after_s=after_s, ends=False)
+    watch = HangWatch(crew, after_s=after_s, ends=False)
     watch.look(1)
     for number in range(1, 6):
         crew.counts = (number, number)

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore
 from paceline.launch import node_exchange
 from paceline.launch.messages import Shape, render_failure
 from paceline.launch.node_exchange import Hearsay, Tick, apart
-from paceline.watch.crash import Error, Fact, Verdict, judge
+from paceline.watch.crash import Error, Fact, FirstFailure, find_first_failure
 from paceline.watch.rank_state import Call, State, Where
 
 ERROR = Error(
@@ -35,7 +35,7 @@ def fact(rank: int, time: float, error: Error | None = ERROR, code: int | None =
 
 def _meet(
     store: HashStore, facts: list[list[Fact]], skews: list[float], late: int = 1
-) -> list[Verdict]:
+) -> list[FirstFailure]:
     """Each node's verdict. Times of facts are from now; the clock of each node has its skew.
 
     The launcher of node `late` is the last to come to the store.
@@ -52,12 +52,12 @@ def _meet(
     for node in sorted(nodes, key=lambda node: node.node == late):
         node.begin()
 
-    def verdict(number: int) -> Verdict:
+    def verdict(number: int) -> FirstFailure:
         nodes[number].tell(skewed[number])
         found, silent = nodes[number].hear(lambda: False)
         assert silent == 0
         assert all(fact.within_s < 0.5 for fact in found), found
-        judged = judge([*skewed[number], *found])
+        judged = find_first_failure([*skewed[number], *found])
         assert judged is not None
         return judged
 
@@ -108,7 +108,9 @@ def test_counts_say_how_far_clocks_are_apart(
 def test_what_clocks_cannot_tell_apart_is_said_so() -> None:
     other = dataclasses.replace(ERROR, message="another")
     late = dataclasses.replace(fact(2, 7.010, other), within_s=0.006, elsewhere=True)
-    verdict = judge([fact(0, 7.0), late, dataclasses.replace(late, rank=3, time=7.005)])
+    verdict = find_first_failure(
+        [fact(0, 7.0), late, dataclasses.replace(late, rank=3, time=7.005)]
+    )
     assert verdict is not None
     said = render_failure(verdict, Shape(world_size=4, restarts=0, max_restarts=0)).splitlines()
     assert said[-2:] == [
@@ -117,7 +119,7 @@ def test_what_clocks_cannot_tell_apart_is_said_so() -> None:
     ]
     # And one that only lost a peer never wins, however clocks are.
     victim = dataclasses.replace(fact(1, 6.999, LOST), within_s=0.006, elsewhere=True)
-    verdict = judge([fact(0, 7.0), victim])
+    verdict = find_first_failure([fact(0, 7.0), victim])
     assert verdict is not None
     assert (verdict.original.rank, verdict.followers) == (0, (1,))
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from paceline.launch.messages import Shape, render_failure, render_restart
-from paceline.watch.crash import Error, Fact, judge
+from paceline.watch.crash import Error, Fact, find_first_failure
 from paceline.watch.rank_state import last_call
 
 SHAPE = Shape(world_size=4, restarts=0, max_restarts=3)
@@ -36,11 +36,14 @@ def fact(rank: int, time: float, *, returncode: int | None = 1, **more: object) 
 
 def test_nobody_failed() -> None:
     stopped = fact(1, 2.0, returncode=-15, stopped=True)
-    assert judge([fact(0, 1.0, returncode=0), stopped, fact(2, 0.0, returncode=None)]) is None
+    assert (
+        find_first_failure([fact(0, 1.0, returncode=0), stopped, fact(2, 0.0, returncode=None)])
+        is None
+    )
 
 
 def test_the_cause_wins_over_an_earlier_follower() -> None:
-    verdict = judge([fact(0, 1.0, error=lost_peer()), fact(1, 1.4, error=error())])
+    verdict = find_first_failure([fact(0, 1.0, error=lost_peer()), fact(1, 1.4, error=error())])
     assert verdict is not None
     assert (verdict.original.rank, verdict.followers, verdict.certain) == (1, (0,), True)
 
@@ -67,7 +70,7 @@ def test_followers_are_known_by_where_they_waited(kind: str, module: str, follow
 
 
 def test_a_death_by_a_signal_is_a_cause_and_one_that_we_sent_is_none() -> None:
-    verdict = judge(
+    verdict = find_first_failure(
         [
             fact(0, 1.1, error=lost_peer()),
             fact(1, 1.0, returncode=-signal.SIGKILL),
@@ -79,7 +82,7 @@ def test_a_death_by_a_signal_is_a_cause_and_one_that_we_sent_is_none() -> None:
 
 
 def test_only_followers_make_an_uncertain_verdict() -> None:
-    verdict = judge([fact(0, 1.0, error=lost_peer()), fact(1, 1.1, error=lost_peer())])
+    verdict = find_first_failure([fact(0, 1.0, error=lost_peer()), fact(1, 1.1, error=lost_peer())])
     assert verdict is not None
     assert not verdict.certain
     assert "another host" in render_failure(verdict, NODES)
@@ -93,7 +96,7 @@ def test_a_rank_that_ended_with_0_is_the_cause_of_those_that_lost_it() -> None:
         fact(2, 1.05, error=lost_peer()),
         fact(3, 2.0, returncode=0, stopped=True),
     ]
-    verdict = judge(facts)
+    verdict = find_first_failure(facts)
     assert verdict is not None
     # A cause may still be on its way, so the launcher goes on listening.
     assert (verdict.original.rank, verdict.certain, verdict.exit_code) == (1, False, 1)
@@ -115,19 +118,19 @@ def test_a_rank_that_ended_with_0_is_the_cause_of_those_that_lost_it() -> None:
 
 def test_a_failure_wins_over_a_rank_that_ended_with_0() -> None:
     ended, follower = fact(1, 1.0, returncode=0), fact(0, 1.1, error=lost_peer())
-    verdict = judge([ended, follower, fact(2, 1.3, error=error())])
+    verdict = find_first_failure([ended, follower, fact(2, 1.3, error=error())])
     assert verdict is not None
     assert (verdict.original.rank, verdict.alike, verdict.followers) == (2, (2,), (0,))
 
 
 def test_a_rank_that_ended_long_after_the_loss_did_not_cause_it() -> None:
-    verdict = judge([fact(0, 1.0, error=lost_peer()), fact(1, 9.0, returncode=0)])
+    verdict = find_first_failure([fact(0, 1.0, error=lost_peer()), fact(1, 9.0, returncode=0)])
     assert verdict is not None
     assert verdict.original.rank == 0
 
 
 def test_equal_errors_are_one() -> None:
-    verdict = judge([fact(rank, 1.0 + rank / 10, error=error()) for rank in range(4)])
+    verdict = find_first_failure([fact(rank, 1.0 + rank / 10, error=error()) for rank in range(4)])
     assert verdict is not None
     text = render_failure(verdict, SHAPE)
     assert "ranks 0-3 of 4 failed: ValueError: bad" in text
@@ -141,13 +144,13 @@ def test_the_exit_code_is_the_first_failures(returncode: int | None, code: int) 
     # One that told of an error counts as failed by it, also where it was stopped before it had ended.
     # With a code of its own, that one stands.
     told = error() if returncode in (None, -15, 74) else None
-    verdict = judge([fact(0, 1.0, returncode=returncode, error=told)])
+    verdict = find_first_failure([fact(0, 1.0, returncode=returncode, error=told)])
     assert verdict is not None
     assert verdict.exit_code == code
 
 
 def test_the_report_has_the_traceback_first_and_once() -> None:
-    verdict = judge(
+    verdict = find_first_failure(
         [
             fact(0, 2.0, error=lost_peer()),
             fact(1, 1.0, error=error()),
@@ -209,13 +212,13 @@ def test_an_error_of_ours_explains_itself() -> None:
 
 
 def _failure(*facts: Fact) -> list[str]:
-    verdict = judge(facts)
+    verdict = find_first_failure(facts)
     assert verdict is not None
     return render_failure(verdict, SHAPE).splitlines()
 
 
 def test_a_restart_is_one_line() -> None:
-    verdict = judge([fact(2, 1.0, returncode=-9)])
+    verdict = find_first_failure([fact(2, 1.0, returncode=-9)])
     assert verdict is not None
     assert render_restart(verdict, SHAPE) == (
         "paceline: rank 2 failed: killed by SIGKILL (host h, pid 2); restart 1 of 3 begins\n"
@@ -228,7 +231,7 @@ def test_what_ranks_called_last_is_said_where_native_code_gave_up() -> None:
         fact(0, 1.0, returncode=-6, gave_up=said),
         *(fact(n, 1.1, error=lost_peer()) for n in (1, 2, 3)),
     ]
-    verdict = judge(facts)
+    verdict = find_first_failure(facts)
     assert verdict is not None
     calls = {
         0: "",

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure
 from torch.distributed.elastic.utils import macros
 
 from paceline.launch import bundle
-from paceline.launch.hang_watch import Watch
+from paceline.launch.hang_watch import HangWatch
 from paceline.launch.local_ranks import Crew
 from paceline.launch.logs import connect_logs
 from paceline.launch.messages import Shape, render_failure, render_restart
@@ -34,7 +34,7 @@ from paceline.launch.node_exchange import Hearsay
 from paceline.launch.nodes import FreshRendezvous
 from paceline.launch.signals import Signals
 from paceline.machine import read_memory
-from paceline.watch.crash import Fact, Verdict, judge
+from paceline.watch.crash import Fact, FirstFailure, find_first_failure
 from paceline.watch.rank_state import last_call
 
 _STAY_S = 5.0  # all ranks were stopped after one step; what they do then differs little
@@ -72,7 +72,7 @@ class Task:
     signal_grace_s: float
     interval_s: float
     log_dir: str | None = None
-    watch: Watch | None = None
+    watch: HangWatch | None = None
     spares: bool
 
 
@@ -92,7 +92,7 @@ class Agent(LocalElasticAgent):
         self._task = task
         self._crew = crew
         self._signals = signals
-        self.verdict: Verdict | None = None
+        self.verdict: FirstFailure | None = None
         self.interrupted_at = ""
         self.preempted = False
         self._memory = read_memory()
@@ -282,7 +282,7 @@ class Agent(LocalElasticAgent):
             return bool(self._signals.received)
 
         def enough(facts: Any) -> bool:
-            verdict = judge(facts)
+            verdict = find_first_failure(facts)
             if verdict is None or not verdict.certain:
                 return False
             return hearsay is None or verdict.original.returncode is not None
@@ -299,7 +299,7 @@ class Agent(LocalElasticAgent):
         crew.stop(signal.SIGTERM, grace_s=self._task.grace_s, hurry=hurry, at_once=True)
         crew.clear()
         facts = crew.facts()
-        verdict = judge([*facts, *elsewhere])
+        verdict = find_first_failure([*facts, *elsewhere])
         if verdict is None:
             crew.say("paceline: another node has failed, and did not say of what\n")
             crew.dismiss()

@@ -1,7 +1,7 @@
-"""Watches the ranks of this node for a hang: who has stood still for how long, and what is said of it.
+"""Collects on this node the evidence that watch/hang.py judges, and prints the verdict.
 
-Reads the ranks' beats (probe.py) and /proc twice a second, and asks the ranks for everything only where one
-of them stands still. The verdict is hang.py's. Slow ranks are straggler_watch.py's.
+Reads the beats of the ranks (watch/probe.py) and their process states twice a second. It asks all ranks for
+their stacks and collectives only if one of them makes no progress. straggler_watch.py handles slow ranks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from paceline.watch.rank_state import (
 )
 
 HANG_AFTER_S = 10.0
-_STEPS = 10  # as many usual steps without progress, where that is longer
+_STEPS = 10  # as many median steps without progress, if that is longer
 _LOOK_S = 0.5
 _SOON_S = 0.05
 _ANSWER_S = 0.8
-_OTHERS_S = 2.5  # until launchers of other nodes have answered
-_ENDING_S = 15.0  # for which a process may be at its end; longer, and the kernel holds it
+_OTHERS_S = 2.5  # for the answers of the other nodes' launchers
+_ENDING_S = 15.0  # for which a process may take to exit; if it takes longer, the kernel holds it
 _BUSY = 0.03  # of a core
 _BUSY_BYTES_S = 16 << 10
 _KEPT = 20
@@ -46,7 +46,7 @@ _KEPT = 20
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at a rank: when, and what it and the processes below it have used since the first look."""
+    """Resources that a rank and the processes below it have used since the first sample."""
 
     at_s: float
     cpu_s: float
@@ -55,9 +55,11 @@ class Sample:
 
 
 @dataclass
-class Seen:
-    """What was seen of one rank. Times of samples are seconds for which the ranks have been watched: a
-    launcher that did not run itself for a while has not seen them stand still.
+class Activity:
+    """The recent activity of one rank.
+
+    Sample times are seconds for which the launcher has watched the ranks, so that a launcher that was paused
+    itself does not take its ranks for idle.
     """
 
     counts: tuple[int, int] = (0, 0)
@@ -67,14 +69,14 @@ class Seen:
     used: tuple[float, int] = (0.0, 0)  # as in the last sample
     processes: dict[int, Process] = field(default_factory=dict)  # as of the last sample
     state: str = ""
-    ending: float | None = None  # since when its process is at its end, which the kernel is at
+    ending: float | None = None  # since when its process has been exiting
 
     def add(
         self, at_s: float, processes: Sequence[Process], place: Any, *, window_s: float
     ) -> None:
-        """Note what its processes have used, and where its main thread is; keep what `busy` needs.
+        """Add a sample, and drop those that `busy` does not need.
 
-        A process counts from when it is first seen, since what it used before says nothing of now.
+        A process counts from its first sample, since what it used before says nothing about now.
         """
         known = [(self.processes[new.pid], new) for new in processes if new.pid in self.processes]
         cpu_s = self.used[0] + sum(new.cpu_s - old.cpu_s for old, new in known)
@@ -87,7 +89,7 @@ class Seen:
             self.samples.popleft()
 
     def busy(self, window_s: float) -> bool:
-        """Whether it was at work in the last `window_s` seconds, or was not watched for so long."""
+        """Whether it did something in the last `window_s` seconds, or was not watched for so long."""
         if self.ending is not None and self.samples:
             return self.samples[-1].at_s - self.ending < _ENDING_S
         if self.state in ("T", "Z", ""):
@@ -105,11 +107,12 @@ class Seen:
         )
 
 
-class Watch:
-    """Looks after the ranks of one round.
+class HangWatch:
+    """Detects hangs among the ranks of this node.
 
     Args:
-        after_s: How long they may stand still; None for 10 s or ten usual steps, 0 for ever.
+        after_s: Seconds without progress before a hang is reported; None for 10 s or ten median steps, 0 for
+            never.
         ends: Whether a hang ends the round.
     """
 
@@ -118,7 +121,7 @@ class Watch:
         self._after_s = after_s
         self._ends = ends
         self._said: set[tuple[object, ...]] = set()
-        # Of several nodes; each launcher then judges by what all of them have seen.
+        # With several nodes, each launcher judges the states of all ranks.
         self.hearsay: Hearsay | None = None
         self._asked = 0
         self._stragglers = StragglerWatch(crew)
@@ -130,14 +133,14 @@ class Watch:
         """A round begins."""
         self._pids = pids
         self._ask_next = self._deadline = self._others_until = 0.0
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, Activity] = {}
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._moved = time.monotonic()
         self._alarmed = False
         self._stragglers.begin()
 
     def look(self, world_size: int) -> Hang | None:
-        """Look at the ranks, and say what is wrong; the hang that is to end the round, or None."""
+        """Check the ranks and report what is wrong; the hang that has to end the round, or None."""
         now = time.monotonic()
         if now < self._next:
             return None
@@ -180,14 +183,14 @@ class Watch:
 
     @property
     def _patience(self) -> float:
-        """How long the ranks may stand still, in seconds."""
+        """How long the ranks may make no progress, in seconds."""
         if self._after_s is not None:
             return self._after_s
         usual_s = statistics.median(self._steps) if self._steps else 0.0
         return max(HANG_AFTER_S, _STEPS * usual_s)
 
     def _look_at(self, rank: Rank, now: float) -> None:
-        seen = self._seen.setdefault(rank.local_rank, Seen(since=now))
+        seen = self._seen.setdefault(rank.local_rank, Activity(since=now))
         beat = read_beat(rank.probed())
         if beat:
             seen.beat = beat
@@ -199,14 +202,16 @@ class Watch:
                 self._moved = now
                 if self._alarmed:
                     self._alarmed = False
-                    self._crew.say("paceline: the ranks go on\n")
+                    self._crew.say("paceline: the ranks make progress again\n")
         found = processes.look(rank.pid)
         seen.state = found.state if found is not None else ""
         if found is None:
             return
         if seen.ending is None and found.state == "Z" and processes.is_ending(rank.pid):
             seen.ending = self._watched_s
-        # Only where it matters, since it reads a file for each of their threads.
+        if self._deadline:
+            return  # a rank that answers us uses the CPU and reads files for that
+        # Only if it matters, since finding them reads all processes of the host.
         below = processes.descendants(rank.pid) if now - seen.since > 1 else ()
         all_ = [found, *filter(None, map(processes.look, below))]
         seen.add(self._watched_s, all_, seen.beat.get("at"), window_s=self._window)
@@ -218,11 +223,11 @@ class Watch:
     def _suspicious(self, alive: Sequence[Rank], now: float) -> bool:
         all_ = [self._seen[rank.local_rank] for rank in alive]
         if any(seen.ending is not None and seen.busy(self._window) for seen in all_):
-            return False  # how it ended will be known at once
+            return False  # its exit code will be known soon
         still = [seen for seen in all_ if now - seen.since >= self._patience]
         if any(seen.counts[0] > seen.counts[1] for seen in still):
             return True
-        # A rank that loads or computes alone has entered nothing, and does not stand still.
+        # One rank may load or compute alone without a collective; all ranks do not.
         return bool(still) and len(still) == len(alive)
 
     def _conclude(self, now: float, world_size: int) -> Hang | None:
@@ -258,7 +263,7 @@ class Watch:
             return State(rank=rank.rank, host=host, pid=pid, state="", returncode=rank.returncode)
         seen, answer, cwd = self._seen[rank.local_rank], rank.answer, os.getcwd()
         late = now - seen.beat.get("time", now) > HELD_S
-        # What faulthandler wrote proves it; a beat may be late for other reasons.
+        # The stacks of faulthandler prove that the GIL is held; a beat may be late for other reasons.
         dump = read_dump(rank.probed()) if late and seen.state not in ("T", "D", "Z") else []
         told: dict[str, Any] = {"entered": {}, "where": read_place(seen.beat.get("place", ""), cwd)}
         answered = answer.get("id") == self._asked and "threads" in answer
@@ -284,7 +289,7 @@ class Watch:
             held=bool(dump),
             entering=not answered and not late and seen.counts[0] > seen.counts[1],
             answered=answered,
-            helpers=processes.describe_workers(pid, cwd) if told["where"].loader else (),
+            workers=processes.describe_workers(pid, cwd) if told["where"].loader else (),
             kernel=processes.waits_in(pid) if seen.state == "D" else "",
             **told,
         )

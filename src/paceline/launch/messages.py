@@ -14,7 +14,7 @@ from paceline.errors import LaunchFailed, name_ranks
 from paceline.explain.facts import facts
 from paceline.explain.reading import Found, recognise
 from paceline.machine import Memory, format_bytes
-from paceline.watch.crash import Fact, Verdict
+from paceline.watch.crash import Fact, FirstFailure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Shape:
     again: bool = False
 
 
-def render_failure(verdict: Verdict, shape: Shape) -> str:
+def render_failure(verdict: FirstFailure, shape: Shape) -> str:
     """The end of a job: the original traceback, then the summary."""
     original = verdict.original
     lines: list[str] = []
@@ -75,13 +75,13 @@ def render_failure(verdict: Verdict, shape: Shape) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _later(verdict: Verdict, fact: Fact) -> str:
+def _later(verdict: FirstFailure, fact: Fact) -> str:
     if verdict.tells_apart(fact):
         return f"later: {fact.how}"
     return f"at the same time, as far as the clocks of two hosts can tell: {fact.how}"
 
 
-def render_restart(verdict: Verdict, shape: Shape) -> str:
+def render_restart(verdict: FirstFailure, shape: Shape) -> str:
     """One line: who failed how, and that the ranks begin again."""
     original = verdict.original
     place = original.error.place if original.error is not None else original.exit_place
@@ -118,7 +118,7 @@ def _known(fact: Fact) -> Found | None:
     return None if found is None or found.cause.kind == "victim" else found
 
 
-def _why(verdict: Verdict, shape: Shape, known: Found | None) -> str:
+def _why(verdict: FirstFailure, shape: Shape, known: Found | None) -> str:
     fact = verdict.original
     if fact.hung:
         return ""

@@ -249,7 +249,7 @@ def _state(told: dict[str, Any]) -> State:
     script = tuple(tuple(frame) for frame in told["where"]["script"])
     calls = tuple(Call(**call | {"members": tuple(call["members"])}) for call in told["calls"])
     read = {"where": Where(**told["where"] | {"script": script}), "calls": calls}
-    return State(**told | read | {"helpers": tuple(told["helpers"])})
+    return State(**told | read | {"workers": tuple(told["workers"])})
 
 
 def _fact(told: dict[str, Any]) -> Fact:

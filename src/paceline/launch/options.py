@@ -26,7 +26,7 @@ from torch.distributed.run import (
 )
 
 from paceline.errors import ConfigError
-from paceline.launch.hang_watch import Watch
+from paceline.launch.hang_watch import HangWatch
 from paceline.launch.local_ranks import Crew, probing
 from paceline.launch.prescan import Early
 from paceline.launch.rendezvous import is_loopback
@@ -56,12 +56,12 @@ class Options:
     uses_logs: bool
     notes: tuple[str, ...]
 
-    def watch(self, crew: Crew) -> Watch | None:
+    def watch(self, crew: Crew) -> HangWatch | None:
         """What looks for hangs and stragglers; None where nothing does."""
         args = self.args
         if not probing() or (args.no_python and not args.run_path):
             return None
-        return Watch(crew, after_s=args.hang_after, ends=args.on_hang == "end")
+        return HangWatch(crew, after_s=args.hang_after, ends=args.on_hang == "end")
 
     @property
     def early(self) -> Early:

@@ -1,8 +1,8 @@
-"""Which rank failed first, and why: from facts to a verdict. Pure: no clock, no process, no output.
+"""Which rank failed first, and which ranks failed only because they lost it. Pure.
 
-When one rank fails, its peers fail a moment later because they lost it. Only the first failure is worth
-reading. Followers are told apart by where their error was raised and by its type, never by its text.
-A rank that ended with 0 failed nothing, but may be the peer that the followers lost.
+When one rank fails, its peers fail a moment later because they lost it. Only the first failure matters.
+A follower is recognised by the type of its error and the module that raised it, never by its message. A rank
+that ended with exit code 0 did not fail, but may be the peer that the followers lost.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Raised where a rank waits for others.
+# Modules that raise an error if a peer is lost.
 _WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
 
-# An error is dated by its rank and an end by the launcher, which may see it a moment late.
+# The time of an error is the rank's own, the time of an end is the launcher's, which may be this late.
 _SEEN_LATE_S = 0.5
 
-# The traceback has the whole text; Gloo's is a paragraph.
+# The traceback has the whole message; Gloo's is a paragraph.
 _HOW_CHARS = 160
 
 
@@ -27,10 +27,10 @@ class Error:
     """An exception that ended a rank's script.
 
     Args:
-        kinds: Qualified names of its class and the bases of it.
+        kinds: Qualified names of its class and its base classes.
         module: The module of the innermost frame.
-        place: File, line and function of the innermost frame that is no library's.
-        shown: Whether the script's own hook showed it already.
+        place: `file:line in function` of the innermost frame of the script.
+        shown: Whether the script's own sys.excepthook has printed it already.
     """
 
     type: str
@@ -47,16 +47,16 @@ class Fact:
     """What became of one rank.
 
     Args:
-        time: Seconds since the epoch of the error, or else of the end.
-        returncode: As subprocess gives it: negative for a signal; None while it runs.
+        time: Of the error, otherwise of the end, in seconds since the epoch.
+        returncode: As in subprocess: negative for a signal; None while it runs.
         exit_place: Where the script called sys.exit(); None if it did not.
-        stopped: It ran until the launcher stopped it, so its end says nothing.
-        hung: The launcher stopped it because it held up the others.
-        frozen_s: For how long SIGSTOP had held it when the launcher killed it for that; else 0.
-        step: The training step that an error came in; 0 where that is not known.
-        gave_up: What native code wrote when it aborted; empty where it wrote nothing.
-        elsewhere: Its launcher is another one, which has told this.
-        within_s: By how much `time` may be wrong, as clocks of hosts can be compared.
+        stopped: The launcher stopped it, so its end is not a failure.
+        hung: The launcher stopped it because it blocked the others.
+        frozen_s: For how long SIGSTOP had stopped it when the launcher killed it for that; otherwise 0.
+        step: The training step of the error; 0 if unknown.
+        gave_up: What native code wrote when it aborted; empty if nothing.
+        elsewhere: The launcher of another node reported this.
+        within_s: Uncertainty of `time`, compared with the clocks of other hosts.
     """
 
     rank: int
@@ -82,7 +82,7 @@ class Fact:
 
     @property
     def follows(self) -> bool:
-        """Whether this looks like the failure of a rank that lost a peer."""
+        """Whether the rank failed because it lost a peer."""
         error = self.error
         if error is None or self.hung:
             return False
@@ -92,14 +92,14 @@ class Fact:
 
     @property
     def left(self) -> bool:
-        """Whether the rank ended well, and not because it was told to."""
+        """Whether the rank ended with exit code 0 by itself."""
         return not self.stopped and self.error is None and self.returncode == 0
 
     @property
     def how(self) -> str:
-        """The failure in a few words, equal for ranks that failed alike."""
+        """The failure in a few words, equal for ranks that failed in the same way."""
         if self.hung:
-            return "held up the others" + (", as said above" if not self.elsewhere else "")
+            return "blocked the other ranks" + (", as reported above" if not self.elsewhere else "")
         if self.error is not None:
             text = self.error.message.strip().split("\n", 1)[0]
             if len(text) > _HOW_CHARS:
@@ -115,16 +115,16 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The first failure and what the others were.
+class FirstFailure:
+    """The first failure, and how the other ranks relate to it.
 
     Args:
-        original: What the job ended of: a failure, or a rank that left while others needed it.
-        alike: All ranks that failed in the same way, the original's among them.
-        followers: Ranks that only lost a peer.
+        original: Why the job ended: a failure, or a rank that exited while the others needed it.
+        alike: All ranks that failed in the same way, including the original's.
+        followers: Ranks that failed because they lost a peer.
         others: Ranks that failed by themselves, later, and in another way.
-        certain: False where all ranks that failed here only followed.
-        first_follower: The first of them; None where `certain`.
+        certain: False if all ranks that failed here are followers.
+        first_follower: The first follower; None if `certain`.
     """
 
     original: Fact
@@ -134,8 +134,8 @@ class Verdict:
     certain: bool
     first_follower: Fact | None = None
 
-    def repeats(self, before: Verdict) -> bool:
-        """Whether this is the exception of the round before, in the same step."""
+    def repeats(self, before: FirstFailure) -> bool:
+        """Whether the round before ended with the same exception in the same step."""
         this, last = self.original, before.original
         return (
             this.error is not None
@@ -145,7 +145,7 @@ class Verdict:
         )
 
     def tells_apart(self, fact: Fact) -> bool:
-        """Whether this failure surely came after the original, by the clocks of two hosts."""
+        """Whether this failure certainly came after the original, by the clocks of their hosts."""
         first = self.original
         within_s = fact.within_s + first.within_s if fact.host != first.host else 0.0
         return fact.time - first.time >= within_s
@@ -155,12 +155,12 @@ class Verdict:
         """What `paceline run` exits with."""
         code = self.original.returncode
         if not code or self.original.hung or (self.original.error is not None and code < 0):
-            return 1  # also where it was stopped before it had ended
+            return 1  # also if it was stopped before it had ended
         return 128 - code if code < 0 else code
 
 
-def judge(facts: Iterable[Fact]) -> Verdict | None:
-    """The verdict on one round; None if no rank failed."""
+def find_first_failure(facts: Iterable[Fact]) -> FirstFailure | None:
+    """Find the first failure of a round; None if no rank failed."""
     in_time = sorted(facts, key=lambda fact: fact.time)
     failures = [fact for fact in in_time if fact.failed]
     if not failures:
@@ -171,7 +171,7 @@ def judge(facts: Iterable[Fact]) -> Verdict | None:
     original = (causes or left or failures)[0]
     alike = left or [fact for fact in failures if fact.how == original.how]
     rest = [fact for fact in failures if fact.how != original.how]
-    return Verdict(
+    return FirstFailure(
         original=original,
         alike=tuple(sorted(fact.rank for fact in alike)),
         followers=tuple(sorted(fact.rank for fact in rest if fact.follows)),

@@ -1,6 +1,6 @@
-"""Who holds the others up, and why: from the states of the ranks to at most ten lines. Pure.
+"""Which rank blocks the others, and why: rank states in, at most ten lines of text out. Pure.
 
-`hang:` is an alarm: nothing moves. `waiting:` is a notice: the rank that the others wait for is at work.
+`hang:` is an alarm: no rank makes progress. `waiting:` is a notice: the others wait for a busy rank.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from paceline.errors import name_ranks
 from paceline.watch.rank_state import Call, State
 
 _LINES = 10
-# Their tensors must be alike on all ranks.
+# Collectives whose tensors must have the same type and shape on all ranks.
 _ALIKE = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
 _SAME_ORDER = "call the same collectives, with the same tensors, in the same order on all ranks."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """What is to be said.
+    """A diagnosis.
 
     Args:
-        alarm: Nothing moves; else the others only wait for a rank that is at work.
-        culprits: The ranks that the others wait for; all, where it cannot be told.
+        alarm: No rank makes progress; otherwise the others only wait for a busy rank.
+        culprits: The ranks that the others wait for; all of them if that is unknown.
         text: At most ten lines.
         key: Equal for the same situation.
     """
@@ -36,7 +36,7 @@ class Hang:
 
 
 def judge(states: Sequence[State], world_size: int, after_s: float) -> Hang | None:
-    """The verdict; None where nobody has waited for `after_s`, and nothing shows that something is wrong."""
+    """The diagnosis; None if no rank has waited for `after_s` and nothing else is wrong."""
     states = sorted(states, key=lambda state: state.rank)
     alive = [state for state in states if state.returncode is None]
     inside = [(state, state.waiting.since_s) for state in alive if state.waiting is not None]
@@ -72,22 +72,20 @@ def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang
     elif absent:
         why, fix = _cause(absent, stuck)
     elif remote:
-        why, fix = "all ranks of this node have entered it, and a rank elsewhere has not.", ""
+        why, fix = "all ranks of this node have entered it; a rank on another node has not.", ""
     else:
         why = "all ranks have entered it and it does not end: the connection between them is stuck."
-        fix = (
-            "see that the ranks reach each other on the interface of the job (GLOO_SOCKET_IFNAME)."
-        )
-    # A rank in another collective is not at work, though waiting itself may use the CPU.
-    at_work = any(state.busy and state.waiting is None for state in absent)
-    alarm = not at_work and not (remote and not absent)
-    # A notice is the same in each epoch, an alarm is each time another.
+        fix = "check that the ranks can reach each other on the job's network interface."
+    # A rank in another collective is not busy, though a backend may use the CPU while it waits.
+    busy = any(state.busy and state.waiting is None for state in absent)
+    alarm = not busy and not (remote and not absent)
+    # A notice is given once for a place in the script, an alarm once for a collective.
     key = (call.group, call.number) if alarm else (call.name, *map(_place, absent))
     return _hang(alarm, absent or stuck, lines, why, fix, key)
 
 
 def _head(states: Sequence[State], waiting: Sequence[State]) -> Call:
-    """The collective that holds up the others: best one that somebody has not entered for no collective."""
+    """The collective to report: preferably one that a rank outside of any collective has not entered."""
 
     def rank_of(call: Call) -> tuple[int, float]:
         absent = [
@@ -104,7 +102,7 @@ def _head(states: Sequence[State], waiting: Sequence[State]) -> Call:
 
 
 def _differing(states: Sequence[State], call: Call) -> dict[int, Call]:
-    """The first collective of the group, up to this one, that ranks called differently; by rank."""
+    """By rank, the first collective of the group, up to this one, that differs between ranks."""
     by_number: dict[int, dict[int, Call]] = defaultdict(dict)
     for state in states:
         for other in state.calls:
@@ -112,7 +110,7 @@ def _differing(states: Sequence[State], call: Call) -> dict[int, Call]:
                 by_number[other.number][state.rank] = other
     for number in sorted(by_number):
         calls = by_number[number].values()
-        # What is over with other tensors may have been meant so, as where a metric is thrown away.
+        # A collective that ended with other tensors on some ranks may be intended.
         kinds = {one.kind for one in calls if one.name in _ALIKE and number == call.number}
         if len({one.name for one in calls}) > 1 or len(kinds) > 1:
             return by_number[number]
@@ -132,11 +130,10 @@ def _render_differing(states: Sequence[State], calls: dict[int, Call]) -> Hang:
     for text, members in by_size:
         inside = all(not calls[state.rank].over for state in members)
         verb = ("waits in" if len(members) == 1 else "wait in") if inside else "called"
-        since = f" since {_seconds(members[0].idle_s)}" if not lines else ""
-        after = (
-            "" if inside or members[0].waiting is None else f", now in {_waits_text(members[0])}"
-        )
-        lines.append(_verb(members, f"{verb} {text}{since}{after}"))
+        after = f", now in {_waits_text(members[0])}" if not inside and members[0].waiting else ""
+        if not lines:
+            verb = f"{_have(members)} waited {members[0].idle_s:.0f} s in" if inside else verb
+        lines.append(_verb(members, f"{verb} {text}{after}"))
     names = {call.name for call in calls.values()}
     if len(names) > 1:
         why = f"the ranks called different collectives as number {number} of this group."
@@ -147,7 +144,7 @@ def _render_differing(states: Sequence[State], calls: dict[int, Call]) -> Hang:
 
 
 def _judge_others(states: Sequence[State], world_size: int) -> Hang | None:
-    """Nobody is in a collective that the flight recorder knows."""
+    """No rank is in a collective that the flight recorder knows."""
     alive = [state for state in states if state.returncode is None]
     loading = [state for state in alive if state.where.loader]
     stuck = [state for state in alive if state.where.waits and not state.busy]
@@ -158,12 +155,12 @@ def _judge_others(states: Sequence[State], world_size: int) -> Hang | None:
     rest = [state for state in alive if state not in stuck]
     lines = _grouped(
         stuck,
-        lambda state: f"in {_waits_for(state)}{_at(state)} since {_seconds(state.idle_s)}",
-        "waits",
-        "wait",
+        lambda state: f"waited {state.idle_s:.0f} s in {_waits_for(state)}{_at(state)}",
+        "has",
+        "have",
     )
     if rest and not stuck:
-        lines.append(f"no rank makes progress since {_seconds(min(s.idle_s for s in rest))}")
+        lines.append(f"no rank has made progress for {min(s.idle_s for s in rest):.0f} s")
     ended = [state for state in states if state.returncode is not None]
     lines += _grouped([*rest, *ended], _doing, ":", ":")
     if rest:
@@ -172,11 +169,11 @@ def _judge_others(states: Sequence[State], world_size: int) -> Hang | None:
         why, fix = _cause(ended, stuck)
     elif all(state.where.waits == stuck[0].where.waits for state in stuck):
         why = f"all ranks are in {stuck[0].where.waits}, and none gets an answer."
-        fix = "see that they mean the same peers, and reach each other."
+        fix = "check that they name the same peers and can reach each other."
     else:
         why, fix = "the ranks wait for each other in different calls.", _SAME_ORDER
     if not rest and world_size > len(states):
-        why = "all ranks of this node wait; a rank on another node may not have come."
+        why = "all ranks of this node wait; a rank on another node may not have arrived."
     alarm = not any(state.busy for state in rest)
     culprits = rest or ended or stuck
     return _hang(alarm, culprits, lines, why, fix, ("others", *map(_place, alive)))
@@ -186,9 +183,8 @@ def _waiters(stuck: Sequence[State], call: Call) -> list[str]:
     lines = []
     for text, members in _by(stuck, lambda s: f"{_name(s.waiting or call, s)}{_at(s)}").items():
         seconds = min((s.waiting or call).since_s for s in members)
-        verb = "waits" if len(members) == 1 else "wait"
         step = f", in step {members[0].step}" if members[0].step else ""
-        lines.append(_verb(members, f"{verb} in {text} since {_seconds(seconds)}{step}"))
+        lines.append(_verb(members, f"{_have(members)} waited {seconds:.0f} s in {text}{step}"))
     return lines
 
 
@@ -223,61 +219,70 @@ def _at(state: State) -> str:
 
 
 def _doing(state: State) -> str:
-    """What a rank is at that the others wait for."""
+    """What a rank does that the others wait for."""
     if state.returncode is not None:
         return f"ended with exit code {state.returncode}"
     if state.state == "T":
         return f"stopped (state T){_at(state)}"
     if state.state == "D" and not state.busy:
         kernel = f", {state.kernel}" if state.kernel else ""
-        return f"waiting for a device in the kernel (state D{kernel}){_at(state)}"
+        return f"in an uninterruptible wait in the kernel (state D{kernel}){_at(state)}"
     if state.state == "Z":
-        return "dead, with threads that have not ended (state Z)"
+        return "its main thread has ended, and other threads run on (state Z)"
     if state.waiting is not None:
         return f"in {_waits_text(state)}"
     function = state.where.script[0][2] if state.where.script else ""
     text = f"{function}(){_at(state)}" if function.isidentifier() else _at(state).strip()
-    text = text or ("not in the script" if state.answered else "it does not say where")
+    text = text or ("not in the script" if state.answered else "it does not report where")
     called = _waits_for(state) if state.where.waits else state.call
     text += f", in {called}" if called else ""
     if state.where.loader:
-        text += f", waiting for a loader worker{_helpers(state)}"
+        text += f", waiting for a loader worker{_workers(state)}"
     if state.held:
-        text += ", holding the interpreter's lock"
-    return text + (", at work" if state.busy else "")
+        text += ", holding the GIL"
+    return text + (", busy" if state.busy else "")
 
 
-def _helpers(state: State) -> str:
-    return f": {'; '.join(state.helpers[:2])}" if state.helpers else ", of which none is left"
+def _workers(state: State) -> str:
+    return f": {'; '.join(state.workers[:2])}" if state.workers else ", but none is left"
 
 
 def _cause(absent: Sequence[State], stuck: Sequence[State]) -> tuple[str, str]:
-    """Why these ranks have not come, and what to do."""
+    """Why these ranks have not arrived, and what to do."""
     first = next((state for state in absent if not state.busy), absent[0])
     if first.returncode is not None:
-        return "it came to its end while the others go on.", "let all ranks do as many steps."
+        return (
+            "it finished while the others still run.",
+            "make all ranks take the same number of steps.",
+        )
     if all(state.busy for state in absent):
         if first.held:
-            why = "it computes in native code that lets no other thread of Python run."
+            why = "native code holds the GIL, so no other Python thread runs."
         else:
-            why = "it is at work: evaluating, compiling, saving or loading; or in an endless loop."
-        return why, "nothing, if it may take so long; else look there."
+            why = "it is evaluating, compiling, saving or loading, or is in an endless loop."
+        return why, "nothing, if this may take so long; otherwise check this code."
     if first.state == "T":
         return (
-            "its process was stopped: by SIGSTOP, a debugger or a shell's job control.",
-            f"`kill -CONT {first.pid}` lets it go on.",
+            "SIGSTOP, a debugger or a shell's job control has stopped its process.",
+            f"resume it with `kill -CONT {first.pid}`.",
         )
     if first.state == "D":
-        return "a disk or a network file system does not answer.", "look at what it reads from."
+        return "a disk or a network file system does not answer.", "check the disk that it uses."
     if first.state == "Z":
-        return "its main thread has ended and another has not.", "join the script's threads."
+        return (
+            "its main thread has ended, and another one has not.",
+            "end or join the threads that the script starts.",
+        )
     if first.where.loader:
         return (
-            "its loader has no batch: a worker is dead or stuck.",
-            "look at the dataset's code there; DataLoader(timeout=...) makes it an error.",
+            "its DataLoader gets no batch: a worker is dead or stuck.",
+            "check the dataset's code there; DataLoader(timeout=...) makes it an error.",
         )
     if first.where.lock:
-        return "it waits for a lock, a queue or a process that nobody serves.", "look there."
+        return (
+            "it waits for a lock, a queue or a process.",
+            "find out what should release or fill it, and why that does not happen.",
+        )
     if first.where.waits:
         return "the ranks wait for each other in different calls.", _SAME_ORDER
     return _branch(first, stuck)
@@ -286,7 +291,7 @@ def _cause(absent: Sequence[State], stuck: Sequence[State]) -> tuple[str, str]:
 def _branch(absent: State, stuck: Sequence[State]) -> tuple[str, str]:
     """Where the stacks of the ranks part. Stacks alone do not tell a branch from a call that blocks."""
     if not stuck:
-        return "nothing there moves.", "look there."
+        return "it makes no progress there.", "check this code."
     who = f"rank {absent.rank}"
     pairs = zip(reversed(absent.where.script), reversed(stuck[0].where.script), strict=False)
     for (file, line, function), (other_file, other_line, other) in pairs:
@@ -299,7 +304,7 @@ def _branch(absent: State, stuck: Sequence[State]) -> tuple[str, str]:
                 f"if it does not return, find what it waits for; if only {who} makes it, call the "
                 "same collectives on all ranks, whatever the branch.",
             )
-    return "it is held up there, and the others went on.", "look there."
+    return "it has not come back from there, and the others wait for it.", "check this code."
 
 
 def _grouped(
@@ -310,6 +315,10 @@ def _grouped(
         verb = one if len(members) == 1 else many
         lines.append(_verb(members, f"{verb} {text}".strip()))
     return lines
+
+
+def _have(members: Sequence[State]) -> str:
+    return "has" if len(members) == 1 else "have"
 
 
 def _verb(members: Sequence[State], text: str) -> str:
@@ -324,10 +333,6 @@ def _by(states: Iterable[State], text_of: Callable[[State], str]) -> dict[str, l
     for state in states:
         groups.setdefault(text_of(state), []).append(state)
     return groups
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.0f} s"
 
 
 def _hang(

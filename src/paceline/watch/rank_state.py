@@ -1,6 +1,6 @@
-"""What a hang is judged by: where each rank is, and which collectives it entered. Facts, and their readers.
+"""The state of a rank: where it is, and which collectives it entered. Parses what the rank reported. Pure.
 
-Reads entries of torch's flight recorder, of any backend, and the stacks of probe.py and of faulthandler.
+The sources are torch's flight recorder, the beats and stacks of probe.py, and the stacks of faulthandler.
 """
 
 from __future__ import annotations
@@ -13,20 +13,15 @@ from typing import Any
 
 from paceline.watch.stacks import is_script
 
-HELD_S = 1.2  # a beat this old means that no thread of Python runs
+HELD_S = 1.2  # a beat this old means that no Python thread runs
 _DTYPES = {"Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Bool": "bool"}
 _DTYPES |= {"Int": "i32", "Long": "i64", "Short": "i16", "Char": "i8", "Byte": "u8"}
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _LOADERS = ("torch/utils/data/dataloader.py", "paceline/data/workers.py")
 _LOCKS = (
-    *(
-        "/threading.py",
-        "/queue.py",
-        "/selectors.py",
-        "/subprocess.py",
-        "concurrent/futures/_base.py",
-    ),
+    *("/threading.py", "/queue.py", "/selectors.py", "/subprocess.py"),
     *(f"multiprocessing/{name}.py" for name in ("queues", "synchronize", "connection")),
+    "concurrent/futures/_base.py",
 )
 
 Frame = tuple[str, int, str]
@@ -39,8 +34,10 @@ class Call:
     Args:
         number: Counts the collectives of the group, from 1.
         group: Its name; "0" is the whole world with Gloo.
-        members: Ranks of the group; empty where it is not known.
-        kind: Type and shape of what it was called with, such as `f32[3,4]`.
+        members: Ranks of the group; empty if unknown.
+        kind: Type and shape of its tensor, such as `f32[3,4]`.
+        since_s: How long ago it was entered.
+        over: Whether it has ended.
     """
 
     name: str
@@ -54,13 +51,13 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """A stack, read.
+    """What a stack shows.
 
     Args:
         script: The frames of the script, innermost first.
-        waits: The function of torch.distributed that the script called, if it is in one.
+        waits: The function of torch.distributed that the script called; empty if it is in none.
         gradients: Whether it is in a backward.
-        loader: Whether it waits for the workers of a loader.
+        loader: Whether it waits for the workers of a DataLoader.
         lock: Whether it waits for a lock, a queue or a process.
     """
 
@@ -73,23 +70,23 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One rank, as far as it is known.
+    """One rank.
 
     Args:
-        state: Of its process, as /proc has it; empty if there is none.
+        state: Of its process, as in /proc; empty if there is none.
         returncode: None while it runs.
-        busy: Whether it uses the CPU, reads or writes, or is elsewhere each time.
-        idle_s: For how long no collective was entered or over.
-        entering: Whether it is in some collective, where it did not tell in which.
-        answered: Whether it told where it is; else `where` is where it was last seen.
-        step: The training step that it is in; 0 where that is not known.
-        held: Whether the interpreter's lock is held, so that it could not answer.
-        call: What its innermost line of the script calls.
+        busy: Whether it uses the CPU, reads or writes, or is at another place each time.
+        idle_s: For how long it has neither entered nor left a collective.
+        held: Whether native code holds the GIL, so that the rank cannot answer.
+        entering: Whether it is in a collective that it did not report.
+        answered: Whether it reported where it is; otherwise `where` is from its last beat.
+        step: Its training step; 0 if unknown.
+        call: The function that its innermost line of the script calls.
         peer: The rank that it sends to or receives from.
         calls: Collectives, oldest first: the latest, and all that are not over.
-        entered: The number of the latest collective by group, where `calls` has not all.
-        helpers: Its child processes that may be a loader's: a few words for each.
-        kernel: What it waits for in the kernel.
+        entered: By group, the number of the latest collective, where `calls` does not have all.
+        workers: A few words for each child process that may be a loader worker.
+        kernel: The kernel's function that it waits in.
     """
 
     rank: int
@@ -108,11 +105,11 @@ class State:
     peer: int | None = None
     calls: tuple[Call, ...] = ()
     entered: Mapping[str, int] = field(default_factory=dict)
-    helpers: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
     kernel: str = ""
 
     def number(self, group: str) -> int:
-        """The latest collective of the group that it entered; 0 if none."""
+        """The number of the latest collective of the group that it entered; 0 if none."""
         numbers = [call.number for call in self.calls if call.group == group]
         return max([*numbers, self.entered.get(group, 0)])
 
@@ -125,7 +122,7 @@ class State:
 def read_calls(
     entries: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[int]], now: float
 ) -> tuple[Call, ...]:
-    """The collectives in entries of the flight recorder; sends and receives are left out.
+    """The collectives in entries of the flight recorder, without sends and receives.
 
     Args:
         groups: The ranks of each group by its name.
@@ -147,12 +144,12 @@ def read_calls(
 
 
 def last_call(answer: Mapping[str, Any]) -> str:
-    """The collective that a rank entered last, by its answer; empty where it told none."""
+    """The collective that a rank entered last, from its answer; empty if it has none."""
     try:
         calls = read_calls(answer.get("entries", ()), answer.get("groups", {}), 0.0)
         return f"{calls[-1].name} #{calls[-1].number} ({calls[-1].kind})" if calls else ""
     except (AttributeError, IndexError, KeyError, TypeError):
-        return ""  # its script wrote into our socket
+        return ""  # the script wrote into our socket
 
 
 def _kind(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> str:
@@ -165,7 +162,7 @@ def _kind(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> str:
 
 
 def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> Where:
-    """Read frames, innermost first; files under `cwd` become relative."""
+    """Parse frames, innermost first. Files under `cwd` become relative."""
     inner: list[str] = []
     waits = ""
     for file, _, function in stack:
@@ -189,13 +186,13 @@ def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> Where:
 
 
 def read_dump(text: str) -> list[Frame]:
-    """The main thread's frames in what faulthandler wrote, which names it last."""
+    """The frames of the main thread in the text of faulthandler, which writes it last."""
     last = text.rpartition("\nThread ")[2] or text
     return [(m[1], int(m[2]), m[3]) for m in map(_FRAME.fullmatch, last.splitlines()) if m]
 
 
 def read_place(place: str, cwd: str) -> Where:
-    """Where a rank was by its latest beat: `file:line in function`."""
+    """Parse `file:line in function` of a beat."""
     found = re.fullmatch(r"(.*):(\d+) in (.*)", place)
     if found is None:
         return Where()
@@ -203,9 +200,9 @@ def read_place(place: str, cwd: str) -> Where:
 
 
 def read_beat(text: str) -> dict[str, Any]:
-    """The line of a probe; empty if there is none."""
+    """Parse the line of a probe; empty if there is none."""
     try:
         beat: dict[str, Any] = json.loads(text.partition("\n")[0])
     except ValueError:
-        return {}  # not begun yet, or just being written
+        return {}  # not written yet, or being written
     return beat
