@@ -103,6 +103,9 @@ def test_a_hang_may_end_the_ranks_and_uses_up_a_restart(tmp_path: Path) -> None:
         ("--hang-after=0 --on-hang=end", "has no effect with --hang-after=0"),
     ],
 )
-def test_options_that_are_refused(capfd: pytest.CaptureFixture[str], words: str, said: str) -> None:
-    assert paceline.launch.run([*words.split(), "train.py"]) == 2
+def test_options_that_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    (script := tmp_path / "train.py").write_text("")
+    assert paceline.launch.run([*words.split(), str(script)]) == 2
     assert said in capfd.readouterr().err
