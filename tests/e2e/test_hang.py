@@ -9,8 +9,6 @@ import pytest
 from hangs import KINDS, expected, script, verdict
 from launching import rows_of, run
 
-import paceline.launch
-
 
 def _is_quick(name: str, world: int, ours: bool) -> bool:
     return world == 2 and not KINDS[name].slow and (not ours or name == "sleeps")
@@ -103,9 +101,7 @@ def test_a_hang_may_end_the_ranks_and_uses_up_a_restart(tmp_path: Path) -> None:
         ("--hang-after=0 --on-hang=end", "has no effect with --hang-after=0"),
     ],
 )
-def test_options_that_are_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: str, said: str
-) -> None:
-    (script := tmp_path / "train.py").write_text("")
-    assert paceline.launch.run([*words.split(), str(script)]) == 2
-    assert said in capfd.readouterr().err
+def test_options_that_are_refused(tmp_path: Path, words: str, said: str) -> None:
+    done = run(words, "", tmp_path)
+    assert done.code == 2
+    assert said in done.err
