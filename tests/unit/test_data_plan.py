@@ -94,43 +94,31 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len(orders) == 64
 
 
-def test_each_step_is_its_places_whatever_the_ranks_and_micro_batches() -> None:
+@pytest.mark.parametrize("aligned", [False, True])
+def test_ranks_share_each_step_and_ghosts_fill_up_to_equal_numbers(aligned: bool) -> None:
     for n, b in itertools.product(range(1, 12), range(1, 8)):
         steps = list(_plan(n, b, b).steps(Position(0), 2))
         assert steps == [(epoch, at, min(b, n - at)) for epoch in range(2) for at in range(0, n, b)]
         assert len(steps) == 2 * _plan(n, b, b).steps_per_epoch
         for world, micro in itertools.product(range(1, 6), range(1, b + 1)):
+            plans = [Plan(n, b, micro, True, rank, world, aligned) for rank in range(world)]
             for _, offset, size in steps:
-                dealt = [
-                    list(_plan(n, b, micro, rank, world).pieces(offset, size, False))
-                    for rank in range(world)
-                ]
-                places = [p for own in dealt for begin, end, _ in own for p in range(begin, end)]
+                dealt = [list(plan.pieces(offset, size, False)) for plan in plans]
+                pieces = [piece for own in dealt for piece in own]
+                places = [place for begin, end, _ in pieces for place in range(begin, end)]
                 assert places == list(range(offset, offset + size))
-                sizes = [end - begin for own in dealt for begin, end, _ in own]
-                assert all(1 <= one <= micro for one in sizes)
-                shares = [sum(end - begin for begin, end, _ in own) for own in dealt]
-                assert max(shares) - min(shares) <= 1
-                most = _plan(n, b, micro, 0, world).most_micro_batches(size)
-                assert max(len(own) for own in dealt) == most
-
-
-def test_with_equal_all_ranks_have_equally_many_and_ghosts_are_extra() -> None:
-    for n, b, world in itertools.product(range(1, 10), range(1, 8), range(1, 6)):
-        for micro in range(1, b + 1):
-            for _, offset, size in _plan(n, b, micro).steps(Position(0), 1):
-                plans = [_plan(n, b, micro, rank, world) for rank in range(world)]
-                dealt = [list(plan.pieces(offset, size, True)) for plan in plans]
-                assert len({len(own) for own in dealt}) == 1
-                assert len(dealt[0]) == plans[0].most_micro_batches(size)
+                assert all(1 <= end - begin <= micro for begin, end, _ in pieces)
+                if aligned:
+                    starts = [begin - offset for begin, _, _ in pieces]
+                    assert starts == list(range(0, size, micro))
+                else:
+                    shares = [sum(end - begin for begin, end, _ in own) for own in dealt]
+                    assert max(shares) - min(shares) <= 1
+                most = max(len(own) for own in dealt)
+                assert most == plans[0].most_micro_batches(size)
                 for plan, own in zip(plans, dealt, strict=True):
-                    real = [piece for piece in own if not piece[2]]
-                    assert real == list(plan.pieces(offset, size, False))
-                    ghosts = [piece for piece in own if piece[2]]
-                    assert ghosts == own[len(real) :]
-                    assert all(ghost == (offset, offset + 1, True) for ghost in ghosts)
-                # No more than needed: some rank has no ghost.
-                assert any(not own[-1][2] for own in dealt)
+                    ghosts = [(offset, offset + 1, True)] * (most - len(own))
+                    assert list(plan.pieces(offset, size, True)) == own + ghosts
 
 
 def _blocks_are_the_steps(plan: Plan, position: Position, epochs: int) -> int:

@@ -1,7 +1,7 @@
-"""Batches onto the job's device: pinned memory and copies that do not wait.
+"""Copies batches to the job's device, through pinned memory and asynchronously.
 
-Knows tensors, what has a `to` method, dicts, tuples, lists, named tuples and dataclasses; everything
-else passes through as it is.
+Handles tensors, objects with a `to` method, mappings, tuples, lists, named tuples and dataclasses. Anything
+else is returned unchanged.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 
 def moved(batch: Any, device: torch.device, *, pin: bool) -> Any:
-    """The batch on `device`, its structure kept.
+    """The batch on `device`, in the same structure.
 
     Args:
-        pin: Put host tensors into pinned memory first, so that the copy does not wait.
+        pin: Copy host tensors to pinned memory first, so that the copy to the device is asynchronous.
     """
 
     def move(leaf: Any) -> Any:
@@ -49,7 +49,7 @@ def _mapped(value: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def _refilled(value: Mapping[Any, Any], move: Callable[[Any], Any]) -> Any:
-    """A mapping of some other type: filled through `__setitem__` on a copy, where it has one."""
+    """A mapping of another type: a copy that is filled through `__setitem__` if it has one, else a dict."""
     items = {name: _mapped(item, move) for name, item in value.items()}
     if not (hasattr(value, "copy") and hasattr(value, "__setitem__")):
         return items

@@ -98,29 +98,32 @@ class LocalLoader(Loader):
                     number = plan.most_micro_batches(n)
                 else:
                     number = micro_batches(count, plan.micro_batch)
-                own = ids[begin : begin + count]
-                micros = self._micros((seed, block.epoch, offset), own, first, number, block.order)
+                at, end = (seed, block.epoch, offset), begin + count
+                micros = self._micros(at, ids, begin, end, first, number, block.order)
                 yield PlannedStep(seed, block.epoch, offset, n, offset + n == size, number, micros)
                 offset += n
-                begin += count
+                begin = end
 
     def _micros(
         self,
         at: tuple[int, int, int],
         ids: torch.Tensor,
+        begin: int,
+        end: int,
         first: int,
         number: int,
         order: Permutation | None,
     ) -> Iterator[MicroBatch]:
-        """The `number` micro-batches of the step at `at`; `ids` is empty or starts at place `first`."""
+        """The `number` micro-batches of a step: `ids[begin:end]`, from place `first` on, then ghosts."""
         seed, epoch, offset = at
-        size = self.plan.micro_batch
-        for begin in range(0, len(ids), size):
+        size, shift = self.plan.micro_batch, first - begin
+        for start in range(begin, end, size):
             number -= 1
-            own = ids[begin : begin + size]
+            stop = min(start + size, end)
+            own = ids[start:stop]
             batch = self._read(seed, epoch, own)
             self.gave(own)
-            yield MicroBatch(batch, len(own), first + begin, number == 0, False)
+            yield MicroBatch(batch, stop - start, start + shift, number == 0, False)
         while number:
             number -= 1
             ghost = torch.from_numpy(look_up(order, np.array([offset]))).to(self._ids_device)
