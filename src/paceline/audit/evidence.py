@@ -1,27 +1,73 @@
-"""What the ranks of one run wrote down, read back and put in order. Nothing here judges."""
+"""What a run of the script is for, and what its ranks recorded. Nothing here judges."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from paceline.audit.plan import RunPlan
+_VARIABLE = "PACELINE_VERIFY"
+
+# The data that the ranks get:
+#   solo      one process, the script's own; its batches are kept for the other runs
+#   ordinary  several processes, the script's own
+#   mirrored  each rank gets the batches of the solo run, so every quantity must be that of one process
+#   dealt     the batches of the solo run are split among the ranks, for scripts that do the same
+Mode = Literal["solo", "ordinary", "mirrored", "dealt"]
 
 Event = dict[str, Any]
 
 SENDS_BUFFERS = "DDP's broadcast of buffers"
 
+_SPANS = ("collective", "backward", "forward")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run of the script.
+
+    Attributes:
+        folder: Where its ranks write.
+        steps: Optimizer steps after which its training loaders end.
+        solo: The folder of the run whose batches a mirrored or dealt run replays.
+        bitwise: Whether paceline's reproducible mode is turned on.
+    """
+
+    folder: Path
+    mode: Mode
+    world_size: int
+    steps: int
+    solo: Path | None = None
+    bitwise: bool = False
+
+    @property
+    def replays(self) -> bool:
+        """Whether the ranks get the batches of the solo run."""
+        return self.mode in ("mirrored", "dealt")
+
+    def to_environment(self) -> dict[str, str]:
+        """The plan as an environment variable for the ranks."""
+        return {_VARIABLE: json.dumps(asdict(self), default=str)}
+
+    @classmethod
+    def from_environment(cls) -> RunPlan:
+        """The plan of this rank's run; the variable is removed."""
+        facts = json.loads(os.environ.pop(_VARIABLE))
+        for name in ("folder", "solo"):
+            facts[name] = Path(facts[name]) if facts[name] else None
+        return cls(**facts)
+
 
 @dataclass(frozen=True)
 class RankLog:
-    """One rank's events, in order; those of its loader workers apart.
+    """The events of one rank, in order.
 
     Attributes:
-        fetches: Events "fetch" of the rank and its workers.
+        fetches: The "fetch" events of the rank and its loader workers.
     """
 
     rank: int
@@ -38,26 +84,24 @@ class RankLog:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the optimizer that stepped first."""
+        """Completed optimizer steps; with several optimizers, rounds of all of them."""
         return max((event["s"] for event in self.of("stepped")), default=0)
 
     @property
     def ended(self) -> bool:
-        """Whether the script came to an end of its own, well or by our limit."""
+        """Whether the script reached its end or the limit of steps."""
         return self.first("end") is not None
 
     @property
     def open_span(self) -> Event | None:
-        """The collective or backward that this rank never came out of."""
+        """The collective or backward that this rank never left."""
         inside: list[Event] = []
-        for event in self.of(
-            "collective", "collective-end", "backward", "backward-end", "forward", "forward-end"
-        ):
-            if event["k"] == "forward":
-                # DDP makes buffers equal at the beginning of it; all else in it is the rank's own work.
-                inside.append({**event, "op": SENDS_BUFFERS} if event.get("sends_buffers") else {})
-            elif event["k"].endswith("-end"):
+        for event in self.of(*_SPANS, *(f"{kind}-end" for kind in _SPANS)):
+            if event["k"].endswith("-end"):
                 inside.pop()
+            elif event["k"] == "forward":
+                # DDP broadcasts buffers at its beginning; the rest of it waits for nobody.
+                inside.append({**event, "op": SENDS_BUFFERS} if event.get("sends_buffers") else {})
             else:
                 inside.append(event)
         return inside[-1] or None if inside else None
@@ -72,12 +116,12 @@ class RankLog:
 
     @cached_property
     def loaders(self) -> dict[str, Event]:
-        """The loaders' descriptions by name."""
+        """The descriptions of the loaders, by name."""
         return {event["loader"]: event for event in self.of("loader")}
 
     @cached_property
     def training_loaders(self) -> list[str]:
-        """Loaders whose batch was followed by a backward."""
+        """The loaders whose batches were followed by a backward."""
         found: dict[str, None] = {}
         last = None
         for event in self.of("batch", "backward"):
@@ -90,13 +134,13 @@ class RankLog:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the script.
+    """One finished run of the script.
 
     Attributes:
-        returncode: The launcher's.
-        output: What the script and the launcher printed, for a script that failed.
-        hung: Whether it was stopped since nothing moved.
-        out_of_time: Whether it was stopped since its time was up.
+        returncode: The exit code of the launcher.
+        output: The end of what the script and the launcher printed.
+        hung: Whether it was stopped because no rank made progress.
+        out_of_time: Whether it was stopped because its time was over.
     """
 
     plan: RunPlan
@@ -105,43 +149,37 @@ class Run:
     output: str = ""
     hung: bool = False
     out_of_time: bool = False
-    notes: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """The run in words."""
-        count = self.plan.world_size
         if self.plan.mode == "solo":
             return "the run of 1 process"
-        return f"the {self.plan.mode} run of {count} processes"
+        return f"the {self.plan.mode} run of {self.plan.world_size} processes"
 
     @property
     def steps(self) -> int:
         """Optimizer steps that every rank took."""
         return min((log.steps for log in self.ranks), default=0)
 
-    def path(self, name: str) -> Path:
-        """A file that the run left."""
-        return self.plan.folder / name
-
 
 def read(folder: Path, world_size: int) -> list[RankLog]:
-    """The logs of a run's ranks; those that wrote nothing are empty."""
+    """The logs of a run's ranks; empty for a rank that wrote nothing."""
     logs = []
     for rank in range(world_size):
-        events = list(_lines(folder / f"rank{rank}.jsonl"))
+        events = list(_events(folder / f"rank{rank}.jsonl"))
         fetches = [event for event in events if event["k"] == "fetch"]
         for path in sorted(folder.glob(f"child{rank}-*.jsonl")):
-            fetches += _lines(path)
+            fetches += _events(path)
         logs.append(RankLog(rank, events, fetches))
     return logs
 
 
-def _lines(path: Path) -> Iterator[Event]:
+def _events(path: Path) -> Iterator[Event]:
     if not path.exists():
         return
     for line in path.read_text().splitlines():
         try:
             yield json.loads(line)
         except ValueError:
-            return  # cut off when the rank was killed
+            return  # a killed rank leaves half a line

@@ -7,7 +7,7 @@ loader is ended in its next optimizer step.
 
 from __future__ import annotations
 
-from paceline.audit.plan import RunPlan
+from paceline.audit.evidence import RunPlan
 from paceline.audit.record import Recorder
 
 # A loop that does not mind its loader's end is stopped after this many further steps.

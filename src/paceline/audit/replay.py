@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from paceline.audit.evidence import RunPlan
 from paceline.audit.models import Models
-from paceline.audit.plan import RunPlan
 from paceline.audit.progress import Progress
 
 _NOTHING = object()

@@ -20,8 +20,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from paceline.audit import watch_collectives, watch_data, watch_loop, watch_training
+from paceline.audit.evidence import RunPlan
 from paceline.audit.models import Models, buffer_digests
-from paceline.audit.plan import RunPlan
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder, is_users, place, place_of
 from paceline.audit.watch_changes import Changes

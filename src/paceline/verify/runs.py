@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.audit import evidence
-from paceline.audit.evidence import Run
-from paceline.audit.plan import RunPlan
+from paceline.audit.evidence import Run, RunPlan
 
 _POLL_S = 0.25
 _END_S = 20.0

@@ -10,8 +10,7 @@ from typing import Any
 
 from paceline.audit import refusals
 from paceline.audit.audit import Audit, audit
-from paceline.audit.evidence import Run
-from paceline.audit.plan import RunPlan
+from paceline.audit.evidence import Run, RunPlan
 from paceline.verify import compare
 from paceline.verify.runs import execute
 

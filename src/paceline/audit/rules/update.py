@@ -1,83 +1,120 @@
-"""Rules about what stands between the gradient and the update: unscaling, clipping, stepping."""
+"""Between gradient and update: unscaling, clipping, stepping."""
 
 from __future__ import annotations
 
-from paceline.audit.rules.judgement import Case, Fault, Judgement, Sound, outliers, updates
+from paceline.audit.evidence import Event, RankLog
+from paceline.audit.rules.rule import (
+    Case,
+    FaultFound,
+    Judgement,
+    NoFault,
+    NotJudged,
+    Rule,
+    outliers,
+)
 from paceline.errors import name_ranks
+
+_DID = {"clip": "clipped", "scaler-unscale": "unscaled", "scaler-step": "used the scaler"}
+_DID_NOT = {
+    "clip": "did not clip",
+    "scaler-unscale": "did not unscale",
+    "scaler-step": "did not use the scaler",
+}
 
 
 def clipped_scaled(case: Case) -> Judgement:
-    """Gradients are clipped while the loss scale is still in them."""
+    """Gradients are clipped while they still contain the loss scale."""
     clips = 0
     for run in (case.ordinary, case.solo):
         for log in run.ranks:
             for event in log.of("clip"):
                 clips += 1
+                if event["scale"] is None:
+                    return NotJudged("this torch does not show the state of its GradScaler.")
                 if event["scale"] != 1:
-                    step = sum(e["k"] == "step" for e in log.events[: log.events.index(event)]) + 1
-                    return Fault(
+                    before = log.events[: log.events.index(event)]
+                    return FaultFound(
                         what="gradients are clipped before they are unscaled.",
                         at=event["at"],
-                        ranks=range(run.plan.world_size),
-                        step=step,
-                        why=f"they are still {event['scale']:g} times too large, so the bound cuts off "
-                        "nearly all of them.",
+                        step=sum(each["k"] == "step" for each in before) + 1,
+                        why=f"they are still {event['scale']:g} times too large, so clipping removes "
+                        "almost all of them.",
                         fix="call scaler.unscale_(optimizer) before clipping.",
                         evidence=f"the norm at the clip was {event['norm']:.4g}, scale included"
                         if event["norm"] is not None
                         else f"the scale at the clip was {event['scale']:g}",
                     )
-    return Sound(
-        f"{clips} clips, all of unscaled gradients."
-        if clips
-        else "torch's clipping was not called."
-    )
+    if not clips:
+        return NoFault("torch's clipping was not called.")
+    return NoFault(f"{clips} clips, all of unscaled gradients.")
 
 
 def one_rank_alone(case: Case) -> Judgement:
-    """One rank clips, unscales or steps where the others do not."""
-    each = [updates(log) for log in case.ranks]
+    """One rank clips, unscales or steps and the others do not."""
+    each = [_updates(log) for log in case.ranks]
     for number, across in enumerate(zip(*each, strict=False), 1):
-        did = [tuple(e["k"] for e in after[1:]) for after in across]
+        did = [tuple(event["k"] for event in after[1:]) for after in across]
         odd = outliers(did)
         if not odd or number == min(map(len, each)):
-            continue  # equal, or the last one seen, in whose midst the run may have ended
+            continue  # equal, or the last one, which the end of the run may have cut
         usual = next(did[rank] for rank in range(len(did)) if rank not in odd)
-        calls = [e for after in across for e in after[1:]]
+        calls = [event for after in across for event in after[1:]]
         differing = [e for e in calls if (e["k"] in did[odd[0]]) != (e["k"] in usual)]
-        said, who = _did(did)
+        what, ranks = _difference(did)
         step = 1 + sum(e["k"] == "step" for after in each[0][: number - 1] for e in after)
-        return Fault(
-            what=f"in step {step} the ranks do different things: {said}.",
+        return FaultFound(
+            what=f"in step {step} the ranks do different things: {what}.",
             at=(differing or calls)[0]["at"],
-            ranks=who or odd,
+            ranks=ranks or odd,
             step=step,
-            why="gradients are equal on all ranks after their sum; what one rank alone does to them "
-            "makes its weights differ.",
-            fix="clip, unscale and step on every rank; decide on values that all ranks share.",
+            why="after the reduction all ranks have the same gradient. A rank that changes it alone gets "
+            "other weights.",
+            fix="clip, unscale and step on every rank; decide on values that are equal on all ranks.",
             evidence="; ".join(f"rank {r}: {' '.join(d) or 'nothing'}" for r, d in enumerate(did)),
         )
-    return Sound("all ranks unscaled, clipped and stepped alike.")
+    return NoFault("all ranks unscaled, clipped and stepped alike.")
 
 
-def _did(did: list[tuple[str, ...]]) -> tuple[str, list[int]]:
-    """What some ranks did that others did not, and who is out of line."""
-    words = {"clip": "clipped", "scaler-unscale": "unscaled", "scaler-step": "used the scaler"}
-    for kind, word in words.items():
+def _updates(log: RankLog) -> list[list[Event]]:
+    """For each backward that all ranks share: the clips, scaler calls and steps after it.
+
+    Backwards under `no_sync` are not shared.
+    """
+    found: list[list[Event]] = []
+    shared = True
+    wrapped = log.first("ddp") is not None
+    for event in log.of("forward-end", "backward", "scaler-unscale", "clip", "scaler-step", "step"):
+        if event["k"] == "forward-end":
+            # A model without DDP beside one with DDP may belong to one rank alone.
+            shared = event["sync"] is True if wrapped else event["sync"] is not False
+        elif event["k"] == "backward" and shared:
+            found.append([event])
+        elif event["k"] != "backward" and found:
+            found[-1].append(event)
+    return found
+
+
+def _difference(did: list[tuple[str, ...]]) -> tuple[str, list[int]]:
+    """What some ranks did and others did not, and which ranks are wrong."""
+    for kind, done in _DID.items():
         having = [rank for rank, kinds in enumerate(did) if kind in kinds]
         if 0 < len(having) < len(did):
             lacking = [rank for rank in range(len(did)) if rank not in having]
             if len(having) <= len(lacking) and kind != "scaler-step":
-                return f"{name_ranks(having)} alone {word}", having
-            return f"{name_ranks(lacking)} alone {_NOT[kind]}", lacking
+                return f"only {name_ranks(having)} {done}", having
+            return f"only {name_ranks(lacking)} {_DID_NOT[kind]}", lacking
     lacking = [rank for rank, kinds in enumerate(did) if "step" not in kinds]
     if 0 < len(lacking) < len(did):
-        return f"{name_ranks(lacking)} alone did not update", lacking
+        return f"only {name_ranks(lacking)} did not update", lacking
     return "in another order or number", []
 
 
-_NOT = {
-    "clip": "did not clip",
-    "scaler-unscale": "did not unscale",
-    "scaler-step": "went without the scaler",
-}
+RULES = (
+    Rule(name="clipping before unscaling", judge=clipped_scaled, order=70),
+    Rule(
+        name="clipped or stepped on one rank",
+        judge=one_rank_alone,
+        order=71,
+        works_with_join=False,
+    ),
+)

@@ -1,0 +1,152 @@
+"""Collectives that some ranks enter and others do not."""
+
+from __future__ import annotations
+
+from paceline.audit.evidence import SENDS_BUFFERS, Event, RankLog
+from paceline.audit.rules.rule import (
+    Case,
+    FaultFound,
+    Judgement,
+    NoFault,
+    NotJudged,
+    Rule,
+    outliers,
+)
+from paceline.errors import name_ranks
+
+
+def collectives(case: Case) -> Judgement:
+    """Compare the sequences of collectives of all ranks."""
+    cut = any(log.first("enough") for log in case.ranks)
+    each = [
+        _sequence(log, case.world_size, case.ordinary.plan.steps if cut else None)
+        for log in case.ranks
+    ]
+    for number in range(max(map(len, each))):
+        calls = [own[number] if number < len(own) else None for own in each]
+        kinds = [None if call is None else (call["op"], call.get("reduce", "")) for call in calls]
+        if len(set(kinds)) == 1:
+            continue
+        absent = [log for log, call in zip(case.ranks, calls, strict=True) if call is None]
+        if case.ordinary.hung and any(_is_busy(log) for log in absent):
+            return NotJudged("a rank was still computing when the run was stopped.")
+        failed = [log for log in case.ranks if log.first("failed")]
+        if absent and failed and not all(_failed_in_collective(log) for log in failed):
+            return NotJudged("the script failed before its end.")
+        # Calls of one kind at different lines: the extra call may have met another one of its kind.
+        while number and len({own[number - 1]["at"] for own in each}) > 1:
+            number -= 1
+        return _uneven(case, each, number)
+    for calls_of_all in zip(*each, strict=True):
+        lines = {call["at"] for call in calls_of_all}
+        if len(lines) > 1 and calls_of_all[0]["op"] == "all_reduce":
+            return NotJudged(
+                f"the ranks entered one all_reduce at {' and '.join(sorted(lines))}; whether both lines "
+                "reduce the same quantity is not known."
+            )
+    return NoFault(f"all ranks entered the same {len(each[0])} collectives in the same order.")
+
+
+def _sequence(log: RankLog, world_size: int, steps: int | None) -> list[Event]:
+    """The collectives of all ranks that a rank entered, those of DDP included.
+
+    With `steps`, only up to the first pass after that step: the harness ends each rank in one of those.
+    """
+    found = []
+    forward_syncs = False
+    for event in log.of("collective", "forward", "forward-end", "backward", "iter"):
+        if event["k"] == "iter":
+            if (
+                steps is not None
+                and event["s"] >= steps
+                and event["loader"] in log.training_loaders
+            ):
+                break
+        elif event["k"] == "forward":
+            if event.get("sends_buffers"):
+                found.append({**event, "op": SENDS_BUFFERS})
+        elif event["k"] == "forward-end":
+            forward_syncs = bool(event["trains"] and event["sync"])
+        elif event["k"] == "collective" and event["group"] == list(range(world_size)):
+            found.append(event)
+        elif event["k"] == "backward" and forward_syncs:
+            forward_syncs = False
+            found.append({**event, "op": "DDP's reduction of gradients"})
+    return found
+
+
+def _is_busy(log: RankLog) -> bool:
+    """Whether a rank had not ended and waited for nothing: it might have come, with more time."""
+    return not log.ended and log.open_span is None and log.first("failed") is None
+
+
+def _failed_in_collective(log: RankLog) -> bool:
+    """Whether a rank failed inside a collective, as it does when a peer has gone."""
+    last = log.of("collective-end", "backward-end", "forward-end")[-1:]
+    return bool(last and last[0].get("raised"))
+
+
+def _uneven(case: Case, each: list[list[Event]], number: int) -> FaultFound:
+    calls = [own[number] if number < len(own) else None for own in each]
+    ranks = _ranks_with_extra_call(each, calls, number)
+    call = calls[ranks[0]]
+    assert call is not None
+    others = [
+        f"rank {rank} was in {other['op']} at {other['at']}"
+        if other
+        else f"rank {rank} called none"
+        for rank, other in enumerate(calls)
+        if rank not in ranks
+    ]
+    return FaultFound(
+        what=f"only {name_ranks(ranks, case.world_size)} entered {call['op']} at {call['at']}.",
+        at=call["at"],
+        ranks=ranks,
+        step=call["s"] + 1,
+        why="every rank must enter every collective, in the same order. A branch such as `if rank == 0` "
+        "kept the other ranks out, so this call waits forever or meets another collective.",
+        fix="call it on every rank, and keep only code without collectives inside the branch.",
+        evidence=f"collective number {number + 1}: {', '.join(others)}"
+        + ("; the run hung" if case.ordinary.hung else ""),
+    )
+
+
+def _ranks_with_extra_call(
+    each: list[list[Event]], calls: list[Event | None], number: int
+) -> list[int]:
+    keys = [_key(call) for call in calls]
+    # A rank with an extra call meets the others again with its next call.
+    extra = [
+        rank
+        for rank, own in enumerate(each)
+        if calls[rank] is not None
+        and (number + 1 >= len(own) or _key(own[number + 1]) in keys)
+        and keys.count(keys[rank]) < len(each)
+    ]
+    # DDP reduces on every rank by itself; the call on the other side comes from the script.
+    manual = [rank for rank, call in enumerate(calls) if call and call["k"] == "collective"]
+    if manual and any(call and call["k"] == "backward" for call in calls):
+        extra = manual
+    # DDP broadcasts buffers in a forward; an evaluation on one rank only enters that alone.
+    sending = [rank for rank, call in enumerate(calls) if call and call["k"] == "forward"]
+    if 0 < len(sending) < len(each):
+        extra = sending
+    ranks = extra if 0 < len(extra) < len(each) else outliers(keys)
+    entered = [rank for rank, call in enumerate(calls) if call is not None]
+    return [rank for rank in ranks if rank in entered] or entered
+
+
+def _key(call: Event | None) -> tuple[str, ...] | None:
+    return None if call is None else (call["op"], call.get("reduce", ""), call["at"])
+
+
+RULES = (
+    Rule(
+        name="collective on some ranks only",
+        judge=collectives,
+        order=20,
+        works_with_join=False,
+        # Ranks that skipped a step end at different moments.
+        consequence_of="clipped or stepped on one rank",
+    ),
+)

@@ -1,0 +1,250 @@
+"""Evaluations: samples that count twice, and metrics that depend on the number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from paceline.audit.evidence import Event, RankLog, Run
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
+
+_EQUAL = 1e-4
+# A reduced tensor with more values is no metric.
+_METRIC_VALUES = 16
+_REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
+
+# One reduced value in the run of one process, and the same call on several.
+Pair = tuple[Event, Event]
+
+
+def evaluated_twice(case: Case) -> Judgement:
+    """Samplers pad shards of different lengths, and the padding is evaluated and counted."""
+    judgement = _padded(case)
+    if not isinstance(judgement, FaultFound) or case.replay is None:
+        return judgement
+    alone, together = _reductions(case.solo.ranks[0]), _reductions(case.replay.ranks[0])
+    pairs = [
+        pair
+        for number in alone.keys() & together.keys()
+        for pair in zip(alone[number], together[number], strict=False)
+    ]
+    if pairs and all(_close(x, y) for pair in pairs for x, y in _results(pair)):
+        return NoFault(
+            "shards were padded and the padding was removed: the sums are those of one process."
+        )
+    return judgement
+
+
+def _padded(case: Case) -> Judgement:
+    """Whether the ranks evaluated samples twice."""
+    alone, together = (_evaluated(run.ranks) for run in (case.solo, case.ordinary))
+    if not alone or not together:
+        return NotJudged("the script evaluated nothing in the watched steps.")
+    unclear = False
+    for key in sorted(together):
+        number, loader, _ = key
+        each = [rows for rows in together[key] if rows]
+        if all(Counter(rows) == Counter(each[0]) for rows in each):
+            continue  # every rank evaluates all samples, or one rank does
+        distinct = {row for rows in each for row in rows}
+        total = sum(map(len, each))
+        surplus = total - len(distinct)
+        if not any(e["loader"] == loader and e["ids"] for e in case.ranks[0].of("batch")):
+            # Known by content only: the data may contain equal samples, as the solo run shows.
+            of_one = next(
+                (r[0] for k, r in alone.items() if k[1] == loader and set(r[0]) == distinct), None
+            )
+            if of_one is None or not loader:  # inputs that the loop itself makes may be anything
+                unclear = True
+                continue
+            surplus -= len(of_one) - len(distinct)
+        if surplus <= 0:
+            continue
+        if _gathers(case.ranks[0], number):
+            return NotJudged(
+                f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
+                "predictions, and may remove the surplus."
+            )
+        first = next(e for e in case.ranks[0].of("forward-end") if e["evaluation"] == number)
+        return FaultFound(
+            what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
+            f"of {total - surplus}.",
+            at=first["at"],
+            step=first["s"] or None,
+            why="the sampler gives every rank the same number of samples, and repeats some to get there.",
+            fix="evaluate the indices [rank::world_size] of the dataset without padding, or remove the "
+            "surplus after gathering.",
+            evidence=f"the ranks evaluated {' + '.join(str(len(rows)) for rows in each)} samples, "
+            f"{len(distinct)} of them different",
+        )
+    if unclear:
+        return NotJudged(
+            "the samples that the models were given without gradient cannot be identified."
+        )
+    return NoFault("the ranks together evaluated each sample once, or each rank all of them.")
+
+
+def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any]]]:
+    """What each rank evaluated, by evaluation, loader and pass: indices, or else contents.
+
+    A batch that several models are given counts once.
+    """
+    found: dict[tuple[int, str, int], list[list[Any]]] = {}
+    for rank, log in enumerate(ranks):
+        batch: Event = {"loader": "", "lap": 0, "ids": None}
+        model: int | None = None
+        for event in log.of("batch", "forward-end"):
+            if event["k"] == "batch":
+                batch, model = event, None
+            elif batch["loader"] in log.training_loaders:
+                continue  # a teacher's forward, or a metric on training samples
+            elif event["evaluation"] is not None and event.get("rows"):
+                if batch["loader"] and model not in (None, event["m"]):
+                    continue  # another model on the same batch
+                if batch["ids"] and model is not None:
+                    continue  # the next part of a batch that is given in parts
+                model = event["m"] if batch["loader"] else None
+                key = (event["evaluation"], batch["loader"], batch["lap"])
+                found.setdefault(key, [[] for _ in ranks])[rank] += batch["ids"] or event["rows"]
+    return found
+
+
+def _gathers(log: RankLog, evaluation: int) -> bool:
+    """Whether more was gathered in an evaluation than a metric has values."""
+    return any(
+        event["evaluation"] == evaluation
+        and "gather" in event["op"]
+        and max(event.get("items", 0), math.prod(event["shape"])) > _METRIC_VALUES
+        for event in log.of("collective")
+    )
+
+
+def metrics(case: Case) -> Judgement:
+    """Ranks average a metric over their own samples, although they have different numbers of them."""
+    if case.replay is None:
+        return NotJudged(case.why_no_replay)
+    if isinstance(evaluated_twice(case), FaultFound):
+        return NotJudged("samples are evaluated twice, so no metric can be right.")
+    alone, together = _reductions(case.solo.ranks[0]), _reductions(case.replay.ranks[0])
+    judged = with_counts = 0
+    unclear: Event | None = None
+    for number in sorted(alone.keys() & together.keys()):
+        if len(alone[number]) != len(together[number]):
+            return NotJudged("the runs reduced different numbers of values while evaluating.")
+        pairs = list(zip(alone[number], together[number], strict=True))
+        samples = sum(_samples_given(log, number) for log in case.replay.ranks)
+        # A gather leaves sums to the script, so look at its values and at their sums.
+        results = [x for one, many in pairs for x in many["results"] + _sums(many, one)]
+        if any(_close(x, samples) for x in results):
+            with_counts += len(pairs)  # sums, which the script divides by the number of samples
+            continue
+        judged += len(pairs)
+        for index, (one, many) in enumerate(pairs):
+            if _differs((one, many), pairs, case.world_size):
+                if _is_mean_of_own_samples(case.replay, number, index, one["results"]):
+                    return _metric_fault(case, one, many)
+                unclear = many
+    if unclear is not None:
+        return NotJudged(
+            f"the value that is reduced at {unclear['at']} is neither that of one process nor a mean over "
+            "each rank's samples: a time, a random number, or a mean of the means of batches."
+        )
+    parts = []
+    if judged:
+        parts.append(f"{judged} values that were reduced while evaluating are those of one process")
+    if with_counts:
+        parts.append(f"{with_counts} were summed together with their number of samples")
+    if not parts:
+        return NotJudged("no small value was reduced over ranks while evaluating.")
+    return NoFault(f"{'; '.join(parts)}.")
+
+
+def _is_mean_of_own_samples(run: Run, number: int, index: int, expected: list[float]) -> bool:
+    """Whether the ranks' values, weighted by their samples, give the mean of one process."""
+    calls = [_reductions(log).get(number, [])[index : index + 1] for log in run.ranks]
+    if not all(call and call[0]["values"] for call in calls):
+        return False
+    counts = [_samples_given(log, number) for log in run.ranks]
+    for k, wanted in enumerate(expected):
+        own = [call[0]["values"][k] for call in calls if k < len(call[0]["values"])]
+        if len(own) == len(counts) and sum(counts):
+            mean = sum(n * x for n, x in zip(counts, own, strict=True)) / sum(counts)
+            if _close(mean, wanted) and not _close(sum(own) / len(own), wanted):
+                return True
+    return False
+
+
+def _reductions(log: RankLog) -> dict[int, list[Event]]:
+    """The small values that were reduced in each evaluation, with their results."""
+    found: dict[int, list[Event]] = {}
+    call: Event | None = None
+    for event in log.of("collective", "collective-end"):
+        if event["k"] == "collective":
+            call = event
+        elif call is not None and call["evaluation"] is not None and call["op"] in _REDUCTIONS:
+            if 0 < len(event.get("values") or ()) <= _METRIC_VALUES:
+                call = {**call, "results": event["values"]}
+                found.setdefault(call["evaluation"], []).append(call)
+    return found
+
+
+def _samples_given(log: RankLog, evaluation: int) -> int:
+    """The samples that a rank had evaluated before its first collective in that evaluation."""
+    total = 0
+    for event in log.of("forward-end", "collective"):
+        if event["evaluation"] == evaluation:
+            if event["k"] == "collective":
+                break
+            total += event["n"] or 0
+    return total
+
+
+def _differs(pair: Pair, pairs: list[Pair], world_size: int) -> bool:
+    """Whether a value depends on the number of ranks, and no division by another value corrects it."""
+    others = [values for each in pairs for values in _results(each)]
+    return any(
+        not _close(x, y)
+        and not _close(x * world_size, y)
+        and not any(u and v and (u, v) != (x, y) and _close(x / u, y / v) for u, v in others)
+        for x, y in _results(pair)
+    )
+
+
+def _results(pair: Pair) -> list[tuple[float, float]]:
+    one, many = pair
+    return list(zip(one["results"], _sums(many, one), strict=False))
+
+
+def _sums(many: Event, one: Event) -> list[float]:
+    """The results on several ranks; those of a gather are summed over the ranks."""
+    values: list[float] = many["results"]
+    length = len(one["results"])
+    if "gather" not in many["op"] or not length:
+        return values
+    return [sum(values[k::length]) for k in range(length)]
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= _EQUAL * max(abs(a), abs(b), 1e-12)
+
+
+def _metric_fault(case: Case, one: Event, many: Event) -> FaultFound:
+    count, value = case.world_size, _sums(many, one)[0]
+    mean = value if many["reduce"] == "AVG" else value / count
+    return FaultFound(
+        what="a metric depends on the number of processes: each rank takes the mean of its own samples.",
+        at=many["at"],
+        step=many["s"] or None,
+        why="the ranks have different numbers of samples, and the mean of their means gives each rank the "
+        "same weight.",
+        fix="all_reduce the sum and the number of samples, then divide.",
+        evidence=f"with the same weights and samples: {one['results'][0]:.6g} on one process, {mean:.6g} "
+        f"as the mean over {count}",
+    )
+
+
+RULES = (
+    Rule(name="evaluated twice", judge=evaluated_twice, order=110),
+    Rule(name="metric averaged per rank", judge=metrics, order=111),
+)

@@ -1,0 +1,175 @@
+"""Randomness: the order of the epochs, augmentation in workers, dropout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations, pairwise
+
+from paceline.audit.evidence import Event, RankLog
+from paceline.audit.rules.rule import (
+    Case,
+    FaultFound,
+    Judgement,
+    NoFault,
+    NotJudged,
+    Rule,
+    training_forwards,
+)
+
+# As many forwards must have drawn from equal states before dropout counts as equal.
+_FORWARDS = 3
+
+
+def set_epoch(case: Case) -> Judgement:
+    """Each epoch has the order of the first: `sampler.set_epoch` was not called."""
+    log = case.ranks[0]
+    judged = False
+    for name in log.training_loaders:
+        loader = log.loaders[name]
+        sampler = loader["sharding"]
+        has_epoch = "epoch" in sampler and sampler.get("shuffle", True)
+        if sampler.get("shuffle") is False or not (has_epoch or loader.get("takes_epoch")):
+            continue
+        passes = _training_passes(log, name)
+        if len(passes) < 2:
+            return NotJudged("the script made one pass over its training data.")
+        judged = True
+        for before, after in pairwise(passes):
+            same = _same_order(log, name, before["lap"], after["lap"])
+            if same or (same is None and has_epoch and before["epoch"] == after["epoch"]):
+                return _same_epoch(loader, before, after, has_epoch=has_epoch, seen=bool(same))
+    if judged:
+        return NoFault("each pass had another order.")
+    return NoFault("no sampler of the training data needs the epoch.")
+
+
+def _same_epoch(
+    loader: Event, before: Event, after: Event, *, has_epoch: bool, seen: bool
+) -> FaultFound:
+    passes = f"passes {before['lap'] + 1} and {after['lap'] + 1}"
+    return FaultFound(
+        what="every epoch has the same order"
+        + (f": the sampler's epoch stays {after['epoch']}." if has_epoch else "."),
+        at=after["at"],
+        step=after["s"] + 1,
+        why=f"{loader['sampler' if has_epoch else 'dataset']} shuffles by (seed, epoch), and the script "
+        "does not set the new epoch.",
+        fix=f"call {'sampler' if has_epoch else 'dataset'}.set_epoch(epoch) before each pass over the "
+        "loader.",
+        evidence=f"{passes} gave the same samples in the same order"
+        if seen
+        else f"{passes} both began with epoch {after['epoch']}",
+    )
+
+
+def _same_order(log: RankLog, name: str, one: int, other: int) -> bool | None:
+    """Whether two passes began with the same samples in the same order; None if too few were seen."""
+    laps = log.laps(name)
+    a, b = (
+        [event["ids"] or event.get("content") for event in laps.get(lap, [])]
+        for lap in (one, other)
+    )
+    common = min(len(a), len(b))
+    if common < 2:
+        return None
+    ids = [i for each in a if isinstance(each, list) for i in each]
+    # Data that is not shuffled at all is no fault.
+    return a[:common] == b[:common] and (not ids or ids != sorted(ids))
+
+
+def _training_passes(log: RankLog, name: str) -> list[Event]:
+    """The passes over a loader with a backward, without those that only read the first batch."""
+    batches: Counter[int] = Counter()
+    trained: set[int] = set()
+    last: Event | None = None
+    for event in log.of("batch", "backward"):
+        if event["k"] == "batch":
+            last = event
+            batches[event["lap"]] += event["loader"] == name
+        elif last is not None and last["loader"] == name:
+            trained.add(last["lap"])
+    ended = {event["lap"] for event in log.of("pass-end") if event["loader"] == name}
+    return [
+        event
+        for event in log.of("iter")
+        if event["loader"] == name
+        and event["lap"] in trained
+        and (batches[event["lap"]] > 1 or event["lap"] in ended)
+    ]
+
+
+def same_augmentation(case: Case) -> Judgement:
+    """Workers or ranks draw the same random numbers for their samples."""
+    training = set(case.ranks[0].training_loaders)
+    firsts: dict[tuple[int, int | None], Event] = {}
+    for log in case.ranks:
+        for event in log.fetches:
+            if event["loader"] in training and event["drew"]:
+                firsts.setdefault((log.rank, event["worker"]), event)
+    if not firsts:
+        if not all(log.fetches for log in case.ranks):
+            return NotJudged("the loading of the samples was not seen.")
+        return NoFault("loading a sample draws no random numbers from a shared generator.")
+    for (one, first), (other, second) in combinations(firsts.items(), 2):
+        same = [
+            generator
+            for generator, after in first["drew"].items()
+            if second["drew"].get(generator) == after
+            and second["random"].get(generator) == first["random"].get(generator)
+        ]
+        if same:
+            return FaultFound(
+                what=f"{_worker(one)} and {_worker(other)} augment with the same random numbers.",
+                at=case.ranks[0].loaders[first["loader"]]["at"],
+                ranks=sorted({one[0], other[0]}),
+                step=1,
+                why=f"the generator '{same[0]}' had the same state in both when they made their first "
+                "samples.",
+                fix="seed by rank and worker: torch.manual_seed(seed + rank) before the loader is built, "
+                "and torch.utils.data.get_worker_info().seed for a generator of the dataset.",
+                evidence=f"{same[0]} state {first['random'][same[0]][:8]} in both",
+            )
+    return NoFault(
+        f"{len(firsts)} worker{'s' * (len(firsts) != 1)} drew from different random states."
+    )
+
+
+def _worker(which: tuple[int, int | None]) -> str:
+    rank, worker = which
+    return f"rank {rank}" if worker is None else f"worker {worker} of rank {rank}"
+
+
+def same_dropout(case: Case) -> Judgement:
+    """The forwards of two ranks draw the same random numbers, so their dropout masks are equal."""
+    firsts = [training_forwards(log)[:_FORWARDS] for log in case.ranks]
+    if not all(firsts):
+        return NotJudged("not every rank ran a forward of training.")
+    drawing = [event for each in firsts for event in each if event["drew"]]
+    if not drawing:
+        return NoFault("the forward draws no random numbers.")
+    for rank in range(1, case.world_size):
+        pairs = list(zip(firsts[0], firsts[rank], strict=False))
+        same = [
+            generator
+            for generator in drawing[0]["drew"]
+            if all(a["random"].get(generator) == b["random"].get(generator) for a, b in pairs)
+        ]
+        if same:
+            return FaultFound(
+                what=f"ranks 0 and {rank} draw the same dropout masks.",
+                at=firsts[0][0]["at"],
+                ranks=[0, rank],
+                step=1,
+                why=f"the generator '{same[0]}' has the same state on both before each forward, so the "
+                "noise does not average out over the ranks.",
+                fix="seed by rank after the model is built: torch.manual_seed(seed + rank).",
+                evidence=f"equal states in {len(pairs)} forwards",
+            )
+    return NoFault("the ranks' forwards drew from different random states.")
+
+
+RULES = (
+    Rule(name="set_epoch forgotten", judge=set_epoch, order=40),
+    Rule(name="same augmentation in workers", judge=same_augmentation, order=41),
+    Rule(name="same dropout mask on ranks", judge=same_dropout, order=42),
+)

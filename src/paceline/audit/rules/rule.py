@@ -1,0 +1,128 @@
+"""What a rule gets and what it answers, and helpers that several rules use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.audit.evidence import Event, RankLog, Run
+
+
+@dataclass(frozen=True)
+class Case:
+    """The runs of one script that a rule may use.
+
+    Attributes:
+        solo: The run of one process.
+        ordinary: The unchanged script on several processes.
+        replay: The script on several processes with the batches of the solo run; None if not possible.
+        why_no_replay: The reason, as a sentence.
+    """
+
+    solo: Run
+    ordinary: Run
+    replay: Run | None = None
+    why_no_replay: str = ""
+
+    @property
+    def ranks(self) -> list[RankLog]:
+        """The ranks of the ordinary run."""
+        return self.ordinary.ranks
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the ordinary run."""
+        return self.ordinary.plan.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultFound:
+    """A fault with its evidence.
+
+    Attributes:
+        what: The fault, one sentence.
+        at: The line of the script.
+        step: The first optimizer step with wrong results, from 1; None if the fault is in no single step.
+        ranks: The ranks that behave wrongly; empty for all ranks.
+    """
+
+    what: str
+    at: str
+    why: str
+    fix: str
+    evidence: str
+    step: int | None = None
+    ranks: Sequence[int] = ()
+
+    def facts(self, world_size: int) -> dict[str, Any]:
+        """The fault as JSON."""
+        return asdict(self) | {"ranks": list(self.ranks or range(world_size))}
+
+
+@dataclass(frozen=True)
+class NoFault:
+    """The rule judged the script and found no fault."""
+
+    evidence: str
+
+
+@dataclass(frozen=True)
+class NotJudged:
+    """The rule could not judge the script."""
+
+    why: str
+
+
+Judgement = FaultFound | NoFault | NotJudged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One kind of fault.
+
+    Attributes:
+        order: Faults are reported in this order: what comes first in a training comes first.
+        works_with_join: Whether the rule works under DDP's Join, where a rank without batches enters the
+            collectives of the others.
+        consequence_of: The name of a rule. A fault of that rule also causes what this rule looks for.
+        is_last: Whether the rule is judged only if no other rule found a fault.
+    """
+
+    name: str
+    judge: Callable[[Case], Judgement]
+    order: int
+    works_with_join: bool = True
+    consequence_of: str = ""
+    is_last: bool = False
+
+
+def outliers(values: Sequence[Any]) -> list[int]:
+    """The ranks whose value is not the most frequent one; on a tie, not that of rank 0."""
+    most = max(values, key=lambda value: (values.count(value), value == values[0]))
+    return [rank for rank, value in enumerate(values) if value != most]
+
+
+def training_forwards(log: RankLog) -> list[Event]:
+    """The forwards of training, in order."""
+    return [event for event in log.of("forward-end") if event["trains"]]
+
+
+def update_windows(log: RankLog) -> list[list[Event]]:
+    """For each update: its backwards, then what follows them up to the next backward.
+
+    Gradients that were set to zero before an update are in no window.
+    """
+    found: list[list[Event]] = []
+    after_zero = True
+    for event in log.of("backward", "zero", "scaler-unscale", "clip", "scaler-step", "step"):
+        if event["k"] == "zero":
+            after_zero = True
+        elif event["k"] == "backward":
+            if after_zero or not found or found[-1][-1]["k"] != "backward":
+                found.append([])
+            after_zero = False
+            found[-1].append(event)
+        elif found:
+            found[-1].append(event)
+    return found

@@ -1,0 +1,86 @@
+"""Learning rate schedules that run N times too fast."""
+
+from __future__ import annotations
+
+from paceline.audit.evidence import RankLog
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
+
+# Rates between two steps are interpolated linearly.
+_EQUAL = 0.02
+# As many steps must have the rate of a later part of the epoch.
+_MIN_EARLY = 3
+# Calls per update on N ranks over those of one process; at least this ratio is suspicious.
+_MORE_CALLS = 1.5
+
+
+def schedule(case: Case) -> Judgement:
+    """The learning rates of N ranks are those of one process N times further on."""
+    solo, log = case.solo.ranks[0], case.ranks[0]
+    if not log.of("schedule"):
+        return NoFault("no schedule was stepped.")
+    alone, together = (_calls(each) / max(each.steps, 1) for each in (solo, log))
+    if together < _MORE_CALLS * max(alone, 1e-9):
+        return NoFault(
+            f"the schedule was stepped {together:.3g} times per update, and {alone:.3g} times with one "
+            "process."
+        )
+    lengths = [
+        next((each.loaders[name]["batches"] for name in each.training_loaders), None)
+        for each in (solo, log)
+    ]
+    if not lengths[0] or not lengths[1]:
+        return NotJudged(
+            "the length of an epoch is unknown, and with it the expected learning rate."
+        )
+    one, many = _rates(solo), _rates(log)
+    early = agree = 0
+    for step, rate in enumerate(many):
+        position = step * lengths[0] / lengths[1]
+        here, ahead = _interpolate(one, position), _interpolate(one, position * case.world_size)
+        if here is not None and ahead is not None and not _close(here, ahead):
+            agree += _close(here, rate)
+            early += _close(ahead, rate) and not _close(here, rate)
+    if early < _MIN_EARLY or agree >= early:
+        return NoFault("the learning rate is that of one process at the same part of an epoch.")
+    return FaultFound(
+        what=f"the schedule runs {case.world_size} times too fast.",
+        at=log.of("schedule")[0]["at"],
+        step=1,
+        why=f"it is stepped {together:.3g} times per update, and {alone:.3g} times with one process, but "
+        "its length is the number of updates of one rank.",
+        fix="step it once for each optimizer step.",
+        evidence=f"in {early} steps the learning rate was that of one process {case.world_size} times "
+        "further on",
+    )
+
+
+def _calls(log: RankLog) -> int:
+    """The calls of the schedule before the last update; empty passes come after it."""
+    events = log.of("schedule", "step")
+    last = max((number for number, event in enumerate(events) if event["k"] == "step"), default=0)
+    return sum(event["k"] == "schedule" for event in events[:last])
+
+
+def _rates(log: RankLog) -> list[float]:
+    """The learning rate of each step, relative to the one that the schedule starts from.
+
+    The absolute rate may depend on the number of processes (linear scaling).
+    """
+    rates = {
+        event["s"]: float(event["lrs"][0]) / (event.get("base") or 1.0) for event in log.of("step")
+    }
+    return [rates[step] for step in sorted(rates)]
+
+
+def _interpolate(rates: list[float], position: float) -> float | None:
+    below = int(position)
+    if below + 1 >= len(rates):
+        return None
+    return rates[below] + (position - below) * (rates[below + 1] - rates[below])
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= _EQUAL * max(abs(a), abs(b))
+
+
+RULES = (Rule(name="schedule N times too fast", judge=schedule, order=100),)
