@@ -1,23 +1,87 @@
-"""Compares runs of a script that uses paceline: the same training on any number of processes. Pure.
+"""Compares runs of a script that uses paceline: the same training on 1 and on N processes. Pure.
 
-What is looked at, in the order of the script: the weights at the start; of each step its samples, its loss,
-its gradient, and every parameter after it; the evaluations. The first difference is the verdict; all later
-ones follow from it.
+Compared in the order of the script: the weights at the start; of each step its samples, loss and gradient;
+the evaluations; and, between the ranks of one run, every weight after every step. With `bitwise`, digests of
+all gradients, weights and buffers are compared too. Only the first difference is reported: all later ones
+follow from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from paceline.audit.evidence import Run
-from paceline.verify.tolerance import Difference, Likeness
-from paceline.verify.trail import Trail
+from paceline.audit.evidence import Event, Run
 
-# Of float32 on the examples, after 20 steps, less than a tenth of it was seen (docs/verify.md); a wrong
-# sample or weight gives a hundred times as much.
+# Relative difference that is allowed for losses, gradient norms and scores. In float32 the examples stay
+# below a tenth of it for 20 steps; a wrong sample or weight causes a hundred times as much.
 RTOL = 1e-3
+# A loss that passes through zero is compared with its largest value so far, times this.
+_FLOOR = 1e-3
+_MAX_IDS = 5
+_KINDS = {"paceline-start": "start", "paceline-step": "step", "evaluated": "evaluation"}
+
+_WHY = {
+    "samples": "the ranks together did not get the samples of one process; in all earlier steps they did.",
+    "weights at the start": "the model is built or loaded in a way that depends on the number of processes.",
+    "loss": "the samples were equal. The data, the loss or an earlier update depends on the rank or on the "
+    "number of processes.",
+    "gradient norm": "the samples and losses were equal: the gradient was changed after the backward.",
+    "gradient": "the samples and losses were equal: this gradient was changed after the backward.",
+    "parameter": "samples, losses and gradients were equal: the optimizer step, or a change outside of it, "
+    "depends on the number of processes.",
+    "buffer": "samples, losses and weights were equal: the buffer is computed from one rank's samples.",
+    "evaluation": "everything before was equal: the score depends on the rank or on the number of processes.",
+    "samples of an evaluation": "the evaluated data depends on the number of processes.",
+    "parameter of ranks": "all ranks of one run must hold bitwise equal weights: a change outside of the "
+    "reduced gradients was made on one rank.",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that differs.
+
+    Attributes:
+        step: Steps that its training had completed, or the step in which it differs.
+        quantity: A key of `_WHY`.
+        name: Of the parameter or the score.
+        counts: The numbers of processes of the two runs; for "parameter of ranks" the two ranks.
+        values: The value of each; for a tensor its norm, or its digest if the norms are equal.
+        relative: The relative difference; None for what has no size.
+    """
+
+    step: int
+    quantity: str
+    name: str
+    counts: tuple[int, int]
+    values: tuple[Any, Any]
+    relative: float | None = None
+
+    def lines(self, at: str) -> list[str]:
+        """The difference as text."""
+        one, other = self.counts
+        what = f"{self.quantity} {self.name}".strip()
+        a, b = (", ".join(map(str, v)) or "none" if isinstance(v, list) else repr(v) for v in self.values)
+        if self.quantity == "parameter of ranks":
+            what = f"parameter {self.name} differs between rank {one} and rank {other}."
+            shown = f"{a} on rank {one}, {b} on rank {other}"
+        else:
+            what = f"{what} differs between {one} and {other} processes."
+            shown = f"{a} on {_processes(one)}, {b} on {other}"
+        if self.relative is not None:
+            shown += f"; relative difference {self.relative:.3g}"
+        is_evaluation = "evaluation" in self.quantity
+        when = f"{'after' if is_evaluation else 'in'} step {self.step}"
+        return [
+            f"FAULT  {when if self.step else 'before the first step'}, {what}",
+            f"  where: the {'evaluation' if is_evaluation else 'training built'} at {at}",
+            f"  why:   {_WHY[self.quantity]}",
+            f"  shown: {shown}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -33,19 +97,19 @@ class Comparison:
     unknown: list[str] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The result as JSON."""
         return asdict(self)
 
-    def words(self) -> list[str]:
-        """The report, line by line."""
+    def lines(self) -> list[str]:
+        """The result as text."""
         lines = []
         if self.verdict == "refused":
             lines += [f"could not be verified: {self.why}", f"  where: {self.at}", ""]
         if self.difference is not None:
-            lines += [*_difference_words(self.difference, self.at, self.why), ""]
+            lines += [*self.difference.lines(self.at), ""]
         lines.append(f"compared: {self.compared}")
         if self.equal:
-            lines += [f"found equal ({len(self.equal)}):", *(f"  {line}" for line in self.equal)]
+            lines += [f"equal ({len(self.equal)}):", *(f"  {line}" for line in self.equal)]
         if self.unknown:
             lines.append(f"could not be judged ({len(self.unknown)}):")
             lines += [f"  {line}" for line in self.unknown]
@@ -54,136 +118,283 @@ class Comparison:
         return lines
 
 
+@dataclass(frozen=True)
+class Point:
+    """The same point of the script on every rank: the start of a training, a step of it, or an evaluation.
+
+    Attributes:
+        training: The number of the `Training` in the script, from 0; for an evaluation, the latest one.
+        step: Steps that this training had completed.
+        ranks: The event of each rank.
+    """
+
+    kind: str
+    training: int
+    step: int
+    ranks: list[Event]
+
+    @property
+    def ids(self) -> Counter[int]:
+        """The samples of a step over all ranks."""
+        return Counter(i for event in self.ranks for i in event["ids"])
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of a step; the ranks' sums are added in rank order."""
+        total: float = sum(event["loss"] for event in self.ranks)
+        return total / (sum(event["count"] for event in self.ranks) or 1)
+
+
+def _points(run: Run) -> list[Point]:
+    found = []
+    training = step = 0
+    for ranks in zip(*(log.of(*_KINDS) for log in run.ranks), strict=False):
+        kind = _KINDS[ranks[0]["k"]]
+        if kind != "evaluation":
+            training, step = ranks[0]["t"], ranks[0].get("s", 0)
+        found.append(Point(kind, training, step, list(ranks)))
+    return found
+
+
 def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Comparison:
-    """Compare runs at several numbers of processes with the first of them.
+    """Compare runs on several numbers of processes with the first of them.
 
     Args:
-        rtol: Relative difference that is allowed; None for `RTOL`. Without effect where `bitwise`.
+        rtol: Relative difference that is allowed; None for `RTOL`. Without effect with `bitwise`.
         bitwise: Whether every bit must be equal.
     """
-    trails = [Trail(run) for run in runs]
-    one, others = trails[0], trails[1:]
-    counts = [trail.count for trail in trails]
-    how = "to the last bit" if bitwise else f"within {rtol or RTOL:g}, relative"
+    one = runs[0]
+    counts = [run.plan.world_size for run in runs]
+    points = _points(one)
+    trainings = one.ranks[0].of("training")
+    how = "bitwise" if bitwise else f"within a relative difference of {rtol or RTOL:g}"
     listed = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
-    compared = f"{one.steps} steps on {listed} processes, {how}"
-    for other in others:
-        why = _other_course(one, other)
+    compared = f"{_count(points, 'step')} steps on {listed} processes, {how}"
+    for run in runs[1:]:
+        why = _why_not_comparable(points, _points(run), one.plan.world_size, run.plan.world_size)
         if why:
-            return Comparison("refused", compared, one.trainings[0]["at"], why=why)
-    unknown = [] if bitwise else _unlike(trails, rtol)
-    look = Likeness(0.0 if bitwise else (rtol or RTOL), values=not unknown)
-    for other in others:
-        found = look.first_difference(one, other)
-        if found is not None:
-            difference, moment = found
-            at = one.trainings[moment.training]["at"]
-            if moment.kind == "evaluation":
-                at = moment.ranks[0]["at"]
-            why = _before(difference)
-            return Comparison("fault", compared, at, difference, why, look.equal(), unknown)
-    at, unknown = one.trainings[0]["at"], unknown + list(look.unknown)
-    return Comparison("sound", compared, at, equal=look.equal(), unknown=unknown)
+            return Comparison("refused", compared, trainings[0]["at"], why=why)
+    unknown, scores_unknown = ([], []) if bitwise else _not_judged(runs, rtol)
+    search = _Search(
+        0.0 if bitwise else (rtol or RTOL),
+        values=not unknown,
+        scores=not unknown and not scores_unknown,
+    )
+    unknown += scores_unknown
+    for run in runs[1:]:
+        for a, b in zip(points, _points(run), strict=True):
+            difference = next(search.differences(a, b), None)
+            if difference is not None:
+                at = (a.ranks[0] if a.kind == "evaluation" else trainings[a.training])["at"]
+                why = _WHY[difference.quantity]
+                return Comparison("fault", compared, at, difference, why, search.equal(), unknown)
+        search.next_run()
+    return Comparison(
+        "sound", compared, trainings[0]["at"], equal=search.equal(), unknown=unknown
+    )
 
 
-def _other_course(one: Trail, other: Trail) -> str:
-    """Why two runs cannot be laid side by side; empty if they can."""
-    for what, mine, theirs in (
-        ("steps", one.steps, other.steps),
-        ("evaluations", one.evaluations, other.evaluations),
-    ):
-        if mine != theirs:
+def _count(points: list[Point], kind: str) -> int:
+    return sum(point.kind == kind for point in points)
+
+
+def _why_not_comparable(one: list[Point], other: list[Point], count: int, others: int) -> str:
+    """Why two runs cannot be compared point by point; empty if they can."""
+    for kind in ("step", "evaluation"):
+        a, b = _count(one, kind), _count(other, kind)
+        if a != b:
             return (
-                f"the script takes {mine} {what} with {_processes(one.count)} and {theirs} with "
-                f"{other.count}; its number of {what} depends on it."
+                f"the script makes {a} {kind}s with {_processes(count)} and {b} with {others}: the number "
+                "depends on the number of processes."
             )
-    for a, b in zip(one.moments, other.moments, strict=True):
-        if (a.kind, a.training, a.step) != (b.kind, b.training, b.step):
+    for x, y in zip(one, other, strict=True):
+        if (x.kind, x.training, x.step) != (y.kind, y.training, y.step):
             return (
-                f"after step {a.step} comes another part of the script with {_processes(one.count)} "
-                f"({a.kind}) than with {other.count} ({b.kind})."
+                f"after step {x.step} the script continues with another part ({x.kind}) with "
+                f"{_processes(count)} than with {others} ({y.kind})."
             )
     return ""
 
 
-def _unlike(trails: list[Trail], rtol: float | None) -> list[str]:
-    """Why values need not be equal within rounding; empty if they must be."""
-    found = []
-    if any(trail.draws for trail in trails):
-        found.append(
-            "losses and weights: the forward draws random numbers (dropout), and how a step is cut into "
-            "micro-batches depends on the number of processes. --bitwise cuts it alike."
+def _not_judged(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], list[str]]:
+    """Why values need not be equal within rounding; the same for scores alone."""
+    values, scores = [], []
+    logs = [log for run in runs for log in run.ranks]
+    if any(e["drew"] for log in logs for e in log.of("forward-end") if e["trains"]):
+        values.append(
+            "losses and gradients: the forward draws random numbers (dropout), and the micro-batches of a "
+            "step depend on the number of processes. With --bitwise they do not."
         )
-    # Of the runs on several: one process has nothing to synchronise.
-    if any(training["batchnorm"] for training in trails[-1].trainings):
-        found.append(
-            "losses and weights: BatchNorm normalises each rank's micro-batch by itself. --bitwise cuts "
-            "it alike; sync_batchnorm normalises over all ranks."
+    # Of the last run: one process has nothing to synchronise.
+    norms = {training["batchnorm"] for training in runs[-1].ranks[0].of("training")}
+    if "local" in norms:
+        values.append(
+            "losses and gradients: BatchNorm normalises each rank's micro-batch alone. With --bitwise the "
+            "micro-batches do not depend on the number of processes; sync_batchnorm normalises over all "
+            "ranks."
         )
-    coarse = sorted({training["precision"] for training in trails[0].trainings} - {"fp32"})
+    elif "synchronised" in norms:
+        scores.append(
+            "evaluations: the running statistics of BatchNorm include biases whose gradient is only "
+            "rounding error. --bitwise compares them."
+        )
+    precisions = {training["precision"] for training in runs[0].ranks[0].of("training")}
+    coarse = sorted(precisions - {"fp32"})
     if coarse and rtol is None:
-        found.append(
-            f"losses and weights: in {' and '.join(coarse)} rounding is coarse; --rtol says what "
-            "is to be allowed, --bitwise allows nothing."
+        values.append(
+            f"losses and gradients: rounding in {' and '.join(coarse)} is coarse. Give the allowed "
+            "difference with --rtol, or use --bitwise."
         )
-    return found
+    return values, scores
 
 
-def _before(difference: Difference) -> str:
-    """What was equal up to the difference, which narrows down where it comes from."""
-    if difference.quantity == "parameter of ranks":
-        return (
-            "ranks of one run must hold the same weights to the last bit: something outside of the "
-            "reduced gradients changes them on one rank."
-        )
-    return {
-        "samples": "the ranks were not given the samples that one process is given; those of all steps "
-        "before were equal.",
-        "weights at the start": "the model is made or loaded in a way that depends on the number of "
-        "processes.",
-        "loss": "the samples were the same, and the weights before this step were equal: the data or the "
-        "loss depends on the rank or on how the step is cut.",
-        "gradient norm": "the samples and losses were equal: the gradient was changed on the way.",
-        "gradient": "the samples and losses were equal, and so were the other gradients before it: this "
-        "one was changed on the way.",
-        "parameter": "samples, losses and gradients were equal: the optimizer's step, or something "
-        "outside of it, depends on the number of processes.",
-        "buffer": "samples, losses and weights were equal: the running statistics are of a rank's own "
-        "share.",
-        "evaluation": "the weights were equal: the score depends on the rank or on how samples are cut.",
-        "samples of an evaluation": "the data that is evaluated depends on the number of processes.",
-    }[difference.quantity]
+class _Search:
+    """Looks for the first difference between pairs of points.
+
+    Args:
+        rtol: Relative difference that is allowed; 0 for bitwise comparison.
+        values: Whether losses and gradients are compared.
+        scores: Whether evaluations are compared.
+    """
+
+    def __init__(self, rtol: float, *, values: bool, scores: bool) -> None:
+        self._rtol, self._values, self._scores = rtol, values, scores
+        # Only a bitwise comparison compares the tensors of a step.
+        self._exact = None if rtol else 0.0
+        self._times: Counter[str] = Counter()
+        self._largest: dict[str, float] = {}
+        self._used: dict[tuple[int, int], Counter[int]] = {}
+        self._scale: dict[tuple[int, str], float] = {}
+
+    def next_run(self) -> None:
+        """Begin the comparison with another run."""
+        self._used.clear()
+        self._scale.clear()
+
+    def equal(self) -> list[str]:
+        """How often each quantity was compared, and its largest difference."""
+        lines = []
+        for quantity, times in self._times.items():
+            near = ""
+            if self._rtol and quantity in self._largest:
+                near = f", the largest relative difference {self._largest[quantity]:.2g}"
+            lines.append(f"{quantity}: {times} compared{near}")
+        return lines
+
+    def differences(self, a: Point, b: Point) -> Iterator[Difference]:
+        """The differences between two points, in the order of the script."""
+        counts = len(a.ranks), len(b.ranks)
+        first, other = a.ranks[0], b.ranks[0]
+        if a.kind == "evaluation":
+            yield from self._evaluations(a, b, counts)
+            return
+        if a.kind == "step":
+            yield from self._samples(a, b, counts)
+            if self._values:
+                yield from self._size(a, counts, "loss", a.loss, b.loss)
+                norms = [math.hypot(*(g[1] for g in e["grads"].values())) for e in (first, other)]
+                yield from self._size(a, counts, "gradient norm", norms[0], norms[1])
+                pair = first["grads"], other["grads"]
+                yield from self._tensors(a, counts, "gradient", *pair, rtol=self._exact)
+        for rank, event in enumerate(b.ranks[1:], 1):
+            pair = other["params"], event["params"]
+            yield from self._tensors(b, (0, rank), "parameter of ranks", *pair, rtol=0.0)
+        for event in b.ranks if self._values else ():
+            pair = first["params"], event["params"]
+            if a.kind == "start":
+                yield from self._tensors(a, counts, "weights at the start", *pair, rtol=self._rtol)
+            else:
+                yield from self._tensors(a, counts, "parameter", *pair, rtol=self._exact)
+                pair = first["buffers"], event["buffers"]
+                yield from self._tensors(a, counts, "buffer", *pair, rtol=self._exact)
+
+    def _samples(self, a: Point, b: Point, counts: tuple[int, int]) -> Iterator[Difference]:
+        self._times["samples of a step"] += 1
+        one, other = a.ids, b.ids
+        if one != other:
+            only = [sorted((x - y).elements())[:_MAX_IDS] for x, y in ((one, other), (other, one))]
+            name = "ids in one of the two only"
+            yield Difference(a.step, "samples", name, counts, (only[0], only[1]))
+        used = self._used.setdefault((a.training, a.ranks[0]["epoch"]), Counter())
+        used.update(other)
+        twice = [i for i in other if used[i] > 1]
+        if twice:
+            name = "ids used before in this epoch"
+            yield Difference(a.step, "samples", name, counts, ([], twice[:_MAX_IDS]))
+
+    def _size(
+        self, at: Point, counts: tuple[int, int], quantity: str, x: float, y: float
+    ) -> Iterator[Difference]:
+        """A number that is compared relative to its size, and to the largest of its kind so far."""
+        key = (at.training, quantity)
+        scale = self._scale[key] = max(self._scale.get(key, 0.0), abs(x), abs(y))
+        yield from self._number(at, counts, quantity, "", (x, y), _FLOOR * scale)
+
+    def _number(
+        self,
+        at: Point,
+        counts: tuple[int, int],
+        quantity: str,
+        name: str,
+        pair: tuple[float, float],
+        floor: float,
+    ) -> Iterator[Difference]:
+        self._times[quantity] += 1
+        relative = _relative(*pair, floor)
+        self._largest[quantity] = max(self._largest.get(quantity, 0.0), relative)
+        if not relative <= self._rtol:
+            yield Difference(at.step, quantity, name, counts, pair, relative)
+
+    def _tensors(
+        self,
+        at: Point,
+        counts: tuple[int, int],
+        quantity: str,
+        one: dict[str, Any],
+        other: dict[str, Any],
+        *,
+        rtol: float | None,
+    ) -> Iterator[Difference]:
+        """Tensors by name: [digest, norm, sum] each. With `rtol` None only the names must be equal."""
+        for name in [*one, *(name for name in other if name not in one)]:
+            if name not in one or name not in other:
+                values = [each[name][1] if name in each else None for each in (one, other)]
+                yield Difference(at.step, quantity, name, counts, (values[0], values[1]))
+            elif rtol is not None:
+                self._times[quantity] += 1
+                x, y = one[name], other[name]
+                size = max(x[1], y[1], 1e-30)
+                relative = max(abs(x[1] - y[1]), abs(x[2] - y[2])) / size
+                if x[0] != y[0] and not (rtol and relative <= rtol):
+                    values = next((pair for pair in ((x[i], y[i]) for i in (1, 2, 0)) if pair[0] != pair[1]))
+                    yield Difference(at.step, quantity, name, counts, values, relative)
+
+    def _evaluations(self, a: Point, b: Point, counts: tuple[int, int]) -> Iterator[Difference]:
+        first = a.ranks[0]
+        samples = first["samples"]
+        for event in b.ranks:
+            quantity = "samples of an evaluation"
+            self._times[quantity] += 1
+            if event["samples"] != samples:
+                yield Difference(a.step, quantity, "", counts, (samples, event["samples"]))
+            for name, x in first["values"].items() if self._scores else ():
+                y = event["values"].get(name, math.nan)
+                floor = 0.0
+                if self._rtol and _is_share(x, samples) and _is_share(y, samples):
+                    # Rounding may move one sample to the other side of a decision.
+                    floor = 1 / (samples * self._rtol)
+                yield from self._number(a, counts, "evaluation", name, (x, y), floor)
 
 
-def _difference_words(difference: Difference, at: str, why: str) -> list[str]:
-    one, many = difference.counts
-    what = f"{difference.quantity} {difference.name}".strip()
-    values = [_say(value) for value in difference.values]
-    if difference.quantity == "parameter of ranks":
-        what = f"parameter {difference.name} differs between rank {one} and rank {many}."
-        shown = f"{values[0]} on rank {one}, {values[1]} on rank {many}"
-    else:
-        what = f"{what} differs between {one} and {many} processes."
-        shown = f"{values[0]} on {_processes(one)}, {values[1]} on {many}"
-    if difference.relative is not None:
-        shown += f"; relative difference {difference.relative:.3g}"
-    evaluated = "evaluation" in difference.quantity
-    place = f"the {'evaluation' if evaluated else 'training made'} at {at}"
-    when = "after" if evaluated else "in"
-    when = f"{when} step {difference.step}" if difference.step else "before the first step"
-    return [
-        f"FAULT  {when}, {what}",
-        f"  where: {place}",
-        f"  why:   {why}",
-        f"  shown: {shown}",
-    ]
+def _relative(x: float, y: float, floor: float) -> float:
+    return 0.0 if x == y else abs(x - y) / max(abs(x), abs(y), floor, 1e-30)
+
+
+def _is_share(value: float, samples: int) -> bool:
+    """Whether a score is a share of the samples, such as an accuracy."""
+    count = value * samples
+    return 0 <= value <= 1 and abs(count - round(count)) < 1e-4
 
 
 def _processes(count: int) -> str:
-    return f"{count} process" if count == 1 else f"{count} processes"
-
-
-def _say(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    return repr(value)
+    return f"{count} process{'es' * (count != 1)}"

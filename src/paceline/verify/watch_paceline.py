@@ -19,11 +19,13 @@ from paceline.audit.record import digest, place, plain
 from paceline.checkpoint import manager
 from paceline.data.loader import Loader
 from paceline.parallel.ddp import unwrap
+from paceline.parallel.syncbn import SyncBatchNorm
 from paceline.training import evaluation, trainer
 from paceline.training.training import Training
 
-# Of each parameter so many elements are kept, evenly strided, to say how much it differs.
-_ELEMENTS = 64
+_BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+
+Sketch = list[Any]
 
 
 def install(progress: Progress) -> None:
@@ -52,7 +54,7 @@ class _Watch:
         self._recorder = progress.recorder
         self._ids: list[int] = []
         self._numbers: dict[int, int] = {}
-        self._gradients: dict[int, tuple[float, list[float]]] = {}
+        self._gradients: dict[int, Sketch] = {}
         self._places = 0
 
     def giving(self, gave: Callable[..., None]) -> Callable[..., None]:
@@ -75,14 +77,12 @@ class _Watch:
             init(training, *args, **kwargs)
             self._numbers[id(training)] = len(self._numbers)
             layers = [layer for model in training.models for layer in model.modules()]
-            plain = [x for x in layers if isinstance(x, torch.nn.modules.batchnorm._BatchNorm)]
             self._recorder.write(
                 "training",
                 t=self._numbers[id(training)],
                 at=place(),
-                reproducible=training.reproducing is not None,
                 precision=kwargs.get("precision", "fp32"),
-                batchnorm=bool(plain) and not training.syncbn_layers,
+                batchnorm=_batchnorm(layers),
             )
 
         return watched
@@ -133,7 +133,7 @@ class _Watch:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._gradients[id(parameter)] = _sketch(parameter.grad)
+                    self._gradients[id(parameter)] = sketch(parameter.grad)
 
     def _gradients_by_name(self, training: Training) -> dict[str, Any]:
         return {
@@ -142,11 +142,8 @@ class _Watch:
             if id(parameter) in self._gradients
         }
 
-    def _parameters(self, training: Training) -> dict[str, list[Any]]:
-        """Of each parameter its digest, its norm, and some of its elements."""
-        return {
-            name: [digest(parameter), *_sketch(parameter)] for name, parameter in _named(training)
-        }
+    def _parameters(self, training: Training) -> dict[str, Sketch]:
+        return {name: sketch(parameter) for name, parameter in _named(training)}
 
     def elsewhere(self, what: str, call: Callable[..., Any], **forced: Any) -> Callable[..., Any]:
         """A function of the user's folder or file, given one of the run's in its stead."""
@@ -182,17 +179,23 @@ def _named(training: Training) -> Iterator[tuple[str, torch.nn.Parameter]]:
             yield (f"model {number}: {name}" if number else name), parameter
 
 
-def _buffers(training: Training) -> dict[str, list[Any]]:
-    """Of each running statistic what is kept of a parameter."""
+def _buffers(training: Training) -> dict[str, Sketch]:
     return {
-        f"model {number}: {name}" if number else name: [digest(buffer), *_sketch(buffer)]
+        f"model {number}: {name}" if number else name: sketch(buffer)
         for number, model in enumerate(training.models)
         for name, buffer in unwrap(model).named_buffers()
         if buffer.is_floating_point()
     }
 
 
-def _sketch(tensor: torch.Tensor) -> tuple[float, list[float]]:
-    """The norm, and some of the elements."""
-    flat = plain(tensor).reshape(-1).double()
-    return float(flat.norm()), flat[:: max(1, flat.numel() // _ELEMENTS)].tolist()
+def _batchnorm(layers: list[torch.nn.Module]) -> str:
+    """Over what the model normalises its batches: "local", "synchronised" or ""."""
+    if any(isinstance(layer, SyncBatchNorm) for layer in layers):
+        return "synchronised"
+    return "local" if any(isinstance(layer, _BATCHNORMS) for layer in layers) else ""
+
+
+def sketch(tensor: torch.Tensor) -> Sketch:
+    """The digest, the norm and the sum of a tensor. Collective for a DTensor: all ranks that hold it."""
+    whole = plain(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+    return [digest(whole), float(whole.double().norm()), float(whole.double().sum())]

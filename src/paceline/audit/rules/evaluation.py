@@ -182,10 +182,12 @@ def _reductions(log: RankLog) -> dict[int, list[Event]]:
     for event in log.of("collective", "collective-end"):
         if event["k"] == "collective":
             call = event
-        elif call is not None and call["evaluation"] is not None and call["op"] in _REDUCTIONS:
-            if 0 < len(event.get("values") or ()) <= _METRIC_VALUES:
-                call = {**call, "results": event["values"]}
-                found.setdefault(call["evaluation"], []).append(call)
+            continue
+        results = event.get("values") or ()
+        if call is None or call["evaluation"] is None or call["op"] not in _REDUCTIONS:
+            continue
+        if 0 < len(results) <= _METRIC_VALUES:
+            found.setdefault(call["evaluation"], []).append({**call, "results": results})
     return found
 
 
@@ -212,6 +214,7 @@ def _differs(pair: Pair, pairs: list[Pair], world_size: int) -> bool:
 
 
 def _results(pair: Pair) -> list[tuple[float, float]]:
+    """The values of both runs, in pairs."""
     one, many = pair
     return list(zip(one["results"], _sums(many, one), strict=False))
 
