@@ -164,7 +164,7 @@ def test_the_report_in_words(tmp_path: Path) -> None:
         "fix",
     ]
     assert any(line.startswith("compared: the run of 1 process (20 steps)") for line in lines)
-    assert any(line.startswith("found right (") for line in lines)
+    assert any(line.startswith("no fault (") for line in lines)
     assert lines[-1] == "1 fault found: set_epoch forgotten"
     assert done.returncode == 1
 

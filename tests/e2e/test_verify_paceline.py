@@ -80,7 +80,7 @@ def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
         "torch.compile was turned off during verification (first call: train.py:1"
         in facts["notes"][0]
     )
-    assert facts["compared"] == "20 steps on 1, 2 and 3 processes, to the last bit"
+    assert facts["compared"] == "20 steps on 1, 2 and 3 processes, bitwise"
     assert "parameter: 400 compared" in facts["equal"]  # 20 steps, 4 parameters, 2 + 3 ranks
     # Neither resumed from, nor written to, nor exported over what is the user's.
     left = {path.name for path in tmp_path.iterdir()}
@@ -92,12 +92,12 @@ def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
 def test_within_rounding_by_default(tmp_path: Path) -> None:
     code, facts = verify(tmp_path, workers=2)
     assert (code, facts["verdict"], facts["unknown"]) == (0, "sound", [])
-    assert any(line.startswith("parameter: 160 compared, the largest") for line in facts["equal"])
+    assert any(line.startswith("loss: 20 compared, the largest") for line in facts["equal"])
 
 
 FAULTS = [
     ("parameter of ranks", 1, "0.weight", {"before": "optimizer.param_groups[0]['lr'] *= 1 + job.rank"}),
-    ("parameter", 1, "0.weight", {"before": "optimizer.param_groups[0]['lr'] *= job.world_size"}),
+    ("loss", 2, "", {"before": "optimizer.param_groups[0]['lr'] *= job.world_size"}),
     (
         "parameter of ranks",
         4,
@@ -139,7 +139,7 @@ def test_the_first_difference_is_named(
 def test_a_number_of_steps_that_depends_on_the_processes_is_refused(tmp_path: Path) -> None:
     code, facts = verify(tmp_path, bound="until=12 // job.world_size")
     assert (code, facts["verdict"]) == (3, "refused")
-    assert "takes 12 steps with 1 process and 6 with 2" in facts["why"]
+    assert "makes 12 steps with 1 process and 6 with 2" in facts["why"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The comparison of runs that use paceline, on made-up runs: the first difference and nothing after it."""
+"""The comparison of runs that use paceline, on made-up runs: only the first difference is reported."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.audit.evidence import Event, RankLog, Run
-from paceline.audit.plan import RunPlan
+from paceline.audit.evidence import Event, RankLog, Run, RunPlan
 from paceline.verify.compare import compare
 
 STEPS = 4
@@ -17,18 +16,17 @@ Change = dict[tuple[int, str], Any]
 
 def training(rank: int, count: int, change: Change, t: int = 0) -> list[Event]:
     """The events of a rank that trains four samples a step; `change` is by step and fact."""
-    told = {"k": "training", "t": t, "at": "t.py:9 in main()", "precision": "fp32"}
-    start = change.get((0, "params"), {"w": ["d0", 2.0, [1.0, 1.0]]})
+    start = change.get((0, "params"), {"w": ["d0", 2.0, 2.0]})
     events: list[Event] = [
-        told | {"batchnorm": False},
+        {"k": "training", "t": t, "at": "t.py:9 in main()", "precision": "fp32", "batchnorm": ""},
         {"k": "paceline-start", "t": t, "params": start},
     ]
     for s in range(1, STEPS + 1):
         mine = [i for i in range(4 * s - 4, 4 * s) if i % count == rank]
         step = {"k": "paceline-step", "t": t, "s": s, "epoch": 0, "ids": mine}
         step |= {"loss": float(len(mine)), "count": float(len(mine))}
-        step |= {"params": {"w": [f"d{s}", 2.0, [1.0, 2.0]]}, "grads": {"w": [3.0, [3.0, 1e-8]]}}
-        step |= {"buffers": {"mean": ["b", 1.0, [1.0]]}}
+        step |= {"params": {"w": [f"d{s}", 2.0, 3.0]}, "grads": {"w": [f"g{s}", 3.0, 3.0]}}
+        step |= {"buffers": {"mean": ["b", 1.0, 1.0]}}
         step |= {name: value for (at, name), value in change.items() if at == s and name in step}
         events.append(step)
         if (s, "score") in change:
@@ -37,18 +35,18 @@ def training(rank: int, count: int, change: Change, t: int = 0) -> list[Event]:
     return events
 
 
-def runs(*changes: Change, one: Change | None = None, told: Event | None = None) -> list[Run]:
-    """One process as it should be, and as many as there are changes."""
+def runs(*changes: Change, one: Change | None = None, facts: Event | None = None) -> list[Run]:
+    """A correct run of one process, and a run of as many as there are changes."""
     found = []
     for count, each in ((1, (one or {},)), (len(changes), changes)):
         logs = [RankLog(r, training(r, count, change), []) for r, change in enumerate(each)]
         for log in logs:
-            log.events[0].update(told or {})
+            log.events[0].update(facts or {})
         found.append(Run(RunPlan(Path("x"), "ordinary", count, STEPS), logs, 0))
     return found
 
 
-def alike(found: list[Run], *, rtol: float | None = None, bitwise: bool = False) -> bool:
+def is_sound(found: list[Run], *, rtol: float | None = None, bitwise: bool = False) -> bool:
     return compare(found, rtol=rtol, bitwise=bitwise).verdict == "sound"
 
 
@@ -58,18 +56,19 @@ def test_equal_runs_are_sound() -> None:
     assert found.equal == [
         "parameter of ranks: 10 compared", "weights at the start: 3 compared",
         "samples of a step: 4 compared", "loss: 4 compared", "gradient norm: 4 compared",
-        "parameter: 12 compared", "buffer: 12 compared",
+        "gradient: 4 compared", "parameter: 12 compared", "buffer: 12 compared",
     ]  # fmt: skip
-    assert found.words()[-1] == "sound: the same training on every number of processes"
+    assert found.lines()[-1] == "sound: the same training on every number of processes"
 
 
-OTHER = {"w": ["other", 2.5, [1.0, 2.5]]}
+OTHER = {"w": ["other", 2.5, 3.0]}
 FIRST = [
     ({(2, "ids"): [5, 99]}, 2, "samples", ([7], [99])),
     ({(3, "ids"): [9, 9]}, 3, "samples", ([11], [9])),
     ({(3, "loss"): 2.5, (4, "ids"): []}, 3, "loss", (1.0, 1.125)),
     ({(2, "params"): OTHER}, 2, "parameter of ranks", (2.0, 2.5)),
-    ({(2, "params"): {}}, 2, "parameter", (2.0, None)),
+    ({(2, "params"): {"w": ["other", 2.0, 3.0]}}, 2, "parameter of ranks", ("d2", "other")),
+    ({(2, "params"): {}}, 2, "parameter of ranks", (2.0, None)),
 ]
 
 
@@ -85,88 +84,72 @@ def test_the_first_difference(
     assert found.difference.values == values
     if quantity == "parameter of ranks":
         assert (
-            found.words()[0] == "FAULT  in step 2, parameter w differs between rank 0 and rank 1."
+            found.lines()[0] == "FAULT  in step 2, parameter w differs between rank 0 and rank 1."
         )
     else:
-        assert found.words()[0].startswith(f"FAULT  in step {step}, {quantity}")
-
-
-@pytest.mark.parametrize("step", [0, 2])
-def test_weights_that_all_ranks_share(step: int) -> None:
-    change = {(step, "params"): OTHER}
-    found = compare(runs(change, change), rtol=None, bitwise=False).difference
-    assert found is not None
-    assert found.quantity == ("parameter" if step else "weights at the start")
-    assert (found.step, found.counts, found.name) == (step, (1, 2), "w")
+        assert found.lines()[0].startswith(f"FAULT  in step {step}, {quantity}")
 
 
 @pytest.mark.parametrize(
-    ("gradient", "quantity"),
+    ("fact", "other", "quantity", "by_default"),
     [
-        ([6.0, [6.0, 1e-8]], "gradient norm"),
-        ([3.0, [-3.0, 1e-8]], "gradient"),
-        ([3.0, [3.0, 1e-2]], "gradient"),
+        ("params", ["other", 2.5, 3.0], "parameter", False),
+        ("params", ["other", 2.0, 3.0], "parameter", False),
+        ("buffers", ["c", 1.1, 1.1], "buffer", False),
+        ("grads", ["h", 6.0, 3.0], "gradient norm", True),
+        ("grads", ["h", 3.0, -3.0], "gradient", False),
     ],
 )
-def test_a_gradient_that_was_changed_on_the_way(gradient: Any, quantity: str) -> None:
-    change = {(2, "grads"): {"w": gradient}}
+def test_tensors_that_all_ranks_share(
+    fact: str, other: Any, quantity: str, by_default: bool
+) -> None:
+    """Bitwise, every tensor is compared; by default only the gradient norm is."""
+    change = {(2, fact): {"mean" if fact == "buffers" else "w": other}}
+    found = compare(runs(change, change), rtol=None, bitwise=True).difference
+    assert found is not None
+    assert (found.quantity, found.step, found.counts) == (quantity, 2, (1, 2))
+    assert is_sound(runs(change, change)) is not by_default
+
+
+@pytest.mark.parametrize("start", [["other", 2.5, 2.0], ["other", 2.0, -1.0]])
+def test_other_weights_at_the_start(start: Any) -> None:
+    change = {(0, "params"): {"w": start}}
     found = compare(runs(change, change), rtol=None, bitwise=False).difference
     assert found is not None
-    assert (found.quantity, found.step) == (quantity, 2)
+    assert (found.quantity, found.step, found.counts) == ("weights at the start", 0, (1, 2))
+    assert found.lines("t.py:9")[0].startswith(
+        "FAULT  before the first step, weights at the start w"
+    )
 
 
-def test_a_gradient_that_is_not_there() -> None:
-    change = {(2, "grads"): {"w": [3.0, [3.0, 1e-8]], "v": [1e-9, [1e-9]]}}
+def test_a_gradient_of_one_run_only() -> None:
+    change = {(2, "grads"): {"w": ["g2", 3.0, 3.0], "v": ["v", 1e-9, 1e-9]}}
     found = compare(runs(change, change), rtol=None, bitwise=False).difference
     assert found is not None
     assert (found.quantity, found.name) == ("gradient", "v")
 
 
-def test_what_adam_makes_of_rounding_is_no_difference() -> None:
-    """The second element's gradient is rounding; in the first it would be a fault."""
-    chance = {(1, "grads"): {"w": [3.0, [3.0, -1e-8]]}}
-    for at, sound in ((1, True), (0, False)):
-        weights = [1.0, 2.0]
-        weights[at] += 0.05
-        change = chance | {(2, "params"): {"w": ["other", 2.02, weights]}}
-        assert alike(runs(change, change)) is sound
-        assert not alike(runs(change, change), bitwise=True)
-
-
-def test_running_statistics_follow_chance() -> None:
-    """Where a bias went by rounding, its running mean lags behind it: scores are no longer comparable."""
-    lag: Change = {(2, "buffers"): {"mean": ["c", 1.1, [1.1]]}, (3, "score"): 0.5}
-    one: Change = {(3, "score"): 0.9}
-    found = compare(runs(lag, lag, one=one), rtol=None, bitwise=False)
-    assert found.difference is not None
-    assert (found.difference.quantity, found.difference.step) == ("buffer", 2)
-    chance: Change = {(1, "grads"): {"w": [3.0, [3.0, -1e-8]]}}
-    found = compare(runs(lag | chance, lag | chance, one=one), rtol=None, bitwise=False)
-    assert found.verdict == "sound"
-    assert "evaluations after step 2" in found.unknown[0]
-
-
-def test_rounding_is_a_difference_of_bits_alone() -> None:
-    change = {(2, "params"): {"w": ["other", 2.0, [1.0, 2.0 + 1e-7]]}}
-    assert alike(runs(change, change))
-    assert not alike(runs(change, change), rtol=1e-9)
-    assert not alike(runs(change, change), bitwise=True)
+def test_rounding_is_a_difference_only_bitwise() -> None:
+    change = {(0, "params"): {"w": ["other", 2.0, 2.0 + 1e-7]}, (2, "loss"): 2.0 + 1e-7}
+    assert is_sound(runs(change, change))
+    assert not is_sound(runs(change, change), rtol=1e-9)
+    assert not is_sound(runs(change, change), bitwise=True)
 
 
 def test_a_loss_that_passes_through_zero() -> None:
     small = {(3, "loss"): 4e-7}
-    assert alike(runs({(3, "loss"): 3e-7}, {(3, "loss"): 2e-7}, one=small))
-    assert not alike(runs({(3, "loss"): 3e-2}, {(3, "loss"): 2e-2}, one=small))
+    assert is_sound(runs({(3, "loss"): 3e-7}, {(3, "loss"): 2e-7}, one=small))
+    assert not is_sound(runs({(3, "loss"): 3e-2}, {(3, "loss"): 2e-2}, one=small))
 
 
 def test_a_score_that_counts_may_be_off_by_one_sample() -> None:
     one = {(2, "score"): 355 / 360}
     for count, sound in ((356, True), (357, False)):
         many = {(2, "score"): count / 360}
-        assert alike(runs(many, many, one=one)) is sound
-        assert not alike(runs(many, many, one=one), bitwise=True)
+        assert is_sound(runs(many, many, one=one)) is sound
+        assert not is_sound(runs(many, many, one=one), bitwise=True)
     mean = {(2, "score"): 0.98612}
-    assert not alike(runs(mean, mean, one={(2, "score"): 0.98888}))
+    assert not is_sound(runs(mean, mean, one={(2, "score"): 0.98888}))
 
 
 def test_a_score_of_one_rank_and_its_samples() -> None:
@@ -174,7 +157,7 @@ def test_a_score_of_one_rank_and_its_samples() -> None:
     found = compare(runs(one, one | {(2, "samples"): 361}, one=one), rtol=None, bitwise=False)
     assert found.difference is not None
     assert found.difference.quantity == "samples of an evaluation"
-    assert found.words()[0].startswith("FAULT  after step 2, samples of an evaluation differs")
+    assert found.lines()[0].startswith("FAULT  after step 2, samples of an evaluation differs")
     assert found.at == "t.py:20"
     found = compare(runs(one, {(2, "score"): 0.5}, one=one), rtol=None, bitwise=False)
     assert found.difference is not None
@@ -186,7 +169,7 @@ def test_a_second_training_counts_its_epochs_itself() -> None:
     for run in found:
         for log in run.ranks:
             log.events.extend(training(log.rank, run.plan.world_size, {}, t=1))
-    assert alike(found)
+    assert is_sound(found)
     found[1].ranks[1].events[-1]["ids"] = []
     difference = compare(found, rtol=None, bitwise=False).difference
     assert difference is not None
@@ -194,17 +177,27 @@ def test_a_second_training_counts_its_epochs_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "word"), [({"batchnorm": True}, "BatchNorm"), ({"precision": "bf16"}, "bf16")]
+    ("facts", "word"), [({"batchnorm": "local"}, "BatchNorm"), ({"precision": "bf16"}, "bf16")]
 )
-def test_what_cannot_be_equal_is_not_judged(told: Event, word: str) -> None:
-    found = compare(runs({}, {(2, "loss"): 9.0}, told=told), rtol=None, bitwise=False)
+def test_what_cannot_be_equal_is_not_judged(facts: Event, word: str) -> None:
+    found = compare(runs({}, {(2, "loss"): 9.0}, facts=facts), rtol=None, bitwise=False)
     assert found.verdict == "sound"
     assert word in found.unknown[0]
-    assert not alike(runs({}, {(2, "loss"): 9.0}, told=told), bitwise=True)
+    assert not is_sound(runs({}, {(2, "loss"): 9.0}, facts=facts), bitwise=True)
     # The ranks of one run hold the same weights all the same.
-    found = compare(runs({}, {(2, "params"): OTHER}, told=told), rtol=None, bitwise=False)
+    found = compare(runs({}, {(2, "params"): OTHER}, facts=facts), rtol=None, bitwise=False)
     assert found.difference is not None
     assert found.difference.quantity == "parameter of ranks"
+
+
+def test_scores_of_a_synchronised_batchnorm_are_compared_only_bitwise() -> None:
+    facts = {"batchnorm": "synchronised"}
+    one, many = {(2, "score"): 1.0}, {(2, "score"): 0.5}
+    found = compare(runs(many, many, one=one, facts=facts), rtol=None, bitwise=False)
+    assert found.verdict == "sound"
+    assert "evaluations" in found.unknown[0]
+    assert not is_sound(runs(many, many, one=one, facts=facts), bitwise=True)
+    assert not is_sound(runs({}, {(2, "loss"): 9.0}, facts=facts))
 
 
 def test_another_number_of_steps_is_refused() -> None:
@@ -213,12 +206,12 @@ def test_another_number_of_steps_is_refused() -> None:
         log.events[-1]["k"] = "left out"
     found = compare([one, two], rtol=None, bitwise=False)
     assert found.verdict == "refused"
-    assert "takes 4 steps with 1 process and 3 with 2" in found.why
+    assert "makes 4 steps with 1 process and 3 with 2" in found.why
 
 
 def test_another_number_of_evaluations_is_refused() -> None:
     found = compare(runs({}, {}, one={(2, "score"): 1.0}), rtol=None, bitwise=False)
-    assert "takes 1 evaluations with 1 process and 0 with 2" in found.why
+    assert "makes 1 evaluations with 1 process and 0 with 2" in found.why
     at_two, at_three = {(2, "score"): 1.0}, {(3, "score"): 1.0}
     found = compare(runs(at_three, at_three, one=at_two), rtol=None, bitwise=False)
     assert found.verdict == "refused"

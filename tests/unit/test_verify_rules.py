@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from paceline.audit import evidence
-from paceline.audit.evidence import RankLog, Run
-from paceline.audit.plan import RunPlan
+from paceline.audit.evidence import RankLog, Run, RunPlan
 from paceline.audit.record import digest, exact_parts
-from paceline.audit.rules import RULES, flow, state
-from paceline.audit.rules.judgement import Case, Fault, Sound, Unknown, outliers
+from paceline.audit.rules import RULES
+from paceline.audit.rules.collectives import collectives
+from paceline.audit.rules.devices import devices
+from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, outliers
 from paceline.audit.weight import loss_weight
-from paceline.errors import name_ranks
 
 
 def run(mode: Any, *ranks: list[dict[str, Any]], hung: bool = False) -> Run:
@@ -49,24 +49,24 @@ def start(cuda: int, cores: list[int], host: str = "a") -> dict[str, Any]:
     ],
 )
 def test_devices(device: list[str], cuda: int, cores: list[list[int]], said: str | None) -> None:
-    judged = state.devices(
+    judged = devices(
         case(*([start(cuda, [0, 1]), forward(d, c)] for d, c in zip(device, cores, strict=True)))
     )
     if said is None:
-        assert isinstance(judged, Sound)
+        assert isinstance(judged, NoFault)
     else:
-        assert isinstance(judged, Fault)
+        assert isinstance(judged, FaultFound)
         assert said in judged.what
 
 
 def test_the_same_device_number_on_two_hosts_is_right() -> None:
-    judged = state.devices(
+    judged = devices(
         case(
             [start(1, [0], "a"), forward("cuda:0", [0])],
             [start(1, [0], "b"), forward("cuda:0", [0])],
         )
     )
-    assert isinstance(judged, Sound)
+    assert isinstance(judged, NoFault)
 
 
 def call(op: str, line: int, ranks: int = 2) -> dict[str, Any]:
@@ -78,37 +78,37 @@ def call(op: str, line: int, ranks: int = 2) -> dict[str, Any]:
 
 def test_an_extra_collective_is_found_where_it_began() -> None:
     usual = [call("all_reduce", 5), call("barrier", 9)]
-    judged = flow.collectives(case([call("all_reduce", 2), *usual], usual))
-    assert isinstance(judged, Fault)
+    judged = collectives(case([call("all_reduce", 2), *usual], usual))
+    assert isinstance(judged, FaultFound)
     assert (judged.at, list(judged.ranks)) == ("t.py:2", [0])
 
 
 def test_the_last_of_three_ranks_stays_away() -> None:
     usual = [call("barrier", 9, 3)]
-    judged = flow.collectives(case(usual, usual, [{"k": "end"}], hung=True))
-    assert isinstance(judged, Fault)
+    judged = collectives(case(usual, usual, [{"k": "end"}], hung=True))
+    assert isinstance(judged, FaultFound)
     assert (judged.at, list(judged.ranks)) == ("t.py:9", [0, 1])
     assert "rank 2 called none" in judged.evidence
 
 
 def test_a_rank_that_is_at_work_elsewhere_is_not_accused() -> None:
     usual = [call("barrier", 9)]
-    judged = flow.collectives(case(usual, [{"k": "iter"}], hung=True))
-    assert judged == Unknown("a rank was at work elsewhere when the run was stopped.")
+    judged = collectives(case(usual, [{"k": "iter"}], hung=True))
+    assert judged == NotJudged("a rank was still computing when the run was stopped.")
 
 
 def test_collectives_of_a_part_of_the_ranks_are_left_alone() -> None:
     pair = {**call("all_reduce", 2), "group": [0, 1]}
     usual = [call("barrier", 9, 3)]
-    assert isinstance(flow.collectives(case([pair, *usual], [pair, *usual], usual)), Sound)
+    assert isinstance(collectives(case([pair, *usual], [pair, *usual], usual)), NoFault)
 
 
 def test_rules_that_saw_nothing_say_so() -> None:
     empty: list[dict[str, Any]] = []
     for rule in RULES:
         judged = rule.judge(case(empty, empty))
-        assert isinstance(judged, Sound | Unknown), rule.name
-        assert (judged.evidence if isinstance(judged, Sound) else judged.why)[-1] == "."
+        assert isinstance(judged, NoFault | NotJudged), rule.name
+        assert (judged.evidence if isinstance(judged, NoFault) else judged.why)[-1] == "."
 
 
 def test_who_is_out_of_line() -> None:
@@ -116,8 +116,6 @@ def test_who_is_out_of_line() -> None:
     assert outliers(["b", "a", "a"]) == [0]
     assert outliers(["a", "b"]) == [1]
     assert outliers(["a", "a"]) == []
-    assert name_ranks([1, 3], 4) == "ranks 1 and 3"
-    assert name_ranks([0, 1], 2) == "all ranks"
 
 
 def test_a_line_cut_off_by_a_kill_ends_the_log(tmp_path: Path) -> None:

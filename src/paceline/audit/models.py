@@ -8,7 +8,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.audit.record import Recorder, digest, place, plain
+from paceline.audit.record import Recorder, digest, plain, user_line
 from paceline.parallel.ddp import unwrap
 
 _APART = 100
@@ -93,7 +93,7 @@ class Models:
                 known = id(parameter) in self._reduced or name in self._reported
                 if parameter.requires_grad and not known:
                     self._reported.add(name)
-                    at = self._added.get(id(parameter), "") or place()
+                    at = self._added.get(id(parameter), "") or user_line()
                     frozen = id(parameter) in self._there
                     self._recorder.write("unreduced", name=name, at=at, frozen=frozen)
 
@@ -101,7 +101,7 @@ class Models:
         self._recorder.write(
             "model",
             m=self._roots[id(inner)][0],
-            at=place(),
+            at=user_line(),
             type=type(inner).__name__,
             ddp=ddp_of(root) is not None,
             devices=sorted({str(p.device) for p in inner.parameters()}),
@@ -111,12 +111,12 @@ class Models:
 
     def _note_parameter(self, module: torch.nn.Module, name: str, parameter: Any) -> None:
         if self.wrapped and parameter is not None:
-            self._added[id(parameter)] = place()
+            self._added[id(parameter)] = user_line()
 
     def _note_module(self, module: torch.nn.Module, name: str, child: Any) -> None:
         if self.wrapped and child is not None:
             for parameter in child.parameters():
-                self._added[id(parameter)] = place()
+                self._added[id(parameter)] = user_line()
 
 
 def ddp_of(root: torch.nn.Module) -> DistributedDataParallel | None:

@@ -71,17 +71,17 @@ class Recorder:
         return open(self._folder / name, "a", buffering=1)
 
 
-def place() -> str:
+def user_line() -> str:
     """The user's innermost source line: "train.py:57 in main"."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return place_of(frame)
+        if is_user_code(frame.f_code.co_filename):
+            return line_of(frame)
         frame = frame.f_back
     return ""
 
 
-def place_of(frame: FrameType, line: int | None = None) -> str:
+def line_of(frame: FrameType, line: int | None = None) -> str:
     """A frame as the user would name it."""
     name = os.path.relpath(frame.f_code.co_filename)
     name = frame.f_code.co_filename if name.startswith("..") else name
@@ -90,7 +90,7 @@ def place_of(frame: FrameType, line: int | None = None) -> str:
     return f"{name}:{frame.f_lineno if line is None else line}{where}"
 
 
-def is_users(filename: str) -> bool:
+def is_user_code(filename: str) -> bool:
     """Whether a source file is the user's and no library's."""
     return not filename.startswith((_OURS, _STDLIB)) and not any(x in filename for x in _LIBRARIES)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
-from paceline.audit.record import is_users, place_of, plain
+from paceline.audit.record import is_user_code, line_of, plain
 
 _ELEMENTS = 16
 
@@ -71,7 +71,7 @@ class Changes:
                 name for name, value in now.items() if self._values.get(name, value) != value
             ]
             if changed and self._line is not None:
-                at = place_of(*self._line)
+                at = line_of(*self._line)
                 self._progress.recorder.write(
                     "changed", s=self._progress.steps, at=at, names=changed
                 )
@@ -91,5 +91,5 @@ class Changes:
     def _is_users(self, frame: FrameType) -> bool:
         name = frame.f_code.co_filename
         if name not in self._users:
-            self._users[name] = is_users(name)
+            self._users[name] = is_user_code(name)
         return self._users[name]

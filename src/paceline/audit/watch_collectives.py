@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
 from paceline.audit.progress import Progress
-from paceline.audit.record import leaves, place
+from paceline.audit.record import leaves, user_line
 
 # Every rank of the group calls these; sends and receives are for two.
 COLLECTIVES = (
@@ -50,7 +50,7 @@ def install(progress: Progress) -> None:
     enter = Join.__enter__
 
     def entering(join: Join) -> Any:
-        progress.recorder.write("join", at=place())
+        progress.recorder.write("join", at=user_line())
         return enter(join)  # type: ignore[no-untyped-call]
 
     Join.__enter__ = entering  # type: ignore[method-assign]
@@ -78,7 +78,7 @@ class _Watch:
                 with self._recorder.span(
                     "collective",
                     op=name,
-                    at=place(),
+                    at=user_line(),
                     s=self._progress.steps,
                     evaluation=self._progress.evaluation,
                     group=_ranks(given.get("group")),
@@ -101,7 +101,7 @@ class _Watch:
         @functools.wraps(initialise)
         def watched(*args: Any, **kwargs: Any) -> Any:
             backend = args[0] if args else kwargs.get("backend")
-            self._recorder.write("init", at=place(), backend=backend)
+            self._recorder.write("init", at=user_line(), backend=backend)
             return initialise(*args, **kwargs)
 
         return watched

@@ -18,7 +18,7 @@ from torch.utils.data._utils import fetch as torch_fetch
 
 from paceline.audit import replay
 from paceline.audit.progress import Progress
-from paceline.audit.record import digest, exact_parts, leaves, place, random_states
+from paceline.audit.record import digest, exact_parts, leaves, random_states, user_line
 
 _OURS = str(Path(__file__).parents[1])
 
@@ -67,7 +67,7 @@ class _Watch:
             self._recorder.write(
                 "iter",
                 loader=name,
-                at=place(),
+                at=user_line(),
                 lap=lap,
                 s=self._progress.steps,
                 epoch=getattr(sampler, "epoch", None),
@@ -172,7 +172,7 @@ class _Watch:
         """The loader's name in all runs: where it was first used, and which one there."""
         if id(loader) not in self._names:
             self._kept.append(loader)  # its id stays its own
-            at = place()
+            at = user_line()
             name = f"{re.sub(r'[^A-Za-z0-9]+', '-', at)}-{self._places[at]}"
             self._places[at] += 1
             self._names[id(loader)] = name

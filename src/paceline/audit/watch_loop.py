@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.audit import replay
 from paceline.audit.models import Models, buffer_digests, ddp_of, parameter_digests
 from paceline.audit.progress import Progress
-from paceline.audit.record import digest, leaves, place, random_states
+from paceline.audit.record import digest, leaves, random_states, user_line
 from paceline.audit.watch_changes import Changes
 from paceline.audit.weight import loss_weight
 from paceline.parallel.ddp import unwrap
@@ -79,7 +79,7 @@ class _Watch:
         tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
         self._facts = {
             "m": number,
-            "at": place(),
+            "at": user_line(),
             "s": self._progress.steps,
             "trains": trains,
             "evaluation": None if torch.is_grad_enabled() else self._progress.evaluation,
@@ -114,7 +114,7 @@ class _Watch:
                 init(model, *args, **kwargs)
             finally:
                 self._building -= 1
-            self._recorder.write("ddp", at=place(), broadcast_buffers=model.broadcast_buffers)
+            self._recorder.write("ddp", at=user_line(), broadcast_buffers=model.broadcast_buffers)
             self._models.wrap(model)
             self._changes.start()
 
@@ -129,7 +129,7 @@ class _Watch:
             with (
                 self._recorder.span(
                     "backward",
-                    at=place(),
+                    at=user_line(),
                     s=self._progress.steps,
                     forwards=self._forwards,
                     loss=float(losses[0].detach())

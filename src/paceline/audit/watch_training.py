@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
-from paceline.audit.record import digest, place, plain
+from paceline.audit.record import digest, plain, user_line
 from paceline.audit.watch_changes import Changes
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
@@ -69,7 +69,7 @@ class _Watch:
             "step",
             s=self._progress.number_of(optimizer),
             optimizer=type(optimizer).__name__,
-            at=place(),
+            at=user_line(),
             lrs=[float(group["lr"]) for group in optimizer.param_groups],
             base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
             grads={name: [digest(g), _norm(g)] for name, g in gradients.items()},
@@ -104,7 +104,7 @@ class _Watch:
                 return result  # that measures, and clips nothing
             self._recorder.write(
                 "clip",
-                at=place(),
+                at=user_line(),
                 norm=None if result is None else float(result),
                 scale=self._scale_left({id(parameter) for parameter in parameters}),
             )
@@ -145,7 +145,7 @@ class _Watch:
                 return method(scaler, *args, **kwargs)
             if sys._getframe(1).f_globals.get("__name__") != GradScaler.__module__:
                 self._recorder.write(
-                    f"scaler-{name.strip('_')}", at=place(), scale=scaler.get_scale()
+                    f"scaler-{name.strip('_')}", at=user_line(), scale=scaler.get_scale()
                 )
             return method(scaler, *args, **kwargs)
 
@@ -158,7 +158,7 @@ class _Watch:
             if sys._getframe(1).f_code.co_name != "_initial_step":
                 rates = [float(group["lr"]) for group in schedule.optimizer.param_groups]
                 self._recorder.write(
-                    "schedule", at=place(), type=type(schedule).__name__, lrs=rates
+                    "schedule", at=user_line(), type=type(schedule).__name__, lrs=rates
                 )
             return result
 
@@ -181,7 +181,7 @@ class _Watch:
             finally:
                 self._loading = not outermost
             if outermost:
-                self._recorder.write("load", at=place(), what=word, type=type(target).__name__)
+                self._recorder.write("load", at=user_line(), what=word, type=type(target).__name__)
             return result
 
         return watched

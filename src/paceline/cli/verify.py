@@ -1,4 +1,4 @@
-"""The subcommand `verify`: the same training on any number of processes, or where it differs."""
+"""The subcommand `verify`: whether a script trains the same on any number of processes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from collections.abc import Sequence
 from paceline.errors import ConfigError, PacelineError
 from paceline.launch.prescan import ScriptError, check_script
 
-HELP = "run a script at several process counts and say whether it trains the same"
+HELP = "check that a script trains the same on 1 and on several processes"
 
 _USAGE_ERROR = 2
 _MAX_RANKS = 64
 
 
 def main(argv: Sequence[str]) -> int:
-    """Verify a script: 0 it is sound, 1 a fault was found, 2 wrong usage, 3 the script itself failed.
+    """Verify a script: 0 if it is sound, 1 if a fault was found, 2 for wrong usage, 3 if it failed.
 
     Collective: none; it starts processes of its own.
     """
-    words = list(argv)
-    own, script = (
-        (words[: words.index("--")], words[words.index("--") + 1 :])
-        if "--" in words
-        else (words, [])
-    )
+    own, script = list(argv), []
+    if "--" in own:
+        split = own.index("--")
+        own, script = own[:split], own[split + 1 :]
     given = _parser().parse_args(own)
     try:
         counts = _counts(given.nproc)
@@ -35,13 +33,12 @@ def main(argv: Sequence[str]) -> int:
     except (ConfigError, ScriptError) as error:
         print(f"paceline verify: {error}", file=sys.stderr)
         return _USAGE_ERROR
-    # Torch is imported here and not for --help.
+    # Torch is imported here, so that --help does not wait for it.
     from paceline.audit.refusals import Refused
-    from paceline.verify import session
+    from paceline.verify.session import FAILED, VerifyOptions, verify
 
-    command = ["-m", given.script, *script] if given.module else [given.script, *script]
-    options = session.Options(
-        script=command,
+    options = VerifyOptions(
+        script=[*(["-m"] if given.module else []), given.script, *script],
         counts=counts,
         steps=given.steps,
         bitwise=given.bitwise,
@@ -50,31 +47,31 @@ def main(argv: Sequence[str]) -> int:
         timeout_s=given.timeout,
     )
     try:
-        verdict = session.verify(options, lambda line: print(f"verify: {line}", file=sys.stderr))
+        result = verify(options, lambda line: print(f"verify: {line}", file=sys.stderr))
     except Refused as refused:
-        return _refuse(refused, as_json=given.json)
+        _print_refusal(refused, FAILED, as_json=given.json)
+        return FAILED
     except KeyboardInterrupt:
         return 130
     if given.json:
-        print(json.dumps(verdict.facts | {"exit_code": verdict.code}, indent=1, default=str))
+        print(json.dumps(result.facts | {"exit_code": result.exit_code}, indent=1, default=str))
     else:
-        print("\n".join(verdict.words))
-    return verdict.code
+        print("\n".join(result.lines))
+    return result.exit_code
 
 
-def _refuse(refused: PacelineError, *, as_json: bool) -> int:
+def _print_refusal(refused: PacelineError, exit_code: int, *, as_json: bool) -> None:
     if as_json:
         parts = {name: getattr(refused, name) for name in ("what", "where", "why", "fix", "output")}
-        print(json.dumps({"kind": "refused", **parts, "exit_code": 3}, indent=1))
+        print(json.dumps({"kind": "refused", **parts, "exit_code": exit_code}, indent=1))
     else:
         for line in refused.output:
             print(f"  | {line}")
         print(f"could not be verified: {refused}")
-    return 3
 
 
 def _counts(text: str) -> list[int]:
-    """The numbers of processes, 1 first: all are compared with one process."""
+    """The numbers of processes, 1 first: the others are compared with it."""
     try:
         counts = sorted({1, *(int(word) for word in text.split(","))})
     except ValueError:
@@ -100,27 +97,35 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paceline verify",
         usage="paceline verify [options] SCRIPT [-- ARGUMENTS]",
-        description="Run a training script at several process counts and compare: a script that uses "
-        "paceline must train the same, any other script for torchrun is audited for 20 known faults.",
+        description="Run a training script on 1 and on several processes. A script that uses paceline must "
+        "train the same on all; any other script is checked for 20 known faults of distributed training.",
         epilog="exit codes: 0 sound, 1 a fault was found, 2 usage, 3 the script itself failed",
     )
-    parser.add_argument("script", metavar="SCRIPT", help="what `torchrun SCRIPT` would run")
+    parser.add_argument("script", metavar="SCRIPT", help="the training script")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module name")
+    parser.add_argument("--nproc", default="1,2", metavar="N,N", help="numbers of processes (1,2)")
     parser.add_argument(
-        "-m", "--module", action="store_true", help="SCRIPT is the name of a module"
-    )
-    parser.add_argument("--nproc", default="1,2", metavar="N,N", help="process counts (1,2)")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps (20)")
-    parser.add_argument(
-        "--bitwise", action="store_true", help="reproducible mode on, and compare to the last bit"
+        "--steps", type=int, default=20, metavar="N", help="optimizer steps to watch (20)"
     )
     parser.add_argument(
-        "--rtol", type=float, metavar="X", help="relative difference that is allowed"
+        "--bitwise", action="store_true", help="turn reproducible mode on and compare bitwise"
     )
     parser.add_argument(
-        "--hang-after", type=float, default=20.0, metavar="S", help="seconds without a move (20)"
+        "--rtol", type=float, metavar="X", help="allowed relative difference (0.001)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds for each run (600)"
+        "--hang-after",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="seconds without progress that count as a hang (20)",
     )
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="longest time for each run, in seconds (600)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

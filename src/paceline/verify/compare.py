@@ -65,7 +65,10 @@ class Difference:
         """The difference as text."""
         one, other = self.counts
         what = f"{self.quantity} {self.name}".strip()
-        a, b = (", ".join(map(str, v)) or "none" if isinstance(v, list) else repr(v) for v in self.values)
+        a, b = (
+            ", ".join(map(str, v)) or "none" if isinstance(v, list) else repr(v)
+            for v in self.values
+        )
         if self.quantity == "parameter of ranks":
             what = f"parameter {self.name} differs between rank {one} and rank {other}."
             shown = f"{a} on rank {one}, {b} on rank {other}"
@@ -189,9 +192,7 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
                 why = _WHY[difference.quantity]
                 return Comparison("fault", compared, at, difference, why, search.equal(), unknown)
         search.next_run()
-    return Comparison(
-        "sound", compared, trainings[0]["at"], equal=search.equal(), unknown=unknown
-    )
+    return Comparison("sound", compared, trainings[0]["at"], equal=search.equal(), unknown=unknown)
 
 
 def _count(points: list[Point], kind: str) -> int:
@@ -358,15 +359,16 @@ class _Search:
         """Tensors by name: [digest, norm, sum] each. With `rtol` None only the names must be equal."""
         for name in [*one, *(name for name in other if name not in one)]:
             if name not in one or name not in other:
-                values = [each[name][1] if name in each else None for each in (one, other)]
-                yield Difference(at.step, quantity, name, counts, (values[0], values[1]))
+                present = [each[name][1] if name in each else None for each in (one, other)]
+                yield Difference(at.step, quantity, name, counts, (present[0], present[1]))
             elif rtol is not None:
                 self._times[quantity] += 1
                 x, y = one[name], other[name]
                 size = max(x[1], y[1], 1e-30)
                 relative = max(abs(x[1] - y[1]), abs(x[2] - y[2])) / size
                 if x[0] != y[0] and not (rtol and relative <= rtol):
-                    values = next((pair for pair in ((x[i], y[i]) for i in (1, 2, 0)) if pair[0] != pair[1]))
+                    kind = next(i for i in (1, 2, 0) if x[i] != y[i])
+                    values = x[kind], y[kind]
                     yield Difference(at.step, quantity, name, counts, values, relative)
 
     def _evaluations(self, a: Point, b: Point, counts: tuple[int, int]) -> Iterator[Difference]:

@@ -1,8 +1,8 @@
-"""What `paceline verify` puts into each rank before the user's script: it watches, and writes down.
+"""What `paceline verify` installs in each rank before the user's script: it records what the script does.
 
-It is installed by the launcher's worker (`PACELINE_BEFORE`) and lives in verification runs alone. What
-torch has a global hook for is watched through that hook; the rest (loaders, collectives, clipping,
-loading) by wrapping the function that the user's script is about to import.
+The launcher's worker installs it (`PACELINE_BEFORE`), in verification runs only. Where torch has a global
+hook, that hook is used; other functions (loaders, collectives, clipping, loading) are wrapped before the
+script imports them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.audit import watch_collectives, watch_data, watch_loop, watch_trai
 from paceline.audit.evidence import RunPlan
 from paceline.audit.models import Models, buffer_digests
 from paceline.audit.progress import Progress
-from paceline.audit.record import Recorder, is_users, place, place_of
+from paceline.audit.record import Recorder, is_user_code, line_of, user_line
 from paceline.audit.watch_changes import Changes
 from paceline.verify import watch_paceline
 
@@ -31,10 +31,10 @@ _SEED = 20_260
 
 
 class Control(Protocol):
-    """The rank's line to its launcher, over which a failed script's error goes."""
+    """The rank's connection to its launcher, which carries the error of a failed script."""
 
     def send(self, event: dict[str, Any]) -> bool:
-        """Tell the launcher."""
+        """Send an event to the launcher."""
 
 
 def install(control: Control) -> None:
@@ -44,15 +44,13 @@ def install(control: Control) -> None:
     recorder = Recorder(plan.folder, rank)
     recorder.write(
         "start",
-        pid=os.getpid(),
         rank=rank,
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
         host=socket.gethostname(),
         cores=sorted(os.sched_getaffinity(0)),
         cuda_devices=torch.cuda.device_count(),
     )
     if plan.mode != "ordinary":
-        # A script that sets no seed starts these runs alike; one that does is not changed by it.
+        # Gives a script without a seed the same start in these runs; its own seed comes later.
         random.seed(_SEED)
     _disable_compilation(recorder)
     progress = Progress(plan, recorder, rank)
@@ -63,8 +61,8 @@ def install(control: Control) -> None:
     watch_data.install(progress)
     watch_collectives.install(progress)
     watch_paceline.install(progress)
-    os.register_at_fork(before=lambda: _note_fork(recorder))
-    _watch_end(recorder, progress, models, control)
+    os.register_at_fork(before=lambda: _record_fork(recorder))
+    _record_end(recorder, progress, models, control)
 
 
 def _disable_compilation(recorder: Recorder) -> None:
@@ -73,7 +71,7 @@ def _disable_compilation(recorder: Recorder) -> None:
 
     @functools.wraps(compile_)
     def eager(*args: Any, **kwargs: Any) -> Any:
-        recorder.write("compile", at=place())
+        recorder.write("compile", at=user_line())
         torch.compiler.set_stance("force_eager")
         return compile_(*args, **kwargs)
 
@@ -84,37 +82,36 @@ def _disable_compilation(recorder: Recorder) -> None:
     )
 
 
-def _note_fork(recorder: Recorder) -> None:
-    """Tell a fork of the script's own from those of loaders and subprocesses."""
+def _record_fork(recorder: Recorder) -> None:
+    """Record a fork by the script itself, not by loaders or subprocesses."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(("multiprocessing", "subprocess", "torch")):
             return
-        if is_users(frame.f_code.co_filename):
-            recorder.write("fork", at=place_of(frame))
+        if is_user_code(frame.f_code.co_filename):
+            recorder.write("fork", at=line_of(frame))
             return
         frame = frame.f_back
 
 
-def _watch_end(recorder: Recorder, progress: Progress, models: Models, control: Control) -> None:
-    """Note how the script ended; an end without a note is a kill or `os._exit`."""
-    send = control.send
+def _record_end(recorder: Recorder, progress: Progress, models: Models, control: Control) -> None:
+    """Record how the script ends; an end without a record is a kill or `os._exit`."""
+    send, exit_ = control.send, sys.exit
 
-    def noted(event: dict[str, Any]) -> bool:
+    def recording_send(event: dict[str, Any]) -> bool:
         if event.get("event") in ("failed", "exit", "interrupted"):
             recorder.write("failed", steps=progress.steps, **event)
         return send(event)
 
-    def noted_exit(code: object = None) -> NoReturn:
-        recorder.write("exit", at=place())
-        leave(code)  # type: ignore[arg-type]
+    def recording_exit(code: object = None) -> NoReturn:
+        recorder.write("exit", at=user_line())
+        exit_(code)  # type: ignore[arg-type]
 
-    control.send = noted  # type: ignore[method-assign]
-    leave, sys.exit = sys.exit, noted_exit
-    atexit.register(lambda: _note_end(recorder, progress, models))
+    def at_exit() -> None:
+        buffers = {number: buffer_digests(model) for number, model in models.all().items()}
+        recorder.write("end", steps=progress.steps, buffers=buffers)
 
-
-def _note_end(recorder: Recorder, progress: Progress, models: Models) -> None:
-    buffers = {number: buffer_digests(model) for number, model in models.all().items()}
-    recorder.write("end", steps=progress.steps, buffers=buffers)
+    control.send = recording_send  # type: ignore[method-assign]
+    sys.exit = recording_exit
+    atexit.register(at_exit)

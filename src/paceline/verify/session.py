@@ -1,32 +1,49 @@
-"""One verification from its first run to its verdict."""
+"""One verification: runs the script under `paceline run` at each number of processes, then judges."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.audit import refusals
-from paceline.audit.audit import Audit, audit
+import psutil
+
+from paceline.audit import evidence
+from paceline.audit.audit import AuditResult, audit
 from paceline.audit.evidence import Run, RunPlan
-from paceline.verify import compare
-from paceline.verify.runs import execute
+from paceline.audit.refusals import refuse, refuse_early_exit
+from paceline.verify.compare import compare
 
 SOUND, FAULT, FAILED = 0, 1, 3
 
+_POLL_S = 0.25
+# How long the launcher may take to end its ranks.
+_END_S = 20.0
+# A rank that waits in a collective wakes now and then; it uses less CPU time than this.
+_BUSY_S = 1.0
+_OUTPUT_CHARS = 200_000
+
 
 @dataclass(frozen=True)
-class Options:
-    """What is to be verified, and how.
+class VerifyOptions:
+    """What is verified, and how.
 
     Attributes:
-        script: The script and its arguments; "-m", a module and its arguments.
+        script: The script and its arguments, or "-m", a module and its arguments.
         counts: Numbers of processes; the first is 1.
         steps: Optimizer steps to watch.
         bitwise: Whether paceline's reproducible mode is turned on and bits are compared.
-        rtol: Relative difference that is allowed otherwise; None for compare's own.
+        rtol: Relative difference that is allowed otherwise; None for the default of `compare`.
+        hang_after_s: A run is hung if no rank writes or computes for so long.
+        timeout_s: The longest time for one run.
     """
 
     script: Sequence[str]
@@ -39,92 +56,161 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was found: the exit code, the report, and the same as facts."""
+class VerifyResult:
+    """The exit code, the report, and the same as JSON."""
 
-    code: int
-    words: list[str]
+    exit_code: int
+    lines: list[str]
     facts: dict[str, Any]
 
 
-def verify(options: Options, say: Callable[[str], None]) -> Verdict:
-    """Run the script at every count, and judge. `say` is told about each run as it begins.
+def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyResult:
+    """Run the script at every number of processes, and judge. `announce` gets a line for each run.
 
     Raises:
-        refusals.Refused: the script itself failed.
-
-    Collective: none; it starts processes of its own.
+        Refused: the script itself failed.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name)
 
         def run(plan: RunPlan) -> Run:
-            say(f"{plan.mode}, {plan.world_size} process{'es' if plan.world_size > 1 else ''} ...")
-            return execute(
-                plan,
-                options.script,
-                hang_after_s=options.hang_after_s,
-                timeout_s=options.timeout_s,
-            )
+            announce(f"{plan.mode}, {plan.world_size} process{'es' * (plan.world_size > 1)} ...")
+            return _run(plan, options)
 
         solo = run(RunPlan(folder / "solo", "solo", 1, options.steps, bitwise=options.bitwise))
-        refusals.refuse_early_exit(solo)
-        refusals.refuse(solo)
+        refuse_early_exit(solo)
+        refuse(solo)
+        counts = [count for count in options.counts if count > 1]
         if solo.ranks[0].of("training"):
-            verdict = _compare(options, solo, run, folder)
+            result = _compare(options, solo, counts, run, folder)
         else:
-            counts = [count for count in options.counts if count > 1]
             audits = [audit(solo, count, run, folder, options.steps) for count in counts]
-            verdict = _of_audits(options, audits)
-        return _with_notes(verdict, solo)
+            result = _result_of_audits(options, audits)
+        return _with_notes(result, solo)
 
 
-def _with_notes(verdict: Verdict, solo: Run) -> Verdict:
-    """Add what was changed in the script's behaviour, before the last line of the report."""
+def _compare(
+    options: VerifyOptions,
+    solo: Run,
+    counts: list[int],
+    run: Callable[[RunPlan], Run],
+    folder: Path,
+) -> VerifyResult:
+    """A script that uses paceline: the same training at every number of processes."""
+    runs = [solo]
+    for count in counts:
+        plan = replace(
+            solo.plan, folder=folder / f"ordinary-{count}", mode="ordinary", world_size=count
+        )
+        runs.append(run(plan))
+        refuse(runs[-1])
+    comparison = compare(runs, rtol=options.rtol, bitwise=options.bitwise)
+    code = {"sound": SOUND, "fault": FAULT, "refused": FAILED}[comparison.verdict]
+    return VerifyResult(code, comparison.lines(), {"kind": "paceline", **comparison.facts()})
+
+
+def _result_of_audits(options: VerifyOptions, audits: list[AuditResult]) -> VerifyResult:
+    """Any other script: the faults at any number of processes."""
+    lines: list[str] = []
+    faults: set[str] = set()
+    not_judged: set[str] = set()
+    for each in audits:
+        if len(audits) > 1:
+            lines.append(f"--- {each.case.world_size} processes ---")
+        lines += each.lines()
+        faults |= each.faults.keys()
+        not_judged |= each.not_judged.keys()
+    if faults:
+        last = f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {', '.join(sorted(faults))}"
+    else:
+        last = "sound: no fault found"
+        last += f"; {len(not_judged)} rules could not judge" if not_judged else ""
+    facts = {"kind": "audit", "steps": options.steps, "audits": [each.facts() for each in audits]}
+    return VerifyResult(FAULT if faults else SOUND, [*lines, last], facts)
+
+
+def _with_notes(result: VerifyResult, solo: Run) -> VerifyResult:
+    """Add what verification changed in the script, before the last line of the report."""
     compiled = solo.ranks[0].first("compile")
     if compiled is None:
-        return verdict
+        return result
     note = (
         f"torch.compile was turned off during verification (first call: {compiled['at']}); the "
         "compiled code itself is not verified."
     )
-    *words, last = verdict.words
-    return replace(
-        verdict, words=[*words, f"note: {note}", last], facts=verdict.facts | {"notes": [note]}
-    )
+    *lines, last = result.lines
+    lines = [*lines, f"note: {note}", last]
+    return replace(result, lines=lines, facts=result.facts | {"notes": [note]})
 
 
-def _compare(options: Options, solo: Run, run: Callable[[RunPlan], Run], folder: Path) -> Verdict:
-    """The verdict on a script that uses paceline: the same training at every count."""
-    runs = [solo]
-    for count in options.counts:
-        if count == 1:
-            continue
-        plan = RunPlan(
-            folder / f"ordinary-{count}", "ordinary", count, options.steps, bitwise=options.bitwise
+def _run(plan: RunPlan, options: VerifyOptions) -> Run:
+    """Run the script as planned, and read what its ranks recorded.
+
+    Raises:
+        OSError: the launcher could not be started.
+    """
+    plan.folder.mkdir(parents=True)
+    environ = {**os.environ, **plan.to_environment(), "PACELINE_BEFORE": "paceline.verify.harness"}
+    # fmt: off
+    command = [
+        sys.executable, "-m", "paceline", "run", "--nproc-per-node", str(plan.world_size),
+        "--max-restarts", "0", *options.script,
+    ]
+    # fmt: on
+    output = plan.folder / "output.txt"
+    with open(output, "wb") as file:
+        launcher = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
         )
-        runs.append(run(plan))
-        refusals.refuse(runs[-1])
-    comparison = compare.compare(runs, rtol=options.rtol, bitwise=options.bitwise)
-    code = {"sound": SOUND, "fault": FAULT, "refused": FAILED}[comparison.verdict]
-    return Verdict(code, comparison.words(), {"kind": "paceline", **comparison.facts()})
+        try:
+            end = _wait(launcher, plan, options)
+        finally:
+            _end(launcher)
+    text = output.read_text(errors="replace")[-_OUTPUT_CHARS:]
+    ranks = evidence.read(plan.folder, plan.world_size)
+    return Run(plan, ranks, launcher.returncode, text, end == "hung", end == "out of time")
 
 
-def _of_audits(options: Options, audits: list[Audit]) -> Verdict:
-    """The verdict on a script for torchrun: the faults at any count."""
-    words: list[str] = []
-    faults: set[str] = set()
-    for each in audits:
-        if len(audits) > 1:
-            words.append(f"--- {each.case.world_size} processes ---")
-        words += each.words()
-        faults |= each.faults.keys()
-    unknown = {n for each in audits for n in each.unknown()} - faults
-    if faults:
-        last = f"{len(faults)} fault{'s' if len(faults) > 1 else ''} found: {', '.join(sorted(faults))}"
-    else:
-        last = "sound: no fault found" + (
-            f"; {len(unknown)} rules could not judge" if unknown else ""
-        )
-    facts = {"kind": "audit", "steps": options.steps, "audits": [each.facts() for each in audits]}
-    return Verdict(FAULT if faults else SOUND, [*words, last], facts)
+def _wait(launcher: subprocess.Popen[bytes], plan: RunPlan, options: VerifyOptions) -> str:
+    """Wait for the end, and return "hung" or "out of time" if it did not come."""
+    started = progressed = time.monotonic()
+    last_size = -1
+    last_cpu_s: float | None = None
+    while launcher.poll() is None:
+        now = time.monotonic()
+        if now - started > options.timeout_s:
+            return "out of time"
+        logs = list(plan.folder.glob("rank*.jsonl"))
+        size = sum(path.stat().st_size for path in logs)
+        if size != last_size or len(logs) < plan.world_size:
+            last_size, last_cpu_s, progressed = size, None, now
+        else:
+            cpu_s = _cpu_s(launcher.pid)
+            if last_cpu_s is None or abs(cpu_s - last_cpu_s) > _BUSY_S:
+                progressed = progressed if last_cpu_s is None else now
+                last_cpu_s = cpu_s
+        if now - progressed > options.hang_after_s:
+            return "hung"
+        time.sleep(_POLL_S)
+    return ""
+
+
+def _cpu_s(launcher: int) -> float:
+    """CPU time that the ranks and their loader workers have used."""
+    total = 0.0
+    with suppress(psutil.Error):
+        for process in psutil.Process(launcher).children(recursive=True):
+            with suppress(psutil.Error):
+                used = process.cpu_times()
+                total += used.user + used.system
+    return total
+
+
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """End the launcher, which ends its ranks."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if launcher.poll() is not None:
+            return
+        launcher.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(_END_S)

@@ -1,7 +1,7 @@
-"""Watches a training of paceline's own: its steps, the samples in them, their losses and weights.
+"""Records what a script that uses paceline does: steps, samples, losses, gradients, weights, scores.
 
-Its checkpoints, reports and exports go to the folder of the run: a verification must neither resume from what
-the user has trained nor write over it.
+Its checkpoints, reports and exports go to the folder of the run: a verification must not resume from the
+user's training, or write over it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline.audit.progress import Progress
-from paceline.audit.record import digest, place, plain
+from paceline.audit.record import digest, plain, user_line
 from paceline.checkpoint import manager
 from paceline.data.loader import Loader
 from paceline.parallel.ddp import unwrap
@@ -69,7 +69,7 @@ class _Watch:
         @functools.wraps(init)
         def watched(training: Training, *args: Any, **kwargs: Any) -> None:
             self._progress.ends_by_itself = True
-            # Replicas are compared here, in each step; the training's own look would stop the run.
+            # The ranks are compared here in each step; the training's own check would stop the run.
             kwargs.pop("desync_also", None)
             kwargs["desync_every"] = 0
             if self._progress.plan.bitwise:
@@ -80,7 +80,7 @@ class _Watch:
             self._recorder.write(
                 "training",
                 t=self._numbers[id(training)],
-                at=place(),
+                at=user_line(),
                 precision=kwargs.get("precision", "fp32"),
                 batchnorm=_batchnorm(layers),
             )
@@ -129,7 +129,7 @@ class _Watch:
         return watched
 
     def before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The gradients as the optimizer gets them: summed over ranks, unscaled and clipped."""
+        """Record the gradients that the optimizer gets: reduced over ranks, unscaled and clipped."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -146,7 +146,7 @@ class _Watch:
         return {name: sketch(parameter) for name, parameter in _named(training)}
 
     def elsewhere(self, what: str, call: Callable[..., Any], **forced: Any) -> Callable[..., Any]:
-        """A function of the user's folder or file, given one of the run's in its stead."""
+        """A function that takes a folder or file; it gets one in the folder of the run instead."""
 
         @functools.wraps(call)
         def watched(target: Any, path: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ class _Watch:
             result = evaluate(*args, **kwargs)
             numbers = {k: float(v) for k, v in result.values.items() if isinstance(v, float | int)}
             self._recorder.write(
-                "evaluated", at=place(), values=numbers, samples=result.num_samples
+                "evaluated", at=user_line(), values=numbers, samples=result.num_samples
             )
             return result
 

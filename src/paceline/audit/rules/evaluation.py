@@ -166,10 +166,11 @@ def _is_mean_of_own_samples(run: Run, number: int, index: int, expected: list[fl
     if not all(call and call[0]["values"] for call in calls):
         return False
     counts = [_samples_given(log, number) for log in run.ranks]
-    for k, wanted in enumerate(expected):
+    total = sum(counts)
+    for k, wanted in enumerate(expected if total else []):
         own = [call[0]["values"][k] for call in calls if k < len(call[0]["values"])]
-        if len(own) == len(counts) and sum(counts):
-            mean = sum(n * x for n, x in zip(counts, own, strict=True)) / sum(counts)
+        if len(own) == len(counts):
+            mean = sum(n * x for n, x in zip(counts, own, strict=True)) / total
             if _close(mean, wanted) and not _close(sum(own) / len(own), wanted):
                 return True
     return False
