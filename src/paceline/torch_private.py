@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +126,21 @@ NAMES = (
         without="a restarted rank imports less before its script begins",
     ),
     # audit
+    PrivateName(
+        "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",
+        why="no public hook tells which samples a DataLoader puts into a batch",
+        since="2.11",
+        without="`paceline verify` knows samples by their content only, and some rules cannot judge",
+    ),
+    *(
+        PrivateName(
+            f"torch.utils.data._utils.fetch.{name}",
+            why="no public hook is called where a worker of a DataLoader loads samples",
+            since="2.11",
+            without="`paceline verify` does not see samples being loaded, and some rules cannot judge",
+        )
+        for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher")
+    ),
     # doctor
 )
 
@@ -146,6 +162,16 @@ def find(path: str) -> Any | None:
         version = importlib.import_module("torch").__version__
         log.once(f"torch {version} has no {path}: {name.without}.")
     return found
+
+
+def wrap(path: str, wrapper: Callable[[Any], Any]) -> bool:
+    """Replace the function at `path` by `wrapper(function)`; False if the installed torch has none."""
+    function = find(path)
+    if function is None:
+        return False
+    owner, _, name = path.rpartition(".")
+    setattr(look_up(owner), name, wrapper(function))
+    return True
 
 
 def look_up(path: str) -> Any | None:

@@ -128,7 +128,7 @@ def test_every_fault_has_its_script_and_twin() -> None:
 
 SENTENCES = {
     "exits_early": "every rank exits after 3 of 20 steps",
-    "exits_early_at_once": "ended after 3 of 20 steps without a word",
+    "exits_early_at_once": "ended after 3 of 20 steps without an error",
     "exits_early_on_one_rank": "rank 1 exits after 3 of 20 steps",
     "forks": "the script forks",
     "forks_a_trainer": "the script forks",

@@ -14,10 +14,8 @@ SOURCE = Path(paceline.__file__).parent
 OTHERS = sorted(p for p in SOURCE.rglob("*.py") if p.name != "torch_private.py")
 # Shrinks to nothing: modules that are still to be moved.
 TO_DO: set[str] = {
-    "audit/watch_data.py",
     "parallel/syncbn.py",
     "training/reproducing.py",
-    "verify/watch_paceline.py",
 }
 
 

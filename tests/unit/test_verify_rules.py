@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
-from paceline.audit import evidence
+from paceline import torch_private
+from paceline.audit import evidence, watch_data
+from paceline.audit.audit import judge
 from paceline.audit.evidence import RankLog, Run, RunPlan
+from paceline.audit.progress import Progress
 from paceline.audit.record import digest, exact_parts
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import collectives
@@ -160,3 +165,26 @@ def test_digests_tell_values_shapes_and_types_apart() -> None:
     assert digest(torch.ones(4, 2).T[0]) == digest(ones)
     assert exact_parts((torch.rand(3), 5)) == exact_parts((torch.rand(3), 5)) != ""
     assert exact_parts(torch.rand(3)) == ""
+
+
+def test_without_private_names_of_torch_loaders_still_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The watch is off where torch lacks a name; the rules that need it do not answer `NoFault`."""
+    monkeypatch.setattr(torch_private, "look_up", lambda path: None)
+    torch_private.find.cache_clear()
+    for name in ("__iter__", "__len__"):
+        monkeypatch.setattr(DataLoader, name, getattr(DataLoader, name))
+    plan = RunPlan(tmp_path, "ordinary", 2, 20)
+    events: list[dict[str, Any]] = []
+    recorder: Any = SimpleNamespace(write=lambda k, **facts: events.append({"k": k, **facts}))
+    try:
+        watch_data.install(Progress(plan, recorder, 0))
+        assert [len(batch) for batch in DataLoader(range(6), 4)] == [4, 2]
+    finally:
+        torch_private.find.cache_clear()
+    events.append({"k": "backward"})
+    run_ = Run(plan, [RankLog(rank, events, []) for rank in range(2)], 0)
+    judged = judge(Case(run_, run_))
+    for rule in ("no shards", "shards overlap", "same augmentation in workers"):
+        assert isinstance(judged[rule], NotJudged), judged[rule]

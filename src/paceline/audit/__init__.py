@@ -1,1 +1,1 @@
-"""Records what an unmodified script does and finds classic faults in it."""
+"""Records the behaviour of an unmodified script and finds known faults of distributed training in it."""

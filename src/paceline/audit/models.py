@@ -1,4 +1,4 @@
-"""The models of the watched script: their parameters' names, and which of them DDP does not know."""
+"""The models of the watched script: names of parameters, and which of them DDP does not reduce."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _APART = 100
 class Models:
     """The models that were called, numbered in the order of their first call in training.
 
-    Those that are called otherwise first, maybe on one rank alone, are numbered apart from them.
+    Models that are first called outside of training, maybe on one rank only, get numbers from `_APART` on.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -34,7 +34,7 @@ class Models:
         torch_module.register_module_module_registration_hook(self._note_module)
 
     def number(self, root: torch.nn.Module, *, trains: bool) -> int:
-        """The model's number, given at its first call."""
+        """The model's number; a new one at its first call."""
         inner = unwrap(root)
         if id(inner) not in self._roots:
             apart = not trains and not any(unwrap(model) is inner for model in self.wrapped)
@@ -47,7 +47,7 @@ class Models:
         return number
 
     def is_trained(self, number: int) -> bool:
-        """Whether a model has been in training."""
+        """Whether a model has been called in training."""
         return number < _APART or number in self._trained
 
     def all(self) -> dict[int, torch.nn.Module]:
@@ -55,13 +55,13 @@ class Models:
         return dict(self._roots.values())
 
     def watched(self) -> dict[int, torch.nn.Module]:
-        """Models that were called, or wrapped and not called yet."""
+        """Models that were called or wrapped."""
         known = [inner for _, inner in self._roots.values()]
         known += [m for m in map(unwrap, self.wrapped) if id(m) not in self._roots]
         return dict(enumerate(known))
 
     def name_of(self, parameter: torch.nn.Parameter) -> str:
-        """ "1.weight", with the model's number in front of all but the first."""
+        """Such as `1.weight`, or `model 1: 1.weight` for another model than the first."""
         if id(parameter) not in self._names:
             for number, inner in self._roots.values():
                 for name, each in inner.named_parameters():
@@ -69,7 +69,7 @@ class Models:
         return self._names.get(id(parameter), f"a tensor of shape {list(parameter.shape)}")
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients that are there now, by name."""
+        """The present gradients, by name."""
         return {
             self.name_of(p): plain(p.grad).cpu()
             for _, inner in self._roots.values()
@@ -78,7 +78,7 @@ class Models:
         }
 
     def wrap(self, model: DistributedDataParallel) -> None:
-        """Note a model that DDP reduces from now on."""
+        """Remember a model that DDP reduces from now on."""
         self.wrapped.append(model)
         ignored = set(model.parameters_to_ignore)
         for name, parameter in model.module.named_parameters():
@@ -87,7 +87,7 @@ class Models:
             self._there.add(id(parameter))
 
     def report_unreduced(self) -> None:
-        """Write down trained parameters that no DDP was to reduce when it was built."""
+        """Record trained parameters that DDP did not know when it was built."""
         for model in self.wrapped:
             for name, parameter in unwrap(model).named_parameters():
                 known = id(parameter) in self._reduced or name in self._reported

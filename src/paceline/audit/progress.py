@@ -1,8 +1,7 @@
-"""How far the watched script is, and how it is brought to an end after the wanted number of steps.
+"""How many steps the script has made, and how it ends after the wanted number.
 
-A script is not cut off: its training loaders run out and stay empty, so that what comes after training
-(evaluation, saving) is seen too. It is ended where it would train again after that. One that uses no
-loader is ended in its next optimizer step.
+Then its training loaders end and stay empty, so that evaluation and saving are recorded too. The script is
+ended when it starts to train again. A script without loaders is ended in its next optimizer step.
 """
 
 from __future__ import annotations
@@ -10,24 +9,24 @@ from __future__ import annotations
 from paceline.audit.evidence import RunPlan
 from paceline.audit.record import Recorder
 
-# A loop that does not mind its loader's end is stopped after this many further steps.
+# A loop that ignores the end of its loader is ended after this many further steps.
 _GRACE_STEPS = 2
-# And so is one that asks an empty loader again and again.
+# A loop that restarts an empty loader is ended after this many passes.
 _EMPTY_LAPS = 1000
 
 
 class Enough(SystemExit):
-    """Ends the script, well: it was watched for long enough."""
+    """Ends the script successfully after enough steps."""
 
 
 class Progress:
-    """What the watchers of one rank know in common.
+    """The state that the watchers of one rank share.
 
     Attributes:
-        steps: Rounds of updates: one of each optimizer, where there are several.
-        training_loaders: Those whose batches were followed by a backward.
-        ends_by_itself: It is a training of paceline's, which is told its number of steps.
-        evaluations: Runs of forwards without gradient, after training or before.
+        steps: Rounds of updates; one round is one update of each optimizer.
+        training_loaders: The loaders whose batches were followed by a backward.
+        ends_by_itself: Whether the script uses paceline, whose `Training` gets the number of steps.
+        evaluations: The number of evaluations: forwards without gradient between two backwards.
     """
 
     def __init__(self, plan: RunPlan, recorder: Recorder, rank: int) -> None:
@@ -53,20 +52,20 @@ class Progress:
         self._last_loader, self._fed = loader, True
 
     def went_backward(self) -> None:
-        """The batch that came last is one of training."""
+        """The latest batch is used for training."""
         self._evaluating = False
         if self._last_loader is not None:
             self.training_loaders.add(self._last_loader)
 
     @property
     def evaluation(self) -> int | None:
-        """The number of the evaluation that is on; None in training."""
+        """The number of the present evaluation; None in training."""
         return self.evaluations if self._evaluating else None
 
     def begins_evaluation(self, *, of_trained: bool) -> bool:
         """A forward without gradient: whether it is the first since training.
 
-        That of a model which is not trained, on a batch of training, belongs to the training (a teacher).
+        On a training batch, the forward of a model that is not trained (a teacher) belongs to the training.
         """
         if not of_trained and not self._evaluating and self._last_loader in self.training_loaders:
             return False
@@ -74,12 +73,12 @@ class Progress:
         self._evaluating = True
         self.evaluations += begins
         if begins and self.is_over:
-            # A file, since an evaluation on one rank alone is to end the others too.
+            # A file, because an evaluation on one rank must end the other ranks too.
             self._evaluated_after.touch()
         return begins
 
     def number_of(self, optimizer: object) -> int:
-        """The number, from 1, of the step that this optimizer takes next."""
+        """The number, from 1, of this optimizer's next step."""
         begins = not self._round or id(optimizer) in self._round
         return self.steps + 1 if begins else self.steps
 
@@ -87,7 +86,7 @@ class Progress:
         """An optimizer has stepped.
 
         Raises:
-            Enough: the wanted steps are done, and no loader is there to end the loop.
+            Enough: the wanted steps are done, and there is no loader to end the loop.
         """
         number = self.number_of(optimizer)
         if number == self.steps:
@@ -100,10 +99,10 @@ class Progress:
         self._fed = False
 
     def begins_again(self) -> None:
-        """A training loader is asked for another pass after the wanted steps.
+        """The script starts another pass over a training loader after the wanted steps.
 
         Raises:
-            Enough: an evaluation was seen since then, on any rank of this host.
+            Enough: a rank of this host has evaluated since then.
         """
         self._empty_laps += 1
         if self._evaluated_after.exists() or self._empty_laps > _EMPTY_LAPS:

@@ -1,7 +1,7 @@
-"""What a rank writes down while a script is verified: one JSON line for each event, in a file of its own.
+"""Writes the events of a rank: one JSON line for each, in one file for each rank.
 
-Each line has "k", the kind of event, and "at", the user's source line that led to it. Lines are
-written out at once, so that the last ones before a hang or a kill are there to be read.
+"k" is the kind of event, "at" the line of the user's source that caused it. Each line is flushed, so that
+the last events before a hang or a kill can be read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_DEPTH = 3
 
 
 class Recorder:
-    """The log of one rank. A forked loader worker writes its fetches to a file beside it."""
+    """The log of one rank. A forked loader worker writes its fetches to its own file."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
@@ -37,16 +37,16 @@ class Recorder:
         os.register_at_fork(after_in_child=self._in_child)
 
     def write(self, kind: str, **facts: Any) -> None:
-        """Write one event down."""
+        """Write one event."""
         if self.in_child and kind not in _CHILD_MAY_WRITE:
             return
         self._file.write(json.dumps({"k": kind, **facts}, default=str) + "\n")
 
     @contextmanager
     def span(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
-        """An event with a beginning and an end; what is put into the given dict comes with the end.
+        """Write an event at the beginning and at the end; the end has the entries of the dict.
 
-        Where there is no end, the rank was inside when it was stopped.
+        If there is no end, the rank was inside when it was stopped.
         """
         self.write(kind, **facts)
         found: dict[str, Any] = {}
@@ -60,19 +60,19 @@ class Recorder:
 
     @property
     def in_child(self) -> bool:
-        """Whether this is a child of the rank."""
+        """Whether this process is a fork of the rank."""
         return os.getpid() != self._pid
 
     def _in_child(self) -> None:
         self._file = self._open(f"child{self._rank}-{os.getpid()}.jsonl")
 
     def _open(self, name: str) -> TextIO:
-        # Open as long as the process lives, and written out at each line.
+        # Open for the life of the process; buffering=1 flushes each line.
         return open(self._folder / name, "a", buffering=1)
 
 
 def user_line() -> str:
-    """The user's innermost source line: "train.py:57 in main"."""
+    """The innermost line of the user's source."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_user_code(frame.f_code.co_filename):
@@ -82,7 +82,7 @@ def user_line() -> str:
 
 
 def line_of(frame: FrameType, line: int | None = None) -> str:
-    """A frame as the user would name it."""
+    """The line of a frame, such as `train.py:57 in main()`."""
     name = os.path.relpath(frame.f_code.co_filename)
     name = frame.f_code.co_filename if name.startswith("..") else name
     inside = frame.f_code.co_name
@@ -91,12 +91,12 @@ def line_of(frame: FrameType, line: int | None = None) -> str:
 
 
 def is_user_code(filename: str) -> bool:
-    """Whether a source file is the user's and no library's."""
+    """Whether a source file belongs to the user and not to a library."""
     return not filename.startswith((_OURS, _STDLIB)) and not any(x in filename for x in _LIBRARIES)
 
 
 def digest(value: Any) -> str:
-    """16 hex digits for the content of a sample, a batch or a tensor. Collective: none."""
+    """16 hex digits for the content of a sample, a batch or a tensor."""
     content = hashlib.sha256()
     for leaf in leaves(value):
         _feed(content, leaf)
@@ -104,7 +104,7 @@ def digest(value: Any) -> str:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The tensors, arrays and plain values inside nested containers, in order."""
+    """The tensors, arrays and other values inside nested containers, in order."""
     if isinstance(value, Mapping):
         for key in value:
             yield from leaves(value[key])
@@ -119,7 +119,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The dense tensor that this rank holds, whatever it is wrapped in."""
+    """The dense local tensor of any tensor."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return (local if local.layout is torch.strided else local.to_dense()).detach()
 
@@ -136,10 +136,7 @@ def _feed(content: Any, leaf: Any) -> None:
 
 
 def exact_parts(value: Any) -> str:
-    """Digest of the whole numbers and texts in a sample: its label, which augmentation leaves alone.
-
-    Empty where there are none.
-    """
+    """Digest of the integers and texts in a sample, which augmentation does not change; empty if none."""
     kept = [leaf for leaf in leaves(value) if _is_exact(leaf)]
     return digest(kept) if kept else ""
 
@@ -152,7 +149,7 @@ def _is_exact(leaf: Any) -> bool:
 
 
 def random_states(holder: Any = None) -> dict[str, str]:
-    """Digests of the state of every random stream at hand, those that `holder` keeps among them."""
+    """Digests of the states of all known random generators, including those inside `holder`."""
     states = {"torch": digest(torch.get_rng_state()), "random": digest(repr(random.getstate()))}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -167,7 +164,7 @@ def random_states(holder: Any = None) -> dict[str, str]:
 
 
 def _held(holder: Any, name: str, depth: int) -> dict[str, str]:
-    """The generators that an object keeps, also those of what it wraps."""
+    """The states of the generators in an object and in the objects it holds."""
     state = _generator_state(holder)
     if state is not None:
         return {name: digest(state)}
@@ -179,7 +176,7 @@ def _held(holder: Any, name: str, depth: int) -> dict[str, str]:
 
 
 def is_open(holder: Any) -> bool:
-    """Whether an object may hold generators that a dataset draws from."""
+    """Whether an object may hold generators."""
     return hasattr(holder, "__dict__") and not isinstance(
         holder, type | ModuleType | torch.Tensor | torch.nn.Module
     )

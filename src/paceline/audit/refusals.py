@@ -1,4 +1,4 @@
-"""Runs that end before anything can be compared: said in one sentence, with the cause where it is known."""
+"""Runs that failed before they can be judged: one sentence each, with the cause if it is known."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _PASSES = ("iter", "pass-end", "pass-left")
 
 
 class Refused(PacelineError):
-    """The script itself failed, so it could not be judged. Its output is in `output`."""
+    """The script itself failed, so it was not judged. The end of its output is in `output`."""
 
 
 def refuse(run: Run) -> None:
-    """Raise where a run did not end as a training does.
+    """Raise if a run did not end like a training.
 
     Raises:
-        Refused: with what the script did, and what to do.
+        Refused: with the cause and a fix.
     """
     for log in run.ranks:
         fork = log.first("fork")
@@ -25,17 +25,17 @@ def refuse(run: Run) -> None:
             raise _refused(
                 run,
                 f"the script forks, at {fork['at']}.",
-                why="a copy of a rank goes on beside it, with the same files and sockets; what it "
-                "trains cannot be told from what the rank trains.",
+                why="the copy of the rank has the same files and sockets, so its training cannot be "
+                "distinguished from that of the rank.",
                 fix="start processes with subprocess or torch.multiprocessing.",
             )
     if run.hung:
-        raise _refused(run, _stuck(run), fix="--hang-after gives it more time.")
+        raise _refused(run, _stuck(run), fix="give it more time with --hang-after.")
     if run.out_of_time:
         raise _refused(
             run,
-            f"{run.name} was not done in time.",
-            fix="--timeout gives it more; --steps asks for less.",
+            f"{run.name} did not end in time.",
+            fix="give it more time with --timeout, or fewer steps with --steps.",
         )
     failed = [log for log in run.ranks if _failed(log, run.plan.steps)]
     if failed or (run.returncode and not all(_watched(log, run.plan.steps) for log in run.ranks)):
@@ -46,20 +46,20 @@ def refuse(run: Run) -> None:
     if silent:
         raise _refused(
             run,
-            f"rank {silent[0]} ended after {run.ranks[silent[0]].steps} of {run.plan.steps} steps without a "
-            "word, by os._exit() or from native code.",
+            f"rank {silent[0]} ended after {run.ranks[silent[0]].steps} of {run.plan.steps} steps without an "
+            "error: os._exit(), or an exit in native code.",
         )
 
 
 def refuse_early_exit(run: Run) -> None:
-    """Raise where a rank left in the midst of its training by `sys.exit`.
+    """Raise if a rank called `sys.exit` during its training.
 
     Raises:
         Refused: with the line.
     """
     for log in run.ranks:
         exits = log.of("exit")
-        # Up to the exit: what it unwinds leaves its pass as well.
+        # Only up to the exit, which also leaves the pass.
         until = log.events.index(exits[0]) if exits else len(log.events)
         passes = [
             e
@@ -67,17 +67,17 @@ def refuse_early_exit(run: Run) -> None:
             if e["k"] in _PASSES and e["loader"] in log.training_loaders
         ]
         inside = bool(passes) and passes[-1]["k"] == "iter"
-        by_hand = not passes and " in " in (exits[0]["at"] if exits else "")
-        if exits and log.steps < run.plan.steps and (inside or by_hand):
+        without_loader = not passes and " in " in (exits[0]["at"] if exits else "")
+        if exits and log.steps < run.plan.steps and (inside or without_loader):
             who = "every rank" if all(each.of("exit") for each in run.ranks) else f"rank {log.rank}"
             raise _refused(
                 run,
                 f"{who} exits after {log.steps} of {run.plan.steps} steps, in {run.name}.",
                 where=exits[0]["at"],
-                why="sys.exit() ends it in the midst of its training.",
-                fix=f"let the training come to its end, or ask for --steps {log.steps}."
+                why="sys.exit() ends it during its training.",
+                fix=f"let the training reach its end, or use --steps {log.steps}."
                 if log.steps
-                else "let the training come to its end.",
+                else "let the training reach its end.",
             )
 
 
@@ -86,7 +86,7 @@ def _failed(log: RankLog, steps: int) -> bool:
 
 
 def _watched(log: RankLog, steps: int) -> bool:
-    """Whether the wanted steps were seen. What fails after them may fail for want of batches."""
+    """Whether the wanted steps were made. A failure after them may come from the missing batches."""
     return log.steps >= steps
 
 
@@ -102,8 +102,8 @@ def _refuse_failed(run: Run, failed: list[RankLog]) -> None:
         raise _refused(
             run,
             f"the script reads its standard input, at {where}.",
-            why="there is nobody to answer while it is verified.",
-            fix="give the value as an argument.",
+            why="it has no standard input during verification.",
+            fix="pass the value as an argument.",
         )
     if _wants_gpu(failed[0]) and not start.get("cuda_devices"):
         init = failed[0].first("init") or {}
@@ -111,7 +111,7 @@ def _refuse_failed(run: Run, failed: list[RankLog]) -> None:
         raise _refused(
             run,
             f"the script needs a GPU, at {where}, and this host has none.",
-            fix="run it where there is one, or choose the device by torch.cuda.is_available().",
+            fix="use a host with a GPU, or choose the device with torch.cuda.is_available().",
         )
     raise _refused(run, f"the script failed in {run.name}: {what}", where=where)
 
@@ -134,28 +134,26 @@ def _nothing(run: Run) -> Refused:
             run,
             f"{who} never took an optimizer step in {run.name}.",
             where=loads[0]["at"],
-            why="it loaded a state there, maybe what the run before it had saved at its end.",
-            fix="turn resuming off, or the saving, while it is verified.",
+            why="it loaded a state there, which may be the one that the run before saved at its end.",
+            fix="turn off resuming or saving during verification.",
         )
     return _refused(
         run,
         f"{who} never took an optimizer step in {run.name}.",
-        why="it goes backward, but no torch.optim.Optimizer steps."
+        why="it runs backwards, but no torch.optim.Optimizer steps."
         if backwards
-        else "it trains nothing.",
-        fix="give `paceline verify` a script that trains; put its arguments after `--`.",
+        else "it ran no backward.",
+        fix="give `paceline verify` a script that trains, with its arguments after `--`.",
     )
 
 
 def _stuck(run: Run) -> str:
-    inside = [(log.rank, log.open_span) for log in run.ranks]
     parts = []
-    for rank, span in inside:
-        if span is None:
-            parts.append(f"rank {rank} is in no collective")
-        else:
-            parts.append(f"rank {rank} in {span.get('op', 'backward')} at {span['at']}")
-    return f"{run.name} stood still: {', '.join(parts)}."
+    for log in run.ranks:
+        span = log.open_span
+        call = f"in {span.get('op', 'backward')} at {span['at']}" if span else "in no collective"
+        parts.append(f"rank {log.rank} is {call}")
+    return f"{run.name} made no progress: {', '.join(parts)}."
 
 
 def _refused(run: Run, what: str, *, where: str = "", why: str = "", fix: str = "") -> Refused:

@@ -1,7 +1,7 @@
-"""Gives ranks what the run of one process saw: its batches, and its weights where it evaluated.
+"""Gives the ranks of a replay the batches of the solo run, and its weights before each evaluation.
 
-The solo run keeps them as files; a mirrored run gives each of its ranks the whole batch, a dealt run
-cuts it among them. With the same data and weights, whatever still differs is the script's doing.
+The solo run keeps them as files. A mirrored run gives each rank the whole batch, a dealt run splits it among
+the ranks. With equal data and weights, the script causes every remaining difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOTHING = object()
 
 
 def same_weights(progress: Progress, models: Models) -> None:
-    """Before an evaluation: keep the solo run's weights, or take them up."""
+    """Before an evaluation: keep the weights of the solo run, or load them in a replay."""
     name = f"weights-{progress.evaluations}.pt"
     if progress.plan.mode == "solo":
         states = {number: model.state_dict() for number, model in models.all().items()}
@@ -43,22 +43,22 @@ def _copy(own: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def batch_path(folder: Path, loader: str, lap: int, number: int) -> Path:
-    """Where a batch of the solo run lies."""
+    """The file of a batch of the solo run."""
     return folder / f"batch-{loader}-{lap}-{number}.pt"
 
 
 def keep_batch(progress: Progress, loader: str, lap: int, number: int, batch: Any) -> None:
-    """Keep a batch of the solo run for the runs that replay it."""
+    """Keep a batch of the solo run for its replays."""
     torch.save(batch, batch_path(progress.plan.folder, loader, lap, number))
 
 
 def batches(progress: Progress, loader: str, lap: int) -> Iterator[Any]:
-    """What the solo run's loader gave in that pass, or this rank's part of it."""
+    """The batches of one pass of the solo run's loader, or this rank's part of each."""
     plan = progress.plan
     assert plan.solo is not None
     number = 0
     while (path := batch_path(plan.solo, loader, lap, number)).exists():
-        # A file of ours, and batches are any objects.
+        # The file was written by the solo run; a batch may contain any objects.
         batch = torch.load(path, weights_only=False)
         if plan.mode == "dealt":
             batch = _part(batch, progress.rank, plan.world_size)
@@ -69,10 +69,10 @@ def batches(progress: Progress, loader: str, lap: int) -> Iterator[Any]:
 
 
 def _part(value: Any, rank: int, world_size: int) -> Any:
-    """Every `world_size`th sample of a collated batch; `_NOTHING` if none is left for this rank."""
+    """Every `world_size`th sample of a collated batch; `_NOTHING` if this rank gets none."""
     if isinstance(value, torch.Tensor):
         if value.dim() == 0:
-            return value  # of the batch as a whole
+            return value  # it belongs to the whole batch
         part = value[rank::world_size]
         return part if len(part) else _NOTHING
     if isinstance(value, Mapping):
@@ -99,7 +99,7 @@ def _part(value: Any, rank: int, world_size: int) -> Any:
 
 
 def training_loaders(plan: RunPlan) -> dict[str, int | None]:
-    """The loaders that the solo run trained from, and their lengths; none for a run that replays none."""
+    """The training loaders of the solo run and their lengths; empty if this run is no replay."""
     if plan.solo is None or not plan.replays:
         return {}
     lengths: dict[str, int | None] = {}

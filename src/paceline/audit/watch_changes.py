@@ -1,8 +1,8 @@
 """Finds the line that changes weights outside of the optimizer.
 
-Nothing in torch tells of a write to a parameter (one through `.data` does not even count as a version), so
-the user's lines between two optimizer steps are traced, and a few elements of each parameter are compared
-after each line. Forwards and backwards are left out, where nearly all the time goes.
+torch has no hook for writes to a parameter, and a write through `.data` does not change its version. So the
+user's lines between two optimizer steps are traced, and a few elements of each parameter are compared after
+each line. Forwards and backwards, which take most of the time, are not traced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ELEMENTS = 16
 
 
 class Changes:
-    """The watch of one rank; it runs in ordinary runs alone."""
+    """The tracer of one rank; it works in ordinary runs only."""
 
     def __init__(self, progress: Progress, models: Models) -> None:
         self._progress, self._models = progress, models
@@ -31,7 +31,7 @@ class Changes:
         self._users: dict[str, bool] = {}
 
     def start(self) -> None:
-        """Look from here on."""
+        """Start to trace."""
         if not self._wanted:
             return
         self._values = self._look()
@@ -45,13 +45,13 @@ class Changes:
         sys.settrace(self._on_call)
 
     def stop(self) -> None:
-        """Look no further."""
+        """Stop to trace."""
         if self._wanted:
             sys.settrace(None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Look away while torch works."""
+        """Do not trace inside."""
         tracing = sys.gettrace()
         sys.settrace(None)
         try:

@@ -1,4 +1,4 @@
-"""Watches the collectives that the script calls itself: which, where, with what, and with what result."""
+"""Records the collectives that the script calls: name, line, arguments, result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from paceline.audit.progress import Progress
 from paceline.audit.record import leaves, user_line
 
-# Every rank of the group calls these; sends and receives are for two.
+# Every rank of the group calls these, unlike sends and receives.
 COLLECTIVES = (
     "all_reduce",
     "reduce",
@@ -39,7 +39,7 @@ _MAX_VALUES = 16
 
 
 def install(progress: Progress) -> None:
-    """Watch the collectives of torch.distributed."""
+    """Record the collectives of torch.distributed."""
     watch = _Watch(progress)
     for name in COLLECTIVES:
         original = getattr(c10d, name)
@@ -108,19 +108,19 @@ class _Watch:
 
 
 def _ranks(group: Any) -> list[int]:
-    """The ranks of a group; empty where this rank is not in it, or there is none yet."""
+    """The ranks of a group; empty if this rank is not in it, or no group exists yet."""
     if not dist.is_initialized() or group == dist.GroupMember.NON_GROUP_MEMBER:
         return []
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
 
 def _items(value: Any) -> int:
-    """How many numbers and texts an object holds that is sent whole."""
+    """The number of numbers and texts in an object."""
     return sum(x.numel() if isinstance(x, torch.Tensor) else 1 for x in leaves(value))
 
 
 def _values(tensors: list[Any]) -> list[float] | None:
-    """The numbers in small tensors; None for what is too large to be a metric."""
+    """The numbers in small tensors; None if a tensor is too large to be a metric."""
     numbers: list[float] = []
     for tensor in tensors:
         if tensor.numel() > _MAX_VALUES or tensor.is_complex():

@@ -1,4 +1,4 @@
-"""Watches torch's DataLoader: which samples each rank was given, in what order, with what randomness."""
+"""Records what torch's DataLoader gives to each rank: samples, order, random states."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from types import FrameType
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
-from torch.utils.data import dataloader as torch_loader
-from torch.utils.data._utils import fetch as torch_fetch
 
+from paceline import torch_private
 from paceline.audit import replay
 from paceline.audit.progress import Progress
 from paceline.audit.record import digest, exact_parts, leaves, random_states, user_line
 
 _OURS = str(Path(__file__).parents[1])
+_NEXT_INDEX = "torch.utils.data.dataloader._BaseDataLoaderIter._next_index"
+_FETCHERS = (
+    "torch.utils.data._utils.fetch._MapDatasetFetcher",
+    "torch.utils.data._utils.fetch._IterableDatasetFetcher",
+)
 
 
 def install(progress: Progress) -> None:
@@ -28,13 +32,14 @@ def install(progress: Progress) -> None:
     watch = _Watch(progress)
     DataLoader.__iter__ = watch.iterating(DataLoader.__iter__)  # type: ignore[method-assign]
     DataLoader.__len__ = watch.length(DataLoader.__len__)  # type: ignore[method-assign]
-    base = torch_loader._BaseDataLoaderIter
-    base._next_index = _noting_index(base._next_index)  # type: ignore[method-assign]
-    for kind in (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher):
-        kind.fetch = watch.fetching(kind.fetch)  # type: ignore[method-assign]
+    torch_private.wrap(_NEXT_INDEX, _recording_index)
+    for path in _FETCHERS:
+        fetcher = torch_private.find(path)
+        if fetcher is not None:
+            fetcher.fetch = watch.fetching(fetcher.fetch)
 
 
-def _noting_index(next_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _recording_index(next_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(next_index)
     def watched(iterator: Any) -> Any:
         index = next_index(iterator)
@@ -92,7 +97,7 @@ class _Watch:
         return watched
 
     def given(self, name: str, lap: int, number: int, index: Any, dataset: Any, batch: Any) -> None:
-        """Note a batch on its way to the script."""
+        """Record a batch before the script gets it."""
         self._progress.gave_batch(name)
         self._recorder.write(
             "batch",
@@ -108,21 +113,21 @@ class _Watch:
             replay.keep_batch(self._progress, name, lap, number, batch)
 
     def passed(self, name: str, lap: int) -> None:
-        """Note the end of a pass."""
+        """Record the end of a pass."""
         self._recorder.write("pass-end", loader=name, lap=lap)
 
     def left(self, name: str, lap: int) -> None:
-        """Note that nobody asks for the rest of a pass."""
+        """Record that the script left a pass before its end."""
         self._recorder.write("pass-left", loader=name, lap=lap)
 
     def run_out(self, frame: FrameType) -> None:
-        """End a script that asks by `next()`: only a loop minds that there is no more."""
-        asked_by = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if not asked_by.startswith(("FOR_ITER", "YIELD", "SEND")):
+        """End a script that calls `next()`: only a loop handles the end of a loader."""
+        instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if not instruction.startswith(("FOR_ITER", "YIELD", "SEND")):
             self._progress.end()
 
     def is_over(self, name: str) -> bool:
-        """Whether this loader is to end now."""
+        """Whether this loader must end now."""
         return self._progress.is_over and name in self._progress.training_loaders
 
     def fetching(self, fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -140,11 +145,11 @@ class _Watch:
             finally:
                 fetcher.collate_fn = collate
                 after = random_states(fetcher.dataset)
-                self._note_fetch(name, fetcher, index, seen, before, after)
+                self._record_fetch(name, fetcher, index, seen, before, after)
 
         return watched
 
-    def _note_fetch(
+    def _record_fetch(
         self,
         name: str,
         fetcher: Any,
@@ -169,9 +174,9 @@ class _Watch:
         )
 
     def _name(self, loader: DataLoader[Any]) -> str:
-        """The loader's name in all runs: where it was first used, and which one there."""
+        """The loader's name, equal in all runs: the line of its first use, and a number."""
         if id(loader) not in self._names:
-            self._kept.append(loader)  # its id stays its own
+            self._kept.append(loader)  # so that no other object gets its id
             at = user_line()
             name = f"{re.sub(r'[^A-Za-z0-9]+', '-', at)}-{self._places[at]}"
             self._places[at] += 1
@@ -182,13 +187,13 @@ class _Watch:
 
     def _describe(self, loader: DataLoader[Any]) -> dict[str, Any]:
         sampler = _sampler(loader)
-        told = ("num_replicas", "rank", "seed", "shuffle", "drop_last", "epoch")
+        settings = ("num_replicas", "rank", "seed", "shuffle", "drop_last", "epoch")
         sized = not isinstance(loader.dataset, IterableDataset) and hasattr(
             loader.dataset, "__len__"
         )
         return {
             "sampler": type(sampler).__name__,
-            "sharding": {n: getattr(sampler, n) for n in told if hasattr(sampler, n)},
+            "sharding": {n: getattr(sampler, n) for n in settings if hasattr(sampler, n)},
             "takes_epoch": hasattr(loader.dataset, "set_epoch") or hasattr(sampler, "set_epoch"),
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             "drop_last": loader.drop_last,
@@ -218,7 +223,7 @@ def _showing(collate: Callable[[Any], Any], seen: list[Any]) -> Callable[[Any], 
 
 
 class _Given:
-    """A loader's iterator, watched."""
+    """A loader's iterator that records its batches."""
 
     def __init__(
         self, watch: _Watch, name: str, lap: int, inner: Iterator[Any], loader: Any
@@ -264,7 +269,7 @@ class _Given:
 def _sampler(loader: DataLoader[Any]) -> Any:
     """The sampler that decides which samples a rank gets."""
     inner = getattr(loader.batch_sampler, "sampler", None)
-    # Beside a batch sampler of the script's own, torch puts a sampler that nothing asks.
+    # Beside the script's own batch sampler, torch builds a sampler that is never used.
     own = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else None
     candidates = [s for s in (inner, own, loader.sampler) if s is not None]
     sharding = [s for s in candidates if hasattr(s, "num_replicas")]
@@ -272,7 +277,7 @@ def _sampler(loader: DataLoader[Any]) -> Any:
 
 
 def _root_ids(dataset: Any, index: Any) -> list[Any] | None:
-    """The samples' places in the dataset behind all subsets; None for what has no places."""
+    """The samples' indices in the dataset behind all subsets; None if it has no indices."""
     if index is None or dataset is None or isinstance(dataset, IterableDataset):
         return None
     ids = list(index) if isinstance(index, list | tuple) else [index]

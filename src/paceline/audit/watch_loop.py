@@ -1,4 +1,4 @@
-"""Watches the loop: forwards, backwards, and whether DDP was to sum the gradients."""
+"""Records the loop: forwards, backwards, and whether DDP reduces the gradients."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from paceline.audit.watch_changes import Changes
 from paceline.audit.weight import loss_weight
 from paceline.parallel.ddp import unwrap
 
-# Set before each forward of a replayed run and of the run it replays, so that dropout is the same.
+# Set before each forward of the solo run and of its replay, so that their dropout is the same.
 _FORWARD_SEED = 7_000_003
 _MAX_ROWS = 512
 
 
 def install(progress: Progress, models: Models, changes: Changes) -> None:
-    """Watch forwards and backwards."""
+    """Record forwards and backwards."""
     watch = _Watch(progress, models, changes)
     register_module_forward_pre_hook(watch.before_forward)
     register_module_forward_hook(watch.after_forward, always_call=True)
@@ -52,7 +52,7 @@ class _Watch:
             self._away.enter_context(self._changes.paused())
             self._begin(module, inputs)
         if self._root is not None and module is unwrap(self._root):
-            # Inside DDP's forward, which has made the buffers equal if it is to.
+            # Inside DDP's forward, after its broadcast of the buffers.
             self._facts["buffers"] = buffer_digests(module)
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -142,7 +142,7 @@ class _Watch:
             ):
                 backward(tensors, *args, **kwargs)
             if self._progress.steps == 0 and not self._models.wrapped:
-                # Before the script itself adds them up over ranks.
+                # Before the script itself reduces them over the ranks.
                 path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
                 torch.save(self._models.gradients(), path)
 

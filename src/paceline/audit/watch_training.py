@@ -1,4 +1,4 @@
-"""Watches what changes the weights: optimizers, clipping, the scaler, schedules, loaded states."""
+"""Records what changes the weights: optimizers, clipping, the scaler, schedules, loaded states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
 def install(progress: Progress, models: Models, changes: Changes) -> None:
-    """Watch optimizers and what stands around them."""
+    """Watch optimizers and the calls around them."""
     watch = _Watch(progress, models, changes)
     register_optimizer_step_pre_hook(watch.before_step)
     register_optimizer_step_post_hook(watch.after_step)
@@ -37,10 +37,11 @@ def install(progress: Progress, models: Models, changes: Changes) -> None:
         clipping = watch.clipping(getattr(clip_grad, name))
         setattr(clip_grad, name, clipping)
         setattr(torch.nn.utils, name, clipping)
-    for name in ("scale", "unscale_", "step"):
+    for name in ("scale", "unscale_", "step", "update"):
         setattr(GradScaler, name, watch.scaling(name, getattr(GradScaler, name)))
     Optimizer.__init__ = watch.making(Optimizer.__init__)  # type: ignore[method-assign]
     schedule: Any = lr_scheduler.LRScheduler
+    schedule.__init__ = watch.building_schedule(schedule.__init__)
     schedule.step = watch.scheduling(schedule.step)
     kinds: list[tuple[Any, str]] = [(torch.nn.Module, "model"), (Optimizer, "optimizer")]
     for kind, word in kinds:
@@ -53,6 +54,8 @@ class _Watch:
         self._progress, self._models, self._changes = progress, models, changes
         self._recorder = progress.recorder
         self._scaler: GradScaler | None = None
+        self._unscaled: set[int] = set()  # optimizers, since the scaler's last update
+        self._is_building_schedule = False
         self._loading = False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -101,7 +104,7 @@ class _Watch:
             result = clip(parameters, *args, **kwargs)
             given = signature.bind(parameters, *args, **kwargs).arguments
             if math.isinf(float(given.get("max_norm", 0.0))):
-                return result  # that measures, and clips nothing
+                return result  # it measures the norm and clips nothing
             self._recorder.write(
                 "clip",
                 at=user_line(),
@@ -113,18 +116,16 @@ class _Watch:
         return watched
 
     def _scale_left(self, parameters: set[int]) -> float:
-        """The loss scale that is still in the gradients of these parameters."""
+        """The loss scale that the gradients of these parameters still contain."""
         if self._scaler is None:
             return 1.0
-        states = self._scaler._per_optimizer_states
-        owners = [
+        owners = {
             id(optimizer)
             for optimizer in self._optimizers
             if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
-        ]
-        for owner in owners or list(states):
-            if owner in states and states[owner]["stage"].name != "READY":
-                return 1.0
+        }
+        if self._unscaled & (owners or self._unscaled):
+            return 1.0
         return self._scaler.get_scale()
 
     def making(self, init: Callable[..., None]) -> Callable[..., None]:
@@ -142,12 +143,27 @@ class _Watch:
                 return method(scaler, *args, **kwargs)
             if name == "scale":
                 self._scaler = scaler
-                return method(scaler, *args, **kwargs)
-            if sys._getframe(1).f_globals.get("__name__") != GradScaler.__module__:
+            elif name == "update":
+                self._unscaled.clear()
+            elif sys._getframe(1).f_globals.get("__name__") != GradScaler.__module__:
                 self._recorder.write(
                     f"scaler-{name.strip('_')}", at=user_line(), scale=scaler.get_scale()
                 )
-            return method(scaler, *args, **kwargs)
+            result = method(scaler, *args, **kwargs)
+            if name == "unscale_":
+                self._unscaled.add(id(args[0] if args else kwargs["optimizer"]))
+            return result
+
+        return watched
+
+    def building_schedule(self, init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def watched(*args: Any, **kwargs: Any) -> None:
+            outermost, self._is_building_schedule = not self._is_building_schedule, True
+            try:
+                init(*args, **kwargs)  # which calls step()
+            finally:
+                self._is_building_schedule = not outermost
 
         return watched
 
@@ -155,7 +171,7 @@ class _Watch:
         @functools.wraps(step)
         def watched(schedule: Any, *args: Any, **kwargs: Any) -> Any:
             result = step(schedule, *args, **kwargs)
-            if sys._getframe(1).f_code.co_name != "_initial_step":
+            if not self._is_building_schedule:
                 rates = [float(group["lr"]) for group in schedule.optimizer.param_groups]
                 self._recorder.write(
                     "schedule", at=user_line(), type=type(schedule).__name__, lrs=rates

@@ -1,7 +1,6 @@
-"""How much one sample weighs in a loss, read off its autograd graph: `(loss.sum() / 64)` gives 1/64.
+"""The weight of one sample in a loss, from its autograd graph: `(loss.sum() / 64)` gives 1/64.
 
-The rule: micro-batches and ranks of one optimizer step must give their samples one weight. A mean over a
-smaller micro-batch, counted as much as the others, does not.
+All micro-batches and ranks of one optimizer step must give their samples the same weight.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True)
 class LossWeight:
-    """What the loss is made of: the sum of `count` terms, `weight` times each.
+    """A loss that is the sum of `count` terms, each multiplied by `weight`.
 
     Attributes:
-        kind: The reduction's node, such as "NllLossBackward0".
+        kind: The type of the reduction's node, such as "NllLossBackward0".
     """
 
     weight: float
@@ -31,8 +30,13 @@ class LossWeight:
 
 
 def loss_weight(loss: torch.Tensor) -> LossWeight | None:
-    """The weight of each term; None where the graph is not one of scalings over one reduction."""
-    return _walk(loss.grad_fn, 1.0)
+    """The weight of each term; None if the graph is not a reduction followed by scalings."""
+    try:
+        return _walk(loss.grad_fn, 1.0)
+    except AttributeError:
+        return (
+            None  # torch documents the `_saved_` attributes of nodes, but not which node has which
+        )
 
 
 def _walk(node: Any, factor: float) -> LossWeight | None:
@@ -46,7 +50,7 @@ def _walk(node: Any, factor: float) -> LossWeight | None:
         elif name == "NegBackward0":
             factor = -factor
         elif name == "AddBackward0":
-            # A penalty that was added to the loss; the first reduction over samples is meant.
+            # A penalty was added to the loss; the first reduction is the one over samples.
             first = _walk(node.next_functions[0][0], factor)
             return first or _walk(node.next_functions[1][0], factor)
         elif name not in _PASS_ON:
@@ -70,10 +74,10 @@ def _reduction(node: Any, name: str, factor: float) -> LossWeight | None:
 
 
 def _terms(node: Any) -> float:
-    # With weights for classes, the total is theirs and no number of samples.
+    # With class weights, the total is the sum of the weights and not a number of samples.
     by_class = getattr(node, "_saved_weight", None) is not None
     if not by_class and getattr(node, "_saved_total_weight", _NOTHING).numel() == 1:
-        total = float(node._saved_total_weight)  # of the targets that are not ignored; 0 for sums
+        total = float(node._saved_total_weight)  # targets that are not ignored; 0 for sums
         if total:
             return total
     if hasattr(node, "_saved_ignore_index"):

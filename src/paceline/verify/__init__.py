@@ -1,1 +1,1 @@
-"""`paceline verify`: runs a script at several process counts and says whether they trained the same."""
+"""`paceline verify`: whether a script trains the same on 1 and on N processes."""

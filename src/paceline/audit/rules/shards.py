@@ -47,7 +47,7 @@ def _overlap(case: Case, *, sharded: bool) -> Judgement:
         read = [_samples_read(log, name, case.world_size) for log in case.ranks]
         if not all(read):
             return NotJudged(
-                "the samples that the loader reads were not seen (workers not forked)."
+                "the reading of the samples was not seen: workers not forked, or hidden by torch."
             )
         if any(map(_known_by_few_labels, read)):
             return NotJudged("random changes of the samples hide which of them the ranks read.")

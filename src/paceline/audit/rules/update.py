@@ -8,7 +8,6 @@ from paceline.audit.rules.rule import (
     FaultFound,
     Judgement,
     NoFault,
-    NotJudged,
     Rule,
     outliers,
 )
@@ -29,8 +28,6 @@ def clipped_scaled(case: Case) -> Judgement:
         for log in run.ranks:
             for event in log.of("clip"):
                 clips += 1
-                if event["scale"] is None:
-                    return NotJudged("this torch does not show the state of its GradScaler.")
                 if event["scale"] != 1:
                     before = log.events[: log.events.index(event)]
                     return FaultFound(
