@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DEMO   := $(VENV)/.demo
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help setup demo check test test-slow test-all bench bench-all clean
@@ -18,13 +19,20 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
-	@test -x $(BIN)/python || { echo "setting up $(VENV) (once)"; $(PYTHON) -m venv $(VENV); }
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) -e '.[dev,examples]'
+	@touch $@ $(DEMO)
+
+# What the demo needs, without the tools for development.
+$(DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	@$(PIP) -e '.[examples]'
 	@touch $@
 
-demo: $(STAMP)
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@echo "setting up $(VENV) (once)"; $(PYTHON) -m venv $(VENV)
+
+demo: $(DEMO)
 	@$(BIN)/paceline run --nproc-per-node 2 examples/digits.py
 
 check: $(STAMP)
