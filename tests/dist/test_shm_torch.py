@@ -1,4 +1,4 @@
-"""Torch's own suite for backends passes on shm, but for what is skipped for a reason that stands here."""
+"""torch's own tests for backends pass on shm, except those skipped for a reason listed here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 SKIPS = (
-    r"cuda|CUDA|GPU|gpu|NCCL|[Nn]ccl|torchvision",  # not on this machine, or for it alone
-    r"Only MPI supports",  # kept from Gloo by name; tests/dist/test_shm.py has them
-    r"world size",  # of 4, or 3
+    r"cuda|CUDA|GPU|gpu|NCCL|[Nn]ccl|torchvision",  # needs hardware or packages that this machine lacks
+    r"Only MPI supports",  # skipped for Gloo by its name; test_shm.py covers them
+    r"world size",  # needs 3 or 4 ranks
     r"issues/\d+|Test is failing",  # broken in torch
-    r"file://|flakiness",  # kept from all, or tried on another kind of store
-    r"refuses all names but gloo",  # `job.control` is a group of that name
+    r"file://|flakiness",  # skipped for all backends, or needs another store
+    r"refuses all names but gloo",  # of monitored_barrier; `job.control` is a Gloo group
 )
 PASSED = 88  # of torch 2.13; Gloo passes 90
 

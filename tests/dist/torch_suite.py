@@ -1,4 +1,4 @@
-"""Torch's own suite for backends, run with this one: `BACKEND=shm WORLD_SIZE=2 python torch_suite.py`."""
+"""torch's own tests for backends, on this one: `BACKEND=shm WORLD_SIZE=2 python torch_suite.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import unittest
 if importlib.util.find_spec("expecttest") is None:  # torch's tests import it; these do not use it
     sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase)  # type: ignore[assignment]
 backend = os.environ.get("BACKEND", "shm")
-os.environ["BACKEND"] = "gloo"  # by its name decorators keep many tests from all other backends
+os.environ["BACKEND"] = "gloo"  # decorators skip many tests for other names
 os.environ.setdefault("WORLD_SIZE", "2")
 os.environ.setdefault("TEMP_DIR", "/tmp")
 
@@ -22,7 +22,7 @@ from paceline.shm.group import register  # noqa: E402 # after the above
 
 
 class _Name(str):
-    """Makes groups of its own name, and is Gloo's where a test asks which backend it runs on."""
+    """Creates groups of its own name, and equals "gloo" if a test asks which backend it runs on."""
 
     __hash__ = str.__hash__
 
@@ -37,7 +37,7 @@ distributed_test.BACKEND = _Name(backend)
 class TorchSuite(
     distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase
 ):
-    """Each test of torch's in new processes: forked, as importing torch for each takes longer than most."""
+    """Runs each test in forked processes, because importing torch takes longer than most tests."""
 
     def setUp(self) -> None:
         super().setUp()
