@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ftp_server import serve
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
@@ -210,7 +209,10 @@ def _read_all(job: Any, folder: str) -> list[Any]:
     return found[::-1]
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+_SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=_SLOW), 2, 3, pytest.param(4, marks=_SLOW)])
 def test_each_save_is_the_state_of_exactly_its_step(nproc: int, tmp_path: Path) -> None:
     # Parameters and moments are copied while the next step runs; BatchNorm's buffers change in it.
     trained = run_ranks(_each_step, str(tmp_path), nproc=nproc)[0]
@@ -387,8 +389,7 @@ def _apart(job: Any, folder: str, named: bool) -> None:
     _train(training, until=1)
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("nproc", "named"), [(2, True), (3, False)])
 def test_folders_that_differ_are_found_at_the_start(
     nproc: int, named: bool, tmp_path: Path
 ) -> None:
@@ -399,16 +400,14 @@ def test_folders_that_differ_are_found_at_the_start(
     assert not list(tmp_path.glob("**/probe-*"))
 
 
-@pytest.mark.slow
-def test_ranks_save_to_a_server_and_resume_from_it(tmp_path: Path) -> None:
-    with serve(tmp_path) as url:
-        run_ranks(_saves_once, f"{url}/runs/a", nproc=2)
-        want = run_ranks(_remote, f"{url}/runs/a", 3, nproc=2)
-        assert want == [[2, 3]] * 2
-        damaged = tmp_path / "runs/a/step-3/rank-1.bin"
-        damaged.write_bytes(damaged.read_bytes()[:-1])
-        assert run_ranks(_remote, f"{url}/runs/a", 4, nproc=3) == [[3, 4]] * 3
-    assert sorted(os.listdir(tmp_path / "runs/a")) == ["damaged-3", "step-2", "step-3", "step-4"]
+def test_ranks_save_to_storage_without_rename_and_resume_from_it(tmp_path: Path) -> None:
+    url = f"local://{tmp_path}/a"  # by fsspec
+    run_ranks(_saves_once, url, nproc=2)
+    assert run_ranks(_remote, url, 3, nproc=2) == [[2, 3]] * 2
+    damaged = tmp_path / "a/step-3/rank-1.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert run_ranks(_remote, url, 4, nproc=3) == [[3, 4]] * 3
+    assert sorted(os.listdir(tmp_path / "a")) == ["damaged-3", "step-2", "step-3", "step-4"]
 
 
 def _remote(job: Any, folder: str, until: int) -> list[int]:

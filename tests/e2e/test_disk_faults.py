@@ -91,6 +91,7 @@ def test_a_disk_that_fills_up_ends_with_74_and_harms_nothing(tmpfs: Path, tmp_pa
     assert steps_in(tmpfs)[-1] == "step-8"
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_costs_a_warning(tmpfs: Path, tmp_path: Path) -> None:
     done = train(tmp_path, tmpfs, FILL_AT="3", FREE_AT="6")
     assert (done.code, "trained to 8" in done.out) == (0, True), done.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import random
 import resource
 import shutil
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 import paceline
 from paceline.checkpoint import codec
 from paceline.checkpoint.manifest import Damaged
-from paceline.checkpoint.store import LocalStore, committed, open_store, read_manifest, verify
+from paceline.checkpoint.store import Store, committed, open_store, read_manifest, verify
 from paceline.checkpoint.writer import Staging
 from paceline.cli.main import main
 from paceline.errors import CheckpointError, NonFinite, SaveFailed
@@ -143,15 +145,15 @@ def test_a_return_to_an_earlier_step_may_be_killed_at_any_moment(
     copies: list[Path] = []
 
     def copying(name: str) -> None:
-        call = getattr(LocalStore, name)
+        call = getattr(Store, name)
 
-        def wrapped(self: LocalStore, *args: Any) -> Any:
+        def wrapped(self: Store, *args: Any) -> Any:
             if self.root == str(tmp_path / "a"):
                 copies.append(tmp_path / f"copy-{len(copies)}")
                 shutil.copytree(tmp_path / "a", copies[-1])
             return call(self, *args)
 
-        monkeypatch.setattr(LocalStore, name, wrapped)
+        monkeypatch.setattr(Store, name, wrapped)
 
     for name in ("write", "seal", "rename", "remove"):
         copying(name)
@@ -283,6 +285,20 @@ def test_a_pickle_where_tensors_belong_is_not_run(
     with pytest.raises(CheckpointError, match="cannot be read"):
         paceline.load_weights(model, tmp_path / "bomb.pth")
     assert not (tmp_path / "exploded").exists()
+
+
+def test_checkpoints_do_not_keep_a_model_alive(job: Job, tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    gone = weakref.ref(model)
+    checkpoints = paceline.Checkpoints(tmp_path)
+    values = [*model.parameters()]
+    checkpoints.save(job, 1, model.state_dict(), wait=False, steady=values)
+    tensor = weakref.ref(values[0])
+    checkpoints.finish(job)
+    del model, values
+    gc.collect()
+    assert gone() is None
+    assert tensor() is None
 
 
 # Storage that fails.
@@ -428,6 +444,10 @@ def test_the_command_lists_shows_checks_and_removes(
     assert _run("rm", tmp_path, "--step", 20) == 0
     assert committed(open_store(tmp_path)) == [1]
     assert _run("show", tmp_path, "--step", 20) == 65
+    _flip(tmp_path / "step-1/manifest.json", random.Random(1))
+    capsys.readouterr()
+    assert _run("show", tmp_path) == 65
+    assert "manifest.json does not match its digest" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])

@@ -19,7 +19,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.checkpoint.manifest import NAME, Chunk, Damaged, Manifest, SavedTensor, parse
 
@@ -27,41 +27,11 @@ _FOLDER = re.compile(r"(step|rollback)-(\d+)", re.ASCII)
 _lock = threading.RLock()
 
 
-class Store(Protocol):
-    """A folder that holds checkpoints. Paths are relative to it; ranks may write different files at once."""
+class Store:
+    """Checkpoints in a folder of this host or of a mounted file system. Paths are relative to it.
 
-    root: str
-
-    def scratch(self, folder: str) -> str:
-        """The folder to write a checkpoint into that will be named `folder`."""
-
-    def names(self, path: str = "") -> list[str]:
-        """The names in a folder; empty if it does not exist."""
-
-    def size(self, path: str) -> int:
-        """The size of a file in bytes; FileNotFoundError if it does not exist."""
-
-    def read(self, path: str, offset: int, size: int) -> bytearray:
-        """Read bytes of a file; fewer if it is shorter."""
-
-    def write(self, path: str, parts: Iterable[memoryview | bytes]) -> None:
-        """Write a new file and flush it to disk. Creates its folder."""
-
-    def seal(self, folder: str) -> None:
-        """Turn the scratch folder, which now has a manifest, into `folder`."""
-
-    def rename(self, old: str, new: str) -> None:
-        """Rename a folder."""
-
-    def remove(self, path: str) -> None:
-        """Remove a file or a folder; a checkpoint is never seen in part."""
-
-    def free_bytes(self) -> int | None:
-        """The free space, or None if unknown."""
-
-
-class LocalStore:
-    """A folder of this host or of a file system that it mounts."""
+    Ranks may write different files at once.
+    """
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -70,18 +40,22 @@ class LocalStore:
         return os.path.join(self.root, path) if path else self.root
 
     def scratch(self, folder: str) -> str:
+        """The folder to write a checkpoint into that will be named `folder`."""
         return f"unfinished-{folder}"
 
     def names(self, path: str = "") -> list[str]:
+        """The names in a folder; empty if it does not exist."""
         try:
             return os.listdir(self._path(path))
         except FileNotFoundError:
             return []
 
     def size(self, path: str) -> int:
+        """The size of a file in bytes; FileNotFoundError if it does not exist."""
         return os.stat(self._path(path)).st_size
 
     def read(self, path: str, offset: int, size: int) -> bytearray:
+        """Read bytes of a file; fewer if it is shorter."""
         data = bytearray(size)
         view, done = memoryview(data), 0
         with open(self._path(path), "rb", buffering=0) as file:
@@ -93,6 +67,7 @@ class LocalStore:
         return data
 
     def write(self, path: str, parts: Iterable[memoryview | bytes]) -> None:
+        """Write a new file and flush it to disk. Creates its folder."""
         full = self._path(path)
         os.makedirs(os.path.dirname(full), exist_ok=True)
         with open(full, "wb", buffering=0) as file:
@@ -103,16 +78,19 @@ class LocalStore:
             os.fsync(file.fileno())
 
     def seal(self, folder: str) -> None:
+        """Turn the scratch folder, which now has a manifest, into `folder`."""
         self._flush(self.scratch(folder))
         os.rename(self._path(self.scratch(folder)), self._path(folder))
         self._flush("")
 
     def rename(self, old: str, new: str) -> None:
+        """Rename a folder; creates the parent of the new name."""
         os.makedirs(os.path.dirname(self._path(new)), exist_ok=True)
         os.rename(self._path(old), self._path(new))
         self._flush("")
 
     def remove(self, path: str) -> None:
+        """Remove a file or a folder; a checkpoint is never seen in part."""
         full = self._path(path)
         if os.path.isfile(full):
             os.remove(full)
@@ -126,6 +104,7 @@ class LocalStore:
             shutil.rmtree(full)
 
     def free_bytes(self) -> int | None:
+        """The free space, or None if unknown."""
         facts = os.statvfs(self.root)
         return facts.f_bavail * facts.f_frsize
 
@@ -152,11 +131,11 @@ def _storage_errors() -> Iterator[None]:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """A folder behind fsspec."""
 
     def __init__(self, url: str) -> None:
-        self.root = url
+        super().__init__(url)
         from fsspec.core import url_to_fs
 
         self._fs: Any
@@ -232,7 +211,7 @@ def open_store(folder: str | Path) -> Store:
     url = os.fspath(folder)
     if "://" in url and not url.startswith("file://"):
         return RemoteStore(url)
-    return LocalStore(url.removeprefix("file://"))
+    return Store(url.removeprefix("file://"))
 
 
 def folders(store: Store) -> dict[int, str]:

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         return {"ls": _ls, "show": _show, "check": _check, "export": _export, "rm": _rm}[
             args.action
         ](store, args)
-    except (PacelineError, OSError) as error:
+    except (Damaged, PacelineError, OSError) as error:
         print(f"paceline ckpt: {error}", file=sys.stderr)
         return _NO_CHECKPOINT
 
