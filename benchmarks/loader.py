@@ -1,11 +1,11 @@
-"""What part of a training step the examples spend waiting for their samples.
+"""The part of a training step that the examples spend waiting for their samples.
 
     python benchmarks/loader.py [--ranks 2] [--rounds 3]
 
-Every example that uses `Batches` runs as it is. Timed are the asking for a step and for its micro-batches,
-and the whole step until the next one is asked for; steps that end an epoch are left out, as evaluation
-follows them. The table has the rank that waits most, medians over rounds: of all its time, and of its
-median step, which neither begins an epoch nor is interrupted.
+Every example that uses `Batches` runs unchanged. Measured are the time to get a step and its micro-batches,
+and the time of the whole step until the next one is requested. Steps that end an epoch are left out, because
+an evaluation follows them. The table shows the rank that waits most, medians over rounds: the part of all its
+time, and of its median step, which neither begins an epoch nor is interrupted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Watch:
-    """How long a rank waited in its steps, and how long these took."""
+    """The time that a rank waited in each step, and the time of the step."""
 
     def __init__(self) -> None:
         self.current_s = 0.0
@@ -61,7 +61,7 @@ class Watch:
 
 
 def run_example(name: str, folder: str) -> None:
-    """One rank of an example, watched."""
+    """Run one rank of an example and measure it."""
     watch, original = Watch(), Batches.iterate
 
     def iterate(self: Batches, *args: Any, **options: Any) -> Iterator[Any]:
@@ -81,7 +81,7 @@ def run_example(name: str, folder: str) -> None:
 
 
 def measure(name: str, ranks: int) -> list[float]:
-    """Of the rank that waited most: part of the time, of its median step, seconds a step, steps."""
+    """For the rank that waited most: part of its time, of its median step, seconds per step, steps."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "paceline", "run", f"--nproc-per-node={ranks}", __file__]
         words += ["--example", name, "--folder", folder]

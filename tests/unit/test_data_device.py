@@ -1,4 +1,4 @@
-"""Batches of any structure move to a device; the meta device stands in for one."""
+"""Batches of any structure are copied to a device; the meta device replaces a real one."""
 
 from __future__ import annotations
 

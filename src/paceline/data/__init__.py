@@ -1,1 +1,1 @@
-"""Which samples, in what order, with what randomness; a front to torch's DataLoader."""
+"""Which samples make each step, in which order and with which randomness; a front to torch's DataLoader."""

@@ -277,9 +277,8 @@ class _Tasks:
         return self.pending
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "pending": iter(())
-        }  # pickled where workers are spawned; they get no tasks this way
+        # Spawned workers get a pickled copy. They receive their tasks through queues.
+        return {"pending": iter(())}
 
 
 def _start_method() -> str | None:
