@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.job.preemption import Preempted as Preempted
     from paceline.launch.spawning import spawn as spawn
     from paceline.parallel.ddp import ddp as ddp
-    from paceline.parallel.ddp import unwrap as unwrap
+    from paceline.parallel.modules import unwrap as unwrap
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
     from paceline.training.evaluation import Evaluation as Evaluation
     from paceline.training.evaluation import evaluate as evaluate
@@ -49,7 +49,7 @@ _HOMES = {
     "on_rank0": "paceline.job.collectives",
     "spawn": "paceline.launch.spawning",
     "sync_batchnorm": "paceline.parallel.syncbn",
-    "unwrap": "paceline.parallel.ddp",
+    "unwrap": "paceline.parallel.modules",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605 - the one list of names is _HOMES

@@ -89,6 +89,36 @@ NAMES = (
         without="loader workers are killed instead of asked to end",
     ),
     # parallel
+    PrivateName(
+        "torch.distributed.Reducer._autograd_hook",
+        why="no public call has DDP lay out its buckets before the first backward",
+        since="2.11",
+        without="a training resumed on 3 or more ranks over Gloo or NCCL is exact to rounding only",
+    ),
+    PrivateName(
+        "torch.distributed.Reducer._reset_state",
+        why="DDP cannot be told otherwise that no backward follows a forward",
+        since="2.11",
+        without="a forward without a backward inside a step may break DDP's reduction",
+    ),
+    PrivateName(
+        "torch.distributed.Reducer._check_reducer_finalized",
+        why="DDP reports an unfinished reduction only in its next forward",
+        since="2.11",
+        without="a parameter that a backward did not reach is reported one step later, by torch",
+    ),
+    PrivateName(
+        "torch.distributed.Reducer._get_zeros_like_grad_buckets",
+        why="only the buckets tell which parameters a DDP that was not made by paceline.ddp waits for",
+        since="2.11",
+        without="parameters frozen or unfrozen after DistributedDataParallel(...) are not named",
+    ),
+    PrivateName(
+        "torch.nn.BatchNorm1d._check_input_dim",
+        why="torch's forward calls it; SyncBatchNorm takes inputs of the layer that it replaces",
+        since="2.11",
+        without="the shape of SyncBatchNorm's input is not checked",
+    ),
     # checkpoint
     PrivateName(
         "torch.Tensor._version",

@@ -178,7 +178,7 @@ def _training(job: Any, folder: str, checkpoints: Any = None, **options: Any) ->
 
 def _train(training: paceline.Training, before: Any = lambda step: None, **how: Any) -> list[Any]:
     """The tensors after each step."""
-    optimizer = next(iter(training.tracks))
+    optimizer = training.optimizers[0]
     found = []
     for step in training.steps(**how):
         before(step)
@@ -200,7 +200,7 @@ def _read_all(job: Any, folder: str) -> list[Any]:
         training = _training(job, folder)
         assert _train(training, until=1) == []  # it resumes, and has nothing to do
         assert training.number == step
-        optimizer = next(iter(training.tracks))
+        optimizer = training.optimizers[0]
         found.append(_tensors(training.models[0], optimizer))
         job._run_leave_actions()
         if job.rank == 0:

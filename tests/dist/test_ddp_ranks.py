@@ -15,8 +15,7 @@ import paceline
 from paceline.errors import ConfigError, GradientError, PeerFailed, RankDisagreement
 from paceline.job.job import Job
 from paceline.parallel import ddp as parallel
-from paceline.parallel import reducer
-from paceline.parallel.buffers import equalize_buffers
+from paceline.parallel.modules import equalize_buffers
 from paceline.testing import digest, run_failing_ranks, run_ranks
 
 State = dict[str, torch.Tensor]
@@ -125,7 +124,7 @@ def _construct(job: Job) -> dict[str, Any]:
         # torch makes it a view into a bucket, of equal value.
         and net.layer.bias.grad.tolist() == [1, 1],
         "state": {name: value.clone() for name, value in net.state_dict().items()},
-        "kinds": [parallel.is_ddp(model), parallel.is_ddp(net), parallel.unwrap(model) is net],
+        "kinds": [parallel.is_ddp(model), parallel.is_ddp(net), paceline.unwrap(model) is net],
         "warm": model._has_rebuilt_buckets and not model.reducer._rebuild_buckets(),
     }
     net.norm.running_mean.fill_(job.rank + 1)
@@ -166,85 +165,39 @@ class Heads(nn.Module):
         return torch.cat([self.heads[i](hidden) for i in heads])
 
 
-def _empty(job: Job, options: dict[str, bool], heads: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Three steps; in step s all ranks but s are empty. In the last each has a part before that."""
-    net = Heads()
-    model = paceline.ddp(job, net, **options)
-    steps = []
-    for step in range(3):
-        x = torch.full((1, 2), 0.5 + step)
-        if step == 2:
-            reducer.set_sync(model, False)
-            model(x * (1 + job.rank), heads).sum().backward()
-            reducer.set_sync(model, True)
-        if job.rank == step:
-            model(x, heads).sum().backward()
-        else:
-            reducer.zero_backward(model)
-        parallel.refuse_unused(job, model)
-        # Copies, since gradients are views into buckets that the next step fills again.
-        steps.append(
-            {n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()}
-        )
-        net.zero_grad(set_to_none=True)
+Gradients = dict[str, torch.Tensor | None]
+
+
+def _few_samples(job: Job, options: dict[str, bool], heads: tuple[int, ...]) -> list[Gradients]:
+    """The gradients of three steps of one sample each, so that all ranks but one have none."""
+    model = paceline.ddp(job, Heads(), **options)
+    net = paceline.unwrap(model)
+    steps: list[Gradients] = []
+
+    class Recording(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            named = net.named_parameters()
+            steps.append({n: None if p.grad is None else p.grad.clone() for n, p in named})
+
+    data = TensorDataset(torch.randn(3, 2, generator=torch.Generator().manual_seed(4)))
+    batches = paceline.Batches(job, data, global_batch=1)
+    training = paceline.Training(job, model, Recording(net.parameters(), lr=0.1), batches)
+    for step in training.steps(epochs=1):
+        for (x,) in step:
+            step.backward(model(x, heads).sum(), count=len(x))
+        step.update()
     return steps
 
 
-def _expected(nproc: int, heads: tuple[int, ...]) -> list[dict[str, Any]]:
-    net, steps = Heads(), []
-    for step in range(3):
-        x = torch.full((1, 2), 0.5 + step)
-        parts = [x] if step < nproc else []
-        if step == 2:
-            parts = parts + [x * (1 + rank) for rank in range(nproc)]
-        for part in parts:
-            (net(part, heads).sum() / nproc).backward()
-        steps.append({name: p.grad for name, p in net.named_parameters()})
-        net.zero_grad(set_to_none=True)
-    return steps
-
-
-@pytest.mark.parametrize(
-    ("options", "heads"),
-    [({}, (0, 1, 2)), ({"find_unused": True}, (0, 2)), ({"static_graph": True}, (0, 1, 2))],
-    ids=["plain", "find_unused", "static_graph"],
-)
-def test_ranks_without_samples_take_part(options: dict[str, bool], heads: tuple[int, ...]) -> None:
-    want = _expected(3, heads)
-    ranks = run_ranks(_empty, options, heads, nproc=3)
-    for steps in ranks:
-        for step, gradients in enumerate(steps):
-            for name, gradient in gradients.items():
-                assert (gradient is None) == (want[step][name] is None), (step, name)
-                if gradient is not None:
-                    torch.testing.assert_close(gradient, want[step][name], msg=f"{step} {name}")
-                    assert torch.equal(gradient, ranks[0][step][name])
-
-
-def _signs(job: Job) -> list[bool]:
-    net = nn.Linear(2, 1, bias=False)
-    model = paceline.ddp(job, net)
-    net.weight.grad = torch.tensor([[-0.0, job.rank + 1.0]])
-    reducer.set_sync(model, False)
-    reducer.zero_backward(model)
-    assert not model.require_backward_grad_sync  # left as it was, and yet all ranks had part in
-    sparse = nn.Embedding(5, 2, sparse=True)
-    model = paceline.ddp(job, nn.Sequential(sparse))
-    seen = [
-        net.weight.grad.tolist() == [[0, 1.5]] and bool(net.weight.grad[0, 0].signbit()),
-        sparse.weight.grad is None,
-    ]
-    if job.rank == 0:
-        model(torch.tensor([3])).sum().backward()
-    else:
-        reducer.zero_backward(model)
-    rows = torch.zeros(5, 2)
-    rows[3] = 1 / job.world_size
-    return [*seen, torch.equal(sparse.weight.grad.to_dense(), rows)]
-
-
-def test_zeros_keep_their_sign_and_sparse_gradients_stay_sparse() -> None:
-    assert run_ranks(_signs, nproc=2) == [[True, True, True]] * 2
+@pytest.mark.parametrize("options", [{}, {"find_unused": True}, {"static_graph": True}], ids=str)
+def test_ranks_without_samples_take_part(options: dict[str, bool]) -> None:
+    heads = (0, 2) if "find_unused" in options else (0, 1, 2)
+    want = run_ranks(_few_samples, options, heads, nproc=1)[0]
+    for got in run_ranks(_few_samples, {"bucket_mb": 1.0, **options}, heads, nproc=3):
+        for ours, theirs in zip(got, want, strict=True):
+            for name, gradient in ours.items():
+                assert (gradient is None) == (theirs[name] is None), name
+                torch.testing.assert_close(gradient, theirs[name], msg=name)
 
 
 def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, bool]) -> str:
@@ -252,14 +205,13 @@ def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, boo
     for _ in range(2):
         heads = (0, 2) if job.rank in on else (0, 1, 2)
         if earlier:
-            reducer.set_sync(model, False)
-            model(torch.ones(1, 2)).sum().backward()
-            reducer.set_sync(model, True)
+            with model.no_sync():  # type: ignore[operator]
+                model(torch.ones(1, 2)).sum().backward()
         try:
             model(torch.ones(1, 2), heads).sum().backward()
         except RuntimeError as error:
             job.reraise(error)
-        parallel.refuse_unused(job, model)
+        parallel._refuse_unused(job, parallel.find_wrapper(model))
         model.zero_grad(set_to_none=True)
     return "both steps were done"
 
@@ -298,7 +250,7 @@ def _unreached(job: Job) -> None:
     parameter = torch.ones((), requires_grad=True)
     model(torch.ones(1, 2))
     parameter.sum().backward()
-    parallel.refuse_unused(job, model)
+    parallel._refuse_unused(job, parallel.find_wrapper(model))
 
 
 def test_a_loss_that_reaches_no_parameter_at_all() -> None:
@@ -344,8 +296,6 @@ def _check(job: Job) -> dict[str, Any]:
     facts["by hand"] = refused(wrapped, over(by_hand))
     by_hand[1].bias.requires_grad_(False)
     facts["by hand, sound"] = refused(wrapped, over(by_hand))
-    reducer.zero_backward(wrapped)
-    facts["by hand, reduced"] = parallel.unused_parameters(wrapped)
     return facts
 
 
@@ -362,7 +312,6 @@ def test_parameters_that_ddp_does_not_know_are_named() -> None:
         assert facts["two models"] == [None, None]
         assert facts["by hand"] == ["1.bias"]
         assert facts["by hand, sound"] is None
-        assert facts["by hand, reduced"] == []
 
 
 def _idle(job: Job) -> list[str]:
@@ -389,22 +338,16 @@ def _compiled(job: Job) -> list[Any]:
     net = nn.Linear(2, 1)
     plain = torch.compile(nn.Linear(2, 1), backend="eager")
     model = torch.compile(paceline.ddp(job, net), backend="eager")
-    reducer.set_sync(model, False)
-    synced = model._orig_mod.require_backward_grad_sync
-    reducer.zero_backward(model)
-    parallel.refuse_unused(job, model)
     return [
         parallel.is_ddp(model),
-        parallel.unwrap(model) is net,
-        synced,
-        net.weight.grad is not None,
+        paceline.unwrap(model) is net,
         parallel.is_ddp(plain),
-        parallel.unwrap(plain) is plain._orig_mod,
+        paceline.unwrap(plain) is plain._orig_mod,
     ]
 
 
-def test_a_compiled_wrapper_is_looked_through() -> None:
-    assert run_ranks(_compiled, nproc=2) == [[True, True, False, True, False, True]] * 2
+def test_a_compiled_wrapper_is_found() -> None:
+    assert run_ranks(_compiled, nproc=2) == [[True, True, False, True]] * 2
 
 
 def _trained(job: Job, compiled: bool) -> tuple[str, list[str]]:

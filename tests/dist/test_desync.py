@@ -53,7 +53,7 @@ def _flip(training: Any, what: str) -> None:
         return
     net = paceline.unwrap(training.models[0])
     weight = net[2].weight
-    tensor = weight if what == "weight" else next(iter(training.tracks)).state[weight][what]
+    tensor = weight if what == "weight" else training.optimizers[0].state[weight][what]
     # The least significant bit: less than any tolerance would see.
     tensor.detach().view(-1).view(torch.int32)[5] ^= 1
 
@@ -136,7 +136,7 @@ def test_zero_never_compares() -> None:
 
 def _sound(job: Any, options: dict[str, Any], tamper: dict[str, Any] | None = None) -> Any:
     training = _train(job, _training(job, **options), 12, tamper)
-    replicas = training.saving._replicas
+    replicas = training._replicas
     return replicas._equal, replicas._due, replicas._cost_s
 
 

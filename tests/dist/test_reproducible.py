@@ -70,7 +70,7 @@ def _loop(training: paceline.Training, *, grow: float = 1.0, **how: Any) -> list
 
 
 def _digests(training: paceline.Training, losses: list[float]) -> dict[str, str]:
-    optimizer = next(iter(training.tracks))
+    optimizer = training.optimizers[0]
     return {
         "weights": digest(paceline.unwrap(training.models[0]).state_dict()),
         "optimizer": digest(optimizer.state_dict()),

@@ -76,7 +76,7 @@ def _schedule(job: Any) -> list[float]:
         for x, y in step:
             loss = F.cross_entropy(training.models[0](x), y, reduction="sum")
             step.backward(loss, count=len(y))
-        rates.append(next(iter(training.tracks)).param_groups[0]["lr"])
+        rates.append(training.optimizers[0].param_groups[0]["lr"])
         step.update()
     return rates
 

@@ -96,7 +96,7 @@ def _change(job: Any, kind: str) -> list[float]:
                 net.use_aside = job.rank != 1
             elif kind == "add":
                 net.first.extra = nn.Parameter(torch.ones(1, dtype=torch.float64))
-                optimizer = next(iter(training.tracks))
+                optimizer = training.optimizers[0]
                 optimizer.add_param_group({"params": [net.first.extra]})
         for x, y in step:
             loss = F.cross_entropy(training.models[0](x), y, reduction="sum")

@@ -9,7 +9,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.audit.record import Recorder, digest, plain, user_line
-from paceline.parallel.ddp import unwrap
+from paceline.parallel.modules import unwrap
 
 _APART = 100
 

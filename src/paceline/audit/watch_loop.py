@@ -19,7 +19,7 @@ from paceline.audit.progress import Progress
 from paceline.audit.record import digest, leaves, random_states, user_line
 from paceline.audit.watch_changes import Changes
 from paceline.audit.weight import loss_weight
-from paceline.parallel.ddp import unwrap
+from paceline.parallel.modules import unwrap
 
 # Set before each forward of the solo run and of its replay, so that their dropout is the same.
 _FORWARD_SEED = 7_000_003

@@ -1,48 +1,87 @@
-"""Replicas whose gradients are averaged: a front to `torch.nn.parallel.DistributedDataParallel`.
+"""Replicas of a model: a front to `torch.nn.parallel.DistributedDataParallel`.
 
-Adds what torch leaves to its users: errors with parameter names before training instead of indices or a
-hang during it, a bucket layout that is the same in a resumed run, and a part in the reduction for a rank
-that has no samples. It deliberately does not reduce gradients itself, does not weigh them (the training
-loop does, by a factor on the loss), and moves no module.
+Adds errors with parameter names before training, where torch gives indices or hangs during it, and a bucket
+layout that is the same in a resumed run. It does not reduce or weigh gradients itself.
 """
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from paceline import log
+from paceline import torch_private
+from paceline.data.batches import Batches
+from paceline.data.plan import MicroBatch, PlannedStep, micro_batches
 from paceline.errors import ConfigError, GradientError
 from paceline.job.job import Job
-from paceline.parallel import reducer
-from paceline.parallel.buffers import equalize_buffers
-from paceline.parallel.preflight import agree_on_parameters, listed, refuse_module
+from paceline.parallel.modules import (
+    agree_on_parameters,
+    equalize_buffers,
+    listed,
+    refuse_module,
+    unwrap,
+    warn_untrained,
+)
+from paceline.parallel.strategy import Strategy
+from paceline.shm.group import ShmGroup
 
 DEFAULT_BUCKET_MB = 25.0
+_REDUCER = "torch.distributed.Reducer."
+_KNOWN = "_paceline_known"  # of a wrapper: the parameters that its reducer waits for, with names
+_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+class Replica(DistributedDataParallel):
+    """torch's DDP, with a way around its bookkeeping for strategies that sum gradients elsewhere.
+
+    Attributes:
+        default_options: Whether `ddp` was called without options, so that any reduction will do.
+        bypassed: Whether forwards go to the module directly, and backwards reduce nothing.
+        has_hook: Whether the user registered a communication hook.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.default_options = self.bypassed = self.has_hook = False
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """As torch's."""
+        super().register_comm_hook(state, hook)
+        self.has_hook = True
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        if self.bypassed:
+            return self.module(*inputs, **kwargs)
+        averaged: Any = super().forward
+        return averaged(*inputs, **kwargs)
 
 
 def ddp(
     job: Job,
     module: nn.Module,
     *,
-    bucket_mb: float | Literal["auto"] = DEFAULT_BUCKET_MB,
+    bucket_mb: float = DEFAULT_BUCKET_MB,
     static_graph: bool = False,
     find_unused: bool = False,
 ) -> nn.Module:
-    """Wrap `module` so that its gradients are averaged over the ranks; weights become rank 0's.
+    """Wrap `module` so that its gradients are averaged over the ranks; weights become those of rank 0.
 
     In a job of one process the module itself is returned. Otherwise the result is torch's own wrapper:
     gradients are views into its buckets, and the bucket layout is final at once, so that a resumed run
     sums in the same order as an uninterrupted one.
 
     Args:
-        bucket_mb: Size of a gradient bucket in MiB; at the default the first one is 1 MiB. "auto" has
-            `Training` try several in its first steps, and checkpoints keep what was fastest. Over Gloo
-            and NCCL another size means another order of sums at 3 and more ranks, so other last bits.
+        bucket_mb: Size of a gradient bucket in MiB; at the default the first one is 1 MiB. Over Gloo and
+            NCCL another size means another order of sums at 3 and more ranks, so other last bits.
         static_graph: Promise that all steps use the same parameters in the same way. torch then lays
             its buckets out in the second step, so resuming at 3 and more ranks is exact to rounding
             only.
@@ -58,59 +97,255 @@ def ddp(
     _refuse_options(bucket_mb, static_graph, find_unused)
     if is_ddp(module):
         raise ConfigError("this module is wrapped by DDP already.", fix="call paceline.ddp once.")
-    refuse_module(job, module)
-    if job.group is None:
+    refuse_module(job, module, wrap="paceline.ddp")
+    if job.data.group is None:
         return module
-    settings = f"{bucket_mb=}, {static_graph=}, {find_unused=}"
-    agree_on_parameters(job, module, settings)
+    agree_on_parameters(job, module, f"{bucket_mb=}, {static_graph=}, {find_unused=}")
+    is_default = bucket_mb == DEFAULT_BUCKET_MB
     try:
-        wrapper = reducer.wrap(
-            job,
+        wrapper = Replica(
             module,
-            bucket_mb=None if bucket_mb in ("auto", DEFAULT_BUCKET_MB) else float(bucket_mb),
-            tuned=bucket_mb == "auto",
+            device_ids=[job.device] if job.device.type == "cuda" else None,
+            process_group=job.data.group,
+            bucket_cap_mb=None if is_default else float(bucket_mb),
+            find_unused_parameters=find_unused,
             static_graph=static_graph,
-            find_unused=find_unused,
+            gradient_as_bucket_view=True,
+            **_no_buffer_broadcast(),
         )
+        wrapper.default_options = is_default and not (static_graph or find_unused)
+        known = known_parameters(wrapper)
+        if isinstance(job.data.group, ShmGroup):
+            job.data.group.share_gradients(p for _, p in known)
+        _lay_out_buckets(wrapper)
     except RuntimeError as error:
         job.reraise(error)
     equalize_buffers(job, wrapper)
     return wrapper
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside torch's DDP and `torch.compile`, or `model` itself if in neither.
+def _refuse_options(bucket_mb: Any, static_graph: bool, find_unused: bool) -> None:
+    if bucket_mb == "auto":
+        raise ConfigError(
+            "bucket_mb='auto' is not supported any more.",
+            why="no bucket size was faster than the default beyond the noise.",
+            fix="leave bucket_mb out, or give a number of MiB.",
+        )
+    if not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
+        raise ConfigError(f"bucket_mb must be a number of MiB greater than 0, got {bucket_mb!r}.")
+    if static_graph and find_unused:
+        raise ConfigError(
+            "find_unused has no effect with static_graph, which finds unused parameters itself.",
+            fix="leave one of them out.",
+        )
 
-    Collective: none.
-    """
-    name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
-    inner = model._modules.get(name)
-    return model if inner is None else unwrap(inner)
+
+def _no_buffer_broadcast() -> dict[str, Any]:
+    # torch 2.13 renamed the option and warns of the old name, the only one that 2.11 and 2.12 have.
+    names = inspect.signature(DistributedDataParallel.__init__).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    return {name: False}
+
+
+def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
+    """torch's DDP in `model`, compiled or not; None for a plain module."""
+    current: nn.Module | None = model
+    while current is not None and not isinstance(current, DistributedDataParallel):
+        current = current._modules.get("_orig_mod")  # what torch.compile puts around it
+    return current
 
 
 def is_ddp(model: nn.Module) -> bool:
     """Whether `model` is torch's DDP, compiled or not."""
-    return reducer.find_wrapper(model) is not None
+    return find_wrapper(model) is not None
 
 
-def check_parameters(
-    job: Job, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    """Refuse parameters that would be trained on each rank alone; warn of those never trained.
+def known_parameters(wrapper: DistributedDataParallel) -> tuple[tuple[str, nn.Parameter], ...]:
+    """The parameters that the reducer waits for, whatever their `requires_grad` is now."""
+    known: tuple[tuple[str, nn.Parameter], ...] | None = wrapper.__dict__.get(_KNOWN)
+    if known is None:
+        ids = None
+        if not isinstance(wrapper, Replica):
+            # The user wrapped the model, at an unknown time. Only the buckets tell what was trainable
+            # then; this call takes the memory of all gradients for a moment.
+            buckets_of = torch_private.find(f"{_REDUCER}_get_zeros_like_grad_buckets")
+            buckets = buckets_of(wrapper.reducer) if buckets_of else []
+            ids = {id(p) for bucket in buckets for p in bucket.parameters()}
+        known = tuple(
+            (name, p)
+            for name, p in wrapper.module.named_parameters()
+            if (id(p) in ids if ids else p.requires_grad)
+            and name not in wrapper.parameters_to_ignore
+        )
+        wrapper.__dict__[_KNOWN] = known
+        _wrappers.add(wrapper)
+    return known
+
+
+def _lay_out_buckets(wrapper: Replica) -> None:
+    """Have torch lay out its buckets now instead of after the first backward.
+
+    The layout decides where the rings of Gloo and NCCL cut a bucket, and so in which order 3 and more
+    ranks are added: the first step of a resumed run would differ from the same step of a straight one.
+    """
+    sparse = any(getattr(layer, "sparse", False) for layer in wrapper.modules())
+    if wrapper.static_graph or wrapper.find_unused_parameters or sparse:
+        return  # torch needs a real backward: it shows the graph, or what sparse gradients are like
+    hook = torch_private.find(f"{_REDUCER}_autograd_hook")
+    if hook is None:
+        return
+    known = known_parameters(wrapper)
+    # Copies: gradients that exist are views into the buckets already, which the zeros overwrite.
+    gradients = [None if p.grad is None else p.grad.clone() for _, p in known]
+    for _, p in known:
+        p.grad = None
+    module = wrapper.module
+    device = known[0][1].device
+    # In the first forward torch has seen no backward, in the second it lays out the buckets; with the
+    # shm backend they move into shared memory in the second backward, while no gradient is a view.
+    wrapper._modules["module"] = _HookCaller(hook, wrapper.reducer, len(known))
+    try:
+        for _ in range(2):
+            with torch.enable_grad():
+                wrapper(torch.zeros((), device=device, requires_grad=True)).backward()
+            for _, p in known:
+                p.grad = None
+    finally:
+        wrapper._modules["module"] = module
+    for (_, p), gradient in zip(known, gradients, strict=True):
+        p.grad = gradient
+
+
+class _HookCaller(nn.Module):
+    """A module whose backward calls the reducer's hooks and computes no gradient.
+
+    A real backward of zeros would also fire the hooks of users, and some of those step an optimizer.
+    """
+
+    def __init__(self, hook: Any, reducer: Any, count: int) -> None:
+        super().__init__()
+        self._arguments = hook, reducer, count
+
+    def forward(self, anchor: torch.Tensor) -> torch.Tensor:
+        apply: Any = _CallHooks.apply
+        output: torch.Tensor = apply(anchor, *self._arguments)
+        return output
+
+
+class _CallHooks(torch.autograd.Function):
+    """Inside a backward, where torch allows the reducer its final callback."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, hook: Any, reducer: Any, count: int
+    ) -> torch.Tensor:
+        ctx.arguments = hook, reducer, count
+        return anchor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
+        hook, reducer, count = ctx.arguments
+        # In the order of a real backward, which is the order of the layout.
+        for index in reversed(range(count)):
+            hook(reducer, index)
+        return None, None, None, None
+
+
+class DDPStrategy(Strategy):
+    """Gradients are averaged by torch's DDP in the last backward of a step."""
+
+    reduces_in_backward = True
+
+    def __init__(
+        self,
+        job: Job,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        batches: Batches,
+    ) -> None:
+        super().__init__(job, models, optimizers, batches)
+        found = [find_wrapper(model) for model in models]
+        self._wrappers = [wrapper for wrapper in found if wrapper is not None]
+        self._wrappers_of: dict[int, list[DistributedDataParallel]] = {}
+        self._shapes: dict[int, tuple[int, int]] = {}
+        for optimizer in optimizers:
+            owned = {id(p) for p in _owned(optimizer)}
+            self._wrappers_of[id(optimizer)] = [
+                wrapper
+                for wrapper in self._wrappers
+                if any(id(p) in owned for p in wrapper.module.parameters())
+            ]
+        if self.reduces_in_backward:
+            self.divisor = job.data.size
+            self.needs_equal_micro_batches = job.data.size > 1
+            self._refuse_static_accumulation(batches)
+
+    @classmethod
+    def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
+        return all(map(is_ddp, models))
+
+    def _refuse_static_accumulation(self, batches: Batches) -> None:
+        """torch's DDP records a static graph in its first backward, which must be a reduced one."""
+        share = -(-batches.global_batch // self._job.data.size)
+        most = micro_batches(share, batches.micro_batch)
+        if most > 1 and any(wrapper.static_graph for wrapper in self._wrappers):
+            raise ConfigError(
+                f"static_graph=True with {most} micro-batches a rank: torch's DDP cannot accumulate then.",
+                fix="leave static_graph out, or make micro_batch the rank's whole share.",
+            )
+
+    def check(self) -> None:
+        for model in self._models:
+            check_parameters(self._job, model, self._optimizers)
+
+    def begin_step(self, step: PlannedStep) -> None:
+        # A forward without a backward, for a printed accuracy or another loss, makes the reducer expect
+        # a backward; it would take that of the first micro-batch for it, which must not be reduced.
+        reset = torch_private.find(f"{_REDUCER}_reset_state")
+        for wrapper in self._wrappers:
+            if reset is not None and not wrapper.static_graph:  # its reducer would forget the graph
+                reset(wrapper.reducer)
+
+    def before_forward(self, micro: MicroBatch) -> None:
+        super().before_forward(micro)
+        for wrapper in self._wrappers:
+            # What `no_sync` does. nn.Module.__setattr__ would take a microsecond.
+            wrapper.__dict__["require_backward_grad_sync"] = micro.is_last
+
+    def finish(self, optimizer: Optimizer) -> None:
+        self._refuse_changes(optimizer)
+        for wrapper in self._wrappers_of[id(optimizer)]:
+            _refuse_unused(self._job, wrapper)
+
+    def _refuse_changes(self, optimizer: Optimizer) -> None:
+        """Check again if parameters were added, frozen or unfrozen since the last step."""
+        parameters = _owned(optimizer)
+        shape = (len(parameters), sum(p.grad is not None for p in parameters))
+        if shape != self._shapes.get(id(optimizer)):
+            self.check()
+            self._shapes[id(optimizer)] = shape
+
+
+def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def check_parameters(job: Job, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse parameters that would be trained on each rank alone; warn of those that never change.
 
     Raises:
         GradientError: parameters that DDP does not know, or waits for in vain (`parameters`).
     """
-    wrapper = reducer.find_wrapper(model)
-    named = {id(p): name for name, p in unwrap(model).named_parameters()}
-    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    if job.group is not None:
-        known = (
-            () if wrapper is None else reducer.known_parameters(wrapper)
-        )  # and one of `wrappers`
-        # An optimizer may own parameters of several models, each wrapped by itself.
-        fine = {id(p) for each in reducer.wrappers for p in reducer.handled_parameters(each)}
-        trainable = {id(p): p for p in [*unwrap(model).parameters(), *owned] if p.requires_grad}
+    wrapper = find_wrapper(model)
+    if job.data.size > 1:
+        known = () if wrapper is None else known_parameters(wrapper)
+        # An optimizer may own parameters of several models, each with a wrapper of its own.
+        fine = {id(p) for each in _wrappers for p in _handled_parameters(each)}
+        inner = unwrap(model)
+        owned = [p for optimizer in optimizers for p in _owned(optimizer)]
+        trainable = {id(p): p for p in [*inner.parameters(), *owned] if p.requires_grad}
+        named = {id(p): name for name, p in inner.named_parameters()}
         loose = [
             named.get(key, f"a parameter of shape {list(p.shape)} that is in the optimizer only")
             for key, p in trainable.items()
@@ -123,17 +358,18 @@ def check_parameters(
             raise GradientError(
                 f"frozen after they were wrapped by DDP: {listed(frozen)}.",
                 where=job.where(),
-                why="DDP waits for the gradient of each parameter that could be trained then.",
+                why="DDP waits for the gradient of each parameter that was trainable then.",
                 fix="call requires_grad_(False) before paceline.ddp(...).",
                 parameters=frozen,
             )
-    ids = {id(p) for p in owned}
-    idle = [n for n, p in unwrap(model).named_parameters() if p.requires_grad and id(p) not in ids]
-    if idle and optimizers:
-        log.once(
-            f"no optimizer owns {listed(idle)}: trainable, but it stays as it is. "
-            "Give it to an optimizer, or freeze it with requires_grad_(False) before ddp(...)."
-        )
+    warn_untrained(model, optimizers)
+
+
+def _handled_parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
+    """What DDP reduces, and what the user told it to ignore."""
+    ignored = wrapper.parameters_to_ignore
+    left_alone = [p for name, p in wrapper.module.named_parameters() if name in ignored]
+    return [p for _, p in known_parameters(wrapper)] + left_alone
 
 
 def _loose_error(job: Job, names: list[str], *, wrapped: bool) -> GradientError:
@@ -152,68 +388,41 @@ def _loose_error(job: Job, names: list[str], *, wrapped: bool) -> GradientError:
     )
 
 
-def unused_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters that DDP waits for and that have no gradient; [] for a plain module.
-
-    To be asked after the step's last backward and before gradients are set to None.
-    """
-    wrapper = reducer.find_wrapper(model)
-    return (
-        []
-        if wrapper is None
-        else [name for name, p in reducer.known_parameters(wrapper) if p.grad is None]
-    )
-
-
-def refuse_unused(job: Job, model: nn.Module, *, direct: bool = False) -> None:
+def _refuse_unused(job: Job, wrapper: DistributedDataParallel) -> None:
     """Raise if the step's reduction cannot finish, because this rank did not use some parameters.
 
-    torch says so in the next forward, with indices, or not at all where other ranks already wait.
-    About a microsecond where all is well, so it may be called after every step's last backward.
-
-    Args:
-        direct: Whether the reduction is not DDP's and has not begun.
+    torch reports this in the next forward, with indices, or not at all while other ranks wait. Called
+    after the last backward of each step; it takes about a microsecond.
 
     Raises:
         GradientError: names them (`parameters`); torch's own error, if any, is its cause.
     """
-    wrapper = reducer.find_wrapper(model)
-    if wrapper is None:
-        return
     cause: RuntimeError | None = None
+    check = torch_private.find(f"{_REDUCER}_check_reducer_finalized")
     try:
-        wrapper.reducer._check_reducer_finalized()
+        if check is not None:
+            check(wrapper.reducer)
     except RuntimeError as error:
         cause = error
     lenient = wrapper.find_unused_parameters or wrapper.static_graph
-    # A finished reduction leaves a gradient everywhere; none at all means that it never began.
-    finished = lenient or reducer.known_parameters(wrapper)[0][1].grad is not None
-    if cause is None and finished and not direct:
+    # A finished reduction leaves a gradient on every parameter; without any it never began.
+    known = known_parameters(wrapper)
+    if cause is None and (lenient or known[0][1].grad is not None):
         return
-    names = unused_parameters(wrapper)
-    if direct and not names:
-        return
+    raise unused_error(job, wrapper, [name for name, p in known if p.grad is None]) from cause
+
+
+def unused_error(job: Job, wrapper: DistributedDataParallel, names: list[str]) -> GradientError:
+    """The error for parameters that the step's last backward did not reach."""
     if names:
         what = f"no gradient reached {listed(names)}"
     else:
         what = "the last backward of the step did not use all parameters that earlier ones used"
-    raise GradientError(
+    return GradientError(
         f"{what}.",
         where=job.where(),
         why="DDP waits for the gradient of each trainable parameter in the step's last backward.",
         fix="freeze what is never used with requires_grad_(False) before ddp(...), or "
         + ("leave static_graph out." if wrapper.static_graph else "ddp(..., find_unused=True)."),
         parameters=names,
-    ) from cause
-
-
-def _refuse_options(
-    bucket_mb: float | Literal["auto"], static_graph: bool, find_unused: bool
-) -> None:
-    if bucket_mb != "auto" and not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
-        raise ConfigError(f"bucket_mb must be 'auto' or more than 0, got {bucket_mb!r}.")
-    if static_graph and find_unused:
-        raise ConfigError(
-            "find_unused has no effect with static_graph, which finds unused parameters itself.",
-            fix="leave one of them out.",
-        )
+    )

@@ -1,46 +1,202 @@
-"""Sums of gradients that do not depend on order: each micro-batch's gradient becomes 64-bit integers.
+"""`reproducible=True`: training that gives the same bits on any number of ranks.
 
 Floating-point addition depends on order, integer addition does not. The gradient of a micro-batch is
-multiplied by a power of two, cut to a whole number and added up; the sum over micro-batches and ranks is
-turned back into a float once. The scale of each parameter follows from the largest gradient of the step
-before, with room for the number of micro-batches, so no partial sum can overflow; a micro-batch that is
-larger than foreseen is detected by itself, on all ranks, and the step is done again with what was learnt.
-All of this depends on gradients alone, never on the number of ranks.
+multiplied by a power of two, truncated to 64-bit integers and added up; the sum over micro-batches and ranks
+is converted back to floating point once. The scale of each parameter follows from its largest gradient in the
+step before, with room for the number of micro-batches, so that no partial sum can overflow. If the gradient
+of a micro-batch is larger than that, all ranks detect it and repeat the step with a new scale. The scales
+depend on gradients only, never on the number of ranks.
+
+Besides: micro-batches are cut alike for any number of ranks (`Batches.align`), losses are rounded to a grid
+on which their sum is exact, BatchNorm's running statistics are folded in the order of micro-batches, and the
+number of threads and the kernels are fixed.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
+from paceline import torch_private
+from paceline.data.batches import Batches
+from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import ConfigError
 from paceline.job.job import Job
+from paceline.parallel import syncbn
+from paceline.parallel.ddp import DDPStrategy
+from paceline.parallel.modules import unwrap
 
-_BITS = 62  # of a sum; one is the sign, one keeps a distance
-_MARGIN = 8  # bits by which a gradient may outgrow the largest of the step before
-_CHUNK = 1 << 15  # elements handled at once, so that what lies between stays in the cache
-_UNKNOWN = -(2**30)  # no gradient was seen: the exponent of zero
+_BITS = 62  # of a sum: 64 without the sign, and one bit as a margin
+_MARGIN = 8  # bits by which a gradient may be larger than the largest of the step before
+_CHUNK = 1 << 15  # elements converted at once, so that the intermediate values stay in the cache
+_UNKNOWN = -(2**30)  # exponent of zero, or of a parameter without a gradient
 _INFINITE = 2**30
+_LOSS_GRID = 2.0**-24  # losses are multiples of this; below 2^28 their sums are exact in float64
 
 # torch 2.13 renamed both.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class ExactStrategy(DDPStrategy):
+    """Sums gradients of micro-batches exactly, over any number of ranks."""
+
+    reduces_in_backward = False
+    repeats_steps = True
+
+    def __init__(
+        self,
+        job: Job,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        batches: Batches,
+    ) -> None:
+        super().__init__(job, models, optimizers, batches)
+        batches.align()
+        self._micro_batch = batches.micro_batch
+        most = -(-batches.global_batch // batches.micro_batch)
+        owned = {
+            id(p): p
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        }
+        self._sum = ExactSum(job, list(owned.values()), most_micro_batches=most)
+        modules = [unwrap(model) for model in models]
+        if self._batchnorms.synchronised:
+            raise ConfigError(
+                "reproducible training normalises each micro-batch separately, not over ranks.",
+                fix="leave sync_batchnorm out: plain BatchNorm gives the same on any number of ranks.",
+            )
+        self._folds = [
+            _BatchNormFold(layer)
+            for module in modules
+            for layer in syncbn.batchnorms(module)
+            if layer.track_running_stats
+        ]
+        folded = {id(b) for fold in self._folds for b in fold.layer.buffers()}
+        self._other_buffers = [
+            (name, buffer)
+            for module in modules
+            for name, buffer in module.named_buffers()
+            if id(buffer) not in folded
+        ]
+        self._versions: list[int] = []
+        self._offset = 0
+        _fix_kernels(job)
+
+    @classmethod
+    def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
+        return job.data.size == 1 or super().fits(job, models, optimizers)
+
+    def begin_step(self, step: PlannedStep) -> None:
+        self._offset = step.offset
+        self._sum.begin()
+        for fold in self._folds:
+            fold.begin(-(-step.num_samples // self._micro_batch))
+        self._versions = self._buffer_versions()
+
+    def before_forward(self, micro: MicroBatch) -> None:
+        for wrapper in self._wrappers:
+            wrapper.__dict__["require_backward_grad_sync"] = False
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: torch.Tensor,
+        micro: MicroBatch,
+        inputs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        torch.autograd.backward(loss, weight, inputs=inputs)
+        self._sum.add()
+        for fold in self._folds:
+            fold.record((micro.offset - self._offset) // self._micro_batch)
+
+    def must_repeat(self) -> bool:
+        changed = zip(self._other_buffers, self._versions, self._buffer_versions(), strict=True)
+        for (name, _), before, after in changed:
+            if before != after:
+                raise ConfigError(
+                    f"the forward changes the buffer {name!r}, in the order of this rank's samples.",
+                    why="reproducible training can restore the order for BatchNorm's buffers only.",
+                )
+        fits = self._sum.agree()
+        for fold in self._folds:
+            fold.restore()
+        if fits:
+            self._fold()
+            self._sum.finish()
+            for wrapper in self._wrappers:
+                wrapper.__dict__["require_backward_grad_sync"] = True
+        return not fits
+
+    def _buffer_versions(self) -> list[int]:
+        version = torch_private.find("torch.Tensor._version")
+        return [0 if version is None else version.__get__(b) for _, b in self._other_buffers]
+
+    def _fold(self) -> None:
+        if not self._folds:
+            return
+        packed = torch.cat([fold.table.reshape(-1) for fold in self._folds])
+        if self._job.data.group is not None:
+            # Each row is nonzero on one rank only, so this sum is exact.
+            dist.all_reduce(packed, group=self._job.data.group)
+        parts = torch.split(packed, [fold.table.numel() for fold in self._folds])
+        for fold, part in zip(self._folds, parts, strict=True):
+            fold.table.copy_(part.view_as(fold.table))
+            fold.fold()
+
+    def finish(self, optimizer: Optimizer) -> None:
+        pass  # `must_repeat` has summed
+
+    def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return (loss.double() / _LOSS_GRID).round() * _LOSS_GRID
+
+    def state_dict(self) -> Any:
+        return {"exponents": self._sum.exponents, "threads": torch.get_num_threads()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._sum.exponents = state["exponents"]
+        torch.set_num_threads(state["threads"])
+
+
+def _fix_kernels(job: Job) -> None:
+    """Fix what changes bits besides order, threads and kernels, until the job is left."""
+    threads = torch.get_num_threads()
+    strict = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+
+    def restore() -> None:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark
+
+    job.on_leave(restore)
+    # One thread by default: the number changes bits, and ranks of another job may have fewer cores.
+    torch.set_num_threads(int(os.environ.get("PACELINE_REPRODUCIBLE_THREADS", "1")))
+    job.set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
 class ExactSum:
     """Adds up gradients of micro-batches over all ranks, exactly and in any order.
-
-    Args:
-        parameters: What has gradients; the same on all ranks.
-        most_micro_batches: How many micro-batches a step may have, over all ranks.
 
     Memory: 8 bytes for each element of the parameters and one gradient, and 8 bytes more while ranks
     exchange.
 
-    Collective: as the methods say.
+    Args:
+        parameters: The same on all ranks.
+        most_micro_batches: The largest number of micro-batches of a step, over all ranks.
     """
 
     def __init__(
@@ -49,12 +205,12 @@ class ExactSum:
         self._job = job
         self._parameters = list(parameters)
         if any(not p.dtype.is_floating_point or p.is_sparse for p in self._parameters):
-            raise ConfigError("reproducible training wants real, dense parameters.")
+            raise ConfigError("reproducible training needs real, dense parameters.")
         # Shards of equal size for the exchange.
         elements = sum(p.numel() for p in self._parameters)
-        self._shard = -(-elements // job.world_size)
+        self._shard = -(-elements // job.data.size)
         device, dtype = self._parameters[0].device, _widest(self._parameters)
-        whole = self._shard * job.world_size
+        whole = self._shard * job.data.size
         self._sums = torch.zeros(whole, dtype=torch.int64, device=device)
         self._gradient = torch.empty(whole, dtype=dtype, device=device)
         self._floats = torch.empty(_CHUNK, dtype=torch.float64, device=device)
@@ -65,15 +221,15 @@ class ExactSum:
         self.exponents: list[int] | None = None
 
     def begin(self) -> None:
-        """Forget what was added; a step, or its repetition, begins."""
+        """Start a step, or its repetition."""
         self._fresh = [True] * len(self._parameters)
         self._seen = [_UNKNOWN] * len(self._parameters)
 
     def add(self) -> None:
-        """Add the gradients of one micro-batch, and take them away from the parameters."""
+        """Add the gradients of one micro-batch, and remove them from the parameters."""
         gradients = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
         largest = torch._foreach_norm([gradient for _, gradient in gradients], float("inf"))
-        # One transfer for all, since a device would be waited for at each.
+        # One transfer for all: each one waits for the device.
         for (i, _), value in zip(gradients, _to_list(largest), strict=True):
             self._seen[i] = max(self._seen[i], exponent_of(value))
         if self.exponents is not None:
@@ -93,7 +249,7 @@ class ExactSum:
             floats = self._floats[: len(part)]
             torch.mul(part, scale, out=floats)
             into = self._sums[offset + at : offset + at + len(part)]
-            # A copy cuts towards zero, which is the same everywhere.
+            # A copy truncates towards zero, on every processor.
             if first:
                 into.copy_(floats)
             else:
@@ -104,13 +260,13 @@ class ExactSum:
         return max(-900, min(900, _BITS - self._room - exponent))
 
     def agree(self) -> bool:
-        """Whether every micro-batch of all ranks fitted; if not, the step has to be done again.
+        """Whether every micro-batch of all ranks fitted its scale; if not, the step must be repeated.
 
-        Collective: all ranks, once they have added all their micro-batches.
+        All ranks call it, after they have added all their micro-batches.
         """
         largest = torch.tensor(self._seen, dtype=torch.int64)
-        if self._job.control is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._job.control)
+        if self._job.data.control is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._job.data.control)
         self._seen = largest.tolist()
         fits = self.exponents is not None and all(
             seen <= allowed or seen == _INFINITE
@@ -121,12 +277,10 @@ class ExactSum:
         return fits
 
     def finish(self) -> None:
-        """Give each parameter the summed gradient, equal to the last bit on all ranks.
+        """Give each parameter the summed gradient, bit for bit equal on all ranks.
 
-        Where one was NaN or infinite, all of it is NaN. Parameters that no micro-batch reached keep
-        no gradient.
-
-        Collective: all ranks, after `agree` has said yes.
+        If any gradient of a parameter was NaN or infinite, its sum is NaN. Parameters that no micro-batch
+        reached have no gradient. All ranks call it, after `agree` returned True.
         """
         assert self.exponents is not None
         job, size = self._job, self._shard
@@ -135,11 +289,11 @@ class ExactSum:
             if fresh:
                 self._sums[offset : offset + p.numel()] = 0
             offset += p.numel()
-        own = self._sums if job.group is None else self._exchanged()
-        mine = self._gradient[job.rank * size : (job.rank + 1) * size]
-        self._to_floats(own, mine, first=job.rank * size)
-        if job.group is not None:
-            _all_gather(self._gradient, mine.clone(), group=job.group)
+        own = self._sums if job.data.group is None else self._exchanged()
+        mine = self._gradient[job.data.rank * size : (job.data.rank + 1) * size]
+        self._to_floats(own, mine, first=job.data.rank * size)
+        if job.data.group is not None:
+            _all_gather(self._gradient, mine.clone(), group=job.data.group)
         self._hand_out()
         self.exponents = foreseen(self._seen, self.exponents)
 
@@ -148,18 +302,18 @@ class ExactSum:
         job, size = self._job, self._shard
         if self._sums.device.type != "cpu":
             own = torch.empty(size, dtype=torch.int64, device=self._sums.device)
-            _reduce_scatter(own, self._sums, group=job.group)
+            _reduce_scatter(own, self._sums, group=job.data.group)
             return own
-        # Gloo's reduce-scatter sends everything to everyone; this sends each shard once.
+        # Gloo's reduce-scatter sends all shards to all ranks; this sends each shard once.
         parts = torch.empty_like(self._sums)
-        dist.all_to_all_single(parts, self._sums, group=job.group)
-        shards = parts.view(job.world_size, size)
+        dist.all_to_all_single(parts, self._sums, group=job.data.group)
+        shards = parts.view(job.data.size, size)
         for other in shards[1:]:
             shards[0].add_(other)
         return shards[0]
 
     def _to_floats(self, own: torch.Tensor, mine: torch.Tensor, *, first: int) -> None:
-        """Turn the sums of a shard, which starts at element `first`, into gradients."""
+        """Convert the sums of a shard, which starts at element `first`, to gradients."""
         assert self.exponents is not None
         offset = 0
         for p, exponent in zip(self._parameters, self.exponents, strict=True):
@@ -183,14 +337,14 @@ class ExactSum:
 
 
 def exponent_of(value: float) -> int:
-    """The least e with |value| < 2^e; a value for zero, and one for NaN and infinity."""
+    """The least e with |value| < 2^e; `_UNKNOWN` for zero, `_INFINITE` for NaN and infinity."""
     if not math.isfinite(value):
         return _INFINITE
     return math.frexp(value)[1] if value else _UNKNOWN
 
 
 def foreseen(seen: Sequence[int], before: Sequence[int] | None = None) -> list[int]:
-    """Exponents for the next step: what was seen and a margin; what was not seen keeps its place."""
+    """Exponents for the next step: those seen plus a margin; parameters without a gradient keep theirs."""
     kept = before or [0] * len(seen)
     return [
         old if now in (_UNKNOWN, _INFINITE) else now + _MARGIN
@@ -207,3 +361,55 @@ def _widest(parameters: Sequence[torch.Tensor]) -> torch.dtype:
     for p in parameters:
         dtype = torch.promote_types(dtype, p.dtype)
     return dtype
+
+
+class _BatchNormFold:
+    """Running statistics of one BatchNorm layer, updated as by one process, micro-batch after micro-batch.
+
+    During a step the layer's momentum is 1, so that its buffers hold the statistics of the last
+    micro-batch only. They are recorded by micro-batch number, exchanged, and folded in order.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.table = torch.empty(0)
+        self._momentum = layer.momentum
+        self._saved: list[torch.Tensor] = []
+
+    def begin(self, num_micro_batches: int) -> None:
+        mean, _, _ = buffers = self._buffers()
+        if not self._saved:
+            self._momentum = self.layer.momentum
+            self._saved = [buffer.clone() for buffer in buffers]
+        # A layer in eval mode does not change its statistics.
+        rows = num_micro_batches if self.layer.training else 0
+        self.table = torch.zeros((rows, 2, len(mean)), dtype=mean.dtype, device=mean.device)
+        self.layer.momentum = 1.0
+
+    def record(self, index: int) -> None:
+        if len(self.table):
+            mean, var, _ = self._buffers()
+            self.table[index, 0] = mean
+            self.table[index, 1] = var
+
+    def restore(self) -> None:
+        for buffer, saved in zip(self._buffers(), self._saved, strict=True):
+            buffer.copy_(saved)
+        self.layer.momentum = self._momentum
+
+    def fold(self) -> None:
+        mean, var, count = self._buffers()
+        for own_mean, own_var in self.table.unbind(0):
+            count += 1
+            factor = 1 / int(count) if self._momentum is None else self._momentum
+            mean.mul_(1 - factor).add_(own_mean, alpha=factor)
+            var.mul_(1 - factor).add_(own_var, alpha=factor)
+        self._saved = []
+
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, var = self.layer.running_mean, self.layer.running_var
+        count = self.layer.num_batches_tracked
+        assert mean is not None
+        assert var is not None
+        assert count is not None
+        return mean, var, count

@@ -11,7 +11,7 @@ LeVeque (1979). E[x^2] - E[x]^2 would lose all digits where the mean is large ag
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +19,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import UninitializedParameter
 
 from paceline import log
-from paceline.errors import ConfigError, StepError, place
+from paceline.errors import ConfigError, StepError
 from paceline.job.job import Job
-from paceline.parallel.ddp import unwrap
-from paceline.parallel.preflight import listed
+from paceline.parallel.modules import listed, unwrap
 
-_CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+# Dimensions of the input that a layer takes.
+_DIMENSIONS: dict[type[nn.Module], Sequence[int]] = {
+    nn.BatchNorm1d: (2, 3),
+    nn.BatchNorm2d: (4,),
+    nn.BatchNorm3d: (5,),
+}
 
 
 class _Link:
@@ -44,7 +48,7 @@ class _Link:
         return (_Link, (None,))
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.BatchNorm1d):
     """BatchNorm whose statistics in training are those of the samples of all ranks.
 
     Made by `sync_batchnorm` out of torch's layers, whose parameters, buffers, hooks and names it keeps.
@@ -58,11 +62,16 @@ class SyncBatchNorm(_BatchNorm):
 
     ghost: bool
     link: _Link
-    was: type[_BatchNorm]
+    was: type[nn.Module]
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        check: Any = self.was._check_input_dim
-        check(self, input)
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # called by torch's forward
+        self._check_dimensions(input)
+
+    def _check_dimensions(self, input: torch.Tensor) -> None:
+        allowed = _DIMENSIONS.get(self.was, range(2, 9))
+        if input.dim() not in allowed:
+            dimensions = " or ".join(f"{number}D" for number in allowed)
+            raise ValueError(f"expected {dimensions} input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise `input`, shape (N, C, ...).
@@ -73,7 +82,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         if not self.training:
             return super().forward(input)
-        self._check_input_dim(input)
+        self._check_dimensions(input)
         job = self.link.job
         if job is None:
             raise StepError(
@@ -142,11 +151,11 @@ class _Statistics:
 
     def _gathered(self, packed: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, in rank order: merged in the same order, so equal to the last bit."""
-        if self.job.group is None:
+        if self.job.data.group is None:
             return packed[None]
-        rows = packed.new_empty((self.job.world_size, len(packed)))
+        rows = packed.new_empty((self.job.data.size, len(packed)))
         try:
-            dist.all_gather(list(rows.unbind()), packed, group=self.job.group)
+            dist.all_gather(list(rows.unbind()), packed, group=self.job.data.group)
         except RuntimeError as error:
             self.job.reraise(error)
         return rows
@@ -156,7 +165,7 @@ class _Statistics:
         if total < 2:
             raise ConfigError(
                 f"SyncBatchNorm got {total} value per channel over all ranks; training needs 2.",
-                where=place(self.job.rank, self.job.world_size),
+                where=self.job.where(),
                 why="the variance of a single value is 0.",
                 fix="a larger micro_batch, or a global_batch that does not leave one sample over.",
                 count=total,
@@ -233,7 +242,7 @@ class _Normalise(torch.autograd.Function):
         dbias = sums[0].to(bias.dtype) if needs[2] else None
         if not needs[0]:
             return None, dweight, dbias, None, None
-        if stats.job.group is not None:
+        if stats.job.data.group is not None:
             sums = _summed_over_ranks(stats.job, sums)
         if stats.absent:
             return torch.zeros_like(x), dweight, dbias, None, None
@@ -246,7 +255,7 @@ class _Normalise(torch.autograd.Function):
 def _summed_over_ranks(job: Job, sums: torch.Tensor) -> torch.Tensor:
     total = sums.clone()  # weight and bias keep the sums of this rank; DDP adds them up
     try:
-        dist.all_reduce(total, group=job.group)
+        dist.all_reduce(total, group=job.data.group)
     except RuntimeError as error:
         job.reraise(error)
     return total
@@ -268,13 +277,13 @@ def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
     found = False
     link = _Link(job)
     for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and isinstance(layer.weight, UninitializedParameter):
+        if isinstance(layer, _LAZY):
             raise ConfigError(
                 f"BatchNorm layer {name!r} has no shape yet.",
                 why="a lazy module gets its parameters in its first forward.",
                 fix="run one forward before paceline.sync_batchnorm(...).",
             )
-        if type(layer) in _CONVERTED or isinstance(layer, SyncBatchNorm):
+        if type(layer) in _KINDS or isinstance(layer, SyncBatchNorm):
             _convert(layer, link)
             found = True
     if not found:
@@ -297,6 +306,11 @@ def _convert(layer: nn.Module, link: _Link) -> None:
     layer.__dict__["link"] = link
 
 
+def batchnorms(model: nn.Module) -> list[Any]:
+    """All BatchNorm layers of a model, wrapped or not, synchronised or not."""
+    return [layer for layer in model.modules() if isinstance(layer, _KINDS)]
+
+
 def layers(model: nn.Module) -> list[SyncBatchNorm]:
     """The synchronised BatchNorm layers of a model, wrapped or not."""
     return [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
@@ -305,34 +319,63 @@ def layers(model: nn.Module) -> list[SyncBatchNorm]:
 def set_ghost(layers: Iterable[SyncBatchNorm], on: bool) -> None:
     """Give the samples of the next forwards weight 0, or end that.
 
-    A backward knows what its forward was. With activation checkpointing keep it until the backward is
-    done, since that runs the forward again.
+    The backward uses what its forward was given. With activation checkpointing leave it set until the
+    backward is done, because that runs the forward again.
     """
     for layer in layers:
         layer.__dict__["ghost"] = on  # nn.Module.__setattr__ is ten times slower
 
 
-def plain_batchnorms(model: nn.Module) -> list[str]:
-    """Names of the BatchNorm layers that normalise by the samples of their rank alone.
+class Ghosts:
+    """Keeps the samples of ghost micro-batches out of all BatchNorm statistics of some models.
 
-    Layers in eval mode with running statistics are left out: they are the same on all ranks.
+    Synchronised layers give them weight 0. Plain layers run in eval mode.
+
+    Attributes:
+        synchronised: Whether any layer is synchronised, so that all ranks must run equally many forwards.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        found = [layer for model in models for layer in batchnorms(model)]
+        self._layers = [layer for layer in found if isinstance(layer, SyncBatchNorm)]
+        self._plain = [layer for layer in found if not isinstance(layer, SyncBatchNorm)]
+        self._paused: list[Any] = []
+        self.synchronised = bool(self._layers)
+
+    def set(self, on: bool) -> None:
+        """Mark the next forwards as those of a ghost, or end that."""
+        set_ghost(self._layers, on)
+        if on and not self._paused:
+            self._paused = [x for x in self._plain if x.training and x.track_running_stats]
+            for layer in self._paused:
+                layer.training = False
+        elif not on and self._paused:
+            for layer in self._paused:
+                layer.training = True
+            self._paused = []
+
+
+def plain_batchnorms(model: nn.Module) -> list[str]:
+    """Names of the BatchNorm layers that normalise by the samples of their rank only.
+
+    Without layers in eval mode that have running statistics: those give the same on all ranks.
     """
     return [
         name
         for name, layer in unwrap(model).named_modules()
-        if isinstance(layer, _BatchNorm)
+        if isinstance(layer, _KINDS)
         and not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
         and (layer.training or layer.running_mean is None)
     ]
 
 
 def warn_plain_batchnorm(job: Job, model: nn.Module) -> None:
-    """Say once that plain BatchNorm makes several ranks differ from one."""
-    if job.world_size == 1 or job.rank != 0:
+    """Warn once that plain BatchNorm makes training on several ranks differ from training on one."""
+    if job.data.size == 1 or job.data.rank != 0:
         return
     if names := plain_batchnorms(model):
         log.once(
             f"BatchNorm in {listed(names)} normalises by the samples of one rank, so training on "
-            f"{job.world_size} ranks differs from training on one; "
+            f"{job.data.size} ranks differs from training on one; "
             "paceline.sync_batchnorm(job, model) makes them equal."
         )

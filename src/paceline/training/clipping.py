@@ -1,20 +1,17 @@
-"""Scaling and clipping of summed gradients, in one pass, and where NaN and infinity are found.
-
-The norm and the coefficient are those of `torch.nn.utils.clip_grad_norm_`.
-"""
+"""Scaling and clipping of summed gradients in one pass, as `torch.nn.utils.clip_grad_norm_` does it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.utils import get_total_norm
 
 from paceline.errors import ConfigError, NonFinite
 
 
 def scale_and_clip(
     gradients: Sequence[torch.Tensor],
+    norm_of: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     *,
     factor: torch.Tensor | None,
     clip_norm: float | None,
@@ -22,19 +19,18 @@ def scale_and_clip(
     """Multiply gradients in place by `factor`, then clip their 2-norm to `clip_norm`.
 
     Args:
+        norm_of: The 2-norm of gradients over all ranks, shape ().
         factor: Shape (), on the gradients' device; None for 1.
 
     Returns:
-        The norm after `factor` and before clipping, shape (), on the gradients' device; None where
-        it was not asked for, since it costs a pass.
-
-    Collective: none; gradients are summed over ranks already, so all ranks do the same.
+        The norm after `factor` and before clipping, shape (), on the gradients' device; None without
+        `clip_norm`, because the norm costs a pass.
     """
     if clip_norm is None:
         if factor is not None:
             torch._foreach_mul_(list(gradients), factor)
         return None
-    norm = get_total_norm(gradients, foreach=True)
+    norm = norm_of(gradients)
     if factor is not None:
         norm = norm * factor
     coefficient = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)

@@ -28,7 +28,7 @@ from paceline.shm.group import ShmGroup
 WORDS_PER_S = 16.0
 WORDS_PER_S_IN_MEMORY = 8.0
 MAX_STEPS_PER_WORD = 128
-_HEAD = 5  # stop, step_s, save, trouble, preempt
+_HEAD = 5  # stop, step_s, save, save_failed, preempt
 _MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
 
 
@@ -38,7 +38,7 @@ class Word:
 
     stop: bool
     save: bool
-    trouble: bool
+    save_failed: bool
     preempt: bool
     totals: list[StepTotal]
     step_s: float
@@ -49,7 +49,7 @@ class Control:
 
     Attributes:
         save: set where it is time to save; goes out with the next word.
-        trouble: set where a save in the background failed; goes out with the next word.
+        save_failed: set where a save in the background failed; goes out with the next word.
         in_memory: whether all ranks share memory, so that an exchange takes less than handing it over.
 
     Collective: all ranks call `end_step` after every step, with the same numbers.
@@ -60,7 +60,7 @@ class Control:
         self.in_memory = isinstance(job.group, ShmGroup)
         self._stop = False
         self.save = False
-        self.trouble = False
+        self.save_failed = False
         self._losses: list[torch.Tensor | None] = []
         self._counts: list[float | torch.Tensor] = []
         self._first = 0
@@ -117,8 +117,8 @@ class Control:
         size = len(self._losses)
         elapsed = time.perf_counter() - self._began
         sums = _to_host(self._losses)
-        head = [self._stop, elapsed / size, self.save, self.trouble, bool(notice.received)]
-        self.save = self.trouble = False
+        head = [self._stop, elapsed / size, self.save, self.save_failed, bool(notice.received)]
+        self.save = self.save_failed = False
         # A NaN spreads over all ranks within a step, so who had it first is told step by step.
         bit = float(1 << self._job.rank) if self._job.rank < _MAX_RANKS_NAMED else 0.0
         bits = [0.0 if math.isfinite(value) else bit for value in sums]
@@ -160,12 +160,12 @@ class Control:
         steps = round(1 / (per_s * max(step_s, 1e-6)))
         self._every = min(MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
-        stop, save, trouble, preempt = (numbers[i] > 0 for i in (0, 2, 3, 4))
+        stop, save, save_failed, preempt = (numbers[i] > 0 for i in (0, 2, 3, 4))
         return [
             Word(
                 stop=stop or preempt,
                 save=save,
-                trouble=trouble,
+                save_failed=save_failed,
                 preempt=preempt,
                 totals=totals,
                 step_s=step_s,

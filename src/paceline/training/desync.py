@@ -19,8 +19,8 @@ import torch
 from paceline.errors import ConfigError, Desync, name_ranks, place
 from paceline.job import collectives, rng
 from paceline.job.job import Job
-from paceline.parallel import ddp as parallel
-from paceline.training.optimizers import Track, named_parameters
+from paceline.parallel.modules import unwrap
+from paceline.training.optimizers import TrainedOptimizer
 
 _SHARE = 0.005  # of the time that steps take
 _FIRST_STEPS = 10  # the first look comes early, and says what a look costs
@@ -42,7 +42,7 @@ class Replicas:
         self,
         job: Job,
         models: Sequence[torch.nn.Module],
-        tracks: Sequence[Track],
+        optimizers: Sequence[TrainedOptimizer],
         every: int | None,
         also: Collection[str],
     ) -> None:
@@ -54,7 +54,7 @@ class Replicas:
             raise ConfigError(f"desync_every must be a number of steps or None, got {every!r}.")
         self._job = job
         self._models = models
-        self._tracks = tracks
+        self._optimizers = optimizers
         self._every = every
         self._also = also
         self._off = every == 0 or job.world_size == 1
@@ -114,16 +114,16 @@ class Replicas:
         for number, model in enumerate(self._models):
             prefix = f"models.{number}." if len(self._models) > 1 else ""
             alone = getattr(model, "parameters_to_ignore", ())
-            module = parallel.unwrap(model)
+            module = unwrap(model)
             for name, p in module.named_parameters():
                 if name not in alone:
                     found[prefix + name] = p
             for name, buffer in module.named_buffers() if "buffers" in self._also else ():
                 if name not in alone:
                     found[f"buffer {prefix}{name}"] = buffer
-        for track in self._tracks:
-            for name, p in named_parameters(self._models, track):
-                for key, value in track.optimizer.state.get(p, {}).items():
+        for trained in self._optimizers:
+            for name, p in trained.named_parameters():
+                for key, value in trained.optimizer.state.get(p, {}).items():
                     found[f"{key} of {name}"] = value
         by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
         for name, tensor in found.items():

@@ -20,8 +20,7 @@ from paceline.errors import EvaluationError, place
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
-from paceline.parallel import ddp as parallel
-from paceline.parallel.buffers import equalize_buffers
+from paceline.parallel.modules import equalize_buffers, unwrap
 from paceline.training.merge import concatenate_ranks, merge_metric
 
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
@@ -104,7 +103,7 @@ def evaluate(
     share = evaluation_batches(
         job, dataset, micro_batch=micro_batch, workers=workers, collate=collate
     )
-    mine = _run(parallel.unwrap(model), share, score, own, kept)
+    mine = _run(unwrap(model), share, score, own, kept)
     everyone = collectives.gather(job, mine)
     if any(entry["cut"] for entry in everyone):
         # `Training`, when the job is left, saves the step in progress and corrects the number.

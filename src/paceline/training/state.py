@@ -20,7 +20,7 @@ import torch
 from paceline.checkpoint.export import read_weights
 from paceline.checkpoint.layout import sharded_like
 from paceline.errors import CheckpointError
-from paceline.parallel import ddp as parallel
+from paceline.parallel.modules import unwrap
 
 Models = Sequence[torch.nn.Module]
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -137,7 +137,7 @@ def _own_name(model: torch.nn.Module) -> Callable[[str], str]:
     """A function that removes from a name the parts that DDP and `torch.compile` add inside `model`."""
     added = []
     for path, module in model.named_modules(remove_duplicate=False):
-        if parallel.unwrap(module) is not module:
+        if unwrap(module) is not module:
             stem = f"{path}." if path else ""
             inner = next(name for name, _ in module.named_children())
             added.append((f"{stem}{inner}.", stem))
@@ -153,13 +153,13 @@ def _own_name(model: torch.nn.Module) -> Callable[[str], str]:
 
 
 def _state_of(model: torch.nn.Module) -> dict[str, Any]:
-    model = parallel.unwrap(model)
+    model = unwrap(model)
     clean = _own_name(model)
     return {clean(name): value for name, value in model.state_dict().items()}
 
 
 def _load_model(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
-    model = parallel.unwrap(model)
+    model = unwrap(model)
     clean, values = _own_name(model), _without_compiled(values)
     model.load_state_dict(
         {name: sharded_like(own, values[clean(name)]) for name, own in model.state_dict().items()}
@@ -175,7 +175,7 @@ def _parameter_names(models: Models) -> dict[int, tuple[str, torch.Tensor]]:
     """The name of each parameter, by its id."""
     names: dict[int, tuple[str, torch.Tensor]] = {}
     for number, model in enumerate(models):
-        model = parallel.unwrap(model)
+        model = unwrap(model)
         clean = _own_name(model)
         for name, p in model.named_parameters():
             names.setdefault(id(p), (f"{number}.{clean(name)}", p))

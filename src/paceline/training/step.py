@@ -1,64 +1,109 @@
-"""One optimizer step as the user's loop sees it: micro-batches in, one update out.
+"""`Step`: one optimizer step in the user's loop. Micro-batches go in, one update comes out.
 
-The order inside `update` is: the empty rank's part, unscale, count, clip, check, optimizer, scaler,
-schedule, each once. Gradients are reduced by the last backward alone, so a step has exactly one set of
-collectives however many micro-batches it has.
+The order inside `update` is: gradients complete, loss scale, count, clip, check, optimizer, scaler, schedule,
+each once. Whatever concerns ranks is left to the training's `Strategy`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import StepError, place
+from paceline.job.job import Job
+from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
-from paceline.parallel import ddp as parallel
-from paceline.parallel import reducer, syncbn
+from paceline.parallel.strategy import Strategy
 from paceline.training import clipping, weight
-from paceline.training.optimizers import Track
-from paceline.training.tokens import TokenTotals, too_early
+from paceline.training.control_word import Control
+from paceline.training.optimizers import TrainedOptimizer
+from paceline.training.precision import Precision
 
-if TYPE_CHECKING:
-    from paceline.training.training import Training
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StepContext:
+    """What the steps of one training share. `Training` owns it.
+
+    Attributes:
+        count: "samples" or "tokens".
+        before_update: Called before parameters change.
+        generator: The device's generator, seeded for each micro-batch from `dropout_key`.
+        check_losses_until: Losses of steps below this number are checked for being sums.
+        loop: Number of the loop over `Training.steps`.
+        begun: The last step of which a micro-batch was given.
+    """
+
+    job: Job
+    optimizers: list[TrainedOptimizer]
+    strategy: Strategy
+    precision: Precision
+    control: Control
+    count: str
+    before_update: Callable[[], None]
+    generator: torch.Generator
+    dropout_key: int
+    check_losses_until: int = 0
+    loop: int = 0
+    begun: int = 0
+    _weight: torch.Tensor | None = None
+    _weight_for: tuple[float, torch.dtype] | None = None
+
+    def weight_of(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
+        """What backward starts from, so that `update` finds the gradient divided by `divisor`; shape ()."""
+        key = (divisor, loss.dtype)
+        if self._weight is None or key != self._weight_for:
+            # With a loss scale this multiplication comes in `update` instead: in fp16 gradients that are
+            # larger by the number of ranks would overflow on many ranks and not on one.
+            undo = 1 if self.precision.scaler is not None else self.strategy.divisor
+            self._weight = torch.tensor(undo / divisor, dtype=loss.dtype, device=loss.device)
+            self._weight_for = key
+        return self._weight
 
 
 @dataclass(slots=True, eq=False)
 class _Tally:
-    """What one optimizer has gathered in this step."""
+    """What one optimizer has collected in this step.
 
-    track: Track
-    owed: bool = False
+    Attributes:
+        is_owed: Whether the current micro-batch had no backward for it yet.
+    """
+
+    trained: TrainedOptimizer
+    is_owed: bool = False
     loss: torch.Tensor | None = None
     count: float | torch.Tensor = 0
     backwards: int = 0
-    updated: bool = False
+    is_updated: bool = False
 
 
 class Step:
     """One optimizer step. Iterate over its micro-batches, `backward` for each, then `update`.
 
+    `Training.steps` makes it.
+
     Attributes:
         number: 1 for the first step of the training; the state after `update` is that of step `number`.
-        epoch: counted from 0.
-        num_samples: samples of this step over all ranks.
-        ends_epoch: whether this step uses up its epoch.
-        grad_norm: after `update(clip_norm=...)`: the norm before clipping, shape (), else None.
+        epoch: Counted from 0.
+        num_samples: Samples of this step over all ranks.
+        ends_epoch: Whether this step uses up its epoch.
+        grad_norm: After `update(clip_norm=...)`: the norm before clipping, shape (), else None.
+
+    Collective: as the methods say.
     """
 
     __slots__ = (
-        "_job",
+        "_context",
         "_left",
         "_micro",
         "_planned",
         "_seen",
         "_tallies",
-        "_took_part",
         "_totals",
-        "_training",
         "ends_epoch",
         "epoch",
         "grad_norm",
@@ -66,15 +111,13 @@ class Step:
         "number",
     )
 
-    def __init__(self, training: Training, planned: PlannedStep, number: int) -> None:
-        self._training = training
-        self._job = training.job
+    def __init__(self, context: StepContext, planned: PlannedStep, number: int) -> None:
+        self._context = context
         self._planned = planned
-        self._tallies = [_Tally(track) for track in training.tracks.values()]
+        self._tallies = [_Tally(trained) for trained in context.optimizers]
         self._left = len(self._tallies)
         self._micro: MicroBatch | None = None
-        self._took_part = False
-        self._totals: TokenTotals | None = None
+        self._totals: torch.Tensor | None = None
         self._seen = 0
         self.number = number
         self.epoch = planned.epoch
@@ -83,45 +126,35 @@ class Step:
         self.grad_norm: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Give this rank's micro-batches, on its device; a rank may have fewer than others, or none."""
-        training = self._training
-        if training.reproducing is None:
-            for model in training.models if training.distributed else ():
-                reducer.disarm(model)
-            yield from self._give(self._planned)
-            self._take_part()
-            return
-        # A step whose gradients outgrew what was foreseen is run again, so its samples are kept.
-        training.reproducing.begin(self.num_samples)
-        kept = list(self._planned)
-        yield from self._give(kept)
-        while not training.reproducing.agree():
-            training.reproducing.begin(self.num_samples)
+        """Give this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
+        strategy = self._context.strategy
+        strategy.begin_step(self._planned)
+        micros = list(self._planned) if strategy.repeats_steps else self._planned
+        yield from self._give(micros)
+        while strategy.must_repeat():
+            strategy.begin_step(self._planned)
             self._seen = 0
-            self._tallies = [_Tally(tally.track) for tally in self._tallies]
-            yield from self._give(kept)
-        self._take_part()
+            self._tallies = [_Tally(tally.trained) for tally in self._tallies]
+            yield from self._give(micros)
 
     def _give(self, micros: Iterable[MicroBatch]) -> Iterator[Any]:
-        training = self._training
-        layers, precision = training.syncbn_layers, training.precision
+        context = self._context
+        strategy, precision = context.strategy, context.precision
         for micro in micros:
             self._seen += 1
             self._micro = micro
-            if training.distributed:
-                for model in training.models:
-                    reducer.set_sync(model, micro.is_last and training.summing.by_ddp)
-                if layers:
-                    syncbn.set_ghost(layers, micro.is_ghost)
+            strategy.before_forward(micro)
             for tally in self._tallies:
-                tally.owed = True
-            training.seed_dropout(self.number, micro.offset)
-            training.tuning.begin()
+                tally.is_owed = True
+            # Dropout depends on the step and the first sample, not on the rank.
+            context.begun = self.number
+            seed = pair_seed(context.dropout_key, self.number, micro.offset)
+            context.generator.manual_seed(seed)
             precision.enter()
             yield micro.batch
             precision.leave()
             self._micro = None
-            if any(tally.owed for tally in self._tallies):
+            if any(tally.is_owed for tally in self._tallies):
                 raise StepError(
                     f"micro-batch {self._seen} of {self._planned.num_micro_batches} had no "
                     "`step.backward`.",
@@ -130,6 +163,41 @@ class Step:
                     + (" and optimizer." if len(self._tallies) > 1 else "."),
                     step=self.number,
                 )
+
+    def run(self, loss_fn: Callable[[Any], Any]) -> None:
+        """Run forward and backward of every micro-batch: the loop over micro-batches in one call.
+
+        Args:
+            loss_fn: `loss_fn(batch)` computes the loss of a micro-batch. It returns a pair
+                `(loss_sum, count)`, as for `backward`, or `loss_sum` alone, whose count is then the number
+                of samples of the micro-batch.
+
+        Raises:
+            StepError: the training has several optimizers.
+            As `backward`.
+
+        Collective: all ranks.
+        """
+        if len(self._tallies) > 1:
+            raise StepError(
+                f"`step.run` is for one optimizer; this training has {len(self._tallies)}.",
+                where=self._where(),
+                fix="write the loop: `for batch in step: ... step.backward(loss, count=n, optimizer=...)`.",
+                step=self.number,
+            )
+        for batch in self:
+            result = loss_fn(batch)
+            if not isinstance(result, tuple):
+                if self._context.count == "tokens":
+                    raise StepError(
+                        'with count="tokens", the function given to `step.run` must return (loss, count).',
+                        where=self._where(),
+                        step=self.number,
+                    )
+                assert self._micro is not None
+                result = result, self._micro.count
+            loss, count = result
+            self.backward(loss, count=count)
 
     def backward(
         self,
@@ -142,8 +210,8 @@ class Step:
 
         Args:
             loss: Shape (): the sum of the losses over the samples (or tokens) of this micro-batch.
-            count: How many samples (or tokens) that sum has; 0 tokens are legal in one micro-batch.
-            optimizer: With several optimizers: whose parameters to differentiate.
+            count: The number of samples (or tokens) in that sum; 0 tokens are legal in one micro-batch.
+            optimizer: With several optimizers: the one whose parameters are differentiated.
 
         Raises:
             LossError: the loss is no scalar, a mean, or depends on no parameter.
@@ -152,45 +220,43 @@ class Step:
 
         Collective: all ranks, for each of their micro-batches.
         """
-        training, micro = self._training, self._micro
+        context, micro = self._context, self._micro
         tally = self._tally(optimizer)
-        training.precision.leave()
+        context.precision.leave()
         if micro is None:
             raise StepError(
                 "`step.backward` belongs inside `for batch in step`, once for each micro-batch.",
                 where=self._where(),
                 step=self.number,
             )
-        if self.number < training.close_look_until:
+        if self.number < context.check_losses_until:
             known = isinstance(count, int) or count.device.type == "cpu"
-            host_count = int(count) if known else None
-            weight.check_loss(loss, host_count, self._where())
+            weight.check_loss(loss, int(count) if known else None, self._where())
         if count != micro.count:
-            weight.check_count(count, micro.count, training.count, self._where())
-        if not tally.owed or (len(self._tallies) > 1 and self._out_of_turn(tally)):
+            weight.check_count(count, micro.count, context.count, self._where())
+        is_single = len(self._tallies) == 1
+        if not tally.is_owed or (not is_single and self._is_out_of_order(tally)):
             raise self._wrong_backward(tally)
-        tally.owed = False
+        tally.is_owed = False
         tally.backwards += 1
-        scaled = training.precision.scaled(loss)
-        weigh = training.weight_for(tally.track, self.num_samples, scaled, ghost=micro.is_ghost)
-        if not micro.is_ghost:
-            own = loss.detach()
-            if training.reproducing is not None:
-                own = training.reproducing.rounded(own)
+        scaled = context.precision.scaled(loss)
+        if micro.is_ghost:
+            start = torch.zeros_like(scaled)
+        else:
+            own = context.strategy.logged_loss(loss.detach())
             tally.loss = own if tally.loss is None else tally.loss + own
             tally.count = tally.count + count
-        if micro.is_last and len(self._tallies) == 1 and training.reproducing is None:
-            self._start_totals()  # while the gradients are summed
-        inputs = None if len(self._tallies) == 1 else tally.track.parameters
+            by_tokens = context.count == "tokens"
+            start = context.weight_of(
+                scaled, tally.trained.divisor if by_tokens else self.num_samples
+            )
+        inputs = None if is_single else tally.trained.parameters
         try:
-            torch.autograd.backward(scaled, weigh, inputs=inputs)
+            context.strategy.backward(scaled, start, micro, inputs)
         except RuntimeError as error:
-            self._job.reraise(error)
-        if training.reproducing is not None:
-            number = (micro.offset - self._planned.offset) // training.batches.micro_batch
-            training.reproducing.added(tally.track, number)
-        elif micro.is_last and training.summing.in_memory:
-            self._meet_in_memory()
+            context.job.reraise(error)
+        if not is_single and any(other.is_owed for other in self._tallies):
+            context.precision.enter()  # a forward for the next optimizer may follow
 
     def update(
         self,
@@ -201,8 +267,8 @@ class Step:
         """Take the optimizer step with the gradient of all ranks' samples.
 
         Args:
-            optimizer: Which one, where there are several.
-            clip_norm: Bound of the gradient's 2-norm, > 0; `grad_norm` holds it afterwards.
+            optimizer: Which one, if there are several.
+            clip_norm: Bound of the gradient's 2-norm, > 0; `grad_norm` holds the norm afterwards.
 
         Raises:
             StepError: micro-batches were left out, had no backward, or the step was updated already.
@@ -212,93 +278,115 @@ class Step:
 
         Collective: all ranks, once for each optimizer.
         """
-        training, planned = self._training, self._planned.num_micro_batches
+        context, planned = self._context, self._planned.num_micro_batches
         tally = self._tally(optimizer)
-        track = tally.track
-        if self._seen != planned or tally.backwards < planned or tally.updated:
+        trained = tally.trained
+        if self._seen != planned or tally.backwards < planned or tally.is_updated:
             raise self._unfinished(tally)
         if clip_norm is not None:
             clipping.check_clip_norm(clip_norm)
-        if tally.backwards == 0:
-            self._take_part()
-        if training.reproducing is not None:
-            training.reproducing.sums[id(track)].finish()
-        elif training.distributed and not training.summing.in_memory:
-            self._refuse_unshared(track)
-        training.precision.unscale(track.optimizer)
-        factor = None
-        if training.count == "tokens":
-            if self._totals is None:
-                raise too_early(self._where(), self.number)
-            number = self._tallies.index(tally)
-            factor = self._totals.factor(number, track.divisor, self._where, self.number)
-        if training.summing.after != 1:
-            undo = torch.tensor(float(training.summing.after), device=self._job.device)
-            factor = undo if factor is None else factor * undo
+        context.strategy.finish(trained.optimizer)
+        context.precision.unscale(trained.optimizer)
+        factor = self._factor(tally)
         if factor is not None or clip_norm is not None:
-            gradients = [p.grad for p in track.parameters if p.grad is not None]
-            self.grad_norm = clipping.scale_and_clip(gradients, factor=factor, clip_norm=clip_norm)
+            gradients = [p.grad for p in trained.parameters if p.grad is not None]
+            self.grad_norm = clipping.scale_and_clip(
+                gradients, context.strategy.grad_norm, factor=factor, clip_norm=clip_norm
+            )
             if self.grad_norm is not None:
-                training.check_norm(self.grad_norm, track, self._where)
-        training.saving.staged()
-        training.precision.step(track.optimizer)
-        tally.updated = True
+                self._refuse_non_finite(self.grad_norm, trained)
+        context.before_update()
+        context.precision.step(trained.optimizer)
+        tally.is_updated = True
         self._left -= 1
         if not self._left:
-            training.tuning.stop()
-            for each in self._tallies if training.precision.end_step() else ():
-                if each.track.schedule is not None:
-                    each.track.schedule.step()
-        track.clear_gradients()
+            for each in self._tallies if context.precision.end_step() else ():
+                if each.trained.schedule is not None:
+                    each.trained.schedule.step()
+        trained.clear_gradients()
+
+    def _factor(self, tally: _Tally) -> torch.Tensor | None:
+        """What the gradients of an optimizer must be multiplied by, shape (); None for 1."""
+        context = self._context
+        factor = None
+        if context.count == "tokens":
+            if self._totals is None:
+                if any(each.backwards < self._planned.num_micro_batches for each in self._tallies):
+                    raise StepError(
+                        'with several optimizers and count="tokens", this `update` came too early.',
+                        where=self._where(),
+                        why="the tokens of all ranks are counted after the loop over micro-batches.",
+                        fix="call step.update(optimizer) for each after that loop.",
+                        step=self.number,
+                    )
+                self._totals = weight.total_counts(context.job, [t.count for t in self._tallies])
+            total = self._totals[self._tallies.index(tally)]
+            factor = weight.token_factor(total, tally.trained.divisor, self._where, self.number)
+        if context.precision.scaler is not None and context.strategy.divisor != 1:
+            undo = torch.tensor(float(context.strategy.divisor), device=context.job.device)
+            factor = undo if factor is None else factor * undo
+        return factor
+
+    def _refuse_non_finite(self, norm: torch.Tensor, trained: TrainedOptimizer) -> None:
+        # On a device this would wait for it; there the next control word finds the loss of the next step.
+        # A loss scaler skips such a step.
+        checks = self._context.precision.scaler is None and norm.device.type == "cpu"
+        if checks and not math.isfinite(norm.item()):
+            raise clipping.non_finite(trained.named_parameters(), self._where())
 
     def stop(self) -> None:
-        """Ask that the training ends: all ranks stop after the same step, for one rank's asking.
+        """Request the end of the training. When any rank calls it, all ranks stop after the same step.
 
-        In a step that ends an epoch, and in a job of one process, that is this step; elsewhere it is
-        one within about 0.2 s.
+        That is this step if it ends an epoch, and in a job of one process; else a step within about 0.2 s.
 
         Collective: none.
         """
-        self._training.control.request_stop()
+        self._context.control.request_stop()
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether the current micro-batch is a ghost: a real sample with weight 0.
+
+        A rank that has fewer micro-batches than others gets ghosts, so that all ranks run the same
+        collectives. Leave them out of sums of your own.
+
+        Collective: none.
+        """
+        return self._micro is not None and self._micro.is_ghost
 
     @property
     def loss(self) -> StepLoss:
-        """The mean loss of this step over all ranks, of the first optimizer. See `StepLoss`."""
-        tally = self._tallies[0]
-        scope = self._training.scope
-        return StepLoss(self._job, scope, self.number, tally.loss, tally.count)
+        """The mean loss of this step over all ranks, of the first optimizer. See `StepLoss`.
 
-    def local_loss(self) -> tuple[torch.Tensor | None, Any]:
-        """This rank's loss sum and count, for the control word. Collective: none."""
-        return self._tallies[0].loss, self._tallies[0].count
+        Collective: none, but converting it to a number is.
+        """
+        tally = self._tallies[0]
+        context = self._context
+        return StepLoss(context.job, context.loop, self.number, tally.loss, tally.count)
 
     @property
     def is_done(self) -> bool:
-        """Whether every optimizer was updated. Collective: none."""
+        """Whether every optimizer was updated.
+
+        Collective: none.
+        """
         return not self._left
 
-    def refuse_unless_done(self) -> None:
-        """Raise StepError where `update` was forgotten. Collective: none."""
-        if self._left:
-            raise StepError(
-                "the step was left without `step.update()`.",
-                where=self._where(),
-                fix="call step.update() after the loop over micro-batches"
-                + ("." if len(self._tallies) == 1 else ", once for each optimizer."),
-                step=self.number,
-            )
+    def _local_loss(self) -> tuple[torch.Tensor | None, Any]:
+        """This rank's loss sum and count, of the first optimizer."""
+        return self._tallies[0].loss, self._tallies[0].count
 
     def _tally(self, optimizer: torch.optim.Optimizer | None) -> _Tally:
         if optimizer is None:
             if len(self._tallies) == 1:
                 return self._tallies[0]
             raise StepError(
-                f"this training has {len(self._tallies)} optimizers; say which one.",
+                f"this training has {len(self._tallies)} optimizers; name the one you mean.",
                 where=self._where(),
                 fix="step.backward(loss, count=n, optimizer=...), step.update(optimizer).",
             )
         for tally in self._tallies:
-            if tally.track.optimizer is optimizer:
+            if tally.trained.optimizer is optimizer:
                 return tally
         raise StepError(
             "this optimizer was not given to Training.",
@@ -307,11 +395,11 @@ class Step:
         )
 
     def _unfinished(self, tally: _Tally) -> StepError:
-        """What to say where `update` comes too early, or twice."""
+        """The error for an `update` that comes too early, or twice."""
         planned = self._planned.num_micro_batches
         what = f"{planned} micro-batches, but {tally.backwards} calls of `step.backward`."
         why, fix = "", "call step.backward(loss, count=...) for each micro-batch."
-        if tally.updated:
+        if tally.is_updated:
             what, fix = (
                 "this step was updated already.",
                 "call step.update once for each optimizer.",
@@ -322,75 +410,23 @@ class Step:
             fix = "let `for batch in step` run to its end; samples cannot be left out."
         return StepError(what, where=self._where(), why=why, fix=fix, step=self.number)
 
-    def _out_of_turn(self, tally: _Tally) -> bool:
-        """Whether an optimizer that was given before has not had its backward for this micro-batch."""
+    def _is_out_of_order(self, tally: _Tally) -> bool:
+        """Whether an optimizer that was given earlier lacks its backward for this micro-batch."""
         before = self._tallies[: self._tallies.index(tally)]
-        return any(other.owed for other in before)
+        return any(other.is_owed for other in before)
 
     def _wrong_backward(self, tally: _Tally) -> StepError:
         what, fix = (
             "the optimizers' backwards came in another order than the optimizers were given in.",
-            "give Training the optimizers in the order of their backwards: ranks without samples take "
-            "part in that order.",
+            "give Training the optimizers in the order of their backwards.",
         )
-        if not tally.owed:
+        if not tally.is_owed:
             what = "this micro-batch had its `step.backward` already."
             fix = (
                 "add the losses up, and call step.backward once for each micro-batch and optimizer."
             )
         return StepError(what, where=self._where(), fix=fix, step=self.number)
 
-    def _take_part(self) -> None:
-        """A rank without samples still sums gradients, of zeros, or the others would wait for it.
-
-        Right after its micro-batches would have been, and in the order of the optimizers, so that
-        all ranks meet in the same collectives in the same order.
-        """
-        training = self._training
-        if self._took_part:
-            return
-        self._took_part = True
-        self._start_totals()
-        if self._planned.num_micro_batches or not training.distributed or training.reproducing:
-            return
-        try:
-            for tally in self._tallies if training.summing.by_ddp else ():
-                for model in tally.track.models:
-                    reducer.set_sync(model, True)
-                    reducer.zero_backward(model)
-        except RuntimeError as error:
-            self._job.reraise(error)
-        if training.summing.in_memory:
-            self._meet_in_memory()
-
-    def _start_totals(self) -> None:
-        """Start adding up the tokens of all ranks; the sums are read by `update`.
-
-        All ranks come here after their last micro-batch and before anything else, those without
-        samples too.
-        """
-        training = self._training
-        if training.count == "tokens" and self._totals is None:
-            self._totals = TokenTotals(self._job, [tally.count for tally in self._tallies])
-            if not training.summing.in_memory:
-                self._totals.start(self._job)
-
-    def _meet_in_memory(self) -> None:
-        """What ranks of one memory exchange when the step's last backward is over on all of them."""
-        totals, direct = self._totals, self._training.summing.direct
-        if self._planned.num_micro_batches:
-            self._refuse_unshared(self._tallies[0].track)
-        if direct is not None:
-            direct.add(*([] if totals is None else [totals.sums]))
-        elif totals is not None:
-            totals.add(self._job)
-
-    def _refuse_unshared(self, track: Track) -> None:
-        """Raise GradientError where this rank's gradients cannot be, or were not, summed with the others'."""
-        training = self._training
-        track.refuse_changes(training.check_parameters)
-        for model in track.models:
-            parallel.refuse_unused(self._job, model, direct=training.summing.direct is not None)
-
     def _where(self) -> str:
-        return place(self._job.rank, self._job.world_size, step=self.number)
+        job = self._context.job
+        return place(job.rank, job.world_size, step=self.number)

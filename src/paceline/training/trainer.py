@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
 from paceline.errors import ConfigError
 from paceline.job.job import Job, current, join
-from paceline.parallel.ddp import DEFAULT_BUCKET_MB, ddp, unwrap
+from paceline.parallel.ddp import DEFAULT_BUCKET_MB, ddp
+from paceline.parallel.modules import unwrap
 from paceline.parallel.syncbn import plain_batchnorms, sync_batchnorm
 from paceline.training.evaluation import Evaluation, Score, evaluate
 from paceline.training.step import Step
@@ -105,7 +106,7 @@ class Trainer:
         validation: What to evaluate after epochs.
         schedule: A function from an optimizer to a scheduler of torch.
         reproducible: Whether the result is equal to the last bit on any number of ranks.
-        bucket_mb: Size of a gradient bucket in MiB, or "auto"; see `ddp`.
+        bucket_mb: Size of a gradient bucket in MiB; see `ddp`.
         desync_every: After how many steps replicas are compared; see `Training`.
         desync_also: What is compared besides weights and optimizer state; see `Training`.
 
@@ -124,7 +125,7 @@ class Trainer:
         validation: Validation | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         reproducible: bool = False,
-        bucket_mb: float | Literal["auto"] = DEFAULT_BUCKET_MB,
+        bucket_mb: float = DEFAULT_BUCKET_MB,
         desync_every: int | None = None,
         desync_also: Collection[str] = (),
     ) -> None:
@@ -241,9 +242,7 @@ class Trainer:
         evaluation: Evaluation | None = None
         tell("start")
         for step in training.steps(epochs=epochs):
-            for batch in step:
-                loss, count = self._forward(model, batch)
-                step.backward(loss, count=count)
+            step.run(partial(self._forward, model))
             step.update(clip_norm=clip_norm)
             training.log(loss=step.loss)
             tell("step", step=step)

@@ -1,19 +1,23 @@
 """`Training`: one model, its optimizer and its data, in the user's own loop.
 
-Holds what a step needs (precision, divisors, control word), commits each step before the next one
-begins, and keeps what a checkpoint needs. The arithmetic of a step is in `steps`.
+Gives the steps, commits each one before the next begins, saves and resumes.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from paceline import log
+from paceline.checkpoint import codec
 from paceline.checkpoint.export import write_file
 from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
@@ -22,33 +26,34 @@ from paceline.errors import CheckpointError, ConfigError, StepError
 from paceline.job import collectives, current_step
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
-from paceline.job.rng import MICRO_BATCH, default_generator, key, pair_seed
+from paceline.job.rng import MICRO_BATCH, default_generator, key
 from paceline.metrics.report import Report, refuse_values
-from paceline.parallel import ddp as parallel
 from paceline.parallel import syncbn
-from paceline.parallel.buffers import equalize_buffers
-from paceline.training import clipping, state, weight
+from paceline.parallel.ddp import DDPStrategy
+from paceline.parallel.exact import ExactStrategy
+from paceline.parallel.modules import equalize_buffers, unwrap
+from paceline.parallel.packed import PackedStrategy
+from paceline.parallel.strategy import Strategy
+from paceline.training import state, weight
 from paceline.training.control_word import Control, Word
+from paceline.training.desync import Replicas
 from paceline.training.optimizers import (
     Schedule,
-    Track,
-    check_bounds,
-    check_models,
-    make_tracks,
-    named_parameters,
-    refuse_static_accumulation,
+    refuse_non_finite_weights,
+    with_schedules,
 )
 from paceline.training.precision import Precision
-from paceline.training.reproducing import Reproducing
-from paceline.training.saving import Saving
-from paceline.training.step import Step
-from paceline.training.summing import choose_summing
-from paceline.training.tuning import BucketTuning
+from paceline.training.step import Step, StepContext
 
-# Losses and gradients are looked at closely in the first steps only: what is wrong with them is wrong
-# from the start, or when the model is changed, which is looked at once an epoch.
-CLOSE_LOOKS = 3
+# In the order in which they are tried: the first that fits how the models were wrapped is used.
+_STRATEGIES: tuple[type[Strategy], ...] = (Strategy, PackedStrategy, DDPStrategy)
+# Losses are checked for being sums in the first steps only: a wrong loss is wrong from the start.
+_CHECKED_STEPS = 3
 _ENDLESS = 2**40  # epochs
+
+# The training whose loop was left early last. It must live until its job is left, which may still have to
+# save its step; all others may be collected before that.
+_left_early: Training | None = None
 
 
 class Training:
@@ -62,15 +67,23 @@ class Training:
         schedule: A scheduler of torch over the optimizer, or a function from the number of optimizer steps
             taken to a factor of the learning rate; with several optimizers, one for each. It counts
             optimizer steps, so it is the same for any number of ranks.
-        precision: "fp32", "bf16" or "fp16" autocast; "auto" measures the first steps, see docs/precision.md.
+        precision: "fp32", "bf16" or "fp16" autocast; "auto" is bf16 on hardware that has it, else fp32.
         count: What `step.backward(count=...)` counts: "samples", whose number is checked, or "tokens".
         checkpoints: Where and when to save; None saves nothing.
-        reproducible: Whether weights, optimizer state and logged losses are to be equal to the last bit on
-            any number of ranks; see docs/reproducible.md for what that costs.
-        desync_every: After how many steps, and before each save, replicas are compared bit for bit; None
-            chooses so that it takes 0.5 % of the time, 0 never compares.
-        desync_also: What else is to be equal: "buffers", "rng" (of Python and NumPy; also torch's on the
-            CPU where the model is elsewhere, else dropout draws from it, on each rank another way).
+        reproducible: Whether weights, optimizer state and logged losses are bit for bit equal on any
+            number of ranks; see docs/reproducible.md for what that costs.
+        desync_every: Number of steps from one bitwise comparison of the replicas to the next; they are
+            also compared before each save. None chooses it so that comparisons take 0.5 % of the time,
+            0 never compares.
+        desync_also: What else is compared: "buffers", "rng" (the generators of Python and NumPy; torch's
+            on the CPU too if the model is on another device).
+
+    Attributes:
+        job, batches: As given.
+        models: All models, wrapped as given.
+        optimizers: All optimizers.
+        number: Steps done.
+        reproducible: As given.
 
     Raises:
         ConfigError: on all ranks, before the first step: a model that is not wrapped, has nothing to
@@ -83,8 +96,8 @@ class Training:
     def __init__(
         self,
         job: Job,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
         batches: Batches,
         *,
         schedule: Schedule | Sequence[Schedule | None] | None = None,
@@ -98,51 +111,59 @@ class Training:
         job.refuse_if_left()
         weight.check_count_kind(count)
         self.job = job
-        self.models = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.batches = batches
-        self.count = count
-        self.precision = Precision(precision, job, steady=reproducible)
-        self.distributed = job.world_size > 1
-        optimizers = (
-            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        )
-        check_models(job, self.models, optimizers)
-        refuse_static_accumulation(job, self.models, batches.global_batch, batches.micro_batch)
-        self.tracks = make_tracks(self.models, optimizers, schedule)
-        tracks = list(self.tracks.values())
-        self.reproducing = Reproducing(job, self.models, tracks, batches) if reproducible else None
-        self.tuning = BucketTuning(job, [] if reproducible else self.models)
-        layers = [layer for model in self.models for layer in syncbn.layers(model)]
-        self.syncbn_layers = layers if self.distributed else []
-        self.control = Control(job)
+        self.models = [model] if isinstance(model, nn.Module) else list(model)
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.reproducible = reproducible
         self.number = 0
+        trained = with_schedules(self.models, self.optimizers, schedule)
+        self._context = StepContext(
+            job=job,
+            optimizers=trained,
+            precision=Precision(precision, job, reproducible=reproducible),
+            strategy=self._choose_strategy(),
+            control=Control(job),
+            count=count,
+            before_update=self._wait_for_copies,
+            generator=default_generator(job.device),
+            dropout_key=key(job.seed, MICRO_BATCH),
+        )
+        self._context.strategy.check()
         self._start = Position(job.seed, 0, 0)
         self._last: PlannedStep | None = None
-        self.close_look_until = 0
-        self.scope = 0
-        self._dropout_stem = key(job.seed, MICRO_BATCH)
-        self._generator = default_generator(job.device)
-        self.summing = choose_summing(self)
-        self._divisor = 0.0
-        self._weight = torch.zeros(())
         self._kept: dict[str, Any] = {}
-        self.saving = Saving(self, checkpoints, desync_every, desync_also)
         self._report = Report(job)
         self._stopping = self._preempted = False
-        # The step in progress, or the last when the loop was left early; and which of the two.
+        # The step in progress, or the last one if the loop was left early; and which of the two.
         self._open: tuple[Step, PlannedStep] | None = None
         self._is_in_loop = False
-        self._begun = 0  # the last step of which a micro-batch went through the model
-        job.on_leave(self._close)
+        self._replicas = Replicas(job, self.models, trained, desync_every, desync_also)
+        self._checkpoints = checkpoints
+        self._is_resumed = checkpoints is None
+        self._save_requested = self._is_best = False
+        # The job must not keep the models alive, so it refers to this object weakly.
+        weakref.finalize(self, job.on_leave(functools.partial(_leave, weakref.ref(self))))
+
+    def _choose_strategy(self) -> Strategy:
+        arguments = self.job, self.models, self.optimizers, self.batches
+        for kind in (ExactStrategy,) if self.reproducible else _STRATEGIES:
+            if kind.fits(self.job, self.models, self.optimizers):
+                return kind(*arguments)
+        raise ConfigError(
+            "the model is not wrapped, so its gradients would not be summed over ranks.",
+            fix="model = paceline.ddp(job, model)",
+        )
 
     @property
     def position(self) -> Position:
-        """Where in the data the next step starts. Collective: none."""
-        # Made when asked for: most steps are never asked.
+        """Where in the data the next step starts.
+
+        Collective: none.
+        """
         return self._start if self._last is None else self._last.next_position
 
     def keep(self, **objects: Any) -> None:
-        """Have objects with `state_dict` and `load_state_dict` join the checkpoints.
+        """Save and restore objects with `state_dict` and `load_state_dict` with the checkpoints.
 
         Collective: all ranks, before `steps`.
         """
@@ -154,32 +175,36 @@ class Training:
     def report(
         self, folder: str | None = None, *, progress: bool = False, tensorboard: bool = False
     ) -> None:
-        """Say where `log` goes: `folder`/metrics.jsonl, a progress bar, TensorBoard. Rank 0 alone writes.
+        """Choose where `log` writes: `folder`/metrics.jsonl, a progress bar, TensorBoard.
 
-        Collective: none; the other ranks may call it too.
+        Collective: none; only rank 0 writes, the other ranks may call it too.
         """
         self._report.open(folder, progress=progress, tensorboard=tensorboard)
 
     def steps(self, epochs: int | None = None, *, until: int | None = None) -> Iterator[Step]:
         """Give the optimizer steps that are left, resuming from the newest checkpoint first.
 
-        The step before is committed when the next one is asked for.
+        A step is committed when the next one is requested.
 
         Args:
-            epochs: Up to the end of how many epochs, counted from the start of the training.
-            until: Up to which step number; both None is an endless training.
+            epochs: The training ends after this many epochs, counted from its start.
+            until: The training ends after the step of this number; both None is an endless training.
 
         Raises:
             StepError: a step was left without `update`; a rank left the loop alone.
-            NonFinite: on all ranks, where the loss of a step was NaN or infinite.
-            AuditError: the first epoch lost samples or saw some twice.
-            Preempted: on all ranks, after the same step and with it saved, where SIGTERM, SIGUSR1 or
-                SIGUSR2 came to any; it exits with code 75.
+            NonFinite: on all ranks, if the loss of a step was NaN or infinite.
+            AuditError: the first epoch lost samples or had some twice.
+            Preempted: on all ranks, after the same step and with it saved, if any rank received SIGTERM,
+                SIGUSR1 or SIGUSR2; it exits with code 75.
 
         Collective: all ranks, same arguments.
         """
+        global _left_early
         self.job.settle()
-        check_bounds(epochs, until)
+        if _left_early is not None and _left_early._checkpoints is not None:
+            _left_early._checkpoints.finish(self.job)
+        _left_early = None
+        _check_bounds(epochs, until)
         self._resume()
         if self._is_finished(epochs, until):
             text = "finished: %d steps and %d epochs are done, nothing is left to train."
@@ -194,16 +219,16 @@ class Training:
         finally:
             notice.unwatch(self)
         if preempted is not None:
-            self.saving.say(preempted)
+            self._log_preempted(preempted)
             raise preempted
-        notice.deliver()  # it came after the last exchange, so this rank alone knows of it
+        notice.deliver()  # a signal after the last exchange, which only this rank knows of
 
     def log(self, **values: Any) -> None:
-        """Note values of the step in progress: numbers, tensors of shape (), or `step.loss`.
+        """Log values of the step in progress: numbers, tensors of shape (), or `step.loss`.
 
-        They are written by rank 0 within about 0.2 s, when the losses of all ranks are known.
+        Rank 0 writes them within about 0.2 s, when the losses of all ranks are known.
 
-        Collective: none, but `step.loss` is summed over all ranks either way.
+        Collective: none; `step.loss` is summed over all ranks in any case.
         """
         if self._open is None or not self._is_in_loop:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
@@ -216,16 +241,16 @@ class Training:
 
         Collective: none.
         """
-        at, tracks = self.position, list(self.tracks.values())
-        return state.save(self.models, [track.optimizer for track in tracks]) | {
+        at, context = self.position, self._context
+        return state.save(self.models, self.optimizers) | {
             "step": self.number,
             "position": [at.seed, at.epoch, at.offset],
-            "schedules": [t.schedule.state_dict() if t.schedule else {} for t in tracks],
-            "divisors": [track.divisor for track in tracks],
-            "scaler": self.precision.state_dict(),
-            "buckets": self.tuning.state_dict(),
-            "exact": self.reproducing.state_dict() if self.reproducing else None,
-            "threads": torch.get_num_threads(),
+            "schedules": [
+                t.schedule.state_dict() if t.schedule else {} for t in context.optimizers
+            ],
+            "divisors": [trained.divisor for trained in context.optimizers],
+            "scaler": context.precision.state_dict(),
+            "strategy": context.strategy.state_dict(),
             "kept": {name: thing.state_dict() for name, thing in self._kept.items()},
         }
 
@@ -240,26 +265,24 @@ class Training:
         Collective: all ranks, same state.
         """
         self._load(saved)
-        self.saving.rolled_back()
+        if self._checkpoints is not None:
+            self._checkpoints.last_saved = 0  # a step of the same number is another one now
 
     def _load(self, saved: dict[str, Any]) -> None:
-        tracks = list(self.tracks.values())
-        optimizers = [track.optimizer for track in tracks]
-        state.check(self.models, optimizers, saved)
+        context = self._context
+        state.check(self.models, self.optimizers, saved)
         self._refuse_other(saved)
-        self.saving.staged()
-        state.load(self.models, optimizers, saved)
-        for track, schedule, divisor in zip(
-            tracks, saved["schedules"], saved["divisors"], strict=True
+        self._wait_for_copies()
+        state.load(self.models, self.optimizers, saved)
+        for trained, schedule, divisor in zip(
+            context.optimizers, saved["schedules"], saved["divisors"], strict=True
         ):
-            track.divisor = divisor
-            if track.schedule is not None:
-                track.schedule.load_state_dict(schedule)
-        self.precision.load_state_dict(saved["scaler"])
-        self.tuning.load_state_dict(saved.get("buckets", {}))  # older ones have none
-        if self.reproducing is not None:
-            self.reproducing.load_state_dict(saved["exact"])
-            torch.set_num_threads(saved["threads"])
+            trained.divisor = divisor
+            if trained.schedule is not None:
+                trained.schedule.load_state_dict(schedule)
+        context.precision.load_state_dict(saved["scaler"])
+        if (strategy := _strategy_state(saved)) is not None:
+            context.strategy.load_state_dict(strategy)
         for name, thing in self._kept.items():
             thing.load_state_dict(saved["kept"][name])
         self.number, self._start, self._last = saved["step"], Position(*saved["position"]), None
@@ -269,7 +292,7 @@ class Training:
         if seed != self.job.seed:
             raise CheckpointError(
                 f"the checkpoint was trained with seed {seed}, this job has {self.job.seed}.",
-                fix="join with the same seed, or start anew with resume='never'.",
+                fix="join with the same seed, or start a new training with resume='never'.",
             )
         differing = sorted(set(self._kept) ^ set(saved["kept"]))
         if differing:
@@ -277,7 +300,7 @@ class Training:
                 f"the checkpoint holds another set of objects; {', '.join(differing)} differ.",
                 fix="keep() the same objects as the run that saved it.",
             )
-        if (saved["exact"] is None) != (self.reproducing is None):
+        if (_strategy_state(saved) is None) != (self._context.strategy.state_dict() is None):
             raise CheckpointError(
                 "the checkpoint and this training differ in `reproducible`.",
                 why="the bits of a training depend on it from the first step.",
@@ -285,82 +308,51 @@ class Training:
             )
 
     def save(self, *, best: bool = False) -> None:
-        """Save after the step in progress, whatever is due; `best` keeps it until a better one is saved.
+        """Save after the step in progress; `best` keeps it until a better one is saved.
 
         Collective: all ranks, inside the loop, in the same step.
         """
-        self.saving.request(best=best)
+        if self._checkpoints is None:
+            raise ConfigError("this training has no checkpoints to save to.")
+        self._save_requested, self._is_best = True, best or self._is_best
 
     def export(self, path: str | Path) -> None:
-        """Write the weights alone to one file, under the model's own names, for `torch.load` anywhere.
+        """Write only the weights to one file, under the model's own names, for `torch.load` anywhere.
 
         Collective: all ranks, between steps or after them.
         """
         for model in self.models:
             equalize_buffers(self.job, model)
-        states = [parallel.unwrap(model).state_dict() for model in self.models]
+        states = [unwrap(model).state_dict() for model in self.models]
         weights = states[0] if len(states) == 1 else states
         collectives.on_rank0(self.job, lambda: write_file(Path(path), weights))
 
-    # What a step calls. Not for users.
-
-    def seed_dropout(self, step: int, offset: int) -> None:
-        """Key the model's random draws by (seed, step, first sample), whatever the rank.
-
-        Collective: none.
-        """
-        self._begun = step
-        self._generator.manual_seed(pair_seed(self._dropout_stem, step, offset))
-
-    def check_parameters(self) -> None:
-        """Refuse parameters that ranks do not share, as far as they are known now. Collective: none."""
-        for model in self.models:
-            parallel.check_parameters(self.job, model, list(self.tracks))
-
-    def weight_for(
-        self, track: Track, num_samples: int, loss: torch.Tensor, *, ghost: bool
-    ) -> torch.Tensor:
-        """What a backward starts from in place of 1, shape (). Collective: none."""
-        divisor = track.divisor if self.count == "tokens" else num_samples
-        if ghost:
-            return torch.zeros_like(loss)
-        if divisor != self._divisor or loss.dtype != self._weight.dtype:
-            value = self.summing.before / divisor
-            self._weight = torch.tensor(value, dtype=loss.dtype, device=loss.device)
-            self._divisor = divisor
-        return self._weight
-
-    def check_norm(self, norm: torch.Tensor, track: Track, where: Callable[[], str]) -> None:
-        """Refuse a norm that is not finite, where reading it costs no wait for a device.
-
-        On a device the loss of the next step shows it in the next control word. Collective: none.
-        """
-        if self.precision.scaler is not None or norm.device.type != "cpu":
-            return
-        if not math.isfinite(norm.item()):
-            raise clipping.non_finite(named_parameters(self.models, track), where())
+    # The loop.
 
     def _loop(self, epochs: int | None, last: float) -> Iterator[Step]:
+        global _left_early
+        context = self._context
         for planned in self.batches.iterate(
             self.position,
             epochs=_ENDLESS if epochs is None else epochs,
-            equal=bool(self.syncbn_layers),
+            equal=context.strategy.needs_equal_micro_batches,
         ):
-            step = Step(self, planned, self.number + 1)
+            step = Step(context, planned, self.number + 1)
             if planned.offset == 0:
-                self.check_parameters()
-            if self.count == "tokens":
-                for track in self.tracks.values():
-                    track.divisor = track.divisor or weight.divisor_for_tokens(step.num_samples)
+                context.strategy.check()
+            if context.count == "tokens":
+                for trained in context.optimizers:
+                    trained.divisor = trained.divisor or weight.divisor_for_tokens(step.num_samples)
             self._open, self._is_in_loop = (step, planned), True
             current_step.step = step.number
             try:
                 yield step
             except GeneratorExit:
-                # A `break`, or an exception on its way out. Nothing can be raised from here, since
-                # Python drops what a generator raises while it is closed: `job.settle` looks at it.
+                # A `break`, or an exception. Python drops what a generator raises while it is closed, so
+                # `job.settle` reports it.
                 self._is_in_loop = False
                 self.job.left_loop = (step.number, step.is_done)
+                _left_early = self
                 raise
             self._open, self._is_in_loop = None, False
             self._commit(step, planned, now=step.ends_epoch or step.number >= last)
@@ -368,12 +360,15 @@ class Training:
                 break
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
-        self.summing, self._divisor = choose_summing(self), 0.0
-        self.close_look_until = self.number + 1 + CLOSE_LOOKS
+        context = self._context
+        if not self.reproducible:
+            # Anew, because a communication hook may have been registered since.
+            context.strategy = self._choose_strategy()
+        context.check_losses_until = self.number + 1 + _CHECKED_STEPS
+        context.loop = 0 if self.job.peers is None else self.job.peers.new_scope()
+        context.control.begin(self.number, anew=True)
         self._stopping = self._preempted = False
-        self.scope = 0 if self.job.peers is None else self.job.peers.new_scope()
-        self.control.begin(self.number, anew=True)
-        for model in self.models if self.reproducing is None else ():
+        for model in self.models if not self.reproducible else ():
             syncbn.warn_plain_batchnorm(self.job, model)
         total = None
         if epochs is not None and self.batches.steps_per_epoch is not None:
@@ -383,50 +378,124 @@ class Training:
         self._report.begin(self.number, total)
 
     def _commit(self, step: Step, planned: PlannedStep, *, now: bool) -> None:
+        """End a step: exchange what is due, compare replicas, save. All ranks call it."""
         if self.job.peers is not None:
             self.job.peers.passed = step.number
-        step.refuse_unless_done()
+        if not step.is_done:
+            raise StepError(
+                "the step was left without `step.update()`.",
+                where=self.job.where(),
+                fix="call step.update() after the loop over micro-batches"
+                + ("." if len(self.optimizers) == 1 else ", once for each optimizer."),
+                step=step.number,
+            )
         self.number = step.number
         self._last = planned
-        loss, count = step.local_loss()
-        self.saving.tell()
-        for word in self.control.end_step(step.number, loss, count, now=now):
+        checkpoints, control = self._checkpoints, self._context.control
+        if checkpoints is not None:
+            control.save_failed = checkpoints.poll(self.job) or control.save_failed
+            control.save = control.save or (self.job.rank == 0 and checkpoints.is_time())
+        loss, count = step._local_loss()
+        for word in control.end_step(step.number, loss, count, now=now):
             self._take(word)
-        self.saving.step_ended(step.number, ends_epoch=step.ends_epoch)
-        self.tuning.step_ended(active=self.precision.is_settled)
+        self._replicas.step_ended(step.number)
+        if checkpoints is None:
+            return
+        epoch, ends_epoch = self.position.epoch, step.ends_epoch
+        if self._save_requested or checkpoints.is_due(
+            step.number, epoch=epoch, ends_epoch=ends_epoch
+        ):
+            self._save(checkpoints, wait=False)
 
     def _take(self, word: Word) -> None:
+        """Act on what all ranks have exchanged. All ranks call it after the same step."""
         self._stopping = self._stopping or word.stop
         self._preempted = self._preempted or word.preempt
-        self.saving.take(word)
-        if self.count == "tokens" and word.totals[-1].count > 0 and self.reproducing is None:
-            # Of the first optimizer; for others any power of two gives the same bits.
+        self._save_requested = self._save_requested or word.save
+        if word.save_failed and self._checkpoints is not None:
+            self._checkpoints.finish(self.job)
+        context = self._context
+        if context.count == "tokens" and word.totals[-1].count > 0 and not self.reproducible:
+            # Of the first optimizer; for the others any power of two gives the same bits.
             divisor = weight.divisor_for_tokens(word.totals[-1].count)
-            for track in self.tracks.values():
-                track.divisor = divisor
+            for trained in context.optimizers:
+                trained.divisor = divisor
         self._report.write(word.totals)
 
     def _finish(self) -> None:
         """End a loop that ran to its end: exchange what is left, save the last step."""
-        for word in self.control.flush(self.number):
+        for word in self._context.control.flush(self.number):
             self._take(word)
-        self.saving.loop_ended()
+        checkpoints = self._checkpoints
+        if checkpoints is not None:
+            checkpoints.finish(self.job)
+        if checkpoints is not None and checkpoints.last_saved != self.number:
+            self._save(checkpoints, wait=True)
+        else:
+            refuse_non_finite_weights(self.job, self.models, self.number)
         self._report.end()
-
-    def _resume(self) -> None:
-        saved = self.saving.resume()
-        if saved is not None:
-            self._load(saved)
-            log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
 
     def _is_finished(self, epochs: int | None, until: int | None) -> bool:
         return (epochs is not None and self.position.epoch >= epochs) or (
             until is not None and self.number >= until
         )
 
-    def _close(self) -> None:
-        """Leave autocast, note a `break`, and save the step that a preempted evaluation interrupted."""
-        self.precision.leave()
+    # Saving and resuming.
+
+    def _save(self, checkpoints: Checkpoints, *, wait: bool) -> None:
+        best, self._save_requested, self._is_best = self._is_best, False, False
+        self._replicas.look(self.number)
+        for model in self.models:
+            equalize_buffers(self.job, model)
+        # What only the optimizer changes; a forward changes buffers too.
+        steady: list[torch.Tensor] = [p for model in self.models for p in model.parameters()]
+        for optimizer in self.optimizers:
+            for values in optimizer.state.values():
+                steady += [v for v in values.values() if isinstance(v, torch.Tensor)]
+        checkpoints.save(
+            self.job,
+            self.number,
+            self.state_dict(),
+            best=best,
+            wait=wait,
+            steady=steady,
+            finite="models.",
+        )
+
+    def _wait_for_copies(self) -> None:
+        """Return when parameters may change: when a save in flight has copied them."""
+        if self._checkpoints is not None:
+            self._checkpoints.staged()
+
+    def _resume(self) -> None:
+        if self._is_resumed:
+            return
+        self._is_resumed = True
+        assert self._checkpoints is not None
+        _, tensors = codec.encode(state.save(self.models, self.optimizers))
+        size_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        like = state.templates(self.models, self.optimizers)
+        saved: dict[str, Any] | None = self._checkpoints.resume(
+            self.job, like=like, size_bytes=size_bytes
+        )
+        if saved is not None:
+            self._load(saved)
+            log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
+
+    def _log_preempted(self, preempted: Preempted) -> None:
+        where = "nothing was saved, because there are no checkpoints"
+        if self._checkpoints is not None:
+            where = f"saved in {self._checkpoints.folder}"
+        log.logger.info(
+            "preempted by %s after step %d: %s; exit code %s asks to be started again.",
+            *(preempted.signal_name, preempted.step, where, preempted.code),
+        )
+
+    # Leaving the job.
+
+    def _leave(self) -> None:
+        """Leave autocast, and save the step that a preempted evaluation interrupted."""
+        self._context.precision.leave()
         notice.unwatch(self)
         if self._open is not None and self._is_in_loop:
             self.job.left_loop = (self._open[0].number, self._open[0].is_done)
@@ -435,18 +504,43 @@ class Training:
                 self._save_open(self.job.preempted)
         finally:
             self._report.end()
+            if self._checkpoints is not None:
+                self._checkpoints.close(self.job)
 
     def _save_open(self, preempted: Preempted) -> None:
         if self._open is None or self.job.left_loop is None:
-            return  # raised by the loop itself, which has saved, or in another training's
+            return  # raised by the loop itself, which has saved, or in the loop of another training
         step, planned = self._open
         self._open = self.job.left_loop = None
         if step.is_done:
             self._commit(step, planned, now=True)
-        elif any(collectives.gather(self.job, self._begun == step.number)):
-            # Its forwards have changed buffers and generators: this is the state of no step.
-            log.once("the step in progress was cut off; what was saved before it stays the newest.")
+        elif any(collectives.gather(self.job, self._context.begun == step.number)):
+            # Its forwards have changed buffers and generators, so this is the state of no step.
+            log.once("the step in progress was cut off; the checkpoint before it is the newest.")
             return
         self._finish()
         preempted.step = self.number
-        self.saving.say(preempted)
+        self._log_preempted(preempted)
+
+
+def _leave(reference: weakref.ref[Training]) -> None:
+    global _left_early
+    training, _left_early = reference(), None
+    if training is not None:
+        training._leave()
+
+
+def _strategy_state(saved: dict[str, Any]) -> Any:
+    """The state of the strategy; checkpoints of version 1 have its parts at the top."""
+    if "strategy" in saved or saved.get("exact") is None:
+        return saved.get("strategy")
+    exponents = [exponent for each in saved["exact"] for exponent in each or []]
+    return {"exponents": exponents or None, "threads": saved["threads"]}
+
+
+def _check_bounds(epochs: int | None, until: int | None) -> None:
+    for name, value in (("epochs", epochs), ("until", until)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")

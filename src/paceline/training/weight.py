@@ -1,20 +1,23 @@
-"""What each gradient weighs: a sum of losses and its count, exact over micro-batches and ranks.
+"""What a micro-batch's loss weighs: a sum of losses and its count, exact over micro-batches and ranks.
 
-DDP takes the mean over ranks; a step wants the mean over its samples, or tokens. The user gives a sum,
-and its backward starts from `world_size / divisor` in place of 1, so that DDP's mean comes out right
-whatever each rank held. For samples the divisor is known beforehand. For tokens it is a power of two near the
-last total: `update` then multiplies by `divisor / total`, and since a power of two changes no bits, the
-result does not depend on which one it was.
+A step needs the mean over its samples, or tokens. The user gives a sum and a count, and backward starts from
+`strategy.divisor / divisor` instead of 1, so that the sum over ranks is that mean whatever each rank held.
+The number of samples is known before the step. The number of tokens is not: there the divisor is a power
+of two near the last total, and `update` multiplies by `divisor / total`. A power of two changes no bits, so
+the result does not depend on which one it was.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 
 from paceline.errors import ConfigError, CountError, LossError
+from paceline.job.job import Job
 
 Count = Literal["samples", "tokens"]
 
@@ -33,11 +36,49 @@ def divisor_for_tokens(total: float) -> float:
     return 2.0 ** round(math.log2(max(total, 1.0)))
 
 
+def total_counts(job: Job, counts: Sequence[float | torch.Tensor]) -> torch.Tensor:
+    """The counts of a step summed over ranks, float64, on the job's device.
+
+    Args:
+        counts: This rank's, one for each optimizer.
+    """
+    each = [torch.as_tensor(count, dtype=torch.float64, device=job.device) for count in counts]
+    totals = torch.stack([count.reshape(()) for count in each])
+    if job.data.group is not None:
+        try:
+            dist.all_reduce(totals, group=job.data.group)
+        except RuntimeError as error:
+            job.reraise(error)
+    return totals
+
+
+def token_factor(
+    total: torch.Tensor, divisor: float, where: Callable[[], str], step: int
+) -> torch.Tensor:
+    """What to multiply gradients by that were divided by `divisor` instead of `total`; shape ().
+
+    Raises:
+        CountError: the counts of all ranks sum to 0.
+    """
+    if total.device.type != "cpu":
+        # Reading it would wait for the device; the next control word refuses a total of 0.
+        return torch.where(total > 0, divisor / total, 0.0).to(torch.float32)
+    if not total.item() > 0:
+        raise CountError(
+            f"the counts of all ranks in this step sum to {total.item():g}.",
+            where=where(),
+            why="every token of the step's samples is masked.",
+            fix="leave such samples out of the dataset, or use a larger global_batch.",
+            step=step,
+        )
+    return divisor / total
+
+
 def check_loss(loss: Any, count: int | None, where: str) -> None:
     """Raise LossError unless `loss` is a scalar that can be a sum over `count` samples.
 
     A mean is recognised by the operation it came from: torch's loss functions and `mean` record it.
-    `count` is None where it is not known on the host.
+    `count` is None if it is not known on the host.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.dim() > 0:
         got = (
@@ -64,9 +105,9 @@ def check_loss(loss: Any, count: int | None, where: str) -> None:
 
 
 def _is_mean(node: Any, count: int | None) -> bool:
-    """Whether a loss comes from a mean over samples, as far as its last operations tell.
+    """Whether a loss is a mean over samples, as far as its last operations show.
 
-    What is multiplied afterwards is believed: `mean * len(y)` is a sum.
+    Later scaling is not checked: `mean * len(y)` is a sum.
     """
     if count is not None and count < 2:
         return False  # over one sample, mean and sum are the same
@@ -74,8 +115,8 @@ def _is_mean(node: Any, count: int | None) -> bool:
     if getattr(node, "_saved_reduction", None) == _MEAN_REDUCTION:
         return True
     if kind in ("MeanBackward0", "MeanBackward1"):
-        sizes = node._saved_self_sym_sizes
-        # A mean over features of what was summed over samples before is a legal loss.
+        # A mean over features, after a sum over samples, is a legal loss.
+        sizes: Sequence[int] = getattr(node, "_saved_self_sym_sizes", ())
         return len(sizes) > 0 and sizes[0] == count
     if kind == "AddBackward0":
         return any(_is_mean(term, count) for term, _ in node.next_functions)
@@ -85,7 +126,7 @@ def _is_mean(node: Any, count: int | None) -> bool:
 def check_count(count: int | torch.Tensor, samples: int, kind: str, where: str) -> None:
     """Raise CountError unless `count` fits a micro-batch of `samples`.
 
-    A tensor of tokens on a device is believed: reading it would wait for the device.
+    A count of tokens that is a tensor on a device is not checked: reading it would wait for the device.
     """
     if isinstance(count, torch.Tensor) and count.device.type != "cpu" and kind == "tokens":
         return

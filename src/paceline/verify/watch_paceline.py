@@ -18,7 +18,7 @@ from paceline.audit.progress import Progress
 from paceline.audit.record import digest, plain, user_line
 from paceline.checkpoint import manager
 from paceline.data.loader import Loader
-from paceline.parallel.ddp import unwrap
+from paceline.parallel.modules import unwrap
 from paceline.parallel.syncbn import SyncBatchNorm
 from paceline.training import evaluation, trainer
 from paceline.training.training import Training
@@ -110,7 +110,7 @@ class _Watch:
     def committing(self, commit: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(commit)
         def watched(training: Training, step: Any, *args: Any, **kwargs: Any) -> None:
-            loss, count = step.local_loss()
+            loss, count = step._local_loss()
             self._recorder.write(
                 "paceline-step",
                 t=self._numbers[id(training)],

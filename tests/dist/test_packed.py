@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import ConfigError, GradientError, PeerFailed, StepError
+from paceline.parallel.ddp import DDPStrategy
+from paceline.parallel.packed import PackedStrategy
 from paceline.testing import run_failing_ranks, run_ranks
 
 
@@ -56,8 +58,8 @@ def _both(job: Any, precision: str, count: str) -> tuple[torch.Tensor, torch.Ten
     direct = _training(job, paceline.ddp(job, Net()), **options)
     by_ddp = _training(job, paceline.ddp(job, Net(), bucket_mb=1), **options)
     weights = _run(direct), _run(by_ddp)
-    assert (direct.summing.direct is not None) == (job.world_size > 1)
-    assert by_ddp.summing.by_ddp == (job.world_size > 1)
+    assert (type(direct._context.strategy) is PackedStrategy) == (job.world_size > 1)
+    assert (type(by_ddp._context.strategy) is DDPStrategy) == (job.world_size > 1)
     return weights
 
 
@@ -80,7 +82,6 @@ def _hooked(job: Any) -> nn.Module:
 CASES: dict[str, Any] = {
     "default": lambda job: paceline.ddp(job, Net()),
     "buckets": lambda job: paceline.ddp(job, Net(), bucket_mb=25.5),
-    "tuned": lambda job: paceline.ddp(job, Net(), bucket_mb="auto"),
     "static": lambda job: paceline.ddp(job, Net(), static_graph=True),
     "unused": lambda job: paceline.ddp(job, Net(), find_unused=True),
     "large": lambda job: paceline.ddp(job, Net(400)),
@@ -95,7 +96,8 @@ def _chosen(job: Any) -> dict[str, bool]:
         model = make(job)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = paceline.Batches(job, _data(), global_batch=6)
-        found[name] = paceline.Training(job, model, optimizer, batches).summing.direct is not None
+        training = paceline.Training(job, model, optimizer, batches)
+        found[name] = type(training._context.strategy) is PackedStrategy
     return found
 
 

@@ -1,0 +1,149 @@
+"""Checks of a module before it is spread over ranks, its buffers, and the way back to the plain module.
+
+torch finds the same mistakes later, or reports them as indices of buckets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from paceline import log
+from paceline.errors import ConfigError, RankDisagreement
+from paceline.job.collectives import gather
+from paceline.job.job import Job
+
+_NAMES_SHOWN = 5
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside torch's DDP and `torch.compile`, or `model` itself if it is in neither.
+
+    Collective: none.
+    """
+    name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
+    inner = model._modules.get(name)
+    return model if inner is None else unwrap(inner)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
+
+
+def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
+    """Refuse a module that cannot be trained on this job.
+
+    Args:
+        wrap: The function that the user called, for the fix.
+
+    Raises:
+        ConfigError: a parameter without a shape or on another device, or nothing to train (`parameters`).
+    """
+    for name, p in module.named_parameters():
+        if isinstance(p, UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet.",
+                why="a lazy module gets its parameters in its first forward.",
+                fix=f"run one forward before {wrap}(...).",
+                parameters=[name],
+            )
+        if p.device != job.device:
+            raise ConfigError(
+                f"parameter {name!r} is on {p.device}, this rank computes on {job.device}.",
+                where=job.where(),
+                fix="model.to_empty(device=job.device), then initialise it."
+                if p.is_meta
+                else f"model.to(job.device) before {wrap}(...) and before the optimizer is made.",
+                parameters=[name],
+            )
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ConfigError(
+            f"{type(module).__name__} has no trainable parameter.",
+            fix="unfreeze some with requires_grad_(True), or do not wrap it.",
+        )
+    torchs = [name for name, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm)]
+    if torchs and job.data.size > 1 and job.device.type == "cpu":
+        raise ConfigError(
+            f"{listed(torchs)}: torch's SyncBatchNorm does not work on CPU.",
+            fix="paceline.sync_batchnorm(job, model) converts it.",
+        )
+
+
+def agree_on_parameters(job: Job, module: nn.Module, options: str) -> None:
+    """Check that all ranks hold parameters of the same names, shapes and types in the same order.
+
+    Ranks exchange a digest, and the whole lists only if the digests differ. `options` is compared too.
+
+    Raises:
+        RankDisagreement: on all ranks, naming the first that differs (`values`: one per rank).
+    """
+    rows = [options]
+    for name, p in module.named_parameters():
+        kind = "trainable" if p.requires_grad else "frozen"
+        rows.append(f"{name}: {list(p.shape)} {p.dtype}, strides {list(p.stride())}, {kind}")
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+    digests = gather(job, digest)
+    if all(other == digests[0] for other in digests):
+        return
+    lists = gather(job, rows)
+    longest = max(len(rows) for rows in lists)
+    for at in range(longest):
+        values = [rows[at] if at < len(rows) else "nothing more" for rows in lists]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise RankDisagreement(
+                f"ranks wrap different models: rank 0 has [{values[0]}], "
+                f"rank {other} has [{values[other]}].",
+                why="gradients are summed over ranks by the position of their parameter.",
+                fix="build the same model on all ranks; nothing in it may depend on the rank.",
+                values=values,
+            )
+
+
+def equalize_buffers(job: Job, model: nn.Module) -> None:
+    """Give all ranks the buffers of rank 0, such as BatchNorm's running statistics, bit for bit.
+
+    One collective for each device, for any number of buffers; none for a model without buffers.
+    """
+    if job.data.group is None:
+        return
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for buffer in model.buffers():
+        if buffer.numel():
+            by_device.setdefault(buffer.device, []).append(buffer.detach())
+    for buffers in by_device.values():
+        # Sent as bytes, so that one message carries all types. The widest type comes first: then each
+        # buffer starts at a multiple of its own element size, as `view` demands.
+        buffers.sort(key=lambda b: -b.element_size())
+        packed = torch.cat([b.contiguous().view(-1).view(torch.uint8) for b in buffers])
+        try:
+            dist.broadcast(packed, group=job.data.group, group_src=0)
+        except RuntimeError as error:
+            job.reraise(error)
+        pieces = torch.split(packed, [b.numel() * b.element_size() for b in buffers])
+        for buffer, piece in zip(buffers, pieces, strict=True):
+            buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
+
+
+def warn_untrained(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Warn once of trainable parameters that no optimizer owns."""
+    owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    idle = [
+        name
+        for name, p in unwrap(model).named_parameters()
+        if p.requires_grad and id(p) not in owned
+    ]
+    if idle and optimizers:
+        log.once(
+            f"no optimizer owns {listed(idle)}: these parameters are trainable, but never change. "
+            "Give them to an optimizer, or freeze them with requires_grad_(False) before wrapping."
+        )

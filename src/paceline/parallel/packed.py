@@ -1,0 +1,125 @@
+"""Small gradients of ranks in one shared memory, summed in one operation after a step's last backward.
+
+If all gradients fit DDP's first bucket, DDP cannot reduce any of them during the backward, and its own
+bookkeeping takes longer than the sum. Measured in docs/decisions/0016-direct-sum.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.data.batches import Batches
+from paceline.data.plan import MicroBatch, PlannedStep
+from paceline.errors import ConfigError, GradientError
+from paceline.job.job import Job
+from paceline.parallel.ddp import DDPStrategy, Replica, known_parameters, unused_error
+from paceline.shm.group import ShmGroup
+
+_MAX_BYTES = 1 << 20  # of gradients: the size of DDP's first bucket
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class PackedStrategy(DDPStrategy):
+    """Gradients are copied into one tensor for each dtype and summed after the last backward.
+
+    Used instead of DDP's reducer where nothing depends on it: CPU ranks of one host in shared memory, at
+    most 1 MiB of dense gradients, one optimizer, and `ddp` without options or communication hooks.
+    """
+
+    reduces_in_backward = False
+
+    def __init__(
+        self,
+        job: Job,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        batches: Batches,
+    ) -> None:
+        super().__init__(job, models, optimizers, batches)
+        self.needs_equal_micro_batches = True
+        known = [p for wrapper in self._wrappers for _, p in known_parameters(wrapper)]
+        known.sort(key=lambda p: str(p.dtype))
+        self._packs = [_Pack(list(pack)) for _, pack in groupby(known, key=lambda p: p.dtype)]
+
+    @classmethod
+    def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
+        group = job.data.group
+        if not (isinstance(group, ShmGroup) and len(optimizers) == 1):
+            return False
+        wrappers = [model for model in models if isinstance(model, Replica)]
+        if len(wrappers) < len(models) or not all(map(_is_plain, wrappers)):
+            return False
+        sizes = (p.nbytes for wrapper in wrappers for _, p in known_parameters(wrapper))
+        return sum(sizes) <= _MAX_BYTES
+
+    def begin_step(self, step: PlannedStep) -> None:
+        pass  # forwards without a backward do not reach DDP's reducer
+
+    def before_forward(self, micro: MicroBatch) -> None:
+        super(DDPStrategy, self).before_forward(micro)
+        for wrapper in self._wrappers:
+            wrapper.__dict__["bypassed"] = True
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Sum the gradients over ranks. A parameter that only some micro-batches used is summed too."""
+        self._refuse_changes(optimizer)
+        for wrapper in self._wrappers:
+            known = known_parameters(wrapper)
+            if names := [name for name, p in known if p.grad is None]:
+                raise unused_error(self._job, wrapper, names)
+            wrapper.__dict__["bypassed"] = False
+            if wrapper.__dict__["has_hook"]:
+                raise ConfigError(
+                    "a communication hook was registered between steps.",
+                    where=self._job.where(),
+                    fix="call register_comm_hook before training.steps(...).",
+                )
+        try:
+            for pack in self._packs:
+                dist.all_reduce(pack.fill(), group=self._job.data.group)
+                pack.empty()
+        except RuntimeError as error:
+            self._job.reraise(error)
+
+
+def _is_plain(wrapper: Any) -> bool:
+    sparse = any(getattr(layer, "sparse", False) for layer in wrapper.modules())
+    fits = all(p.is_cpu and p.dtype in _DTYPES for _, p in known_parameters(wrapper))
+    return fits and not sparse and not wrapper.has_hook and wrapper.default_options
+
+
+class _Pack:
+    """The gradients of one dtype, and the tensor that carries them."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+        pieces = torch.split(self._flat, [p.numel() for p in parameters])
+        self._pieces = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+        self._gradients: list[torch.Tensor] = []
+
+    def fill(self) -> torch.Tensor:
+        self._gradients = [_dense_gradient(p) for p in self._parameters]
+        torch._foreach_copy_(self._pieces, self._gradients)
+        return self._flat
+
+    def empty(self) -> None:
+        torch._foreach_copy_(self._gradients, self._pieces)
+        self._gradients = []
+
+
+def _dense_gradient(p: torch.Tensor) -> torch.Tensor:
+    assert p.grad is not None
+    if p.grad.layout != torch.strided:
+        raise GradientError(
+            f"a parameter of shape {list(p.shape)} has a sparse gradient.",
+            fix="ddp(..., bucket_mb=1) has torch's DDP reduce it.",
+        )
+    return p.grad

@@ -1,0 +1,120 @@
+"""`Strategy`: how the ranks of one training run a step together, and who sums their gradients.
+
+`Training` makes one object for all its steps, chosen by how its models were wrapped, and `Step` calls
+nothing else about ranks. A new way to spread a model over ranks is a new subclass in a new file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from paceline.data.batches import Batches
+from paceline.data.plan import MicroBatch, PlannedStep
+from paceline.job.job import Job
+from paceline.parallel import syncbn
+from paceline.parallel.modules import warn_untrained
+
+
+class Strategy:
+    """The strategy of one process, and the base of those for several ranks.
+
+    A step calls `begin_step`, then `before_forward` and `backward` for each micro-batch (`backward` once
+    for each optimizer), then `must_repeat`, then `finish` for each optimizer.
+
+    Attributes:
+        divisor: After `finish` a gradient is the sum over all ranks divided by this number.
+        needs_equal_micro_batches: Whether every rank must run the same number of micro-batches. A rank
+            with fewer samples then gets ghosts: real samples with weight 0.
+        repeats_steps: Whether `must_repeat` may return True, so that a step's micro-batches must be kept.
+    """
+
+    divisor = 1
+    repeats_steps = False
+
+    def __init__(
+        self,
+        job: Job,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        batches: Batches,
+    ) -> None:
+        self._job = job
+        self._models = list(models)
+        self._optimizers = list(optimizers)
+        self._batchnorms = syncbn.Ghosts(models)
+        self.needs_equal_micro_batches = job.data.size > 1 and self._batchnorms.synchronised
+
+    @classmethod
+    def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
+        """Whether models that are wrapped like these can be trained by this strategy."""
+        return job.data.size == 1
+
+    def check(self) -> None:
+        """Check that each trained parameter gets its gradient from all ranks.
+
+        Called before the first step and at the start of each epoch.
+
+        Raises:
+            GradientError: parameters that each rank would train alone, or that no rank can train.
+        """
+        for model in self._models:
+            warn_untrained(model, self._optimizers)
+
+    def begin_step(self, step: PlannedStep) -> None:
+        """Prepare for the micro-batches of a step, or for their repetition."""
+
+    def before_forward(self, micro: MicroBatch) -> None:
+        """Prepare for the forward of a micro-batch."""
+        if self.needs_equal_micro_batches:
+            self._batchnorms.set(micro.is_ghost)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: torch.Tensor,
+        micro: MicroBatch,
+        inputs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Add the gradients of `weight * loss` to the parameters.
+
+        Args:
+            inputs: The parameters to differentiate, where there are several optimizers; None for all.
+        """
+        torch.autograd.backward(loss, weight, inputs=inputs)
+
+    def must_repeat(self) -> bool:
+        """Whether the step's micro-batches must be run again; asked after the last of them.
+
+        All ranks get the same answer.
+        """
+        if self.needs_equal_micro_batches:
+            self._batchnorms.set(False)
+        return False
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Complete the sums over ranks of an optimizer's gradients, before they are used.
+
+        Raises:
+            GradientError: a parameter got no gradient, or one that is not summed over ranks.
+        """
+
+    def grad_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The 2-norm of all gradients as one vector, shape (), the same on all ranks."""
+        return get_total_norm(gradients, foreach=True)
+
+    def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of a micro-batch as it is added up for the log."""
+        return loss
+
+    def state_dict(self) -> Any:
+        """What a resumed training needs of this object; None if nothing."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load what `state_dict` returned in an earlier run, on any number of ranks."""
