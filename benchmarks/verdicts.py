@@ -46,7 +46,7 @@ CRASHES = {
     "aborts": ("os.abort()", ["killed by SIGABRT", 'train.py", line {LINE}']),
     "gives another size": (
         "dist.all_reduce(torch.ones(9, 9))",
-        ["called last: ", "(f32[9,9])", "collectives pair by order alone"],
+        ["called last: ", "(f32[9,9])", "collectives are matched by order alone"],
     ),
     "gets a bus error": (
         "os.kill(os.getpid(), signal.SIGBUS)",

@@ -71,9 +71,9 @@ def test_a_port_that_is_taken_has_its_owner_named(tmp_path: Path) -> None:
         port = listener.getsockname()[1]
         script = f"import torch.distributed as d; d.TCPStore('127.0.0.1', {port}, 1, True)"
         done = run("--nproc-per-node 1", script, tmp_path)
-    assert "  why:   another process listens there" in done.err
-    assert f"On this host port {port} is held now by pid {os.getpid()} (" in done.err
-    assert "  fix:   leave --master-port" in done.err
+    assert "  why:   another process listens on it" in done.err
+    assert f"On this host, port {port} is now used by pid {os.getpid()} (" in done.err
+    assert "  fix:   do not set --master-port" in done.err
 
 
 def test_the_verdict_of_the_launcher_says_why_and_how(tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ def test_a_log_of_torchrun_by_a_pipe(tmp_path: Path) -> None:
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0
-    assert "The first Python error that is not known here: <stdin>:" in done.stdout
+    assert "The first Python error that is not in the table: <stdin>:" in done.stdout
     assert "ValueError: bad sample" in done.stdout
     assert "(error-file-missing)" in done.stdout
-    assert "by the way: torchrun set one thread per rank (omp-threads, line 3)" in done.stdout
+    assert "harmless: torchrun set one thread per rank (omp-threads, line 3)" in done.stdout
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE), "explain imports torch"
 
 

@@ -139,7 +139,7 @@ dist.all_reduce(torch.ones(7 + 3 * dist.get_rank()))
     done = run("--nproc-per-node=2", script, tmp_path)
     assert re.search(r"called last: rank [01] all_reduce #1 \(f32\[(7|10)\]\)\.", done.err), done
     assert re.search(r"paceline: rank [01] of 2 failed: killed by SIGABRT\n", done.err), done
-    assert "why:   collectives pair by order alone" in done.err
+    assert "why:   collectives are matched by order alone" in done.err
 
 
 LEAVES = """

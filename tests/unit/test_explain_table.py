@@ -144,7 +144,7 @@ def test_the_port_is_found_in_the_message(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         log.write_text(f"address already in use {text.format(listener.getsockname()[1])}\n")
         assert explain.main([str(log)]) == 0
-    assert f"is held now by pid {os.getpid()} (" in capsys.readouterr().out
+    assert f"is now used by pid {os.getpid()} (" in capsys.readouterr().out
 
 
 def test_bytes_have_units() -> None:
@@ -168,18 +168,18 @@ def test_an_unknown_error_is_not_hidden_by_a_cause(
     log.write_text(f"loss: nan\n{error}Connection closed by peer\n")
     explain.main([str(log)])
     parts = capsys.readouterr().out.split("\n\n")
-    assert [part.split(" ")[0] for part in parts] == ["NaN", "The", "only"]
+    assert [part.split(" ")[0] for part in parts] == ["NaN", "The", "follows"]
     assert parts[1].endswith(f"{log}:3: mylib.Bad: 7")
     log.write_text(f"Connection closed by peer\n{error}")
     explain.main([str(log)])
-    assert capsys.readouterr().out.startswith("The first Python error that is not known here")
+    assert capsys.readouterr().out.startswith("The first Python error that is not in the table")
 
 
 def test_exit_codes_and_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"hello\n\xff\xfe")
     assert explain.main([str(log)]) == 1
-    assert "Nothing in" in capsys.readouterr().out
+    assert "No known message in" in capsys.readouterr().out
     assert explain.main([str(tmp_path / "none")]) == 2
     assert explain.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("cannot be read") == 2

@@ -66,7 +66,7 @@ LOADER = Error(
         ),
         (9, None, BEFORE, "not the kernel for memory, whose count stands."),
         (9, None, Memory(host_kills=6), "memory: the host ran out (oom_kill 5 -> 6)."),
-        (9, None, Memory(host_kills=5), "most often the kernel, out of memory."),
+        (9, None, Memory(host_kills=5), "most often the kernel, because memory ran out."),
         (7, None, FULL, "/dev/shm has 64 MiB, 1 MiB free now."),
         (0, LOADER, KILLED, "the kernel killed a process of this job for memory: limit 2.0 GiB"),
     ],

@@ -191,7 +191,10 @@ def test_a_known_error_says_more_than_where_it_was_raised() -> None:
 
 @pytest.mark.parametrize(
     ("number", "why"),
-    [(9, "something outside the job sent SIGKILL"), (7, "native code met memory")],
+    [
+        (9, "a process outside the job or the kernel sent SIGKILL"),
+        (7, "native code accessed memory"),
+    ],
 )
 def test_a_signal_gets_its_cause_and_cure(number: int, why: str) -> None:
     lines = _failure(fact(0, 1.0, returncode=-number))
@@ -241,7 +244,7 @@ def test_what_ranks_called_last_is_said_where_native_code_gave_up() -> None:
     }
     lines = render_failure(verdict, dataclasses.replace(SHAPE, calls=calls)).splitlines()
     assert lines[0] == "paceline: rank 0 of 4 failed: killed by SIGABRT"
-    assert lines[2].startswith("  why:   collectives pair by order alone")
+    assert lines[2].startswith("  why:   collectives are matched by order alone")
     assert (
         "  called last: rank 1 all_reduce #4 (f32[9]); ranks 2 and 3 all_reduce #4 (f32[7])."
         in lines

@@ -1,4 +1,4 @@
-"""The subcommand `explain`: known messages in a log, with cause and cure. It needs no torch."""
+"""The subcommand `explain`: known messages in a log, with cause and fix. It needs no torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.explain.facts import facts
 from paceline.explain.reading import KINDS, Found, Reading, causes, read
 
-HELP = "say what a log's messages mean, what caused them and what cures them"
+HELP = "explain known messages in a log: meaning, cause and fix"
 
 _UNKNOWN = 1
 _USAGE_ERROR = 2
-_PREFIX = {"cause": "", "sign": "a sign: ", "victim": "only a victim: ", "note": "by the way: "}
+_PREFIX = {
+    "cause": "",
+    "sign": "symptom: ",
+    "victim": "follows from another rank: ",
+    "note": "harmless: ",
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Explain a log: 0 something is known, 1 nothing is, 2 it cannot be read."""
+    """Explain a log. Exit code 0: a message is known; 1: none is; 2: the log cannot be read."""
     given = _parser().parse_args(argv)
     if given.all:
         print(_markdown(), end="")
@@ -37,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 def _read(file: str | None) -> tuple[str, Reading]:
     if file in (None, "-"):
         if file is None and sys.stdin.isatty():
-            raise ConfigError("no log to read.", fix="name a file, or pipe one in.")
+            raise ConfigError("no log to read.", fix="give a file, or pipe one in.")
         return "<stdin>", read(sys.stdin.buffer)
     assert file is not None
     try:
@@ -46,18 +51,18 @@ def _read(file: str | None) -> tuple[str, Reading]:
     except OSError as error:
         raise ConfigError(
             f"{file!r} cannot be read: {error.strerror}.",
-            fix="name a file of the log; a message alone can be piped in: `paceline explain -`.",
+            fix="give the file of a log, or pipe a message in: `paceline explain -`.",
         ) from error
 
 
 def _as_text(name: str, reading: Reading) -> str:
-    # In full stands what is most telling: causes, else signs of one, else the rest.
+    # Only the most useful kind is printed in full: causes, otherwise symptoms, otherwise the rest.
     by_kind = {kind: [hit for hit in reading.found if hit.cause.kind == kind] for kind in KINDS}
     telling = by_kind["cause"] or by_kind["sign"] or reading.found
     parts, unknown = [], []
     if reading.unknown is not None:
         line, text = reading.unknown
-        unknown = [f"The first Python error that is not known here: {name}:{line}: {text}"]
+        unknown = [f"The first Python error that is not in the table: {name}:{line}: {text}"]
     if not by_kind["cause"]:
         parts, unknown = unknown, []
     for hit in reading.found:
@@ -71,9 +76,9 @@ def _as_text(name: str, reading: Reading) -> str:
             parts += unknown
     if not reading.found:
         parts.append(
-            f"Nothing in {name} is known ({reading.lines} lines).\n"
-            "  fix:   to ask somebody, send the first error of the rank that failed first with the\n"
-            "         50 lines before it, the command line, and what `paceline doctor --json` prints."
+            f"No known message in {name} ({reading.lines} lines).\n"
+            "  fix:   to ask for help, send the first error of the rank that failed first with the 50\n"
+            "         lines before it, the command line, and the output of `paceline doctor --json`."
         )
     return "\n\n".join(parts)
 
@@ -109,13 +114,13 @@ def _as_json(name: str, reading: Reading, code: int) -> str:
 def _markdown() -> str:
     """docs/troubleshooting.md."""
     parts = [
-        "# Troubleshooting\n\nMade by `paceline explain --all` from the table that `paceline explain LOG` "
-        "and the verdict of\n`paceline run` use. `*` stands for anything.\n"
+        "# Troubleshooting\n\n`paceline explain --all` generates this page from the table that "
+        "`paceline explain LOG` and\n`paceline run` use. `*` is any text.\n"
     ]
     headings = {
         "cause": "Causes",
-        "sign": "Signs: the cause stands in the lines around them",
-        "victim": "Victims: the error stands in another rank's log",
+        "sign": "Symptoms: the lines around them show the cause",
+        "victim": "Followers: the error is in another rank's log",
         "note": "Harmless",
     }
     for kind, heading in headings.items():
@@ -132,12 +137,12 @@ def _markdown() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paceline explain",
-        description=HELP + ". Reads logs of any size, of torchrun as well.",
-        epilog="exit codes: 0 something is known, 1 nothing is, 2 the file cannot be read",
+        description=HELP + ". Reads logs of any size and any launcher.",
+        epilog="exit codes: 0 a message is known, 1 none is, 2 the file cannot be read",
     )
     parser.add_argument(
-        "file", nargs="?", metavar="FILE", help="a log; - or nothing: standard input"
+        "file", nargs="?", metavar="FILE", help="a log; - or no argument: standard input"
     )
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--all", action="store_true", help="print the whole table, as Markdown")
     return parser

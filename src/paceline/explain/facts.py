@@ -1,4 +1,4 @@
-"""What this host can say to a known message now: who holds a port, how much memory there is."""
+"""Facts about this host that belong to a known message: who uses a port, how much memory there is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PORT = re.compile(r"port:? ?(\d{1,5})\b|[\w\]]:(\d{1,5})\b")
 
 
 def facts(name: str | None, line: str) -> str:
-    """The sentence of the function that an entry names; empty where there is nothing to say."""
+    """The sentence of the function that an entry names; empty if there is none."""
     return (
         {"port_owner": _port_owner, "memory": _memory, "shared_memory": _shared_memory}[name](line)
         if name
@@ -23,8 +23,8 @@ def _port_owner(line: str) -> str:
     for port in numbers:
         owner = owner_of_port(port)
         if owner is not None:
-            return f"On this host port {port} is held now by {owner}."
-    return f"On this host nobody listens on port {numbers[0]} now." if numbers else ""
+            return f"On this host, port {port} is now used by {owner}."
+    return f"On this host, no process listens on port {numbers[0]} now." if numbers else ""
 
 
 def _shared_memory(line: str) -> str:
@@ -39,6 +39,6 @@ def _memory(line: str) -> str:
         return ""
     kills = memory.kills or 0
     return (
-        f"On this host the limit is {format_bytes(memory.limit_bytes)}, and {kills} process"
-        f"{' was' if kills == 1 else 'es were'} killed for it since it began."
+        f"The memory limit on this host is {format_bytes(memory.limit_bytes)}; the kernel has killed "
+        f"{kills} process{'' if kills == 1 else 'es'} because of it since the group was created."
     )

@@ -1,7 +1,7 @@
-"""Find known messages in text of any size: what it is, where it stands, and which comes first.
+"""Finds known messages in text of any size, and orders them by what they say about the cause.
 
-Text is read in blocks, so a log need not fit into memory. A pattern is looked for by its longest
-literal piece; only where that occurs is a regular expression tried.
+Text is read in blocks, so a log need not fit into memory. A pattern is searched by its longest literal piece;
+a regular expression runs only where that piece occurs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import BinaryIO
 
-KINDS = ("cause", "sign", "victim", "note")  # the most telling first
+KINDS = ("cause", "sign", "victim", "note")  # the most useful first
 
 _BLOCK_BYTES = 1 << 20
 _GAP = rb"[^\n\r]{0,300}?"
@@ -25,13 +25,13 @@ _MAX_ERRORS = 50
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TRACEBACK = b"Traceback (most recent call last):"
 _EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::|\s*$)")
-# These carry an error that has a traceback of its own.
+# These only pass on an error that has its own traceback.
 _CARRIERS = re.compile(rb".*(?:ChildFailedError|: Caught \w+ in )")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """An entry of causes.toml, which says what the fields are."""
+    """An entry of causes.toml, which documents the fields."""
 
     name: str
     what: str
@@ -50,7 +50,7 @@ class Cause:
         ]
 
     def search(self, text: bytes, start: int = 0) -> tuple[int, int] | None:
-        """Where the first message of this entry begins and ends."""
+        """Begin and end of the first message of this entry."""
         hits = []
         for literal, pattern in self._patterns:
             if text.find(literal, start) >= 0 and (hit := pattern.search(text, start)):
@@ -60,7 +60,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Found:
-    """A known message: its entry, its line from 1, and the line's text, cut."""
+    """A known message: its entry, its line number from 1, and the shortened text of the line."""
 
     cause: Cause
     line: int
@@ -69,11 +69,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a text holds.
+    """The messages of a text.
 
     Args:
-        found: The first message of each entry; the most telling kind first, then by line.
-        unknown: Line and text of the first Python error that no entry knows.
+        lines: How many lines the text has.
+        found: The first message of each entry; the most useful kind first, then by line.
+        unknown: Line and text of the first Python error that matches no entry.
     """
 
     lines: int
@@ -89,12 +90,12 @@ def causes() -> tuple[Cause, ...]:
 
 
 def recognise(text: str) -> Found | None:
-    """The most telling known message in a short text."""
+    """The most useful known message in a short text."""
     return next(iter(read(io.BytesIO(text.encode(errors="backslashreplace"))).found), None)
 
 
 def read(stream: BinaryIO) -> Reading:
-    """Read all of `stream`, holding a few blocks of it at a time."""
+    """Read all of `stream`, with a few blocks of it in memory at a time."""
     open_entries, found, tracebacks, lines = list(causes()), [], _Tracebacks(), 0
     for first, block in _blocks(stream):
         for cause in list(open_entries):
@@ -109,7 +110,7 @@ def read(stream: BinaryIO) -> Reading:
 
 
 def _blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Whole lines and the number of the first; a line longer than a block comes in pieces."""
+    """Blocks of whole lines, and the number of the first line; a line longer than a block comes in pieces."""
     number, rest = 1, b""
     while data := stream.read(_BLOCK_BYTES):
         data = rest + data
@@ -131,7 +132,7 @@ def _first(cause: Cause, block: bytes, first: int) -> Found | None:
         end = block.find(b"\n", span[1])
         end = len(block) if end < 0 else end
         line = block[begin:end]
-        # A line belongs to the upper of two entries.
+        # If a line matches two entries, the upper one counts.
         if next(other for other in causes() if other.search(line)) is cause:
             number = first + block.count(b"\n", 0, begin)
             return Found(cause, number, _shown(line, span[0] - begin))
@@ -140,7 +141,7 @@ def _first(cause: Cause, block: bytes, first: int) -> Found | None:
 
 
 def _shown(line: bytes, at: int) -> str:
-    """The part of a line around a message; what a progress bar had written over is left out."""
+    """The part of a line around a message, without what a progress bar has overwritten."""
     begin = max(line.rfind(b"\r", 0, at) + 1, at - 4 * _BEFORE_CHARS)
     text = _COLOURS.sub("", line[begin:at].decode(errors="replace"))
     rest = _COLOURS.sub(
@@ -151,10 +152,10 @@ def _shown(line: bytes, at: int) -> str:
 
 
 class _Tracebacks:
-    """The last lines of Python tracebacks, also where a launcher put a prefix before each line."""
+    """The last lines of Python tracebacks, also if a launcher put a prefix before each line."""
 
     def __init__(self) -> None:
-        self._open: set[bytes] = set()  # prefixes of those that have not ended
+        self._open: set[bytes] = set()  # prefixes of tracebacks that have not ended
         self._errors: list[tuple[int, bytes]] = []
 
     def take(self, first: int, block: bytes) -> None:
