@@ -1,8 +1,7 @@
-"""Messages for people: one logger, rank in front, no handler until a job starts.
+"""Messages to the user: one logger, without a handler until a job starts. A front to `logging`.
 
-A front to the standard `logging`. Information is shown by rank 0 alone, warnings by every rank.
-`paceline run` prefixes each line with the rank itself, so the prefix is added here only where no
-launcher of ours does it.
+Only rank 0 shows information; every rank shows warnings. `paceline run` prefixes each line with the rank;
+under other launchers the prefix is added here.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 
 logger = logging.getLogger("paceline")
 
-_said: set[str] = set()
+_shown: set[str] = set()
 
 
 class _RankFilter(logging.Filter):
@@ -26,9 +25,10 @@ class _RankFilter(logging.Filter):
 
 
 def show(rank: int, world_size: int) -> logging.Handler | None:
-    """Show the messages of this rank on standard error, unless the program handles them itself.
+    """Show the messages of this rank on standard error, unless the program has configured logging.
 
-    Returns the handler added, to be taken away by `hide`; None where logging was set up already.
+    Returns:
+        The handler that was added, for `hide`; None if logging was configured already.
     """
     if logger.handlers or logging.getLogger().handlers:
         return None
@@ -46,14 +46,14 @@ def show(rank: int, world_size: int) -> logging.Handler | None:
 
 
 def hide(handler: logging.Handler | None) -> None:
-    """Take away what `show` added."""
+    """Remove the handler that `show` added."""
     if handler is not None:
         logger.removeHandler(handler)
-        _said.clear()
+        _shown.clear()
 
 
 def once(message: str) -> None:
-    """Warn with this message, the first time only."""
-    if message not in _said:
-        _said.add(message)
+    """Log this warning, the first time only."""
+    if message not in _shown:
+        _shown.add(message)
         logger.warning(message)

@@ -6,8 +6,8 @@
     def test_total():
         assert run_ranks(_total, 2.0, nproc=3) == [[12.0]] * 3
 
-Ranks return values and the parent asserts. Three clocks are nested: a collective's timeout is shorter
-than the deadline of the helper, and that is shorter than pytest's.
+Ranks return values and the parent asserts. Three timeouts are nested: that of a collective is shorter than
+the deadline of `run_ranks`, which is shorter than that of pytest.
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault to inject on `rank`, in `step`, where the script says that `phase` begins.
+    """A fault to inject on `rank` in `step`, where the script calls `inject` with `phase`.
 
     Args:
         kind: "raise"; "kill" (SIGKILL); "exit" (status 3); "stop" (SIGSTOP); "stall", in a sleep.
-        phase: A word of the script's choice, such as "backward"; "" for scripts with one place.
-
-    Collective: none.
+        phase: a word that the script chooses, such as "backward"; "" if it calls `inject` at one point.
     """
 
     rank: int
@@ -51,7 +49,7 @@ class Fault:
 
 
 class InjectedFault(PacelineError):
-    """What a fault of kind "raise" raises."""
+    """The error that a fault of kind "raise" raises."""
 
 
 def run_ranks(
@@ -65,9 +63,7 @@ def run_ranks(
     """Call `function(job, *args)` on `nproc` ranks; their results in rank order.
 
     Raises:
-        The first original error of a rank; LaunchFailed where one was killed or late.
-
-    Collective: none.
+        the first original error of a rank; LaunchFailed if one was killed or late.
     """
     return spawn(
         function, *args, nproc=nproc, seed=seed, timeout_s=timeout_s, deadline_s=deadline_s
@@ -82,15 +78,13 @@ def run_failing_ranks(
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     deadline_s: float = DEADLINE_S,
 ) -> list[Outcome]:
-    """As `run_ranks`, but give what became of each rank, errors included, instead of raising.
+    """Like `run_ranks`, but return the outcome of each rank, errors included, instead of raising.
 
     Args:
-        faults: What `function` injects; each must strike, or a test would pass without it.
+        faults: the faults that `function` injects; each must happen, or the test would pass without it.
 
     Raises:
         AssertionError: a fault was never reached.
-
-    Collective: none.
     """
     store = rendezvous.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
     outcomes = run_outcomes(
@@ -103,10 +97,7 @@ def run_failing_ranks(
 
 
 def digest(value: Any) -> str:
-    """sha256 over tensors and plain values, nested: such as a `state_dict()`, to compare to the last bit.
-
-    Collective: none.
-    """
+    """sha256 of nested tensors and plain values, such as a `state_dict()`, to compare bit for bit."""
     total = hashlib.sha256()
 
     def add(thing: Any) -> None:
@@ -138,13 +129,11 @@ def inject(
     *,
     folder: str | None = None,
 ) -> None:
-    """Let the faults of this rank, step and phase strike. Call it once for each step and phase.
+    """Inject the faults of this rank, step and phase. Call it once for each step and phase.
 
     Args:
-        folder: Where each fault leaves the file `fault-N`, so that it strikes once over all restarts of a
-            job, and its time can be read. Without it they strike whenever they are met.
-
-    Collective: none.
+        folder: where each fault writes the file `fault-N`, so that it happens once over all restarts of a
+            job, and its time can be read. Without it a fault happens whenever its step is reached.
     """
     for number, fault in enumerate(faults):
         if (fault.rank, fault.step, fault.phase) != (job.rank, step, phase):
@@ -156,17 +145,17 @@ def inject(
                 continue
         elif job.store is not None:
             job.store.set(f"fault/{number}", "used")
-        _strike(job, fault)
+        _inject(job, fault)
 
 
-def _strike(job: Job, fault: Fault) -> None:
+def _inject(job: Job, fault: Fault) -> None:
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "exit":
         os._exit(3)
     elif fault.kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        return  # somebody had it go on
+        return  # after SIGCONT
     elif fault.kind == "stall":
         time.sleep(3600)
     raise InjectedFault(f"injected on rank {job.rank} in step {fault.step}.")

@@ -1,11 +1,11 @@
 """Every private name of torch that Paceline uses: why, since which torch, and what happens without it.
 
-Nothing else in Paceline may touch a private name of torch. A caller asks `find(path)` for the object and
-gets None where the installed torch does not have it, after one warning; it then switches its feature off.
-Only what is in `NAMES` can be found, and `tests/unit/test_torch_private.py` looks each of them up, so a
-new torch that drops a name fails that test before it fails a user.
+No other module may use a private name of torch. A caller asks `find(path)` for the object. If the installed
+torch does not have it, `find` warns once and returns None, and the caller switches its feature off. Only
+names in `NAMES` can be found. `tests/unit/test_torch_private.py` looks up each of them, so a new torch
+that lacks a name fails that test first.
 
-torch itself is imported when a name is first looked up: the launcher starts ranks before it imports torch.
+torch is imported when a name is first looked up, because the launcher starts ranks before it imports torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class PrivateName:
 
     Attributes:
         path: module and attributes, such as `torch.nn.parallel.DistributedDataParallel._pre_forward`.
-        why: what it is needed for, and why no public name serves.
+        why: why it is needed, and why no public name is enough.
         since: the first torch release that has been tested with it.
-        without: what Paceline does where the name is missing, as the end of a sentence.
+        without: what Paceline does if the name is missing, as the end of a sentence.
     """
 
     path: str
@@ -179,7 +179,7 @@ _BY_PATH = {name.path: name for name in NAMES}
 
 @functools.cache
 def find(path: str) -> Any | None:
-    """The object at `path`, or None, after one warning, where the installed torch does not have it.
+    """The object at `path`, or None, after one warning, if the installed torch does not have it.
 
     Methods are found on their class, so call them with the instance as the first argument.
 
@@ -205,7 +205,7 @@ def wrap(path: str, wrapper: Callable[[Any], Any]) -> bool:
 
 
 def look_up(path: str) -> Any | None:
-    """The object at a dotted path of modules and attributes; None where there is none."""
+    """The object at a dotted path of modules and attributes; None if there is none."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         try:

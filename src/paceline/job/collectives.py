@@ -1,7 +1,7 @@
-"""The few exchanges of small host values that Paceline needs, with errors that name ranks.
+"""Collectives on small host values, with errors that name ranks.
 
-A front to `torch.distributed` on the job's control group. Values travel as JSON or numbers, never as
-pickles. Every function gives its result at once in a job of one process.
+A front to `torch.distributed` on the job's control group. Values are sent as JSON or numbers, never as
+pickles. In a job of one process every function returns at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeout, PeerFailed, RankDisagreement, place
+from paceline.errors import CollectiveTimeout, PeerFailed, RankDisagreement
 from paceline.job.job import Job
 
 T = TypeVar("T")
@@ -23,13 +23,13 @@ _ON_RANK0_POLL_S = 0.02
 
 
 def gather(job: Job, value: Any) -> list[Any]:
-    """The values of all ranks, in rank order; anything that JSON can carry.
+    """The values of all ranks, in rank order. A value may be anything that JSON can represent.
 
     Collective: all ranks, same order as the job's other collectives.
     """
     text = json.dumps(value)
     if job.control is None:
-        return [json.loads(text)]  # as it comes from others: tuples are lists
+        return [json.loads(text)]  # as the values of other ranks come: tuples become lists
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     sizes = [int(n) for n in gather_tensor(job, torch.tensor([len(data)]))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -52,7 +52,7 @@ def gather_tensor(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sum_numbers(job: Job, numbers: Sequence[float]) -> list[float]:
-    """Add up the numbers of all ranks, place by place, in float64 (exact for counts up to 2^53).
+    """Add up the numbers of all ranks, element by element, in float64 (exact for counts up to 2^53).
 
     Collective: all ranks, same order as the job's other collectives.
     """
@@ -72,15 +72,19 @@ def sum_tensor(job: Job, tensor: torch.Tensor) -> torch.Tensor:
 def agree(job: Job, what: str, value: T, *, where: str = "", fix: str = "") -> T:
     """Check that all ranks hold an equal value, and return it.
 
+    Args:
+        what: name of the value, for the error.
+        value: anything that JSON can represent.
+
     Raises:
-        RankDisagreement: on all ranks, naming who holds what.
+        RankDisagreement: on all ranks; it names the values and their ranks.
 
     Collective: all ranks, same order as the job's other collectives.
     """
     values = gather(job, value)
     if any(other != values[0] for other in values):
         raise RankDisagreement(
-            f'ranks hold different values of "{what}": {_grouped(values)}.',
+            f'ranks hold different values of "{what}": {_count_values(values)}.',
             where=where,
             fix=fix,
             values=values,
@@ -88,8 +92,8 @@ def agree(job: Job, what: str, value: T, *, where: str = "", fix: str = "") -> T
     return value
 
 
-def _grouped(values: list[Any]) -> str:
-    """Render [7, 7, 5] as "2 ranks 7, rank 2 5", the most frequent first."""
+def _count_values(values: list[Any]) -> str:
+    """Format [7, 7, 5] as "2 ranks 7, rank 2 5", the most frequent first."""
     texts = [json.dumps(value) for value in values]
     parts = []
     for text, count in Counter(texts).most_common():
@@ -100,14 +104,14 @@ def _grouped(values: list[Any]) -> str:
 def on_rank0(job: Job, action: Callable[[], T], *, timeout_s: float | None = None) -> T:
     """Run `action` on rank 0 while the others wait; all get its result, or its error.
 
-    The others wait without a collective, so no collective's timeout strikes while rank 0 downloads or
-    tokenises. The result must be something that JSON can carry.
+    The others wait without a collective, so no collective times out while rank 0 downloads or tokenizes. The
+    result must be something that JSON can represent.
 
     Args:
-        timeout_s: How long the others wait, in seconds; None waits as long as rank 0 lives.
+        timeout_s: how long the others wait, in seconds; None waits as long as rank 0 lives.
 
     Raises:
-        PeerFailed: on the other ranks, where `action` raised on rank 0.
+        PeerFailed: on the other ranks, if `action` raised an error on rank 0.
         CollectiveTimeout: rank 0 needed more than `timeout_s`.
 
     Collective: all ranks, same order as other calls of this function.
@@ -137,7 +141,7 @@ def _await_answer(job: Job, answer: str, timeout_s: float | None) -> Any:
         if timeout_s is not None and time.monotonic() - began > timeout_s:
             raise CollectiveTimeout(
                 f"rank 0 did not finish within {timeout_s:g} s.",
-                where=place(job.rank, job.world_size),
+                where=job.where(),
                 missing=[0],
                 waited_s=timeout_s,
             )
@@ -146,7 +150,7 @@ def _await_answer(job: Job, answer: str, timeout_s: float | None) -> Any:
     if "error" in reply:
         raise PeerFailed(
             f"rank 0 failed first: {reply['error']}",
-            where=place(job.rank, job.world_size),
+            where=job.where(),
             rank=0,
         )
     return reply["value"]

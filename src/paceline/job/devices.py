@@ -1,4 +1,4 @@
-"""Where a rank computes and what its groups talk through: device and backend, chosen or checked."""
+"""Choose or check the device and the backend of a rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paceline.shm import group as shm
 
 
 def choose_device(asked: str | torch.device | None, info: environment.RankInfo) -> torch.device:
-    """The device of this rank: what was asked for, else the best there is; index by local rank.
+    """The device of this rank: as asked, else an accelerator if there is one; the local rank is the index.
 
     Raises:
-        ConfigError: the device is not there, or there are fewer than local ranks.
+        ConfigError: this host has no such device, or fewer devices than local ranks.
     """
     if asked is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -31,11 +31,13 @@ def choose_device(asked: str | torch.device | None, info: environment.RankInfo) 
     module = torch.get_device_module(device)
     count = module.device_count() if module.is_available() else 0
     if count == 0:
-        raise ConfigError(f"device {device.type!r} asked for, none is visible to this process.")
-    # A scheduler may show each rank its own device alone, which is then number 0.
+        raise ConfigError(
+            f"device {device.type!r} was asked for, but none is visible to this process."
+        )
+    # A scheduler may show each rank only its own device, which is then number 0.
     own = info.local_rank if count > 1 else 0
     index = own if device.index is None else device.index  # torch's stubs: never None
-    # On all ranks of the host, not only on those that are left over.
+    # Raise on all ranks of the host, not only on those without a device.
     if index >= count or (1 < count < info.local_world_size and device.index is None):
         raise ConfigError(
             f"{info.local_world_size} ranks on this host, {count} {device.type} devices.",
@@ -46,7 +48,7 @@ def choose_device(asked: str | torch.device | None, info: environment.RankInfo) 
 
 
 def choose_backend(asked: str | None, device: torch.device, info: environment.RankInfo) -> str:
-    """The backend string for torch: what was asked for, here or by `PACELINE_BACKEND`, else by device.
+    """The backend string for torch: `asked`, else `PACELINE_BACKEND`, else chosen by device.
 
     On CPU that is "shm" if all ranks are on one host, else "gloo". A group of "shm" whose ranks cannot share
     memory uses Gloo and logs a warning.

@@ -1,8 +1,8 @@
-"""What a launcher told this process: rank, world size and how to meet the others.
+"""Read rank, world size and rendezvous from the environment variables of a launcher.
 
-Pure: the environment comes as an argument. The innermost complete set of variables wins, in the order
-torchrun (or `paceline run`), MPI, Slurm step; so `srun torchrun` is torchrun. A set that is partial or
-contradicts itself is an error that names the variables. No set at all is one process.
+Pure: the environment is an argument. The innermost complete set of variables is used, in the order
+torchrun (or `paceline run`), MPI, Slurm step; so `srun torchrun` is torchrun. A set that is incomplete or
+contradicts itself is an error that names the variables. Without any set the job has one process.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ OPEN_MPI = (
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH and Intel MPI
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_JOB_ID")
 
-# Steps that Slurm numbers from the top are shells (salloc, sbatch), not parallel tasks.
+# Slurm numbers the steps of shells (salloc, sbatch) from the top; they are not parallel tasks.
 _SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 FIREWALL_PORTS = (29500, 29550)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Where this process stands in its job, as the launcher says.
+    """Rank, world size and rendezvous of this process, from its launcher.
 
-    `master` is "host:port" where the launcher or user named it; else `job_key` identifies the job on
-    this host, and the ranks meet through a file. A launcher that names no job (MPICH) leaves it None;
-    what started the rank identifies the job then. `one_host` says that all ranks share this host.
+    Attributes:
+        master: "host:port" of the store, if the launcher or the user named it.
+        job_key: identifies the job on this host if there is no `master`: the ranks meet through a file.
+            None if the launcher names no job (MPICH); the process that started the rank identifies the job
+            then.
+        restarts: how often the launcher has restarted the job.
     """
 
     launcher: str
@@ -47,14 +50,15 @@ class RankInfo:
 
     @property
     def one_host(self) -> bool:
+        """Whether all ranks are on this host."""
         return self.local_world_size == self.world_size
 
 
 def read(environ: Mapping[str, str]) -> RankInfo:
-    """Find the place of this process in its job.
+    """Read the environment of this process.
 
     Raises:
-        LauncherError: a set of variables is partial, malformed, or contradicts itself.
+        LauncherError: a set of variables is incomplete, malformed, or contradicts itself.
     """
     for names in (OPEN_MPI, HYDRA):
         _refuse_partial(environ, names, names[:2])
@@ -62,22 +66,21 @@ def read(environ: Mapping[str, str]) -> RankInfo:
         return _torchrun(environ)
     for names, build in ((OPEN_MPI, _open_mpi), (HYDRA, _hydra)):
         if all(name in environ for name in names):
-            return _agree_with_leftovers(environ, build(environ))
+            return _refuse_contradiction(environ, build(environ))
     if _is_slurm_task(environ):
-        return _agree_with_leftovers(environ, _slurm(environ))
+        return _refuse_contradiction(environ, _slurm(environ))
     _refuse_partial(environ, TORCHRUN, ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     return RankInfo(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
 def _refuse_partial(
-    environ: Mapping[str, str], names: tuple[str, ...], telling: tuple[str, ...]
+    environ: Mapping[str, str], names: tuple[str, ...], required_by: tuple[str, ...]
 ) -> None:
     have = [name for name in names if name in environ]
     missing = [name for name in names if name not in environ]
-    # Inside a Slurm step or torchrun some variables of an outer MPI may be left over; they are not
-    # this process's set.
+    # Inside a Slurm step or torchrun some variables of an outer MPI may be set; they do not apply here.
     inner = all(name in environ for name in TORCHRUN) or _is_slurm_task(environ)
-    if missing and any(name in environ for name in telling) and not inner:
+    if missing and any(name in environ for name in required_by) and not inner:
         raise LauncherError(
             f"the launcher's variables are incomplete: {', '.join(have)} set, "
             f"{', '.join(missing)} missing.",
@@ -93,12 +96,12 @@ def _torchrun(environ: Mapping[str, str]) -> RankInfo:
     if "LOCAL_WORLD_SIZE" in environ:
         local_world_size = _integer(environ, "LOCAL_WORLD_SIZE")
     else:
-        # Set by hand: on one host local ranks are ranks; otherwise nothing is known, so assume least.
+        # The user set the variables. On one host local ranks are ranks; else assume the fewest ranks.
         local_world_size = world_size if local_rank == rank else local_rank + 1
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing and world_size > 1:
         raise LauncherError(
-            f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not: the ranks cannot meet.",
+            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: the ranks cannot meet.",
             fix="start with `paceline run` or torchrun, or set them to the host and a free port of "
             "rank 0.",
             variables=missing,
@@ -120,13 +123,13 @@ def _torchrun(environ: Mapping[str, str]) -> RankInfo:
 
 def _open_mpi(environ: Mapping[str, str]) -> RankInfo:
     name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
-    # OpenMPI 4 hashes its names to 16 bits; the port of its server tells apart what lives at one time.
+    # OpenMPI 4 hashes its names to 16 bits; the port of its server distinguishes jobs that run at one time.
     server = environ.get("PMIX_SERVER_URI2", "")
     return _mpi(environ, OPEN_MPI, f"{name} {server}" if name else None)
 
 
 def _hydra(environ: Mapping[str, str]) -> RankInfo:
-    # Nothing that Hydra exports names the job: HYDI_CONTROL_FD is 7 in all of them.
+    # No variable of Hydra names the job: HYDI_CONTROL_FD is 7 in all of them.
     return _mpi(environ, HYDRA, None)
 
 
@@ -177,7 +180,7 @@ def _slurm(environ: Mapping[str, str]) -> RankInfo:
     if master is None and len(counts) > 1:
         nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
         low, high = FIREWALL_PORTS
-        # All tasks must come to the same port without asking; one step of one job has one number.
+        # All tasks must compute the same port without communication, from the numbers of job and step.
         port = low + (_number(job) * 31 + _number(step)) % (high - low + 1)
         master = f"{nodes[0]}:{port}"
     return _checked(
@@ -202,7 +205,7 @@ def _named_master(environ: Mapping[str, str]) -> str | None:
     have = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ]
     if len(have) == 1:
         raise LauncherError(
-            f"{have[0]} is set without its other half; both or none.",
+            f"{have[0]} is set, but not the other of MASTER_ADDR and MASTER_PORT; set both or none.",
             variables=["MASTER_ADDR", "MASTER_PORT"],
         )
     if not have:
@@ -261,30 +264,30 @@ def _integer(environ: Mapping[str, str], name: str, *, default: int | None = Non
         ) from None
 
 
-def _checked(place: RankInfo, names: tuple[str, ...]) -> RankInfo:
+def _checked(info: RankInfo, names: tuple[str, ...]) -> RankInfo:
     ok = (
-        place.world_size >= 1
-        and 0 <= place.rank < place.world_size
-        and 0 <= place.local_rank < place.local_world_size <= place.world_size
+        info.world_size >= 1
+        and 0 <= info.rank < info.world_size
+        and 0 <= info.local_rank < info.local_world_size <= info.world_size
     )
     if not ok:
         raise LauncherError(
-            f"the launcher's variables contradict each other: rank {place.rank} of "
-            f"{place.world_size}, local rank {place.local_rank} of {place.local_world_size}.",
-            fix=f"look at {', '.join(names)}; unset what an outer launcher left behind.",
+            f"the launcher's variables contradict each other: rank {info.rank} of "
+            f"{info.world_size}, local rank {info.local_rank} of {info.local_world_size}.",
+            fix=f"check {', '.join(names)}; unset those that an outer launcher set.",
             variables=list(names),
         )
-    return place
+    return info
 
 
-def _agree_with_leftovers(environ: Mapping[str, str], place: RankInfo) -> RankInfo:
-    """Some scripts export a few of torchrun's names by hand; they may not contradict the launcher."""
-    for name, value in (("RANK", place.rank), ("WORLD_SIZE", place.world_size)):
+def _refuse_contradiction(environ: Mapping[str, str], info: RankInfo) -> RankInfo:
+    """Refuse RANK or WORLD_SIZE, which some scripts export, if they contradict the launcher."""
+    for name, value in (("RANK", info.rank), ("WORLD_SIZE", info.world_size)):
         if name in environ and _integer(environ, name) != value:
             raise LauncherError(
-                f"{name}={environ[name]} contradicts the {place.launcher} launcher, which says "
+                f"{name}={environ[name]} contradicts the {info.launcher} launcher, which gives "
                 f"{value}.",
                 fix=f"unset {name}, or set all of torchrun's variables.",
                 variables=[name],
             )
-    return place
+    return info

@@ -1,4 +1,4 @@
-"""How the ranks of a job are laid out. Today all of them hold replicas of the model: one data axis."""
+"""The layout of a job's ranks. All ranks hold replicas of the model today, so there is one data axis."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A notice that this job must make room: SIGTERM, SIGUSR1 or SIGUSR2, from a scheduler or by hand.
+"""Preemption: SIGTERM, SIGUSR1 or SIGUSR2 from a scheduler or a user asks the job to save and end.
 
-A training notes the signal, tells the other ranks with its next control word, and all stop after the same
-step, save, and end with exit code 75: run me again. A second signal ends the process at once, as does the
-launcher when a peer failed and there is nothing to wait for.
+A training records the signal and sends it to the other ranks with its next control word. All ranks stop after
+the same step, save, and end with exit code 75, which asks for a restart. A second signal ends the process at
+once; so does the launcher if a peer failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
-# A scheduler that signals every process of a job reaches a rank twice: itself, and through the launcher.
+# A scheduler that signals every process of a job reaches a rank twice: directly and through the launcher.
 _ONE_NOTICE_S = 1.0
 
 
@@ -25,8 +25,8 @@ class Preempted(SystemExit):
     """Raised on all ranks after the last step before a preemption was saved; exits with code 75.
 
     Attributes:
-        signal_name: "SIGTERM"; or "a signal to another rank".
-        step: The last step that was done.
+        signal_name: such as "SIGTERM", or "a signal to another rank".
+        step: the last finished step.
 
     Collective: all ranks.
     """
@@ -41,10 +41,10 @@ class Preempted(SystemExit):
 
 
 class Notice:
-    """The signals of this process, noted instead of obeyed while somebody watches them.
+    """Records preemption signals of this process instead of ending it, while a training watches them.
 
     Attributes:
-        received: The name of the first that came and was not taken up yet; "" before.
+        received: name of the first signal that was not handled yet; "" if there is none.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Notice:
         self._ending = False
 
     def watch(self, watcher: object) -> None:
-        """Note signals from now on; those that the user handles or ignores stay the user's."""
+        """Record signals from now on, except those that the user handles or ignores."""
         if self._ending or threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers
         if not self._watchers:
@@ -67,43 +67,43 @@ class Notice:
                 self._handled.add(number)
 
     def unwatch(self, watcher: object) -> None:
-        """Obey signals again, unless others watch.
+        """Stop recording, unless another training watches.
 
-        After a notice the handlers stay, so that the same notice may come by another way.
+        After a signal the handlers stay, because the same signal may arrive a second time.
         """
         self._watchers.discard(id(watcher))
         if not self._watchers and self._came_at is None:
             self._restore()
 
     def take(self) -> str:
-        """The name of what came, for a `Preempted`, or what stands for it where it came to others."""
+        """Take the recorded signal's name for a `Preempted`; a general name if only other ranks have one."""
         name, self.received = self.received, ""
         return name or "a signal to another rank"
 
     def deliver(self) -> None:
-        """Obey what was noted and can be met no more; nothing where nothing came."""
+        """Raise the recorded signal, if any: no training is left that could handle it."""
         name, self.received = self.received, ""
         if name:
             self._restore()
             signal.raise_signal(signal.Signals[name])
 
     def end(self) -> None:
-        """End at once if signals are noted now, and note none later. From any thread."""
+        """End the process at once if signals are recorded now, and record none later. For any thread."""
         self._ending = True
         if self._handled:
-            # Not SIGTERM: the main thread may be in native code, which no handler of ours interrupts.
+            # Not SIGTERM: the main thread may be in native code, and Python handlers do not interrupt that.
             os.kill(os.getpid(), signal.SIGKILL)
 
     def outlive(self) -> None:
-        """In a helper process of a rank: stay for the steps that the rank has yet to end.
+        """In a helper process of a rank: ignore the signals, because the rank needs it to finish a step.
 
-        SIGTERM is obeyed the second time. What the user handles stays the user's.
+        The second SIGTERM ends the process. The user's own handlers stay.
         """
         ours = (signal.SIG_DFL, self._note)
         for number in SIGNALS:
             if signal.getsignal(number) in ours:
                 term = number == signal.SIGTERM
-                signal.signal(number, _pass_over if term else signal.SIG_IGN)
+                signal.signal(number, _ignore_once if term else signal.SIG_IGN)
 
     def _restore(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -126,7 +126,7 @@ class Notice:
         signal.raise_signal(number)
 
 
-def _pass_over(number: int, frame: FrameType | None) -> None:
+def _ignore_once(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
 
 
@@ -134,5 +134,5 @@ notice = Notice()
 
 
 def end(order: object = None) -> None:
-    """What the launcher has a rank do whose peer failed."""
+    """Called in a rank when the launcher reports that a peer failed."""
     notice.end()

@@ -1,8 +1,8 @@
-"""Random streams by meaning: what a draw is for decides its seed, never who makes it.
+"""Random streams with keys: the purpose of a draw decides its seed, not the rank or worker that draws.
 
-A stream is named by integers, such as (seed, SAMPLE, epoch, sample). They are mixed to 64 bits by the
-finaliser of SplitMix64 (Steele, Lea, Flood 2014), which is part of the contract: a change of it changes
-every training. Numpy and Python give the same numbers.
+A stream is identified by integers, such as (seed, SAMPLE, epoch, sample). The finalizer of SplitMix64
+(Steele, Lea, Flood 2014) mixes them to 64 bits. It must not change: every training would change. The
+functions for NumPy arrays and for Python integers give the same numbers.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ def _finish(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def key(*meaning: int) -> int:
+def key(*parts: int) -> int:
     """Mix integers into one 64-bit key; order matters."""
     state = 0
-    for part in meaning:
+    for part in parts:
         state = _finish((state + _GOLDEN + (part & _MASK)) & _MASK)
     return state
 
 
 def pair_seed(stem: int, first: int, second: int) -> int:
-    """A seed for torch's generators from two numbers, cheaper than `key`: once a micro-batch."""
+    """A seed for torch's generators from two numbers; cheaper than `key`, for use in each micro-batch."""
     return _finish((stem + first * _GOLDEN + second * _MUL_2) & _MASK) >> 1
 
 
 def finish_array(z: UInt64Array) -> UInt64Array:
-    """The mixing step of `key` on a whole array, wrapping around."""
+    """The mixing step of `key` on a whole array, modulo 2^64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MUL_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MUL_2)
     return z ^ (z >> np.uint64(31))
 
 
 def keys(stem: int, last: npt.NDArray[Any]) -> UInt64Array:
-    """`key(*meaning, x)` for every x of `last`, where `stem` is `key(*meaning)`."""
+    """`key(*parts, x)` for every x of `last`, where `stem` is `key(*parts)`."""
     offset = np.uint64((stem + _GOLDEN) & _MASK)
     return finish_array(last.astype(np.int64).view(np.uint64) + offset)
 
@@ -85,10 +85,11 @@ def snapshot(device: torch.device) -> torch.Tensor:
 
 
 def digests(device: torch.device) -> dict[str, int]:
-    """A number for the state of each global generator that is equal on all ranks, by its name.
+    """A checksum of the state of each global generator that must be equal on all ranks, by its name.
 
-    Python's and NumPy's, as `join` seeds them alike; torch's on the CPU, unless `device` is the CPU: there
-    dropout draws from it, by what each rank's micro-batches are.
+    These are Python's and NumPy's, which `join` seeds equally, and torch's CPU generator unless `device`
+    is the
+    CPU: there dropout draws from it, and each rank has its own micro-batches.
     """
     _, words, *rest = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
@@ -101,7 +102,7 @@ def digests(device: torch.device) -> dict[str, int]:
 
 
 def restore(device: torch.device, saved: torch.Tensor) -> None:
-    """Set the generators as `snapshot` found them; `device`'s where there was one."""
+    """Set the generators to the states of `snapshot`; `device`'s too if it was saved."""
     states = json.loads(bytes(saved.numpy()))
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
