@@ -1,1 +1,1 @@
-"""Where a run reports its numbers: files, terminal, TensorBoard, GPU monitor."""
+"""What a run reports: JSON lines, terminal, TensorBoard, GPU utilization."""

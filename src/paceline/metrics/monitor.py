@@ -1,7 +1,6 @@
-"""How busy a GPU is, and how full its memory, through NVIDIA's management library.
+"""Utilization and memory of a GPU: a front to `pynvml` (package nvidia-ml-py, extra `cuda`).
 
-A front to `pynvml` (package nvidia-ml-py, extra `cuda`). Where it is not installed, or the device is no
-NVIDIA GPU, there is nothing to tell.
+Reads nothing if the package is not installed or the device is not an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from paceline.errors import ConfigError
 
 
 class DeviceMonitor:
-    """Reads utilisation and memory of one device."""
+    """Reads utilization and memory of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._library: Any = None
@@ -31,13 +30,13 @@ class DeviceMonitor:
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except pynvml.NVMLError as error:
             raise ConfigError(
-                f"the GPU of this rank cannot be watched: {error}.",
-                fix="pip uninstall nvidia-ml-py, or use one that fits the driver.",
+                f"the utilization of this rank's GPU cannot be read: {error}.",
+                fix="pip uninstall nvidia-ml-py, or install a version that fits the driver.",
             ) from error
         self._library = pynvml
 
     def read(self) -> dict[str, float]:
-        """Per cent of time busy and GB in use since the last reading; empty where nothing is known."""
+        """Percent of time busy since the last reading, and GB in use; empty if unknown."""
         if self._handle is None:
             return {}
         busy = self._library.nvmlDeviceGetUtilizationRates(self._handle).gpu

@@ -1,4 +1,4 @@
-"""A progress bar for a person at a terminal, plain lines elsewhere. A front to `rich.progress`."""
+"""A progress bar in a terminal, plain lines elsewhere. A front to `rich.progress`."""
 
 from __future__ import annotations
 
@@ -15,30 +15,27 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
-PLAIN_EVERY_S = 5.0
+_PLAIN_INTERVAL_S = 5.0
 
 
 class Progress:
-    """Shows how far a training is, on standard error.
-
-    Collective: none; made on rank 0 alone.
-    """
+    """Shows the progress of a training on standard error. Only rank 0 has one."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
         self._bar: RichProgress | None = None
         self._task: Any = None
         self._total: int | None = None
-        self._said_at = 0.0
+        self._printed_at = 0.0
         self._last: str | None = None
 
     def begin(self, step: int, total: int | None) -> None:
-        """Start at `step` of `total` steps; None where the end is not known."""
+        """Start at `step` of `total` steps; None if the end is not known."""
         self._total = total
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         if not self._console.is_terminal:
             return
-        # The values give way where the line is too long for the terminal, not how far it is.
+        # If the line is too long for the terminal, the values are cut, not the progress.
         whole, rest = Column(no_wrap=True, overflow="crop"), Column(ratio=1, no_wrap=True)
         self._bar = RichProgress(
             TextColumn("step", table_column=whole.copy()),
@@ -53,7 +50,7 @@ class Progress:
         self._bar.start()
 
     def show(self, line: dict[str, Any], samples_per_s: float) -> None:
-        """Show the newest line of metrics and the rate since the one before."""
+        """Show the newest line of metrics and the rate."""
         values = "  ".join(
             f"{name} {value}" if isinstance(value, str) else f"{name} {value:.4g}"
             for name, value in line.items()
@@ -65,18 +62,18 @@ class Progress:
             return
         of = f"/{self._total}" if self._total else ""
         self._last = f"step {line['step']}{of}  {text}"
-        if time.monotonic() - self._said_at >= PLAIN_EVERY_S:
-            self._say()
+        if time.monotonic() - self._printed_at >= _PLAIN_INTERVAL_S:
+            self._print()
 
     def end(self) -> None:
-        """Take the bar down; say the last line where there is none."""
+        """Remove the bar; without one, print the last line."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
         elif self._last is not None:
-            self._say()
+            self._print()
 
-    def _say(self) -> None:
+    def _print(self) -> None:
         self._console.print(self._last, highlight=False, soft_wrap=True)
         self._last = None
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()

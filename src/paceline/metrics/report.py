@@ -1,7 +1,7 @@
-"""Where a run's figures go: JSON lines, a progress bar, TensorBoard. Rank 0 alone writes.
+"""Write a run's metrics to JSON lines, a progress bar and TensorBoard. Only rank 0 writes.
 
-Values are noted while a step runs and written when the control word has brought the losses of all ranks,
-so nothing waits. A line of metrics.jsonl holds step, epoch, time_s since the start, and what was logged.
+Values are kept while a step runs, and written when the control word has summed the losses of all ranks, so no
+rank waits. A line of metrics.jsonl has the step, the epoch, `time_s` since the start, and the logged values.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from paceline.metrics.monitor import DeviceMonitor
 from paceline.metrics.progress import Progress
 from paceline.metrics.step_loss import StepLoss, StepTotal
 
-_RATE_WINDOW_S = 1.0  # shorter ones jump about
-
+_RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
 
 _OWN_NAMES = ("step", "epoch", "time_s")
 
 
 class Report:
-    """The sinks of one training."""
+    """The destinations of one training's metrics."""
 
     def __init__(self, job: Job) -> None:
         self._active = False
         self._is_rank0 = job.rank == 0
         self._device = job.device
         self._monitor: DeviceMonitor | None = None
-        self._noted: dict[int, tuple[int, int, dict[str, Any]]] = {}
+        self._pending: dict[int, tuple[int, int, dict[str, Any]]] = {}
         self._file: IO[str] | None = None
         self._path: Path | None = None
         self._progress: Progress | None = None
@@ -46,10 +45,10 @@ class Report:
         self._rate = 0.0
 
     def open(self, folder: str | None, *, progress: bool, tensorboard: bool) -> None:
-        """Choose sinks; see `Training.report`.
+        """Choose the destinations; see `Training.report`.
 
         Raises:
-            ConfigError: TensorBoard is asked for and not installed, or without a folder.
+            ConfigError: the folder cannot be made, or TensorBoard is not installed or has no folder.
         """
         if tensorboard and folder is None:
             raise ConfigError("tensorboard=True needs a folder to write to.")
@@ -72,13 +71,13 @@ class Report:
         self._active = bool(self._path or self._progress or self._board)
 
     def begin(self, step: int, total: int | None) -> None:
-        """Start after `step`: lines of later steps, from a run that was cut off, are taken out."""
+        """Start after `step`, and remove the lines of later steps, which an interrupted run wrote."""
         if not self._active:
             return
         self._began = self._window_began = time.perf_counter()
         if self._path is not None:
             keep = _lines_up_to(self._path, step) if step else []
-            if keep:  # time goes on where it was
+            if keep:  # time continues from the last line
                 self._began -= json.loads(keep[-1])["time_s"]
             scratch = self._path.with_suffix(".jsonl.new")
             scratch.write_text("".join(keep))
@@ -88,26 +87,28 @@ class Report:
             self._progress.begin(step, total)
 
     def note(self, step: int, epoch: int, num_samples: int, values: dict[str, Any]) -> None:
-        """Keep the values of a step until its loss is known."""
+        """Keep the values of a step until its total loss is known."""
         if not self._active:
             return
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                values[name] = value.detach().clone()  # it is read later, and may change till then
-        if step in self._noted:
-            self._noted[step][2].update(values)
+                values[name] = (
+                    value.detach().clone()
+                )  # it is read later, and the program may change it in between
+        if step in self._pending:
+            self._pending[step][2].update(values)
         else:
-            self._noted[step] = (epoch, num_samples, values)
+            self._pending[step] = (epoch, num_samples, values)
 
     def write(self, totals: Sequence[StepTotal]) -> None:
-        """Write the steps whose losses over all ranks are known."""
+        """Write the steps whose total losses are known."""
         if not self._active:
             return
         now = time.perf_counter()
         last = None
         device = self._monitor.read() if self._monitor is not None else {}
         for total in totals:
-            noted = self._noted.pop(total.step, None)
+            noted = self._pending.pop(total.step, None)
             if noted is None:
                 continue
             epoch, num_samples, values = noted
@@ -130,7 +131,7 @@ class Report:
             self._progress.show(last, self._rate)
 
     def end(self) -> None:
-        """Close the sinks; more steps may begin later."""
+        """Close the destinations; `begin` may open them again."""
         if self._progress is not None:
             self._progress.end()
         if self._file is not None:
@@ -153,13 +154,15 @@ def refuse_values(values: dict[str, Any]) -> None:
     """Raise ConfigError, on every rank, for values that cannot be logged."""
     for name, value in values.items():
         if name in _OWN_NAMES:
-            raise ConfigError(f"{name!r} is written by itself.", fix="log it under another name.")
+            raise ConfigError(
+                f"{name!r} is written in every line already.", fix="log it under another name."
+            )
         size = value.numel() if isinstance(value, torch.Tensor) else 1
         if size != 1 or not hasattr(value, "__float__"):
             got = f"{size} numbers" if size != 1 else type(value).__name__
             raise ConfigError(
                 f"{name!r} must be one number, got {got}.",
-                fix="log its mean, or its parts under names of their own.",
+                fix="log its mean, or each element under its own name.",
             )
 
 
@@ -172,7 +175,7 @@ def _number(value: Any, mean: float) -> float | int | str:
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of steps up to `step`; a line that a crash cut short is left out."""
+    """The lines of steps up to `step`, without an incomplete last line."""
     if not path.exists():
         return []
     lines = []
