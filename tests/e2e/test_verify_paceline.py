@@ -1,4 +1,4 @@
-"""`paceline verify` on scripts that use paceline: equal at any count, or the first difference named."""
+"""`paceline verify` on scripts that use paceline: equal on any number of processes, or the first difference."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
     )
     assert facts["compared"] == "20 steps on 1, 2 and 3 processes, bitwise"
     assert "parameter: 400 compared" in facts["equal"]  # 20 steps, 4 parameters, 2 + 3 ranks
-    # Neither resumed from, nor written to, nor exported over what is the user's.
+    # It neither resumes from nor writes to the user's folders.
     left = {path.name for path in tmp_path.iterdir()}
     assert {name for name in left if not name.startswith("torchinductor")} == {"train.py"}
 
@@ -118,7 +118,7 @@ FAULTS = [
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("quantity", "step", "name", "parts"),
-    [pytest.param(*fault, id=f"{fault[0]}-{at}", marks=[] if at == 1 else [pytest.mark.slow])
+    [pytest.param(*fault, id=f"{fault[0]}-{at}", marks=[] if at in (0, 1) else [pytest.mark.slow])
      for at, fault in enumerate(FAULTS)],
 )  # fmt: skip
 def test_the_first_difference_is_named(

@@ -1,4 +1,4 @@
-"""The rules of `paceline verify` on recorded evidence, and what it is read from."""
+"""The rules of `paceline verify` on made-up evidence, and how evidence is recorded and read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start(cuda: int, cores: list[int], host: str = "a") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("device", "cuda", "cores", "said"),
+    ("device", "cuda", "cores", "message"),
     [
         (["cuda:0", "cuda:0"], 2, [[0, 1], [0, 1]], "all ranks use one device, cuda:0"),
         (["cuda:0", "cuda:1"], 2, [[0, 1], [0, 1]], None),
@@ -53,18 +53,18 @@ def start(cuda: int, cores: list[int], host: str = "a") -> dict[str, Any]:
         (["cpu", "cpu"], 0, [[0], [1]], None),
     ],
 )
-def test_devices(device: list[str], cuda: int, cores: list[list[int]], said: str | None) -> None:
+def test_devices(device: list[str], cuda: int, cores: list[list[int]], message: str | None) -> None:
     judged = devices(
         case(*([start(cuda, [0, 1]), forward(d, c)] for d, c in zip(device, cores, strict=True)))
     )
-    if said is None:
+    if message is None:
         assert isinstance(judged, NoFault)
     else:
         assert isinstance(judged, FaultFound)
-        assert said in judged.what
+        assert message in judged.what
 
 
-def test_the_same_device_number_on_two_hosts_is_right() -> None:
+def test_the_same_device_number_on_two_hosts_is_no_fault() -> None:
     judged = devices(
         case(
             [start(1, [0], "a"), forward("cuda:0", [0])],
@@ -81,14 +81,14 @@ def call(op: str, line: int, ranks: int = 2) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_an_extra_collective_is_found_where_it_began() -> None:
+def test_an_extra_collective_is_reported_at_its_line() -> None:
     usual = [call("all_reduce", 5), call("barrier", 9)]
     judged = collectives(case([call("all_reduce", 2), *usual], usual))
     assert isinstance(judged, FaultFound)
     assert (judged.at, list(judged.ranks)) == ("t.py:2", [0])
 
 
-def test_the_last_of_three_ranks_stays_away() -> None:
+def test_the_last_of_three_ranks_does_not_enter() -> None:
     usual = [call("barrier", 9, 3)]
     judged = collectives(case(usual, usual, [{"k": "end"}], hung=True))
     assert isinstance(judged, FaultFound)
@@ -96,19 +96,19 @@ def test_the_last_of_three_ranks_stays_away() -> None:
     assert "rank 2 called none" in judged.evidence
 
 
-def test_a_rank_that_is_at_work_elsewhere_is_not_accused() -> None:
+def test_a_busy_rank_is_not_judged() -> None:
     usual = [call("barrier", 9)]
     judged = collectives(case(usual, [{"k": "iter"}], hung=True))
     assert judged == NotJudged("a rank was still computing when the run was stopped.")
 
 
-def test_collectives_of_a_part_of_the_ranks_are_left_alone() -> None:
+def test_collectives_of_some_ranks_are_ignored() -> None:
     pair = {**call("all_reduce", 2), "group": [0, 1]}
     usual = [call("barrier", 9, 3)]
     assert isinstance(collectives(case([pair, *usual], [pair, *usual], usual)), NoFault)
 
 
-def test_rules_that_saw_nothing_say_so() -> None:
+def test_rules_without_evidence_find_no_fault() -> None:
     empty: list[dict[str, Any]] = []
     for rule in RULES:
         judged = rule.judge(case(empty, empty))
@@ -116,14 +116,14 @@ def test_rules_that_saw_nothing_say_so() -> None:
         assert (judged.evidence if isinstance(judged, NoFault) else judged.why)[-1] == "."
 
 
-def test_who_is_out_of_line() -> None:
+def test_outliers() -> None:
     assert outliers(["a", "a", "b"]) == [2]
     assert outliers(["b", "a", "a"]) == [0]
     assert outliers(["a", "b"]) == [1]
     assert outliers(["a", "a"]) == []
 
 
-def test_a_line_cut_off_by_a_kill_ends_the_log(tmp_path: Path) -> None:
+def test_half_a_line_ends_the_log(tmp_path: Path) -> None:
     (tmp_path / "rank0.jsonl").write_text(json.dumps({"k": "start"}) + '\n{"k": "st')
     assert evidence.read(tmp_path, 2)[0].events == [{"k": "start"}]
     assert evidence.read(tmp_path, 2)[1].events == []
