@@ -1,4 +1,4 @@
-"""`paceline verify` on scripts that do not use paceline: each fault is found, and none in its repaired twin."""
+"""`paceline verify` on scripts that do not use paceline: each fault is found, none in its twin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline verify` on scripts that use paceline: equal on any number of processes, or the first difference."""
+"""`paceline verify` on scripts that use paceline: equal on 1 and N processes, or the difference."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class RankLog:
             if event["k"].endswith("-end"):
                 inside.pop()
             elif event["k"] == "forward":
-                # DDP broadcasts buffers at its beginning; the rest of it waits for nobody.
+                # DDP broadcasts buffers at its beginning; the rest of it waits for no other rank.
                 inside.append({**event, "op": SENDS_BUFFERS} if event.get("sends_buffers") else {})
             else:
                 inside.append(event)

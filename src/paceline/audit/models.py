@@ -38,8 +38,8 @@ class Models:
         inner = unwrap(root)
         if id(inner) not in self._roots:
             apart = not trains and not any(unwrap(model) is inner for model in self.wrapped)
-            alike = sum((number >= _APART) == apart for number, _ in self._roots.values())
-            self._roots[id(inner)] = (_APART * apart + alike, inner)
+            others = sum((number >= _APART) == apart for number, _ in self._roots.values())
+            self._roots[id(inner)] = (_APART * apart + others, inner)
             self._introduce(root, inner)
         number = self._roots[id(inner)][0]
         if trains:

@@ -134,7 +134,7 @@ def metrics(case: Case) -> Judgement:
             return NotJudged("the runs reduced different numbers of values while evaluating.")
         pairs = list(zip(alone[number], together[number], strict=True))
         samples = sum(_samples_given(log, number) for log in case.replay.ranks)
-        # A gather leaves sums to the script, so look at its values and at their sums.
+        # After a gather the script computes the sums, so both its values and their sums count.
         results = [x for one, many in pairs for x in many["results"] + _sums(many, one)]
         if any(_close(x, samples) for x in results):
             with_counts += len(pairs)  # sums, which the script divides by the number of samples

@@ -20,7 +20,7 @@ from paceline.audit.rules.rule import (
 _OVERLAP = 0.1
 # A few samples in common may be equal by chance or by padding.
 _MIN_COMMON = 3
-# Fewer inputs say nothing about a loop without loaders.
+# Fewer inputs are no evidence about a loop without loaders.
 _MIN_FORWARDS = 3
 
 

@@ -69,7 +69,7 @@ def one_rank_alone(case: Case) -> Judgement:
             fix="clip, unscale and step on every rank; decide on values that are equal on all ranks.",
             evidence="; ".join(f"rank {r}: {' '.join(d) or 'nothing'}" for r, d in enumerate(did)),
         )
-    return NoFault("all ranks unscaled, clipped and stepped alike.")
+    return NoFault("all ranks unscaled, clipped and stepped in the same way.")
 
 
 def _updates(log: RankLog) -> list[list[Event]]:

@@ -101,7 +101,7 @@ def _equal_at_use(befores: list[Digests], step: int, names: list[str]) -> bool:
 
 
 def _uneven_loads(case: Case, what: str, split: Split) -> list[tuple[int, Event]]:
-    """The last load on each rank that loaded most often before a split; empty if all loaded alike."""
+    """The last load on each rank that loaded most often before a split; empty if all loaded equally often."""
     each = []
     for log in case.ranks:
         events = log.of("load", "stepped")
@@ -152,7 +152,7 @@ def changed_outside(case: Case) -> Judgement:
     split = find_split(case)
     if split is None or not split.outside:
         return NoFault(
-            "between optimizer steps, all ranks changed their weights alike or not at all."
+            "between optimizer steps, all ranks made the same changes of weights or none."
         )
     if _uneven_loads(case, "model", split):
         return NoFault("the ranks' weights differ because of a loaded state.")
@@ -175,7 +175,7 @@ def changed_outside(case: Case) -> Judgement:
         ranks=split.ranks,
         step=split.step + 1,
         why="DDP reduces gradients, not weights: a change on one rank stays on that rank.",
-        fix="change weights on every rank alike, or broadcast them after the change.",
+        fix="make the same change on every rank, or broadcast the weights after it.",
         evidence=f"equal on all ranks after step {split.step}, different before step {split.step + 1}"
         if split.step
         else f"{len(split.names)} parameters differ before step 1, although DDP made them equal",
@@ -203,7 +203,7 @@ def drift(case: Case) -> Judgement:
         why, fix = "the learning rates differ between ranks.", "use one learning rate on all ranks."
     else:
         why = "its gradient is equal on all ranks; the states of the optimizers are not."
-        fix = "build, load and step the optimizer alike on all ranks."
+        fix = "build, load and step the optimizer in the same way on all ranks."
     return FaultFound(
         what=f"the ranks' weights differ after step {split.step}: {split.names[0]}.",
         at=steps[0]["at"],
