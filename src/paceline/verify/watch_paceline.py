@@ -197,5 +197,6 @@ def _batchnorm(layers: list[torch.nn.Module]) -> str:
 
 def sketch(tensor: torch.Tensor) -> Sketch:
     """The digest, the norm and the sum of a tensor. Collective for a DTensor: all ranks that hold it."""
-    whole = plain(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+    whole = tensor.detach()
+    whole = plain(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)
     return [digest(whole), float(whole.double().norm()), float(whole.double().sum())]
