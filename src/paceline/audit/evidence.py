@@ -106,6 +106,31 @@ class RankLog:
                 inside.append(event)
         return inside[-1] or None if inside else None
 
+    @property
+    def training_forwards(self) -> list[Event]:
+        """The forwards of training, in order."""
+        return [event for event in self.of("forward-end") if event["trains"]]
+
+    @property
+    def updates(self) -> list[list[Event]]:
+        """For each update: its backwards, then what follows them up to the next backward.
+
+        Gradients that were set to zero before an update belong to none.
+        """
+        found: list[list[Event]] = []
+        after_zero = True
+        for event in self.of("backward", "zero", "scaler-unscale", "clip", "scaler-step", "step"):
+            if event["k"] == "zero":
+                after_zero = True
+            elif event["k"] == "backward":
+                if after_zero or not found or found[-1][-1]["k"] != "backward":
+                    found.append([])
+                after_zero = False
+                found[-1].append(event)
+            elif found:
+                found[-1].append(event)
+        return found
+
     def laps(self, loader: str) -> dict[int, list[Event]]:
         """The batches of a loader, by pass."""
         found: dict[int, list[Event]] = {}

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from paceline.audit.evidence import Event
-from paceline.audit.rules.rule import (
-    Case,
-    FaultFound,
-    Judgement,
-    NoFault,
-    NotJudged,
-    Rule,
-    training_forwards,
-)
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 from paceline.errors import name_ranks
 
 
@@ -20,7 +12,7 @@ def devices(case: Case) -> Judgement:
     starts = [log.first("start") or {} for log in case.ranks]
     firsts: list[Event] = []
     for log in case.ranks:
-        firsts += [event for event in training_forwards(log) if "devices" in event][:1]
+        firsts += [event for event in log.training_forwards if "devices" in event][:1]
     if len(firsts) < case.world_size:
         return NotJudged("not every rank ran a forward of training.")
     used = [

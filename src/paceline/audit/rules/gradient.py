@@ -8,16 +8,7 @@ from pathlib import Path
 import torch
 
 from paceline.audit.evidence import Event, RankLog
-from paceline.audit.rules.rule import (
-    Case,
-    FaultFound,
-    Judgement,
-    NoFault,
-    NotJudged,
-    Rule,
-    training_forwards,
-    update_windows,
-)
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 
 # Rounding and BatchNorm stay below; a wrong factor is 2 or more.
 _EQUAL = 0.02
@@ -120,7 +111,7 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
 
 
 def _first_update(log: RankLog) -> list[Event]:
-    return next(iter(update_windows(log)), [])
+    return next(iter(log.updates), [])
 
 
 def _manual_reduction(log: RankLog) -> Event | None:
@@ -138,7 +129,7 @@ def _manual_reduction(log: RankLog) -> Event | None:
 def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
     """Why the first steps of solo run and replay cannot be compared; empty if they can."""
     first, other = (
-        next(iter(training_forwards(log)), {}) for log in (case.solo.ranks[0], replayed[0])
+        next(iter(log.training_forwards), {}) for log in (case.solo.ranks[0], replayed[0])
     )
     if "params" not in first or "params" not in other:
         return "no forward of training was seen."
@@ -146,7 +137,7 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
         return "the weights differ between two runs before the first step: the script sets no seed."
     rows: set[str] = set()
     for log in replayed:
-        rows |= set(next(iter(training_forwards(log)), {}).get("rows", []))
+        rows |= set(next(iter(log.training_forwards), {}).get("rows", []))
     if rows != set(first.get("rows", [])):
         return (
             "the ranks did not get the samples of the run of one process: they come from no DataLoader, "
@@ -188,13 +179,13 @@ def mean_of_means(case: Case) -> Judgement:
     known = 0
     for run in (case.solo, case.ordinary):
         for log in run.ranks:
-            for number, window in enumerate(update_windows(log), 1):
+            for number, window in enumerate(log.updates, 1):
                 backwards = [event for event in window if event["k"] == "backward"]
                 known += sum(event["weight"] is not None for event in backwards)
                 pair = _unequal(backwards)
                 if pair is not None:
                     return _mean_fault(pair, [log.rank] if log.rank else [], number)
-    for number, across in enumerate(zip(*map(update_windows, case.ranks), strict=False), 1):
+    for number, across in enumerate(zip(*(log.updates for log in case.ranks), strict=False), 1):
         firsts = [window[0] for window in across if window[0]["k"] == "backward"]
         pair = _unequal(firsts, across_ranks=True) if _batches_differ(case, number) else None
         if pair is not None:
@@ -208,7 +199,7 @@ def _batches_differ(case: Case, number: int) -> bool:
     """Whether the ranks' first micro-batches of a step had different numbers of samples."""
     sizes = set()
     for log in case.ranks:
-        sizes.add(next((e["n"] for e in training_forwards(log) if e["s"] == number - 1), None))
+        sizes.add(next((e["n"] for e in log.training_forwards if e["s"] == number - 1), None))
     return len(sizes) > 1
 
 

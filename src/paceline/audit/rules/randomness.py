@@ -6,15 +6,7 @@ from collections import Counter
 from itertools import combinations, pairwise
 
 from paceline.audit.evidence import Event, RankLog
-from paceline.audit.rules.rule import (
-    Case,
-    FaultFound,
-    Judgement,
-    NoFault,
-    NotJudged,
-    Rule,
-    training_forwards,
-)
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 
 # As many forwards must have drawn from equal states before dropout counts as equal.
 _FORWARDS = 3
@@ -141,7 +133,7 @@ def _worker(which: tuple[int, int | None]) -> str:
 
 def same_dropout(case: Case) -> Judgement:
     """The forwards of two ranks draw the same random numbers, so their dropout masks are equal."""
-    firsts = [training_forwards(log)[:_FORWARDS] for log in case.ranks]
+    firsts = [log.training_forwards[:_FORWARDS] for log in case.ranks]
     if not all(firsts):
         return NotJudged("not every rank ran a forward of training.")
     drawing = [event for each in firsts for event in each if event["drew"]]

@@ -1,4 +1,4 @@
-"""What a rule gets and what it answers, and helpers that several rules use."""
+"""What a rule gets and what it answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.audit.evidence import Event, RankLog, Run
+from paceline.audit.evidence import RankLog, Run
 
 
 @dataclass(frozen=True)
@@ -101,28 +101,3 @@ def outliers(values: Sequence[Any]) -> list[int]:
     """The ranks whose value is not the most frequent one; on a tie, not that of rank 0."""
     most = max(values, key=lambda value: (values.count(value), value == values[0]))
     return [rank for rank, value in enumerate(values) if value != most]
-
-
-def training_forwards(log: RankLog) -> list[Event]:
-    """The forwards of training, in order."""
-    return [event for event in log.of("forward-end") if event["trains"]]
-
-
-def update_windows(log: RankLog) -> list[list[Event]]:
-    """For each update: its backwards, then what follows them up to the next backward.
-
-    Gradients that were set to zero before an update are in no window.
-    """
-    found: list[list[Event]] = []
-    after_zero = True
-    for event in log.of("backward", "zero", "scaler-unscale", "clip", "scaler-step", "step"):
-        if event["k"] == "zero":
-            after_zero = True
-        elif event["k"] == "backward":
-            if after_zero or not found or found[-1][-1]["k"] != "backward":
-                found.append([])
-            after_zero = False
-            found[-1].append(event)
-        elif found:
-            found[-1].append(event)
-    return found

@@ -6,15 +6,7 @@ from collections import Counter
 from typing import Any
 
 from paceline.audit.evidence import Event, RankLog
-from paceline.audit.rules.rule import (
-    Case,
-    FaultFound,
-    Judgement,
-    NoFault,
-    NotJudged,
-    Rule,
-    training_forwards,
-)
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 
 # A larger share of common samples than the padding of a sampler can cause.
 _OVERLAP = 0.1
@@ -186,7 +178,7 @@ def _known_by_few_labels(read: list[Any]) -> bool:
 
 def _inputs_without_loader(case: Case) -> Judgement:
     """A loop without loaders: compare the rows that went into the model."""
-    rows = [[e["rows"] for e in training_forwards(log) if "rows" in e] for log in case.ranks]
+    rows = [[e["rows"] for e in log.training_forwards if "rows" in e] for log in case.ranks]
     count = min(map(len, rows))
     if count < _MIN_FORWARDS:
         return NotJudged(
@@ -196,7 +188,7 @@ def _inputs_without_loader(case: Case) -> Judgement:
     if all(each[:count] == rows[0][:count] for each in rows) and len(distinct) > _MIN_FORWARDS:
         return FaultFound(
             what="every rank trains on the same samples.",
-            at=training_forwards(case.ranks[0])[0]["at"],
+            at=case.ranks[0].training_forwards[0]["at"],
             step=1,
             why=f"{case.world_size} processes repeat the work of one.",
             fix="give each rank its own part, such as indices[rank::world_size].",

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from paceline.audit.evidence import Event
-from paceline.audit.rules.rule import (
-    Case,
-    FaultFound,
-    Judgement,
-    NoFault,
-    Rule,
-    training_forwards,
-)
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, Rule
 
 
 def statistics(case: Case) -> Judgement:
@@ -27,7 +20,7 @@ def statistics(case: Case) -> Judgement:
         )
     # DDP makes them equal before each forward, so after the last one they may differ a little.
     ends = [(log.first("end") or {}).get("buffers") for log in case.ranks]
-    steps = [_first_by("s", training_forwards(log)) for log in case.ranks]
+    steps = [_first_by("s", log.training_forwards) for log in case.ranks]
     fault = _difference(steps, "training")
     if fault is not None and any(end != ends[0] for end in ends):
         return fault

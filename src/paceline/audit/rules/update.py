@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from paceline.audit.evidence import Event, RankLog
-from paceline.audit.rules.rule import (
-    Case,
-    FaultFound,
-    Judgement,
-    NoFault,
-    Rule,
-    outliers,
-)
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, Rule, outliers
 from paceline.errors import name_ranks
 
 _DID = {"clip": "clipped", "scaler-unscale": "unscaled", "scaler-step": "used the scaler"}
