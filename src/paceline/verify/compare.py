@@ -292,9 +292,9 @@ class _Search:
         if a.kind == "step":
             yield from self._samples(a, b, counts)
             if self._values:
-                yield from self._size(a, counts, "loss", a.loss, b.loss)
-                norms = [math.hypot(*(g[1] for g in e["grads"].values())) for e in (first, other)]
-                yield from self._size(a, counts, "gradient norm", norms[0], norms[1])
+                yield from self._number(a, counts, "loss", (a.loss, b.loss))
+                x, y = (math.hypot(*(g[1] for g in e["grads"].values())) for e in (first, other))
+                yield from self._number(a, counts, "gradient norm", (x, y))
                 pair = first["grads"], other["grads"]
                 yield from self._tensors(a, counts, "gradient", *pair, rtol=self._exact)
         for rank, event in enumerate(b.ranks[1:], 1):
@@ -323,25 +323,24 @@ class _Search:
             name = "ids used before in this epoch"
             yield Difference(a.step, "samples", name, counts, ([], twice[:_MAX_IDS]))
 
-    def _size(
-        self, at: Point, counts: tuple[int, int], quantity: str, x: float, y: float
-    ) -> Iterator[Difference]:
-        """A number that is compared relative to its size, and to the largest of its kind so far."""
-        key = (at.training, quantity)
-        scale = self._scale[key] = max(self._scale.get(key, 0.0), abs(x), abs(y))
-        yield from self._number(at, counts, quantity, "", (x, y), _FLOOR * scale)
-
     def _number(
         self,
         at: Point,
         counts: tuple[int, int],
         quantity: str,
-        name: str,
         pair: tuple[float, float],
-        floor: float,
+        *,
+        name: str = "",
+        floor: float | None = None,
     ) -> Iterator[Difference]:
+        """A number, relative to its size or to `floor`, by default a part of the largest one so far."""
         self._times[quantity] += 1
-        relative = _relative(*pair, floor)
+        if floor is None:
+            key = at.training, quantity
+            largest = max(self._scale.get(key, 0.0), *map(abs, pair))
+            self._scale[key], floor = largest, _FLOOR * largest
+        x, y = pair
+        relative = 0.0 if x == y else abs(x - y) / max(abs(x), abs(y), floor, 1e-30)
         self._largest[quantity] = max(self._largest.get(quantity, 0.0), relative)
         if not relative <= self._rtol:
             yield Difference(at.step, quantity, name, counts, pair, relative)
@@ -385,11 +384,8 @@ class _Search:
                 if self._rtol and _is_share(x, samples) and _is_share(y, samples):
                     # Rounding may move one sample to the other side of a decision.
                     floor = 1 / (samples * self._rtol)
-                yield from self._number(a, counts, "evaluation", name, (x, y), floor)
-
-
-def _relative(x: float, y: float, floor: float) -> float:
-    return 0.0 if x == y else abs(x - y) / max(abs(x), abs(y), floor, 1e-30)
+                pair = float(x), float(y)
+                yield from self._number(a, counts, "evaluation", pair, name=name, floor=floor)
 
 
 def _is_share(value: float, samples: int) -> bool:
