@@ -127,6 +127,19 @@ NAMES = (
         without="a change of parameters during a save is not noticed",
     ),
     # training
+    # watch: read by flight_recorder.py, which runs in each rank before torch is imported, with getattr
+    PrivateName(
+        "torch._C._distributed_c10d._dump_fr_trace",
+        why="the only way to read the flight recorder of a running rank",
+        since="2.11",
+        without="hangs are explained by stacks alone, and stragglers are not found",
+    ),
+    PrivateName(
+        "torch.distributed.distributed_c10d._world",
+        why="the names and the ranks of all process groups are nowhere else",
+        since="2.11",
+        without="reports of hangs do not name the ranks of a group",
+    ),
     # launch
     *(
         PrivateName(

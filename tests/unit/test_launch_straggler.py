@@ -24,11 +24,11 @@ from paceline.watch.straggler import (
     Profile,
     Straggler,
     Suspect,
+    describe,
     find_suspects,
     judge,
     profiled,
     read_steps,
-    render,
 )
 
 BEGIN_NS = 10**18
@@ -321,7 +321,7 @@ HOSTS = [
 @pytest.mark.parametrize(("after", "why", "fix"), HOSTS)
 def test_what_the_host_did(after: HostSample, why: str, fix: str) -> None:
     found = Straggler(1, 1.42, 0.104, 0.031, "data", (0.035, 0.004), "")
-    text = render(found, "host a, pid 811", "__getitem__() at train.py:33", BEFORE, after, 811)
+    text = describe(found, "host a, pid 811", "__getitem__() at train.py:33", BEFORE, after, 811)
     lines = text.splitlines()
     assert lines[:2] == [
         "slow: rank 1 (host a, pid 811) takes 1.42x the time of the others: they wait 31 ms for it in "

@@ -20,10 +20,10 @@ from paceline.watch.straggler import (
     Key,
     Profile,
     Straggler,
+    describe,
     find_suspects,
     judge,
     profiled,
-    render,
 )
 
 _INTERVAL_S = 1.0, 3.0  # between two requests; the second where steps have few collectives
@@ -134,4 +134,4 @@ class StragglerWatch:
             where += f", waiting for a loader worker: {'; '.join(workers[:2])}"
         who = f"host {socket.gethostname()}, pid {pid}"
         after = sample_host([rank.pid for rank in alive])
-        self._crew.say(render(found, who, where, self._host, after, pid))
+        self._crew.say(describe(found, who, where, self._host, after, pid))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from paceline.errors import name_ranks
 from paceline.watch.rank_state import Call, State
+from paceline.watch.report import render
 
-_LINES = 10
 # Collectives whose tensors must have the same type and shape on all ranks.
 _ALIKE = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
 _SAME_ORDER = "call the same collectives, with the same tensors, in the same order on all ranks."
@@ -343,16 +343,9 @@ def _hang(
     fix: str,
     key: tuple[object, ...],
 ) -> Hang:
-    word = "hang: " if alarm else "waiting: "
-    left = _LINES - bool(why) - bool(fix)
-    if len(lines) > left:
-        lines = [*lines[: left - 1], f"... and {len(lines) - left + 1} more"]
-    text = [word + lines[0], *(" " * len(word) + line for line in lines[1:])]
-    text += [f"why:  {why}"] if why else []
-    text += [f"fix:  {fix}"] if fix else []
     return Hang(
         alarm=alarm,
         culprits=tuple(state.rank for state in culprits),
-        text="\n".join(text) + "\n",
+        text=render("hang" if alarm else "waiting", lines, why, fix),
         key=(alarm, *key),
     )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from paceline.watch.processes import HostSample
+from paceline.watch.report import render
 
 # A rank that is slow in every tenth step only is found by comparing blocks of ten steps.
 _STEPS_PER_BLOCK = (1, 10)
@@ -295,7 +296,7 @@ def judge(suspect: Suspect, profiles: Mapping[int, Profile]) -> Straggler | None
     return Straggler(rank, factor, step_s, wait_s, phase, times_s[phase], place)
 
 
-def render(
+def describe(
     found: Straggler, who: str, where: str, before: HostSample, after: HostSample, pid: int
 ) -> str:
     """Four lines about a straggler.
@@ -307,14 +308,13 @@ def render(
     """
     here_s, there_s = found.phase_s
     why, fix = _host(before, after, pid, found.wait_s / found.step_s)
-    return (
-        f"slow: rank {found.rank} ({who}) takes {found.factor:.2f}x the time of the others: they "
-        f"wait {_short(found.wait_s)} for it in each step of {_short(found.step_s)}\n"
-        f"      {found.phase} takes {_short(here_s)} there, {_short(there_s)} elsewhere"
-        f"{': ' if where else ''}{where}\n"
-        f"why:  {why}\n"
-        f"fix:  {fix or _FIXES[found.phase]}\n"
-    )
+    lines = [
+        f"rank {found.rank} ({who}) takes {found.factor:.2f}x the time of the others: they wait "
+        f"{_short(found.wait_s)} for it in each step of {_short(found.step_s)}",
+        f"{found.phase} takes {_short(here_s)} there, {_short(there_s)} elsewhere"
+        f"{': ' if where else ''}{where}",
+    ]
+    return render("slow", lines, why, fix or _FIXES[found.phase])
 
 
 _MODEL = (

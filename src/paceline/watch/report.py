@@ -1,0 +1,18 @@
+"""The text of a hang or a straggler: `word: line`, more lines, why, fix. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+LINES = 10  # of a report, at most
+
+
+def render(word: str, lines: Sequence[str], why: str, fix: str) -> str:
+    """At most `LINES` lines; those that do not fit are counted."""
+    left = LINES - bool(why) - bool(fix)
+    if len(lines) > left:
+        lines = [*lines[: left - 1], f"... and {len(lines) - left + 1} more"]
+    text = [f"{word}: {lines[0]}", *(" " * (len(word) + 2) + line for line in lines[1:])]
+    text += [f"why:  {why}"] if why else []
+    text += [f"fix:  {fix}"] if fix else []
+    return "\n".join(text) + "\n"
