@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: shares, other worlds and shardings, the background, faults of one rank."""
+"""Checkpoints of several ranks: other numbers of ranks and shardings, background saves, faults of one rank."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _wide(job: Any, folder: str) -> None:
 
 
 @pytest.mark.parametrize("nproc", [2, 3, 4])
-def test_each_rank_writes_its_part_of_what_all_hold(nproc: int, tmp_path: Path) -> None:
+def test_each_rank_writes_a_part_of_replicated_tensors(nproc: int, tmp_path: Path) -> None:
     run_ranks(_wide, str(tmp_path), nproc=nproc)
     sizes = [os.stat(tmp_path / f"step-1/rank-{r}.bin").st_size for r in range(nproc)]
     # One tensor has nearly all of it: 49 MB in pieces of 16 MiB, the last one smaller.
@@ -156,7 +156,7 @@ def _unlike(job: Any, folder: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("shape", "inner.a"), ("value", "inner.b")])
-def test_what_cannot_be_saved_is_named_on_all_ranks(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(kind: str, name: str, tmp_path: Path) -> None:
     for outcome in run_failing_ranks(_unlike, str(tmp_path), kind, nproc=3):
         assert isinstance(outcome.error, CheckpointError), outcome.text
         assert name in str(outcome.error)
@@ -239,12 +239,12 @@ def _limited(job: Any, folder: str, until: int) -> int:
     return training.number
 
 
-def test_a_rank_whose_disk_is_full_for_a_while_harms_nothing(tmp_path: Path) -> None:
+def test_training_continues_if_a_disk_is_full_for_a_while(tmp_path: Path) -> None:
     assert run_ranks(_limited, str(tmp_path), 10, nproc=2) == [10, 10]
     assert committed(open_store(tmp_path)) == [2, 8, 10]
 
 
-def test_a_last_save_that_fails_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
+def test_a_failed_last_save_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
     for outcome in run_failing_ranks(_limited, str(tmp_path), 6, nproc=2):
         assert isinstance(outcome.error, SaveFailed), outcome.text
         assert outcome.error.exit_code == 74
@@ -340,7 +340,7 @@ def _best(job: Any, folder: str) -> None:
     _train(training, before, epochs=3)
 
 
-def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     run_ranks(_best, str(tmp_path), nproc=2)
     assert committed(open_store(tmp_path)) == [2, 18]
 
@@ -357,7 +357,7 @@ def _other(job: Any, folder: str) -> None:
         assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_a_checkpoint_of_another_model_is_refused_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_unchanged(tmp_path: Path) -> None:
     run_ranks(_saves_once, str(tmp_path), nproc=1)
     for outcome in run_failing_ranks(_other, str(tmp_path), nproc=2):
         assert isinstance(outcome.error, CheckpointError), outcome.text
@@ -375,7 +375,7 @@ def _elsewhere(job: Any, folder: str) -> None:
     )
 
 
-def test_ranks_that_see_different_folders_are_told_so(tmp_path: Path) -> None:
+def test_a_save_into_different_folders_fails(tmp_path: Path) -> None:
     for outcome in run_failing_ranks(_elsewhere, str(tmp_path), nproc=2):
         assert isinstance(outcome.error, SaveFailed | PeerFailed), outcome.text
         assert "rank-1.bin" in str(outcome.error)
@@ -390,7 +390,7 @@ def _apart(job: Any, folder: str, named: bool) -> None:
 
 
 @pytest.mark.parametrize(("nproc", "named"), [(2, True), (3, False)])
-def test_folders_that_differ_are_found_at_the_start(
+def test_different_folders_are_refused_at_the_start(
     nproc: int, named: bool, tmp_path: Path
 ) -> None:
     for outcome in run_failing_ranks(_apart, str(tmp_path), named, nproc=nproc):

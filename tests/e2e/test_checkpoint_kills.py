@@ -1,4 +1,4 @@
-"""kill -9 in the midst of a save, by the tool of `benchmarks/faults.py`."""
+"""SIGKILL during a save, by `benchmarks/faults.py`."""
 
 from __future__ import annotations
 

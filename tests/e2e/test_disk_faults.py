@@ -1,4 +1,4 @@
-"""Storage that is full, read-only, forbidden or no folder, under the installed command."""
+"""Storage that is full, read-only or forbidden, under the installed command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = """
 import ctypes, os, time, torch, paceline
 from torch.utils.data import TensorDataset
 
-if os.environ.get("POWERLESS"):  # capset: root without its powers is bound by permissions
+if os.environ.get("POWERLESS"):  # capset: without capabilities, permissions apply to root
     ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
 folder = os.environ["FOLDER"]
 with paceline.join(seed=1, timeout_s=30) as job:
@@ -69,7 +69,7 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting needs root")
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", place], check=False)
     if made.returncode != 0:
-        pytest.skip("this host lets nobody mount")
+        pytest.skip("mounting is not permitted")
     try:
         yield place
     finally:
@@ -120,7 +120,7 @@ def test_a_read_only_disk_is_found_at_the_start(tmpfs: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_folder_that_may_not_be_written_is_found_at_the_start(tmp_path: Path) -> None:
     if os.geteuid() != 0:
-        pytest.skip("a folder of somebody else's needs root")
+        pytest.skip("changing the owner of a folder needs root")
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o755)
     os.chown(folder, 65534, 65534)
@@ -128,19 +128,3 @@ def test_a_folder_that_may_not_be_written_is_found_at_the_start(tmp_path: Path) 
     assert done.code == 74, done.err
     assert "Permission denied" in done.err
     assert list(folder.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    done = train(tmp_path, tmp_path / "file")
-    assert done.code in (1, 74)
-    assert str(tmp_path / "file") in done.err
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.slow
-def test_folders_that_are_missing_are_made(tmp_path: Path) -> None:
-    done = train(tmp_path, tmp_path / "a" / "b" / "c")
-    assert done.code == 0, done.err
-    assert steps_in(tmp_path / "a" / "b" / "c") == ["step-6", "step-8"]

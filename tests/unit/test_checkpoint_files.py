@@ -1,4 +1,4 @@
-"""What is on the disk: encoding, manifests, digests, damage, remote stores, the command `ckpt`."""
+"""Checkpoints on storage: encoding, manifests, digests, damage, rollbacks, remote stores, `paceline ckpt`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
-def test_values_come_back_as_they_were() -> None:
+def test_values_are_decoded_as_they_were_encoded() -> None:
     state = {
         "plain": [None, True, 1, 2.5, "x", math.inf, math.nan, 2**70],
         "keys": {0: {"a": 1}, (1, 2): "pair", "$tensor": "no tensor"},
@@ -86,13 +86,13 @@ def test_values_come_back_as_they_were() -> None:
 @pytest.mark.parametrize(
     "value", [object(), print, torch.ones(2).to_sparse(), torch.ones(1, device="meta")]
 )
-def test_what_needs_a_pickle_is_refused_by_its_path(value: Any) -> None:
+def test_a_value_that_needs_a_pickle_is_refused_with_its_path(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"ema\.inner\.1 is a ") as caught:
         codec.encode({"ema": {"inner": [1, value]}})
     assert caught.value.parameter == "ema.inner.1"
 
 
-def test_a_save_is_read_back_and_its_generators_go_on(job: Job, tmp_path: Path) -> None:
+def test_resume_loads_the_state_and_the_random_generators(job: Job, tmp_path: Path) -> None:
     _save(job, tmp_path, 3)
     drawn = (torch.rand(3), np.random.rand(3), random.random())
     assert _equal(_resume(job, tmp_path), _state(3.0))
@@ -201,7 +201,7 @@ def test_of_1000_flipped_bits_none_is_accepted(job: Job, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-0.bin"])
 @pytest.mark.parametrize("size", [0, 10, -1])
-def test_what_is_cut_off_or_missing_is_passed_over(
+def test_a_truncated_or_missing_file_is_skipped_with_a_warning(
     job: Job, tmp_path: Path, name: str, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     _save(job, tmp_path, 1, 2)
@@ -216,7 +216,7 @@ def test_what_is_cut_off_or_missing_is_passed_over(
 
 
 def _change(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite a manifest as somebody would who means harm: the digest fits."""
+    """Change a manifest and its digest."""
     path = folder / "manifest.json"
     fields = json.loads(path.read_text())
     del fields["sha256"]
@@ -248,7 +248,7 @@ def _rename_file(to: str) -> Callable[[dict[str, Any]], None]:
         (lambda fields: fields.pop("tree"), "fields are wrong"),
     ],
 )
-def test_a_manifest_that_means_harm_is_refused(
+def test_an_invalid_manifest_is_refused(
     job: Job, tmp_path: Path, change: Callable[[dict[str, Any]], None], text: str
 ) -> None:
     _save(job, tmp_path, 1)
@@ -260,7 +260,7 @@ def test_a_manifest_that_means_harm_is_refused(
     assert committed(open_store(tmp_path)) == [1]  # refused, not set aside
 
 
-def test_a_manifest_of_others_is_refused(job: Job, tmp_path: Path) -> None:
+def test_a_manifest_of_another_program_is_refused(job: Job, tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1/manifest.json").write_text('{"format": 1, "step": 1}')
     with pytest.raises(CheckpointError, match="not a manifest of Paceline"):
@@ -272,7 +272,7 @@ class _Bomb:
         return (os.mkdir, ("exploded",))
 
 
-def test_a_pickle_where_tensors_belong_is_not_run(
+def test_a_pickle_in_place_of_tensors_is_not_loaded(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -304,7 +304,7 @@ def test_checkpoints_do_not_keep_a_model_alive(job: Job, tmp_path: Path) -> None
 # Storage that fails.
 
 
-def test_a_full_disk_harms_no_older_checkpoint(job: Job, tmp_path: Path) -> None:
+def test_a_full_disk_does_not_change_older_checkpoints(job: Job, tmp_path: Path) -> None:
     checkpoints = _save(job, tmp_path, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
@@ -319,7 +319,7 @@ def test_a_full_disk_harms_no_older_checkpoint(job: Job, tmp_path: Path) -> None
     assert sorted(os.listdir(tmp_path)) == ["step-1"]
 
 
-def test_in_the_background_a_full_disk_is_a_warning(
+def test_a_full_disk_is_a_warning_in_the_background(
     job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = _save(job, tmp_path, 1)
@@ -336,20 +336,20 @@ def test_in_the_background_a_full_disk_is_a_warning(
 
 
 @pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/a"])
-def test_a_folder_that_cannot_be_written_is_found_at_the_start(job: Job, folder: str) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(job: Job, folder: str) -> None:
     with pytest.raises(SaveFailed, match="cannot be saved in"):
         _resume(job, folder)
 
 
-def test_too_little_room_is_found_at_the_start(job: Job, tmp_path: Path) -> None:
+def test_too_little_space_is_refused_at_the_start(job: Job, tmp_path: Path) -> None:
     with pytest.raises(SaveFailed, match="MB are free"):
         paceline.Checkpoints(tmp_path).resume(job, size_bytes=10**18)
 
 
-# Waiting, and what must not be saved.
+# Background saves, and values that must not be saved.
 
 
-def test_what_is_steady_is_copied_later_and_must_not_change(job: Job, tmp_path: Path) -> None:
+def test_steady_tensors_are_copied_later(job: Job, tmp_path: Path) -> None:
     weight = torch.zeros(1000)
     checkpoints = paceline.Checkpoints(tmp_path)
     checkpoints.save(job, 1, {"w": weight}, wait=False, steady=[weight])
@@ -384,7 +384,7 @@ def test_weights_that_are_not_finite_are_not_saved(job: Job, tmp_path: Path, val
     assert committed(open_store(tmp_path)) == []
 
 
-def test_auto_saves_as_seldom_as_its_cost_demands(
+def test_auto_waits_longer_if_saves_cost_more(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -402,7 +402,7 @@ def test_auto_saves_as_seldom_as_its_cost_demands(
     assert checkpoints.is_time()
 
 
-# Elsewhere than on a disk.
+# Remote storage.
 
 
 def test_a_store_without_rename(job: Job) -> None:
@@ -420,7 +420,7 @@ def test_a_store_without_rename(job: Job) -> None:
     store.remove("")
 
 
-# The command.
+# `paceline ckpt`.
 
 
 def _run(*words: object) -> int:
@@ -451,7 +451,7 @@ def test_the_command_lists_shows_checks_and_removes(
 
 
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
-def test_weights_go_out_and_come_in(job: Job, tmp_path: Path, name: str) -> None:
+def test_exported_weights_load_again(job: Job, tmp_path: Path, name: str) -> None:
     _save(job, tmp_path / "a", 1, 2)
     assert _run("export", tmp_path / "a", tmp_path / name, "--step", 1) == 0
     model = torch.nn.Module()
