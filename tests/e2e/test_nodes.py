@@ -51,7 +51,7 @@ def test_both_nodes_name_the_cause(tmp_path: Path, free_port: int, name: str) ->
         assert f"paceline: rank {rank} of {2 * ranks} failed: {how}" in end.err.splitlines()
     # One of them has seen it, the other was told.
     assert sum("another node, host" in end.err for end in ends) == 1
-    assert sum("see what the launcher on host" in end.err for end in ends) == 1
+    assert sum("see the output of the launcher on host" in end.err for end in ends) == 1
     assert "".join(end.err for end in ends).count("Traceback") == ("raises" in name)
     if ranks == 2:
         # Those of them that have noticed before they are ended.

@@ -54,7 +54,7 @@ def test_the_same_exception_in_the_same_step_ends_the_job(tmp_path: Path) -> Non
     done = run("--nproc-per-node=2 --max-restarts=5", RAISES, tmp_path)
     assert done.code == 1, done
     assert done.err.count("begins") == 1
-    assert "The same exception came in step 3 before the restart" in done.err
+    assert "The same exception was raised in step 3 before the restart" in done.err
 
 
 def _pids(folder: Path, pattern: str, count: int) -> list[int]:
@@ -87,7 +87,7 @@ def test_the_loss_of_the_rendezvous_host_ends_the_job_with_69(
     end = finish(other)
     assert end.code == 69, end
     assert "the rendezvous was lost" in end.err
-    assert "goes on from its last checkpoint" in end.err
+    assert "resumes from its last checkpoint" in end.err
 
 
 @pytest.mark.slow

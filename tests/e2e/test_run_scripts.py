@@ -103,7 +103,7 @@ def test_a_users_choice_of_threads_stays(tmp_path: Path) -> None:
     script = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ.get('PACELINE_THREADS'))"
     done = run("", script, tmp_path, OMP_NUM_THREADS="5", PACELINE_PRELOAD="0")
     assert done.out == "5 None\n"
-    assert "5 threads each (OMP_NUM_THREADS, set outside)" in done.err
+    assert "5 threads each (OMP_NUM_THREADS is set)" in done.err
 
 
 def test_programs_without_python(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from launching import finish, run, start
 
 from paceline.doctor import links
 from paceline.doctor.links import Listener, measure
-from paceline.launch.rank import read_event
+from paceline.launch.local_ranks import read_event
 from paceline.watch import processes
 
 WAITS = """

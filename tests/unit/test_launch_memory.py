@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.bundle import settings
-from paceline.launch.messages import Shape, render_failure
+from paceline.launch.messages import JobInfo, render_failure
 from paceline.machine import Memory, read_memory
 from paceline.watch.crash import Error, Fact, find_first_failure
 
@@ -62,9 +62,9 @@ LOADER = Error(
             9,
             None,
             KILLED,
-            "fix:   lower the micro-batch or the loader's workers, or raise the limit.",
+            "fix:   lower the micro-batch or the number of loader workers, or raise the limit.",
         ),
-        (9, None, BEFORE, "not the kernel for memory, whose count stands."),
+        (9, None, BEFORE, "by its counter, the kernel did not kill it for memory."),
         (9, None, Memory(host_kills=6), "memory: the host ran out (oom_kill 5 -> 6)."),
         (9, None, Memory(host_kills=5), "most often the kernel, because memory ran out."),
         (7, None, FULL, "/dev/shm has 64 MiB, 1 MiB free now."),
@@ -77,7 +77,7 @@ def test_words_for_memory(number: int, error: Error | None, after: Memory, words
     verdict = find_first_failure([fact])
     assert verdict is not None
     before = BEFORE if after.kills is not None else Memory(host_kills=5)
-    shape = Shape(world_size=2, restarts=0, max_restarts=0, memory=(before, after))
+    shape = JobInfo(world_size=2, restarts=0, max_restarts=0, memory=(before, after))
     assert words in render_failure(verdict, shape)
 
 

@@ -339,7 +339,7 @@ class Rank:
     def __init__(self, rank: int, entered: dict[Key, tuple[int, int]]) -> None:
         self.rank = rank
         self.pid = os.getpid() if rank else os.getppid()
-        self.told: dict[str, dict[str, Any]] = {}
+        self.answers: dict[str, dict[str, Any]] = {}
         self.asked: list[str] = []
         self.until = 20  # collectives, one each step
         self._entered = [(*key, *at) for key, at in entered.items()]
@@ -355,7 +355,7 @@ class Rank:
         if do == "profile":
             spent = [("forward", "", 0.03 + 0.03 * self.rank), ("backward", "", 0.07)] * 50
             told |= {"begin_ns": begin_ns, "spent": spent}
-        self.told[do] = told
+        self.answers[do] = told
 
 
 class Crew:

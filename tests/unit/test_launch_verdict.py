@@ -7,12 +7,12 @@ import signal
 
 import pytest
 
-from paceline.launch.messages import Shape, render_failure, render_restart
+from paceline.launch.messages import JobInfo, render_failure, render_restart
 from paceline.watch.crash import Error, Fact, find_first_failure
 from paceline.watch.rank_state import last_call
 
-SHAPE = Shape(world_size=4, restarts=0, max_restarts=3)
-NODES = Shape(world_size=4, restarts=0, max_restarts=3, nodes=2)
+SHAPE = JobInfo(world_size=4, restarts=0, max_restarts=3)
+NODES = JobInfo(world_size=4, restarts=0, max_restarts=3, nodes=2)
 
 
 def error(kind: str = "ValueError", message: str = "bad", module: str = "__main__") -> Error:
@@ -105,8 +105,8 @@ def test_a_rank_that_ended_with_0_is_the_cause_of_those_that_lost_it() -> None:
         "[2] RuntimeError: connection closed",
         "paceline: rank 1 ended with exit code 0 while the others went on",
         "  where: rank 1, host h, pid 1",
-        "  why:   it came to its end, or called sys.exit(0) or os._exit(0), before the others were done.",
-        "  fix:   let all ranks do as many steps and end together.",
+        "  why:   it reached its end, or called sys.exit(0) or os._exit(0), before the others were done.",
+        "  fix:   let all ranks do the same number of steps and end together.",
         "  ranks 0 and 2 only followed: they lost their peer.",
     ]
     assert "or the cause is on another host" in render_failure(verdict, NODES)

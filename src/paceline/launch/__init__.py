@@ -1,9 +1,8 @@
 """The launcher: `paceline run`, a front to `torch.distributed.run` (torchrun).
 
-`run(argv)` is the whole of it for a program: it starts the ranks' interpreters first, imports torch
-while they do, then launches. Ranks live in worker.py; the half of the launcher that needs no torch is
-early.py, crew.py, rank.py, output.py; torch's agent and rendezvous are fronted by session.py,
-options.py, agent.py, rendezvous.py; verdict.py and report.py are pure.
+`run(argv)` is its entry: it starts the interpreters of the ranks, imports torch while they do, and launches.
+worker.py and control_channel.py run in the ranks. prescan.py, local_ranks.py and output.py need no torch.
+session.py, options.py, agent.py, rendezvous.py and nodes.py are fronts to torch's launcher.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from paceline.errors import ConfigError
-from paceline.launch.local_ranks import Crew, environment_of_ranks
+from paceline.launch.local_ranks import LocalRanks, environment_of_ranks
 from paceline.launch.output import Consoles
-from paceline.launch.prescan import Early, ScriptError, check_script, scan
+from paceline.launch.prescan import ScriptError, early_count
 from paceline.machine import usable_cores
 
 __all__ = ["run"]
@@ -26,23 +25,20 @@ _CPP_LOG_LEVEL = "FATAL"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a script on several processes, as `paceline run` with these arguments; the exit code.
+    """Run a script on several processes, with the arguments of `paceline run`; returns the exit code.
 
-    0 when all ranks ended well; the exit code of the rank that failed first, 128 + the signal that
-    killed it, or 128 + the signal that the launcher got; 2 for wrong input. Output goes to this
-    process's standard output and error. To be called from the main thread, for signals.
+    The exit code is 0 if all ranks ended well; that of the rank that failed first; 128 + the signal that
+    killed it, or that the launcher got; 2 for wrong input. Output goes to this process's standard output
+    and error. Call it from the main thread, which receives signals.
 
     Collective: one process of each node.
     """
-    crew: Crew | None = None
+    local_ranks: LocalRanks | None = None
     try:
-        early = scan(argv, os.environ)
-        if early is not None:
-            check_script(early.script, module=early.module)
-        crew = Crew(Consoles.of_this_process())
-        if early is not None:
-            _start_early(crew, early)
-        return _launch(argv, crew, early)
+        local_ranks = LocalRanks(Consoles.of_this_process())
+        if (count := early_count(argv, os.environ)) is not None:
+            local_ranks.start(count, environment_of_ranks(_early_threads(count)))
+        return _launch(argv, local_ranks)
     except ConfigError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -50,16 +46,21 @@ def run(argv: Sequence[str]) -> int:
         print(error, end="", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130  # before the ranks had begun
+        return 130  # before the scripts had begun
     finally:
-        if crew is not None:
-            crew.close()
+        if local_ranks is not None:
+            local_ranks.close()
 
 
-def _launch(argv: Sequence[str], crew: Crew, early: Early | None) -> int:
-    # The ranks import torch at this moment too; that is what the early start is for. The collector
-    # would only slow it down. At its import torch also reads how much its native code may say: a store
-    # whose other end has left is worth twenty lines of addresses to it, in the launcher.
+def _early_threads(count: int) -> str | None:
+    if "OMP_NUM_THREADS" in os.environ and os.environ.get("PACELINE_THREADS") != "auto":
+        return None
+    return str(max(1, usable_cores() // count))
+
+
+def _launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
+    # The collector only slows the import down. At its import torch also reads how much its native code may
+    # log: for a store whose other end has left, that would be twenty lines of addresses in the launcher.
     collects = gc.isenabled()
     gc.disable()
     level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", _CPP_LOG_LEVEL)
@@ -70,11 +71,4 @@ def _launch(argv: Sequence[str], crew: Crew, early: Early | None) -> int:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
         if collects:
             gc.enable()
-    return launch(argv, crew, early)
-
-
-def _start_early(crew: Crew, early: Early) -> None:
-    threads = None
-    if "OMP_NUM_THREADS" not in os.environ or os.environ.get("PACELINE_THREADS") == "auto":
-        threads = str(max(1, usable_cores() // early.nproc))
-    crew.start(early.nproc, environment_of_ranks(threads))
+    return launch(argv, local_ranks)

@@ -1,6 +1,6 @@
-"""The folder that a failed job leaves for a bug report: what was said, logs, stacks, collectives, versions.
+"""The report of a failed job, a folder: verdict, last output, stacks, collectives, versions.
 
-Values of the environment are kept where their names tell that they are settings of the job, never secrets.
+Environment variables are included if their names show that they are settings of the job, and never secrets.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.launch.rank import Rank
+from paceline.launch.local_ranks import Rank
 from paceline.watch.crash import Fact
 
-_KEPT = 10
+_KEPT = 10  # reports in the temporary folder; each may have a megabyte of stacks and logs
 _PREFIXES = (
     *("CUDA_", "GLOO_", "KMP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PACELINE_", "PET_"),
     *("PYTHON", "RANK", "SLURM_", "TORCH", "WORLD_SIZE"),
@@ -29,14 +29,14 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH")
 _PACKAGES = ("paceline", "torch", "numpy", "accelerate", "lightning", "transformers")
 
 
-def write(ranks: Sequence[Rank], facts: Sequence[Fact], said: str, log_dir: str | None) -> str:
-    """Write the folder, in `log_dir` or else under the system's temporary one; its path.
+def write(ranks: Sequence[Rank], facts: Sequence[Fact], verdict: str, log_dir: str | None) -> str:
+    """Write the report in `log_dir`, or else in the temporary folder; returns its path.
 
     Raises:
-        OSError: it could not be written.
+        OSError: it cannot be written.
     """
     folder = Path(_folder(log_dir))
-    (folder / "verdict.txt").write_text(said, errors="backslashreplace")
+    (folder / "verdict.txt").write_text(verdict, errors="backslashreplace")
     for rank, fact in zip(ranks, facts, strict=True):
         if fact.error is not None:
             error = folder / f"rank{rank.rank}-error.txt"
@@ -51,7 +51,7 @@ def write(ranks: Sequence[Rank], facts: Sequence[Fact], said: str, log_dir: str 
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are settings of the job, and no secrets."""
+    """The variables that are settings of the job and not secrets."""
     return {
         name: value
         for name, value in sorted(environment.items())

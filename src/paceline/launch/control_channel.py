@@ -1,6 +1,6 @@
-"""A rank's end of the socket to its launcher: JSON lines both ways, apart from all collectives.
+"""A rank's end of the socket to its launcher: JSON lines in both directions, independent of collectives.
 
-Started by worker.py, by file name: the standard library alone. It decides nothing.
+Loaded by worker.py, by file name, with the standard library only.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -25,7 +24,7 @@ class Control:
 
     Args:
         fd: The socket.
-        probe: Tells the launcher what it asks; None where it asks nothing.
+        probe: Answers the launcher's requests for the rank's state; None if it is switched off.
     """
 
     def __init__(self, fd: int, probe: Probe | None) -> None:
@@ -34,26 +33,27 @@ class Control:
         self._file = os.fstat(fd).st_ino
         self._probe = probe
         self._lock = threading.Lock()
-        self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        # Answers to the launcher's requests, by their "do"; called in the listening thread.
-        self.handlers: dict[str, Callable[[dict[str, Any]], Any]] = {"run": self.orders.put}
+        # What to run; None if the launcher ended before it sent that.
+        self.scripts: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        # Handlers of the launcher's requests, by their "do"; called in the listening thread.
+        self.handlers: dict[str, Callable[[dict[str, Any]], Any]] = {"run": self.scripts.put}
         if probe is not None:
             for word in probe.REQUESTS:
-                self.handlers[word] = lambda order: probe.hear(order, self.send)
-        # A forked child is not the rank: it must neither speak for it nor keep the socket open.
+                self.handlers[word] = lambda request: probe.hear(request, self.send)
+        # A forked child is not the rank: it must neither send events nor keep the socket open.
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
 
     def send(self, event: dict[str, Any]) -> bool:
-        """Tell the launcher; False if it cannot hear."""
-        # The empty line ends whatever a script may have written here.
+        """Send an event to the launcher; False if that is not possible."""
+        # The empty line ends anything that a script may have written here.
         line = b"\n" + json.dumps(event).encode() + b"\n"
         try:
             with self._lock:
                 if self._is_ours():
                     self._socket.sendall(line)
                 elif self._probe is None or event["event"] in self.handlers:
-                    return False  # an answer can wait
+                    return False  # only events that end the rank are worth the file
                 else:
                     self._probe.leave(line)
         except OSError:
@@ -61,7 +61,7 @@ class Control:
         return True
 
     def _is_ours(self) -> bool:
-        # A script may have closed all files; the number then is another file's, such as Gloo's.
+        # A script may have closed all files; the number may then be another file's, such as Gloo's.
         try:
             return os.fstat(self._socket.fileno()).st_ino == self._file
         except OSError:
@@ -77,14 +77,14 @@ class Control:
             except OSError:
                 return  # closed by the script at this moment
             if not data:
-                # The launcher is gone, so nobody waits for this rank any more. Its children go too.
-                os.killpg(0, signal.SIGKILL)
+                self.scripts.put(None)
+                return  # the launcher is gone; its guard (guard.py) kills this rank and its children
             *lines, received = (received + data).split(b"\n")
             for line in lines:
-                order = json.loads(line)
-                handler = self.handlers.get(order.get("do"))
+                request = json.loads(line)
+                handler = self.handlers.get(request.get("do"))
                 if handler is not None:
-                    handler(order)
+                    handler(request)
 
     def _forget(self) -> None:
         if self._is_ours():

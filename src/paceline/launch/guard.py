@@ -1,12 +1,13 @@
-"""A process that outlives the launcher by a moment, to end what a killed launcher leaves behind.
+"""A process that outlives the launcher by a moment and kills what a killed launcher leaves behind.
 
-A rank dies with its launcher by itself; its children (loader workers, a script's own processes) do not.
-Reads lines `+<group>`, `-<group>` and `=<folder>` from standard input; at the end of input it kills the
-process groups that are left, and removes the folder. Started by file name, standard library only.
+Reads lines `+<group>` and `-<group>` from standard input. At the end of input, which the kernel sends however
+the launcher ends, it kills the remaining process groups (ranks with their loader workers and children) and
+removes the folder that is its argument. Started by file name, standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,23 +17,16 @@ import sys
 def main() -> None:
     """Guard until the end of input."""
     groups: set[int] = set()
-    folder = ""
     for line in sys.stdin:
-        if line.startswith("="):
-            folder = line[1:].rstrip("\n")
-            continue
         group = int(line[1:])
         if line.startswith("+"):
             groups.add(group)
         else:
             groups.discard(group)
     for group in groups:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)  # mostly there is none
+    shutil.rmtree(sys.argv[1], ignore_errors=True)  # there is none if no checkpoint was in memory
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.launch.local_ranks import Crew
-from paceline.launch.node_exchange import Hearsay
-from paceline.launch.rank import Rank
+from paceline.launch.local_ranks import LocalRanks, Rank
+from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.straggler_watch import StragglerWatch
 from paceline.watch import processes
 from paceline.watch.hang import Hang, judge
@@ -116,15 +115,15 @@ class HangWatch:
         ends: Whether a hang ends the round.
     """
 
-    def __init__(self, crew: Crew, *, after_s: float | None, ends: bool) -> None:
-        self._crew = crew
+    def __init__(self, local_ranks: LocalRanks, *, after_s: float | None, ends: bool) -> None:
+        self._local_ranks = local_ranks
         self._after_s = after_s
         self._ends = ends
         self._said: set[tuple[object, ...]] = set()
         # With several nodes, each launcher judges the states of all ranks.
-        self.hearsay: Hearsay | None = None
+        self.exchange: NodeExchange | None = None
         self._asked = 0
-        self._stragglers = StragglerWatch(crew)
+        self._stragglers = StragglerWatch(local_ranks)
         self._next = 0.0
         self._looked, self._watched_s = time.monotonic(), 0.0
         self._begin([])
@@ -150,10 +149,10 @@ class HangWatch:
         self._looked = now
         for seen in self._seen.values():
             seen.since += unwatched_s
-        pids = [rank.pid for rank in self._crew.ranks]
+        pids = [rank.pid for rank in self._local_ranks.ranks]
         if pids != self._pids:
             self._begin(pids)
-        alive = [rank for rank in self._crew.ranks if rank.returncode is None]
+        alive = [rank for rank in self._local_ranks.ranks if rank.returncode is None]
         for rank in alive:
             self._look_at(rank, now)
         if self._stragglers.look(now, alive, sum(seen.counts[0] for seen in self._seen.values())):
@@ -168,10 +167,10 @@ class HangWatch:
             return self._conclude(now, world_size)
         if self._others_until:
             return self._conclude(now, world_size)
-        asked = self.hearsay is not None and self.hearsay.is_asked()
+        asked = self.exchange is not None and self.exchange.states_requested()
         if asked or (now >= self._ask_next and self._suspicious(alive, now)):
-            if self.hearsay is not None:
-                self.hearsay.ask(anew=not asked)
+            if self.exchange is not None:
+                self.exchange.request_states(new=not asked)
             self._asked += 1
             self._deadline = now + _ANSWER_S
             self._ask_next = now + self._patience
@@ -202,7 +201,7 @@ class HangWatch:
                 self._moved = now
                 if self._alarmed:
                     self._alarmed = False
-                    self._crew.say("paceline: the ranks make progress again\n")
+                    self._local_ranks.say("paceline: the ranks make progress again\n")
         found = processes.look(rank.pid)
         seen.state = found.state if found is not None else ""
         if found is None:
@@ -231,13 +230,13 @@ class HangWatch:
         return bool(still) and len(still) == len(alive)
 
     def _conclude(self, now: float, world_size: int) -> Hang | None:
-        states = [self._state(rank, now) for rank in self._crew.ranks]
-        speaks = self.hearsay is None or self.hearsay.node == 0
-        if self.hearsay is not None:
+        states = [self._state(rank, now) for rank in self._local_ranks.ranks]
+        speaks = self.exchange is None or self.exchange.node == 0
+        if self.exchange is not None:
             if not self._others_until:
-                self.hearsay.show(states)
+                self.exchange.publish_states(states)
                 self._others_until = now + _OTHERS_S
-            others, complete = self.hearsay.shown()
+            others, complete = self.exchange.collect_states()
             if not complete and now < self._others_until:
                 self._next = now + 0.05
                 return None
@@ -246,12 +245,12 @@ class HangWatch:
         hang = judge(states, world_size, self._patience - _LOOK_S)
         if hang is None:
             return None
-        ours = any(rank.rank in hang.culprits for rank in self._crew.ranks)
+        ours = any(rank.rank in hang.culprits for rank in self._local_ranks.ranks)
         if not (speaks or ours):
             return None
         if hang.key not in self._said:
             self._said.add(hang.key)
-            self._crew.say(hang.text)
+            self._local_ranks.say(hang.text)
         if not hang.alarm:
             return None
         self._alarmed = True

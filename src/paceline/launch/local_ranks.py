@@ -1,17 +1,22 @@
-"""The ranks of this host as a group: started early, ordered once, watched, stopped, and cleared away.
+"""The ranks of this host: started early, sent their script, watched, stopped, and cleaned up.
 
-Stands below torch's agent (agent.py), and imports no torch: ranks are started before torch is there.
-It gives facts about failures; it does not judge them.
+torch's agent (agent.py) decides when; this file imports no torch, because ranks are started before torch is
+imported. It collects the facts about failures; `watch.crash` judges them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import uuid
@@ -20,73 +25,325 @@ from pathlib import Path
 from typing import Any
 
 from paceline.job.preemption import REQUEUE
-from paceline.launch.output import Consoles, Pump
-from paceline.launch.rank import WORKER, Rank, clear_groups
-from paceline.watch import processes
+from paceline.launch.output import Console, Consoles, Pump, Stream
 from paceline.watch.crash import Error, Fact
+from paceline.watch.probe import Probe
 
+WORKER = Path(__file__).with_name("worker.py")
 _GUARD = Path(__file__).with_name("guard.py")
 
-# A rank that lost its peer may be the first to say so. The cause then is on its way.
+_SEND_TIMEOUT_S = 30.0
+# A rank that lost its peer may report first; the report of the cause follows within this time.
 _SETTLE_S = 0.5
 _KILLED_S = 10.0
+_GROUP_GRACE_S = 1.0
 # How long the reader of our output may pause at the end of the job, and after a signal.
 _STALLED_S = 30.0
 _STALLED_SIGNAL_S = 2.0
+_STATE_S = 0.3  # for running ranks to report their state after a failure
+_SPARES_AFTER_S = 3.0  # starting spare interpreters earlier would slow down the ranks
+_FROZEN_S = 1.0  # a debugger or a profiler may stop a rank for a moment
+# Collectives that torch's flight recorder keeps in each rank: more than one step has.
+_RECORDED_COLLECTIVES = "256"
+_PROBE_BYTES = 1 << 20
+_EVENT_BYTES = 8 << 20  # the most that one event may have
 
-# Collectives that torch's flight recorder keeps in each rank; as many fit into a step.
-_RECORDED = "256"
-# How long ranks that still run may take to say where they are.
-_ASKED_S = 0.3
+# The fields of each event of worker.py, which are checked: a script may write anything into the socket.
+_FAILED: dict[str, Any] = {"time": (int, float), "step": int, "kinds": list, "shown": bool}
+_FAILED |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
+_EVENTS: dict[str, dict[str, Any]] = {
+    "failed": _FAILED,
+    "raised": _FAILED,
+    "exit": {"place": str},
+    "interrupted": {"place": str},
+    **{answer: {"id": int} for answer in Probe.REQUESTS},
+}
+_WINDOW = struct.Struct("HHHH")
+_NO_SIZE = bytes(_WINDOW.size)
 
-# Their start would slow down that of the ranks.
-_SPARES_AFTER_S = 3.0
 
-# A debugger or a sampler may stop a rank for a moment.
-_FROZEN_S = 1.0
+class Rank:
+    """One rank of this host: its process, control socket, output, and how it ended.
 
+    The process is started before more than its local rank is known; `run` sends the rest (see worker.py).
 
-class Guard:
-    """Our hold on the process that clears away after a killed launcher (guard.py)."""
+    Args:
+        environment: The variables that are known at the start.
+        changed: Called in the pump's thread when the rank has sent an event or has ended.
+        prefix: Put before each line until the global rank is known.
+        terminal: Whether it gets a pseudo-terminal where the launcher has a terminal.
+        wrap: Puts words before the command, such as those of numactl.
+    """
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_GUARD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            bufsize=0,
+    def __init__(
+        self,
+        local_rank: int,
+        *,
+        environment: Mapping[str, str],
+        consoles: Consoles,
+        pump: Pump,
+        changed: Callable[[], None],
+        prefix: bytes,
+        terminal: bool,
+        wrap: Callable[[int, tuple[str, ...]], tuple[str, ...]],
+    ) -> None:
+        self.local_rank = self.rank = local_rank
+        self.events: list[dict[str, Any]] = []
+        self.answers: dict[str, dict[str, Any]] = {}  # the latest to each kind of request
+        self.returncode: int | None = None
+        self.ended_at = 0.0
+        self.stopped_at: float | None = None  # when the launcher first told it to end
+        self.frozen_at: float | None = None
+        self.frozen_s = 0.0
+        self.has_script = False
+        self.hung = False
+        self._pump = pump
+        self._changed = changed
+        self._received = b""
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(_SEND_TIMEOUT_S)
+        # Its probe writes here (watch/probe.py): memory, which can be read whatever the rank does.
+        self._probe = os.memfd_create("paceline-probe")
+        self._probe_text = ""
+        self._heard_probe = False
+        self.streams: list[Stream] = []
+        self._terminals: list[tuple[Stream, Console]] = []
+        out, err = self._open_streams(consoles, prefix, terminal)
+        environment = {
+            **environment,
+            "PACELINE_CONTROL_FD": str(theirs.fileno()),
+            "PACELINE_PROBE_FD": str(self._probe),
+        }
+        if self._terminals and environment.get("COLUMNS", "").isdigit():
+            environment["COLUMNS"] = str(max(1, int(environment["COLUMNS"]) - len(prefix)))
+        python = os.environ.get("PYTHON_EXEC", sys.executable)
+        try:
+            self.process = subprocess.Popen(
+                wrap(local_rank, (python, "-u", str(WORKER))),
+                stdin=None if local_rank == 0 else subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                pass_fds=[theirs.fileno(), self._probe],
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            for fd in {out, err}:
+                os.close(fd)
+        self.pid = self.process.pid
+        for stream in self.streams:
+            pump.add(stream)
+        pump.watch(self._socket.fileno(), self.read_events)
+        self._watch_end()
+
+    def _open_streams(self, consoles: Consoles, prefix: bytes, terminal: bool) -> tuple[int, int]:
+        """The rank's ends of its outputs; the launcher's become `self.streams`, output first."""
+        if terminal and consoles.out is consoles.err and consoles.out.is_terminal:
+            fd = self._open_stream(consoles.out, prefix, terminal=True)
+            return fd, fd  # one terminal, as in a shell, which keeps the order of the two
+        return (
+            self._open_stream(consoles.out, prefix, terminal=terminal and consoles.out.is_terminal),
+            self._open_stream(consoles.err, prefix, terminal=terminal and consoles.err.is_terminal),
         )
 
-    def add(self, group: int) -> None:
-        """Have this process group killed if we die."""
-        self._tell(f"+{group}\n")
+    def _open_stream(self, console: Console, prefix: bytes, *, terminal: bool) -> int:
+        if terminal:
+            ours, theirs = os.openpty()
+            modes = termios.tcgetattr(theirs)
+            modes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once
+            termios.tcsetattr(theirs, termios.TCSANOW, modes)
+        else:
+            ours, theirs = os.pipe2(os.O_CLOEXEC)
+        stream = Stream(ours, console, prefix, is_terminal=terminal)
+        self.streams.append(stream)
+        if terminal:
+            self._terminals.append((stream, console))
+            self.copy_window_size()
+        return theirs
 
-    def own(self, folder: str) -> None:
-        """Have this folder removed at our end, however it comes."""
-        self._tell(f"={folder}\n")
+    def copy_window_size(self) -> None:
+        """Give the rank's terminal the size of ours, less the prefix of each line."""
+        for stream, console in self._terminals:
+            if stream.ended:
+                continue
+            size = fcntl.ioctl(console.fd, termios.TIOCGWINSZ, _NO_SIZE)
+            rows, columns, *pixels = _WINDOW.unpack(size)
+            if columns:
+                size = _WINDOW.pack(rows, max(1, columns - len(stream.prefix)), *pixels)
+            if size != fcntl.ioctl(stream.fd, termios.TIOCGWINSZ, _NO_SIZE):
+                fcntl.ioctl(stream.fd, termios.TIOCSWINSZ, size)
 
-    def remove(self, group: int) -> None:
-        """Forget this process group."""
-        self._tell(f"-{group}\n")
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Send a request to worker.py; an ended rank ignores it."""
+        # An error: it has ended, or is stopped for so long that the socket is full.
+        with contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+
+    def ask(self, number: int, do: str = "explain", **more: Any) -> None:
+        """Ask for the rank's state; the answer will carry `number`."""
+        self.send({"do": do, "id": number, **more})
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """Its latest answer to `explain`; empty before."""
+        return self.answers.get("explain", {})
+
+    def probed(self) -> str:
+        """What the rank's probe wrote: a line, then perhaps stacks."""
+        if self._probe >= 0:
+            self._probe_text = os.pread(self._probe, _PROBE_BYTES, 0).decode(errors="replace")
+        return self._probe_text
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        if self.returncode is None and (code := self.process.poll()) is not None:
+            self.ended_at = time.time()
+            self.returncode = code
+        return self.returncode
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed, or is about to end because of an error."""
+        # A preempted rank did not fail. Its peers may for want of it, and are judged then.
+        return self.returncode not in (None, 0, REQUEUE) or self.leaving
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it has reported an error, and is flushing its files."""
+        return any(event["event"] == "failed" for event in list(self.events))
+
+    def watch_freeze(self, now: float) -> bool:
+        """Whether it is stopped by SIGSTOP; notes since when. `now` is monotonic."""
+        import psutil
+
+        frozen = False
+        if self.returncode is None:
+            with contextlib.suppress(psutil.Error):
+                frozen = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        self.frozen_at = (self.frozen_at or now) if frozen else None
+        return frozen
+
+    def send_signal(self, number: int, *, stops: bool = True) -> None:
+        """Signal the rank's own process; its children are its own affair.
+
+        Args:
+            stops: Whether its end is the launcher's doing from now on.
+        """
+        if self.poll() is None:
+            if stops:
+                self.stopped_at = self.stopped_at or time.time()
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the rank and its process group."""
+        self.send_signal(signal.SIGKILL)
+        _signal_group(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the guard."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=_KILLED_S)
+        """Close the sockets and files of an ended rank."""
+        self._pump.unwatch(self._socket.fileno(), self._socket.close)
+        self.probed()  # for later readers
+        os.close(self._probe)
+        self._probe = -1
 
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
+    def read_events(self) -> None:
+        """Read all events that the rank has sent; in the pump's thread only."""
+        while self._read_some():
+            continue
+        if self.returncode is not None and not self._heard_probe:
+            # A script that closes all files leaves the rank no other way to report.
+            self._heard_probe = True
+            self._take(self.probed().encode().splitlines())
+
+    def _read_some(self) -> bool:
+        fd = self._socket.fileno()
+        if fd < 0:
+            return False
         try:
-            self._process.stdin.write(line.encode())
-        except BrokenPipeError:
-            return  # somebody killed it; the ranks still die with us
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._pump.unwatch(fd, lambda: None)
+            return False
+        *lines, rest = (self._received + data).split(b"\n")
+        self._received = rest if len(rest) <= _EVENT_BYTES else b""
+        self._take(lines)
+        self._changed()
+        return True
+
+    def _take(self, lines: Sequence[bytes]) -> None:
+        for event in filter(None, map(read_event, lines)):
+            if event["event"] in Probe.REQUESTS:
+                self.answers[event["event"]] = event
+            else:
+                self.events.append(event)
+
+    def _watch_end(self) -> None:
+        # The time of death decides which rank was first, so it is not left to polling.
+        try:
+            fd = os.pidfd_open(self.pid)
+        except OSError:
+            return  # an old kernel; `wait_change` polls
+
+        def ended() -> None:
+            self._pump.unwatch(fd, lambda: os.close(fd))
+            self.poll()
+            self._changed()
+
+        self._pump.watch(fd, ended)
+
+    def fact(self) -> Fact:
+        """How it ended, as far as is known."""
+        error, exit_place, at, step = None, None, self.ended_at, 0
+        for event in list(self.events):
+            if event["event"] in ("raised", "failed"):
+                at, step = event["time"], event["step"]
+                fields = {field.name: event[field.name] for field in dataclasses.fields(Error)}
+                error = Error(**fields | {"kinds": tuple(event["kinds"])})
+            elif event["event"] == "exit":
+                exit_place = event["place"]
+        abort = b""
+        if self.returncode == -signal.SIGABRT:
+            abort = self.streams[-1].tail.rpartition(b"terminate called")[2]
+        return Fact(
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=self.pid,
+            time=at,
+            returncode=self.returncode,
+            error=error,
+            exit_place=exit_place,
+            hung=self.hung,
+            frozen_s=self.frozen_s,
+            step=step,
+            gave_up=abort.decode(errors="replace"),
+            stopped=self.stopped_at is not None and (at == 0.0 or at > self.stopped_at),
+        )
 
 
-class Crew:
-    """The local ranks of one round, and then of the next."""
+def read_event(line: bytes) -> dict[str, Any] | None:
+    """An event of worker.py; None for anything else that a script may have written."""
+    try:
+        event: dict[str, Any] = json.loads(line)
+        valid = all(isinstance(event[name], kind) for name, kind in _EVENTS[event["event"]].items())
+        kinds_valid = all(isinstance(kind, str) for kind in event.get("kinds", ()))
+        return event if valid and kinds_valid else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+class LocalRanks:
+    """The ranks of this host, before and after each restart.
+
+    Attributes:
+        ranks: Those of the current round.
+        announced: Whether a round has begun.
+        signalled: Whether the launcher has received a signal.
+    """
 
     def __init__(self, consoles: Consoles) -> None:
         self.consoles = consoles
@@ -95,89 +352,100 @@ class Crew:
         self.ranks: list[Rank] = []
         self.announced = False
         self.signalled: Callable[[], bool] = lambda: False
-        # Interpreters that have imported torch and wait to be the ranks after a restart.
+        # Interpreters that have imported torch, and become the ranks after a restart.
         self._spares: list[Rank] = []
-        self._begin: Callable[[str], list[Rank]] = lambda preload: []
-        self._begun_at = 0.0
-        self._guard = Guard()
-        # Where checkpoints in memory live: longer than ranks, and no longer than the job.
-        self._shadows = f"/dev/shm/paceline-{os.getpid()}-{uuid.uuid4().hex}"
-        self._guard.own(self._shadows)
+        self._start_all: Callable[[str], list[Rank]] = lambda preload: []
+        self._script_began = 0.0
         self._changed = threading.Event()
+        # Checkpoints in memory are kept here: longer than the ranks, not longer than the job.
+        self._memory_folder = f"/dev/shm/paceline-{os.getpid()}-{uuid.uuid4().hex}"
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_GUARD), self._memory_folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
 
     def start(
         self,
         count: int,
         environment: Mapping[str, str],
         *,
-        draws: bool = True,
+        terminal: bool = True,
         wrap: Callable[[int, tuple[str, ...]], tuple[str, ...]] = lambda _, command: command,
     ) -> None:
-        """Start `count` processes; they import torch and wait for `order`.
+        """Start `count` processes, which import torch and wait for `run`.
 
-        With `draws`, local rank 0 has a terminal where we have one: a progress bar wants it, and only
-        one rank may draw.
+        With `terminal`, local rank 0 has a terminal if the launcher has one: progress bars need it, and
+        only one rank may draw.
         """
 
-        def begin(preload: str) -> list[Rank]:
-            given = {"PACELINE_PRELOAD": preload, **environment, "PACELINE_SHADOW": self._shadows}
+        def start_all(preload: str) -> list[Rank]:
+            given = {"PACELINE_PRELOAD": preload, **environment}
             ranks = []
             for local_rank in range(count):
                 rank = Rank(
                     local_rank,
-                    environment=given,
+                    environment=given | {"PACELINE_SHADOW": self._memory_folder},
                     consoles=self.consoles,
                     pump=self.pump,
                     changed=self._changed.set,
                     prefix=f"[{local_rank}] ".encode() if count > 1 else b"",
-                    draws=draws and local_rank == 0,
-                    wrap=lambda command, n=local_rank: wrap(n, command),  # type: ignore[misc]
+                    terminal=terminal and local_rank == 0,
+                    wrap=wrap,
                 )
-                self._guard.add(rank.pid)
+                self._tell_guard(f"+{rank.pid}\n")
                 ranks.append(rank)
             return ranks
 
-        self._begin = begin
+        self._start_all = start_all
         if any(spare.poll() is not None for spare in self._spares):
-            self._disband_spares()
-        self.ranks, self._spares = self._spares or begin("torch"), []
+            self._end_spares()
+        self.ranks, self._spares = self._spares or start_all("torch"), []
 
     def keep_spares(self) -> None:
-        """Once the ranks have been at work for a while, start those that would follow them."""
-        if not self._spares and time.monotonic() - self._begun_at > _SPARES_AFTER_S:
-            self._spares = self._begin("more")
+        """Once the scripts have run for a while, start the interpreters of the next restart."""
+        if not self._spares and time.monotonic() - self._script_began > _SPARES_AFTER_S:
+            self._spares = self._start_all("more")
 
-    def _disband_spares(self) -> None:
+    def _end_spares(self) -> None:
         spares, self._spares = self._spares, []
         for rank in spares:
             rank.kill()
             rank.process.wait(_KILLED_S)
-        self._clear(spares)
+        self._clean_up(spares)
 
-    def order(self, local_rank: int, rank: int, order: Mapping[str, Any]) -> None:
-        """Tell a started process which rank it is, and what to run."""
+    def run(self, local_rank: int, rank: int, script: Mapping[str, Any]) -> None:
+        """Tell a started process its global rank, and what to run."""
         self.ranks[local_rank].rank = rank
-        self.ranks[local_rank].order(order)
-        self._begun_at = time.monotonic()
+        self.ranks[local_rank].has_script = True
+        self.ranks[local_rank].send({"do": "run", **script})
+        self._script_began = time.monotonic()
 
     def wait_change(self, timeout_s: float) -> None:
-        """Wait until a rank said something or ended."""
+        """Wait until a rank has sent an event or has ended."""
         self._changed.wait(timeout_s)
         self._changed.clear()
         for rank in self.ranks:
             rank.poll()
 
-    def end_frozen(self) -> None:
-        """Kill ranks that SIGSTOP holds while others run, as those would wait for ever.
+    def wake(self) -> None:
+        """Make `wait_change` return; from any thread."""
+        self._changed.set()
 
-        Where all ranks are stopped somebody suspends the job.
+    def kill_frozen(self) -> None:
+        """Kill ranks that are stopped by SIGSTOP, for which the others would wait for ever.
+
+        If every rank is stopped, assume a deliberate suspension and do nothing.
         """
         now = time.monotonic()
-        held = [rank for rank in self.ranks if rank.watch_freeze(now)]
-        if len(held) < len(self.ranks):
-            for rank in held:
-                if rank.frozen_at is not None and now - rank.frozen_at >= _FROZEN_S:
-                    rank.end_frozen(_FROZEN_S)
+        frozen = [rank for rank in self.ranks if rank.watch_freeze(now)]
+        for rank in frozen if len(frozen) < len(self.ranks) else ():
+            if rank.frozen_at is not None and now - rank.frozen_at >= _FROZEN_S:
+                rank.frozen_s = _FROZEN_S  # its failure, and not the launcher's doing
+                rank.send_signal(signal.SIGKILL, stops=False)
 
     @property
     def failing(self) -> bool:
@@ -194,35 +462,27 @@ class Crew:
         """Whether a rank asked that the job be started again."""
         return any(rank.returncode == REQUEUE for rank in self.ranks)
 
-    def pass_on(self, number: signal.Signals) -> None:
+    def forward_signal(self, number: int) -> None:
         """Signal the ranks whose scripts have begun."""
         for rank in self.ranks:
-            if rank.ordered and not rank.leaving:
+            if rank.has_script and not rank.leaving:
                 rank.send_signal(number, stops=False)
 
-    def wake(self) -> None:
-        """Have `wait_change` return; from any thread."""
-        self._changed.set()
-
     def stop(
-        self,
-        number: signal.Signals,
-        *,
-        grace_s: float,
-        hurry: Callable[[], bool],
-        at_once: bool = False,
+        self, number: int, *, grace_s: float, hurry: Callable[[], bool], may_save: bool
     ) -> None:
-        """End all ranks: by this signal, and by SIGKILL after the grace or when `hurry()` says so.
+        """End all ranks: by this signal, and by SIGKILL after the grace or when `hurry()`.
 
         Args:
-            at_once: There is nothing to wait for: a training shall not save first.
+            may_save: Whether a training may save a checkpoint before it ends.
         """
         for rank in self.ranks:
-            if not rank.ordered:
-                rank.kill()  # its script has not begun; there is nothing to save
+            if not rank.has_script:
+                rank.kill()
             elif not rank.leaving:
-                if at_once:
-                    rank.tell_end()
+                if not may_save:
+                    rank.stopped_at = rank.stopped_at or time.time()
+                    rank.send({"do": "end"})
                 rank.send_signal(number)
         self._wait_done(grace_s, hurry)
         for rank in self.ranks:
@@ -230,102 +490,116 @@ class Crew:
                 rank.kill()
         self._wait_done(_KILLED_S, lambda: False)
 
-    def settle(self, judge: Callable[[Sequence[Fact]], bool], *, hurry: Callable[[], bool]) -> None:
-        """Give failures a moment to come in, until `judge` has seen enough."""
+    def settle(
+        self, enough: Callable[[Sequence[Fact]], bool], *, hurry: Callable[[], bool]
+    ) -> None:
+        """Wait a moment for the reports of other failures, until the facts are `enough`."""
         deadline = time.monotonic() + _SETTLE_S
-        while time.monotonic() < deadline and not self.done and not judge(self.facts()):
+        while time.monotonic() < deadline and not self.done and not enough(self.facts()):
             self.wait_change(0.02)
             if hurry():
                 return
 
-    def ask(self) -> None:
-        """Have the ranks that still run tell where they are, before they are ended."""
-        alive = [rank for rank in self.ranks if rank.poll() is None and not rank.leaving]
-        for rank in alive:
+    def request_states(self) -> None:
+        """Have running ranks report their stacks and collectives before they are ended."""
+        running = [rank for rank in self.ranks if rank.poll() is None and not rank.leaving]
+        for rank in running:
             rank.ask(-1)
-        deadline = time.monotonic() + _ASKED_S
-        while time.monotonic() < deadline and any(r.answer.get("id") != -1 for r in alive):
+        deadline = time.monotonic() + _STATE_S
+        while time.monotonic() < deadline and any(r.answer.get("id") != -1 for r in running):
             time.sleep(0.01)
 
-    def clear(self) -> None:
-        """After all ranks have ended: pass on their last output, and end what they left behind."""
-        self._clear(self.ranks)
+    def clean_up(self) -> None:
+        """After all ranks have ended: pass on their last output, and kill what they left behind."""
+        self._clean_up(self.ranks)
 
-    def _clear(self, ranks: Sequence[Rank]) -> None:
-        clear_groups([rank.pid for rank in ranks])
+    def _clean_up(self, ranks: Sequence[Rank]) -> None:
+        end_groups([rank.pid for rank in ranks])
         for rank in ranks:
-            self._guard.remove(rank.pid)
+            self._tell_guard(f"-{rank.pid}\n")
         self.pump.finish([s for rank in ranks for s in rank.streams], stalled_s=self._stalled_s)
-        self._hear_all()
+        self._read_all_events()
         for rank in ranks:
             rank.close()
 
     @property
     def _stalled_s(self) -> float:
-        """How long output may stand still at the end of the ranks."""
         return _STALLED_SIGNAL_S if self.signalled() else _STALLED_S
 
-    def dismiss(self) -> None:
-        """Forget the cleared ranks."""
+    def forget(self) -> None:
+        """Forget ended ranks."""
         self.ranks = []
 
     def kill(self) -> None:
-        """Kill the ranks, and do not wait."""
+        """Kill the ranks without waiting."""
         for rank in self.ranks:
             rank.kill()
 
-    def disband(self) -> None:
-        """End the ranks, whatever they do."""
+    def end(self) -> None:
+        """Kill the ranks and wait for their end."""
         self.kill()
         self._wait_done(_KILLED_S, lambda: False)
-        self.clear()
-        self.dismiss()
+        self.clean_up()
+        self.forget()
 
     def close(self) -> None:
-        """Kill what runs, and end the helpers."""
-        self.disband()
-        self._disband_spares()
+        """End the ranks, the guard and the output thread."""
+        self.end()
+        self._end_spares()
         self.pump.drain(stalled_s=self._stalled_s)
         self.pump.stop(timeout_s=_KILLED_S)
-        self._guard.close()
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait(timeout=_KILLED_S)
+
+    def _tell_guard(self, line: str) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody killed it
+            self._guard.stdin.write(line.encode())
 
     def facts(self) -> list[Fact]:
-        """What became of each rank so far."""
-        self._hear_all()
-        return [_fact(rank) for rank in self.ranks]
+        """How each rank has ended so far."""
+        self._read_all_events()
+        return [rank.fact() for rank in self.ranks]
 
-    def say_daemons(self) -> None:
-        """Name what cleared ranks have forked into sessions of their own."""
-        known = [rank.pid for rank in [*self.ranks, *self._spares]]
-        pids = [str(p) for p in processes.forks(self._shadows, str(WORKER)) if p not in known]
-        if pids:
+    def report_daemons(self) -> None:
+        """Name processes that ended ranks have forked into sessions of their own."""
+        import psutil
+
+        known = {rank.pid for rank in [*self.ranks, *self._spares]}
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
+                is_rank = process.pid not in known and str(WORKER) in process.cmdline()
+                if is_rank and process.environ().get("PACELINE_SHADOW") == self._memory_folder:
+                    found.append(str(process.pid))
+        if found:
             self.say(
-                f"paceline: daemons of a script go on unseen, pid {', '.join(pids)}: forbid them\n"
+                f"paceline: daemons that the script started are still running, pid {', '.join(found)}: "
+                "the launcher neither watches nor ends them\n"
             )
 
     def interrupted_at(self) -> str:
-        """Where the first rank was that a KeyboardInterrupt ended; empty if there is none."""
-        places = [
-            f"rank {rank.rank} was at {event['place']}"
-            for rank in self.ranks
-            for event in rank.events
-            if event["event"] == "interrupted" and event["place"]
-        ]
-        return places[0] if places else ""
+        """Where the first rank was that ended by KeyboardInterrupt; empty if there is none."""
+        for rank in self.ranks:
+            for event in rank.events:
+                if event["event"] == "interrupted" and event["place"]:
+                    return f"rank {rank.rank} was at {event['place']}"
+        return ""
 
     def say(self, text: str) -> None:
-        """Write our own words to standard error, after whole lines."""
+        """Write a message to standard error, after complete lines; does not block."""
         self.pump.say(text, self.consoles.err)
 
-    def _hear_all(self) -> None:
-        # A rank's last words and its end may be seen in either order.
+    def _read_all_events(self) -> None:
+        # The last event of a rank and its end may be seen in either order.
         ranks = list(self.ranks)
 
-        def hear() -> None:
+        def read() -> None:
             for rank in ranks:
-                rank.hear_all()
+                rank.read_events()
 
-        self.pump.call(hear, stalled_s=_KILLED_S)
+        self.pump.call(read, stalled_s=_KILLED_S)
 
     def _wait_done(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
@@ -337,43 +611,39 @@ class Crew:
             rank.copy_window_size()
 
 
-def _fact(rank: Rank) -> Fact:
-    error, exit_place, at, step = None, None, rank.ended_at, 0
-    for event in list(rank.events):
-        if event["event"] in ("raised", "failed"):
-            at, step = event["time"], event["step"]
-            told = {field.name: event[field.name] for field in dataclasses.fields(Error)}
-            error = Error(**told | {"kinds": tuple(event["kinds"])})
-        elif event["event"] == "exit":
-            exit_place = event["place"]
-    return Fact(
-        rank=rank.rank,
-        host=socket.gethostname(),
-        pid=rank.pid,
-        time=at,
-        returncode=rank.returncode,
-        error=error,
-        exit_place=exit_place,
-        hung=rank.hung,
-        frozen_s=rank.frozen_s,
-        step=step,
-        gave_up=rank.gave_up,
-        stopped=rank.stopped_at is not None and (at == 0.0 or at > rank.stopped_at),
-    )
+def end_groups(groups: Sequence[int]) -> None:
+    """End what ended ranks left behind; helper processes that end by themselves have a moment."""
+    # multiprocessing's resource tracker ignores SIGTERM, and first gives back shared memory.
+    left = [group for group in groups if _signal_group(group, signal.SIGTERM)]
+    deadline = time.monotonic() + _GROUP_GRACE_S
+    while left and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left = [group for group in left if _signal_group(group, 0)]
+    for group in left:
+        _signal_group(group, signal.SIGKILL)
 
 
-def probing() -> bool:
-    """Whether ranks have a probe and a flight recorder, which `PACELINE_PROBE=0` takes from them."""
+def _signal_group(group: int, number: int) -> bool:
+    """Signal a process group; False if it has no member that we may signal."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def has_probe() -> bool:
+    """Whether ranks have a probe and a flight recorder; `PACELINE_PROBE=0` switches them off."""
     return os.environ.get("PACELINE_PROBE") != "0"
 
 
 def environment_of_ranks(threads: str | None) -> dict[str, str]:
-    """The environment that ranks are started with; `threads` is None where the user chose."""
+    """The environment that ranks are started with; `threads` is None if the user chose their number."""
     environment = dict(os.environ)
     environment.pop("PACELINE_THREADS", None)
     environment["PACELINE_LAUNCHED"] = "1"
-    if probing() and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
-        environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
+    if has_probe() and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
+        environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = threads
         environment["PACELINE_THREADS"] = "auto"

@@ -1,7 +1,7 @@
-"""The words of the launcher: what was chosen, what failed, what happens next. Text.
+"""Messages about failures: from the verdict of `watch.crash` to text.
 
-Shapes errors by `errors.py`: what, where, why, fix. It judges nothing; see verdict.py. What is generally
-known of an error comes from the table of `paceline explain`, with what this host says to it.
+Errors have the form of `errors.py`: what, where, why, fix. General causes of known errors come from the table
+of `paceline explain`, with facts of this host.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from paceline.watch.crash import Fact, FirstFailure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """How large the job is, for messages.
+class JobInfo:
+    """Facts about the job, for messages.
 
     Args:
-        restarts: How many there were.
-        nodes: This one, and those that have not told what became of their ranks.
-        memory: What the kernel counted before and after.
-        calls: The collective that each rank entered last, where it told.
-        again: Whether the same exception came in the same step of the round before.
+        restarts: The number of restarts so far.
+        nodes: This one, and those that did not report how their ranks ended.
+        memory: The kernel's counters before and after.
+        calls: The collective that each rank entered last, as far as known.
+        repeated: Whether the round before had the same exception in the same step.
     """
 
     world_size: int
@@ -35,26 +35,26 @@ class Shape:
     nodes: int = 1
     memory: tuple[Memory, Memory] = (Memory(), Memory())
     calls: Mapping[int, str] = field(default_factory=dict)
-    again: bool = False
+    repeated: bool = False
 
 
-def render_failure(verdict: FirstFailure, shape: Shape) -> str:
+def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
     """The end of a job: the original traceback, then the summary."""
     original = verdict.original
     lines: list[str] = []
-    # A rank that left has none; that of a follower shows where it was missed, and may say more.
+    # A rank that ended with 0 has no error; a follower's shows where it was missed.
     told = verdict.first_follower or original
     if told.error is not None and not told.error.shown and not told.elsewhere:
-        lines += _prefixed(told.error.traceback, told.rank, shape.world_size)
+        lines += _prefixed(told.error.traceback, told.rank, info.world_size)
     who = name_ranks(verdict.alike)
     known = _known(told)
     failure = LaunchFailed(
         f"{who} {original.how}"
         if original.left
-        else f"{who} of {shape.world_size} failed: {original.how}",
+        else f"{who} of {info.world_size} failed: {original.how}",
         where=_where(original, several=len(verdict.alike) > 1),
-        why=_why(verdict, shape, known),
-        fix=_fix(original, shape, known),
+        why=_why(verdict, info, known),
+        fix=_fix(original, info, known),
     )
     lines += f"paceline: {failure}".splitlines()
     if verdict.followers:
@@ -62,33 +62,33 @@ def render_failure(verdict: FirstFailure, shape: Shape) -> str:
         lines.append(f"  {name_ranks(verdict.followers)} only followed: {they}.")
     for text, ranks in _merged((fact.rank, _later(verdict, fact)) for fact in verdict.others):
         lines.append(f"  {name_ranks(ranks)} failed {text}.")
-    if original.gave_up and (called := _merged(shape.calls.items())):
+    if original.gave_up and (called := _merged(info.calls.items())):
         last = "; ".join(f"{name_ranks(ranks)} {text}" for text, ranks in called)
         lines.append(f"  called last: {last}.")
-    if shape.again:
+    if info.repeated:
         lines.append(
-            f"  The same exception came in step {original.step} before the restart: another would "
-            "not help."
+            f"  The same exception was raised in step {original.step} before the restart: another restart "
+            "would not help."
         )
-    elif shape.restarts:
-        lines.append(f"  This was after {shape.restarts} of {shape.max_restarts} restarts.")
+    elif info.restarts:
+        lines.append(f"  This was after {info.restarts} of {info.max_restarts} restarts.")
     return "\n".join(lines) + "\n"
 
 
 def _later(verdict: FirstFailure, fact: Fact) -> str:
     if verdict.tells_apart(fact):
         return f"later: {fact.how}"
-    return f"at the same time, as far as the clocks of two hosts can tell: {fact.how}"
+    return f"too, perhaps earlier (the clocks of the hosts are not compared): {fact.how}"
 
 
-def render_restart(verdict: FirstFailure, shape: Shape) -> str:
-    """One line: who failed how, and that the ranks begin again."""
+def render_restart(verdict: FirstFailure, info: JobInfo) -> str:
+    """One line: which rank failed how, and that the ranks begin again."""
     original = verdict.original
     place = original.error.place if original.error is not None else original.exit_place
     return (
         f"paceline: {name_ranks(verdict.alike)} {'' if original.left else 'failed: '}{original.how}"
         f"{f' at {place}' if place else ''} (host {original.host}, pid {original.pid}); "
-        f"restart {shape.restarts + 1} of {shape.max_restarts} begins\n"
+        f"restart {info.restarts + 1} of {info.max_restarts} begins\n"
     )
 
 
@@ -107,39 +107,39 @@ def _where(fact: Fact, *, several: bool) -> str:
 
 
 def _known(fact: Fact) -> Found | None:
-    """What the table knows of an error or a signal; errors of Paceline explain themselves."""
+    """The known cause of an error or a signal; errors of Paceline explain themselves."""
     error = fact.error
     if error is not None and "paceline.errors.PacelineError" in error.kinds:
         return None
     text = fact.how if error is None else f"{error.type}: {error.message}"
-    # Why it gave up says more than that it did.
+    # The text of an abort says more than its signal.
     found = recognise(fact.gave_up) or recognise(text)
-    # Who only followed was judged by where its error was raised, and a victim's text says no more.
+    # A follower was recognised by where its error was raised; its text adds nothing.
     return None if found is None or found.cause.kind == "victim" else found
 
 
-def _why(verdict: FirstFailure, shape: Shape, known: Found | None) -> str:
+def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
     fact = verdict.original
     if fact.hung:
         return ""
     if fact.left:
-        elsewhere = "; or the cause is on another host" if shape.nodes > 1 else ""
+        elsewhere = "; or the cause is on another host" if info.nodes > 1 else ""
         return (
-            "it came to its end, or called sys.exit(0) or os._exit(0), before the others were done"
+            "it reached its end, or called sys.exit(0) or os._exit(0), before the others were done"
             f"{elsewhere}."
         )
     if fact.elsewhere:
         return ""
-    if (counted := _counted(fact, shape)) or fact.frozen_s:
+    if (counted := _counted(fact, info)) or fact.frozen_s:
         return (
             counted or "something outside the job sent SIGSTOP, and the other ranks waited for it."
         )
     if known is not None:
         return f"{known.cause.why} {facts(known.cause.facts, known.text)}".rstrip()
-    if not verdict.certain and shape.nodes > 1:
+    if not verdict.certain and info.nodes > 1:
         return (
             "it lost a peer, and no rank of this host failed by itself: the cause is on another "
-            "host, or the connection between them."
+            "host, or the connection between the hosts broke."
         )
     if not verdict.certain:
         return (
@@ -155,9 +155,9 @@ def _why(verdict: FirstFailure, shape: Shape, known: Found | None) -> str:
     return "the process ended itself, by os._exit() or from native code; there was no exception."
 
 
-def _counted(fact: Fact, shape: Shape) -> str:
-    """What the kernel's counters say to a killed rank; empty where they say nothing."""
-    before, after = shape.memory
+def _counted(fact: Fact, info: JobInfo) -> str:
+    """The cause of a rank's end by the kernel's counters; empty if they show none."""
+    before, after = info.memory
     killed = after.killed_since(before)
     if killed and (fact.error is not None or fact.returncode == -signal.SIGKILL):
         whom = "a process of this job" if fact.error is not None else "it"
@@ -165,27 +165,26 @@ def _counted(fact: Fact, shape: Shape) -> str:
     if fact.error is not None or fact.frozen_s:
         return ""
     if fact.returncode == -signal.SIGKILL and after.kills is not None:
-        return (
-            "something outside the job sent SIGKILL; not the kernel for memory, whose count stands."
-        )
+        why = "by its counter, the kernel did not kill it for memory."
+        return f"something outside the job sent SIGKILL; {why}"
     if fact.returncode == -signal.SIGBUS and after.shm_bytes:
         free = f"{format_bytes(after.shm_bytes)}, {format_bytes(after.shm_free_bytes)} free now"
-        return f"native code met memory that could not be had; /dev/shm has {free}."
+        return f"native code used memory that the system could not provide; /dev/shm has {free}."
     return ""
 
 
-def _fix(fact: Fact, shape: Shape, known: Found | None) -> str:
+def _fix(fact: Fact, info: JobInfo, known: Found | None) -> str:
     if fact.hung or fact.frozen_s:
         return ""
     if fact.left:
-        return "let all ranks do as many steps and end together."
+        return "let all ranks do the same number of steps and end together."
     if fact.elsewhere:
-        return f"see what the launcher on host {fact.host} says of it."
-    before, after = shape.memory
+        return f"see the output of the launcher on host {fact.host}."
+    before, after = info.memory
     if fact.returncode == -signal.SIGKILL and after.kills is not None:
         if after.killed_since(before):
-            return "lower the micro-batch or the loader's workers, or raise the limit."
-        return "look who sent it: a scheduler's limit of time or memory, or a person."
+            return "lower the micro-batch or the number of loader workers, or raise the limit."
+        return "find the sender: a time or memory limit of the scheduler, or a person."
     return known.cause.fix if known is not None else ""
 
 

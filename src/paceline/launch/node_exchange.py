@@ -1,10 +1,9 @@
-"""What the launchers of several nodes tell each other, through the store where they met: JSON.
+"""Key-value exchange between the node launchers, one per restart, through the rendezvous store: JSON.
 
-Of a hang, where all ranks are. Of a failure, what became of them: a rank that fails makes ranks of other
-nodes fail, and only its own launcher knows that it was first. Clocks of hosts differ, and the store has none;
-but it counts. Each launcher has the store count between two looks at its own clock, a few times in turn with
-the others: which of two counts was first is known, and so how far two clocks can be apart. torch
-authenticates nobody there: what cannot be read is passed over.
+After a failure each launcher publishes how its ranks ended, because a failing rank makes ranks of other nodes
+fail. In a hang each publishes the state of its ranks. The clocks of hosts are not compared: where ranks of
+two nodes failed by themselves, both failures are printed. torch does not authenticate the store, so values
+that cannot be read are ignored.
 """
 
 from __future__ import annotations
@@ -23,150 +22,130 @@ from paceline.watch.crash import Error, Fact
 from paceline.watch.rank_state import Call, State, Where
 
 _POLL_S = 0.5
-# A launcher that has failed is heard of by the others within a poll, and they answer at once.
+# The other launchers notice a failure within one poll, and answer at once.
 _ANSWER_S = 2.0
 _LEAVE_S = 1.0
-_TURNS = 4
-_TURN_S = 0.002  # between two looks for the others' turn; about as exact are the clocks then
-_SEEN_S = 0.02
+_WAIT_S = 0.02
 _FAILED = "failed"
 _DONE = "done"
 _LEFT = "left"
-_TICKS = "ticks"
-_ASKED = "asked"
-
-# What the store counted, and the clock before and after it.
-Tick = tuple[int, float, float]
+_STATE_REQUESTS = "state requests"
 
 
-class Hearsay:
-    """The news of one round.
+class NodeExchange:
+    """The exchange of one round of ranks.
 
     Args:
-        store: Asked without waiting, since the heartbeats of torch's rendezvous use its client too.
-        clock: Seconds since the epoch, as this host has it.
+        store: Is asked without waiting, because the heartbeats of torch's rendezvous use its client too.
+        node: The number of this node, from 0 to `nodes` - 1.
     """
 
-    def __init__(
-        self, store: Store, node: int, nodes: int, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, store: Store, node: int, nodes: int) -> None:
         self._store = store
         self.node = node
-        self._clock = clock
         self._others = [n for n in range(nodes) if n != node]
-        self._next = 0.0
-        self._ticks: list[Tick] = []
-        self._question = 0
+        self._next_poll = 0.0
+        self._request = 0
         self._done = False
 
-    def pending(self) -> bool:
-        """Whether another node has failed; asked of the store now and then."""
+    def peer_failed(self) -> bool:
+        """Whether another node has failed; asks the store every half second."""
         now = time.monotonic()
-        if now < self._next:
+        if now < self._next_poll:
             return False
-        self._next = now + _POLL_S
-        return self._knows(_FAILED)
+        self._next_poll = now + _POLL_S
+        return self._has(_FAILED)
+
+    def announce_failure(self) -> None:
+        """Tell the other nodes that a rank has failed."""
+        with contextlib.suppress(RuntimeError):  # here and below: the host of the store is gone
+            self._store.set(_FAILED, "")
+
+    def exchange_facts(
+        self, facts: Sequence[Fact], hurry: Callable[[], bool]
+    ) -> tuple[list[Fact], int]:
+        """Publish how the ranks of this node ended, and get those of the others.
+
+        Returns:
+            Facts of other nodes, and the number of nodes that did not answer within 2 s.
+        """
+        found: list[list[Fact]] = []
+        with contextlib.suppress(RuntimeError):
+            self.publish_facts(facts)
+            self._wait("facts", self._others, _ANSWER_S, hurry)
+            answered = [node for node in self._others if self._has(f"facts/{node}")]
+            found = [self._read_facts(node) for node in answered]
+            self._store.set(f"read/{self.node}", "")
+            # The store may end with this process.
+            self._wait("read", answered, _LEAVE_S, hurry)
+        return [fact for facts in found for fact in facts], len(self._others) - len(found)
+
+    def publish_facts(self, facts: Sequence[Fact]) -> None:
+        """Publish how the ranks of this node ended."""
+        # The launcher of a rank's host shows its traceback.
+        brief = [
+            dataclasses.replace(
+                fact, error=fact.error and dataclasses.replace(fact.error, traceback=""), gave_up=""
+            )
+            for fact in facts
+        ]
+        with contextlib.suppress(RuntimeError):
+            value = json.dumps([dataclasses.asdict(fact) for fact in brief])
+            self._store.set(f"facts/{self.node}", value)
 
     def all_done(self) -> bool:
-        """Note that the ranks of this node are done; whether those of all nodes are.
+        """Note that the ranks of this node have ended well; whether those of all nodes have.
 
         Raises:
-            RuntimeError: the store's host is gone.
+            RuntimeError: the host of the store is gone.
         """
         count = self._store.add(_DONE, 0 if self._done else 1)
         self._done = True
         return count > len(self._others)
 
-    def stay(self, most_s: float, hurry: Callable[[], bool]) -> None:
-        """Wait until the ranks of all nodes are done, as the store may end with this process.
+    def wait_all_done(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
+        """Wait until the ranks of all nodes have ended, because the store may end with this process."""
+        deadline = time.monotonic() + timeout_s
 
-        Collective: one launcher of each node, though none waits for another for longer than `most_s`.
-        """
-        deadline = time.monotonic() + most_s
-
-        def patient() -> bool:
-            time.sleep(_SEEN_S)
+        def may_wait() -> bool:
+            time.sleep(_WAIT_S)
             return time.monotonic() < deadline and not hurry()
 
         with contextlib.suppress(RuntimeError):
-            while not self.all_done() and patient():
+            while not self.all_done() and may_wait():
                 pass
-            # Who serves the store goes when the others need it no more.
+            # The host of the store leaves when the others no longer need it.
             count = self._store.add(_LEFT, 1)
-            while count <= len(self._others) and patient():
+            while count <= len(self._others) and may_wait():
                 count = self._store.add(_LEFT, 0)
 
-    def begin(self) -> None:
-        """Note that this node has failed, or has heard of a failure, now."""
-        with contextlib.suppress(RuntimeError):  # here and below: the store's host is gone
-            self._tick()
-            self._store.set(_FAILED, "")
-
-    def tell(self, facts: Sequence[Fact]) -> None:
-        """Tell what became of the ranks of this node."""
+    def states_requested(self) -> bool:
+        """Whether another launcher has asked for the state of all ranks."""
         with contextlib.suppress(RuntimeError):
-            self._tick()
-            brief = [dataclasses.asdict(_brief(fact)) for fact in facts]
-            told = {"ticks": self._ticks, "facts": brief}
-            self._store.set(f"told/{self.node}", json.dumps(told))
-
-    def hear(self, hurry: Callable[[], bool]) -> tuple[list[Fact], int]:
-        """What other nodes have told, by our clock, and how many told nothing.
-
-        Collective: one launcher of each node, though none waits long for another.
-        """
-        found: dict[int, tuple[list[Fact], list[Tick]]] = {}
-        with contextlib.suppress(RuntimeError):
-            self._wait("told", self._others, _ANSWER_S, hurry)
-            here = [node for node in self._others if self._knows(f"told/{node}")]
-            found = {node: self._read(node) for node in here}
-            self._take_turns(here, hurry)
-            found = {node: self._read(node) for node in here}
-            self._store.set(f"heard/{self.node}", "")
-            # The store may end with this process.
-            self._wait("heard", here, _LEAVE_S, hurry)
-        return _by_our_clock(found, self.node, self._ticks), len(self._others) - len(found)
-
-    def _tick(self) -> None:
-        before = self._clock()
-        number = self._store.add(_TICKS, 1)
-        self._ticks.append((number, before, self._clock()))
-
-    def _take_turns(self, nodes: list[int], hurry: Callable[[], bool]) -> None:
-        """Have each node count after each other one has, so that their clocks can be compared."""
-        for turn in range(_TURNS):
-            self._tick()
-            self._store.set(f"turn{turn}/{self.node}", json.dumps(self._ticks))
-            self._wait(f"turn{turn}", nodes, _LEAVE_S, hurry, _TURN_S)
-
-    def is_asked(self) -> bool:
-        """Whether another launcher wants to know where all ranks are."""
-        with contextlib.suppress(RuntimeError):
-            return self._store.add(_ASKED, 0) > self._question
+            return self._store.add(_STATE_REQUESTS, 0) > self._request
         return False
 
-    def ask(self, *, anew: bool) -> None:
-        """Ask where all ranks are, or take up that question."""
+    def request_states(self, *, new: bool) -> None:
+        """Ask for the state of all ranks, or take up the request of another launcher."""
         with contextlib.suppress(RuntimeError):
-            self._question = self._store.add(_ASKED, int(anew))
+            self._request = self._store.add(_STATE_REQUESTS, int(new))
 
-    def show(self, states: Sequence[State]) -> None:
-        """Answer the question for this node."""
-        shown = {"question": self._question, "states": [dataclasses.asdict(s) for s in states]}
+    def publish_states(self, states: Sequence[State]) -> None:
+        """Answer the request for this node."""
+        answer = {"request": self._request, "states": [dataclasses.asdict(s) for s in states]}
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"states/{self.node}", json.dumps(shown))
+            self._store.set(f"states/{self.node}", json.dumps(answer))
 
-    def shown(self) -> tuple[list[State], bool]:
+    def collect_states(self) -> tuple[list[State], bool]:
         """The states of other nodes' ranks, and whether all nodes have answered."""
         found: list[State] = []
         complete = True
         for node in self._others:
             try:
-                told = (
-                    json.loads(self._store.get(key)) if self._knows(key := f"states/{node}") else {}
-                )
-                if told.get("question", -1) >= self._question:
-                    found += [_state(state) for state in told["states"]]
+                key = f"states/{node}"
+                answer = json.loads(self._store.get(key)) if self._has(key) else {}
+                if answer.get("request", -1) >= self._request:
+                    found += [_read_state(state) for state in answer["states"]]
                 else:
                     complete = False
             except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
@@ -174,84 +153,33 @@ class Hearsay:
         return found, complete
 
     def _wait(
-        self,
-        what: str,
-        nodes: list[int],
-        limit_s: float,
-        hurry: Callable[[], bool],
-        every_s: float = _SEEN_S,
+        self, what: str, nodes: list[int], timeout_s: float, hurry: Callable[[], bool]
     ) -> None:
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + timeout_s
         keys = [f"{what}/{node}" for node in nodes]
         while keys and not self._store.check(keys) and time.monotonic() < deadline and not hurry():
-            time.sleep(every_s)
+            time.sleep(_WAIT_S)
 
-    def _knows(self, key: str) -> bool:
+    def _has(self, key: str) -> bool:
         with contextlib.suppress(RuntimeError):
             return self._store.check([key])
         return False
 
-    def _read(self, node: int) -> tuple[list[Fact], list[Tick]]:
-        last = f"turn{_TURNS - 1}/{node}"
+    def _read_facts(self, node: int) -> list[Fact]:
         try:
-            told = json.loads(self._store.get(f"told/{node}"))
-            ticks = json.loads(self._store.get(last)) if self._knows(last) else told["ticks"]
-            ticks = [(int(n), float(before), float(after)) for n, before, after in ticks]
-            return [_fact(fact) for fact in told["facts"]] if ticks else [], ticks
+            return [_read_fact(fact) for fact in json.loads(self._store.get(f"facts/{node}"))]
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return [], []
+            return []
 
 
-def apart(ours: Sequence[Tick], theirs: Sequence[Tick]) -> tuple[float, float]:
-    """How far another clock is ahead of ours, and by how much that may be wrong, in seconds.
-
-    Where all ticks of one were before all of the other there is only a bound, which is then given: the two
-    are taken to have come at the same time.
-
-    Source: of two events the earlier one was before the later one by any clock; as in Marzullo, "Maintaining
-    the Time in a Distributed System", 1984.
-    """
-    most = min((t[2] - o[1] for o in ours for t in theirs if o[0] < t[0]), default=math.inf)
-    least = max((t[1] - o[2] for o in ours for t in theirs if t[0] < o[0]), default=-math.inf)
-    if not (ours and theirs):
-        return 0.0, math.inf
-    if math.inf in (most, -least):
-        return (least if most == math.inf else most), math.inf
-    return (most + least) / 2, abs(most - least) / 2
+def _read_state(read: dict[str, Any]) -> State:
+    script = tuple(tuple(frame) for frame in read["where"]["script"])
+    calls = tuple(Call(**call | {"members": tuple(call["members"])}) for call in read["calls"])
+    parts = {"where": Where(**read["where"] | {"script": script}), "calls": calls}
+    return State(**read | parts | {"workers": tuple(read["workers"])})
 
 
-def _by_our_clock(
-    found: dict[int, tuple[list[Fact], list[Tick]]], node: int, ours: list[Tick]
-) -> list[Fact]:
-    """Facts of other nodes; all nodes compare with the same one, so that all find the same order."""
-    ticks = {node: ours} | {other: ticks for other, (_, ticks) in found.items() if ticks}
-    first = min(ticks)
-    ahead = {n: apart(ticks[first], ticks[n]) if n != first else (0.0, 0.0) for n in ticks}
-    return [
-        dataclasses.replace(
-            fact,
-            # 0 where it still runs
-            time=fact.time and fact.time - ahead[other][0] + ahead[node][0],
-            within_s=ahead[other][1] + ahead[node][1],
-        )
-        for other, (facts, _) in found.items()
-        for fact in facts
-    ]
-
-
-def _brief(fact: Fact) -> Fact:
-    # The launcher of its host shows the traceback.
-    error = fact.error and dataclasses.replace(fact.error, traceback="")
-    return dataclasses.replace(fact, error=error, gave_up="")
-
-
-def _state(told: dict[str, Any]) -> State:
-    script = tuple(tuple(frame) for frame in told["where"]["script"])
-    calls = tuple(Call(**call | {"members": tuple(call["members"])}) for call in told["calls"])
-    read = {"where": Where(**told["where"] | {"script": script}), "calls": calls}
-    return State(**told | read | {"workers": tuple(told["workers"])})
-
-
-def _fact(told: dict[str, Any]) -> Fact:
-    error = told["error"] and Error(**told["error"] | {"kinds": tuple(told["error"]["kinds"])})
-    return Fact(**told | {"error": error, "time": float(told["time"]), "elsewhere": True})
+def _read_fact(read: dict[str, Any]) -> Fact:
+    error = read["error"] and Error(**read["error"] | {"kinds": tuple(read["error"]["kinds"])})
+    at = {"time": float(read["time"]), "within_s": math.inf}  # by another clock
+    return Fact(**read | {"error": error, "elsewhere": True} | at)

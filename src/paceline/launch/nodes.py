@@ -1,9 +1,9 @@
-"""torch's rendezvous of several nodes, made quick and sure about who is lost.
+"""torch's rendezvous of several nodes, with faster detection of lost nodes.
 
-A front to `torch.distributed.elastic.rendezvous.dynamic_rendezvous`, which takes 43 s for a lost node.
-Changed: a node is dead when its heartbeat did not change for 3 s of *this* node's clock (torch compares the
-clocks of two hosts); a later round is complete as soon as all who live are back, without a last call; the
-store for the ranks is new in each round; and the state is asked for ten times a second while nodes meet.
+A front to `torch.distributed.elastic.rendezvous.dynamic_rendezvous`, which takes 43 s to notice a lost node.
+Changes: a node is dead when its heartbeat has not changed for 3 s of *this* node's clock (torch compares the
+clocks of two hosts); a later round is complete as soon as all living nodes are back, without a last call;
+each round has a new store for the ranks; the state is read ten times a second while nodes meet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from paceline import torch_private
-from paceline.launch.node_exchange import Hearsay
+from paceline.launch.node_exchange import NodeExchange
 
 _MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _NAMES = tuple(
@@ -40,7 +40,7 @@ _Action, _remove_epilogue = _found[0], _found[3]
 _StateHolderBase: Any = _found[1] or object
 _ExecutorBase: Any = _found[2] or object
 
-# All nodes write their heartbeats under one key: many of them had better be slower.
+# All nodes write their heartbeats under one key, so many nodes must write less often.
 _MANY_NODES = 64
 _HEARTBEAT_S = 1
 _HEARTBEAT_OF_MANY_S = 5
@@ -54,15 +54,15 @@ def available() -> bool:
 
 
 def heartbeat_s(max_nodes: int) -> int:
-    """Seconds between a node's signs of life, where the user chose none."""
+    """The default of seconds between heartbeats of a node."""
     return _HEARTBEAT_S if max_nodes <= _MANY_NODES else _HEARTBEAT_OF_MANY_S
 
 
-class Watcher(_StateHolderBase):  # type: ignore[misc]
-    """The shared state, and which nodes this one found dead.
+class StateHolder(_StateHolderBase):  # type: ignore[misc]
+    """The shared state, and the nodes that this one considers dead.
 
     Attributes:
-        dead: Nodes whose heartbeats stood still.
+        dead: Nodes whose heartbeat has not changed for too long.
     """
 
     def __init__(self, backend: RendezvousBackend, settings: RendezvousSettings) -> None:
@@ -75,14 +75,14 @@ class Watcher(_StateHolderBase):  # type: ignore[misc]
         self._looked_at = 0.0
 
     def sync_now(self) -> None:
-        """Read the state anew, however fresh it is."""
+        """Read the state again, however new it is."""
         self._last_sync_time = -1
         self.sync()
 
     def _sanitize(self) -> None:
         now = time.monotonic()
         beats = self._state.last_heartbeats
-        # After a pause of our own nobody may be blamed: the others may have paused as well.
+        # After a pause of this process no node is called dead: the others may have paused too.
         paused = now - self._looked_at > self._window_s / 2
         self._looked_at = now
         self._seen = {
@@ -104,7 +104,7 @@ class Watcher(_StateHolderBase):  # type: ignore[misc]
 
 
 class _Executor(_ExecutorBase):  # type: ignore[misc]
-    """Polls more often than once a second, and ends a round when all who live have come."""
+    """Polls more often than once a second, and ends a round when all living nodes have come."""
 
     survivors: Callable[[], set[Any]]
 
@@ -123,7 +123,7 @@ class _Executor(_ExecutorBase):  # type: ignore[misc]
                     return _Action.MARK_RENDEZVOUS_COMPLETE
                 time.sleep(_POLL_S)
                 holder = self._state_holder
-                assert isinstance(holder, Watcher)
+                assert isinstance(holder, StateHolder)
                 holder.sync_now()
                 self._state = context.state = holder.state
 
@@ -141,7 +141,7 @@ class _Executor(_ExecutorBase):  # type: ignore[misc]
         )
 
 
-class FreshRendezvous(DynamicRendezvousHandler):
+class NodeRendezvous(DynamicRendezvousHandler):
     """torch's rendezvous of several nodes, with a new store for the ranks in each round.
 
     Args:
@@ -156,12 +156,12 @@ class FreshRendezvous(DynamicRendezvousHandler):
         store: TCPStore,
         serve: Callable[[str, int], TCPStore],
     ) -> None:
-        self._watcher = Watcher(backend, settings)
-        super().__init__(node, settings, backend.name, store, self._watcher)
-        executor = _Executor(node, self._watcher, settings)
-        executor.survivors = lambda: self._met - self._watcher.dead
+        self._holder = StateHolder(backend, settings)
+        super().__init__(node, settings, backend.name, store, self._holder)
+        executor = _Executor(node, self._holder, settings)
+        executor.survivors = lambda: self._met - self._holder.dead
         self._op_executor = executor
-        self._meeting = store
+        self._rendezvous_store = store
         self._serve = serve
         self._met: set[Any] = set()
 
@@ -173,7 +173,7 @@ class FreshRendezvous(DynamicRendezvousHandler):
         backend: RendezvousBackend,
         store: TCPStore,
         serve: Callable[[str, int], TCPStore],
-    ) -> FreshRendezvous:
+    ) -> NodeRendezvous:
         """The rendezvous of a new node."""
         node = cls._node_desc_generator.generate(local_addr)
         return cls(node, settings, backend, store, serve)
@@ -183,32 +183,32 @@ class FreshRendezvous(DynamicRendezvousHandler):
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
         info = super().next_rendezvous()
-        self._met = set(self._watcher.state.participants)
+        self._met = set(self._holder.state.participants)
         return info
 
-    def hearsay(self, node: int, nodes: int) -> Hearsay:
-        """What the launchers of this round tell each other."""
-        stem = f"paceline/{self.get_run_id()}/{self.round}"
-        return Hearsay(PrefixStore(stem, self._meeting), node, nodes)
+    def exchange(self, node: int, nodes: int) -> NodeExchange:
+        """The exchange between the launchers of this round."""
+        prefix = f"paceline/{self.get_run_id()}/{self.round}"
+        return NodeExchange(PrefixStore(prefix, self._rendezvous_store), node, nodes)
 
     @property
     def round(self) -> int:
-        """How many rounds of ranks there were before this one."""
-        return int(self._watcher.state.round)
+        """The number of rounds before this one."""
+        return int(self._holder.state.round)
 
-    def is_growing(self) -> bool:
-        """Whether a node waits to be let in, by the newest state."""
+    def node_waits(self) -> bool:
+        """Whether a node waits to join, by the newest state."""
         with self._heartbeat_lock:
-            self._watcher.sync_now()
-            return bool(self._watcher.state.wait_list)
+            self._holder.sync_now()
+            return bool(self._holder.state.wait_list)
 
     def lost(self) -> list[str]:
-        """Addresses of this round's nodes that gave no sign of life."""
-        return sorted(node.addr for node in self._met & self._watcher.dead)
+        """Addresses of the nodes of this round that are dead."""
+        return sorted(node.addr for node in self._met & self._holder.dead)
 
-    def is_expelled(self) -> bool:
-        """Whether the others went on without this node, which had stood still."""
-        return self._this_node not in self._watcher.state.participants
+    def is_excluded(self) -> bool:
+        """Whether the others continued without this node, because it did not respond."""
+        return self._this_node not in self._holder.state.participants
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return self._serve(master_addr, master_port)
@@ -217,7 +217,7 @@ class FreshRendezvous(DynamicRendezvousHandler):
 def settings_of(
     run_id: str, nodes: tuple[int, int], timeout: Any, interval_s: int | None, attempts: int | None
 ) -> RendezvousSettings:
-    """torch's settings, with ours where the user chose none."""
+    """torch's settings, with our defaults."""
     return RendezvousSettings(
         run_id,
         nodes[0],

@@ -1,7 +1,7 @@
-"""torchrun's options, read by the installed torch itself, and what they mean here.
+"""torchrun's options, parsed by the installed torch.
 
-A front to `torch.distributed.run`. Nothing is ignored: an option is honoured, or refused with a
-sentence, or, where torch itself ignores it, a note says so.
+A front to `torch.distributed.run`. An option takes effect, or is refused with a reason; if torch itself
+ignores it, a note says so.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from torch.distributed.run import (
 
 from paceline.errors import ConfigError
 from paceline.launch.hang_watch import HangWatch
-from paceline.launch.local_ranks import Crew, probing
-from paceline.launch.prescan import Early
+from paceline.launch.local_ranks import LocalRanks, has_probe
 from paceline.launch.rendezvous import is_loopback
 from paceline.machine import usable_cores
 
@@ -39,15 +38,15 @@ _C10D_PORT = 29400
 
 
 @dataclass(frozen=True)
-class Options:
-    """A command line, understood.
+class LaunchOptions:
+    """A parsed command line.
 
     Args:
-        args: As torch's parser gives them.
-        config: As torch's launcher takes them.
-        address: Where to bind the store when there is one node; None for several.
+        args: From torch's parser.
+        config: For torch's launcher.
+        address: Where to bind the store if there is one node; None for several.
         uses_logs: Whether torch's log options were given.
-        notes: What a person should know, one sentence each.
+        notes: Printed at the start, one sentence each.
     """
 
     args: Namespace
@@ -56,21 +55,16 @@ class Options:
     uses_logs: bool
     notes: tuple[str, ...]
 
-    def watch(self, crew: Crew) -> HangWatch | None:
-        """What looks for hangs and stragglers; None where nothing does."""
+    def watch(self, local_ranks: LocalRanks) -> HangWatch | None:
+        """Detects hangs and stragglers; None if that is switched off or the ranks are not Python."""
         args = self.args
-        if not probing() or (args.no_python and not args.run_path):
+        if not has_probe() or (args.no_python and not args.run_path):
             return None
-        return HangWatch(crew, after_s=args.hang_after, ends=args.on_hang == "end")
-
-    @property
-    def early(self) -> Early:
-        """What an early start should have found."""
-        return Early(self.config.nproc_per_node, self.args.training_script, self.args.module)
+        return HangWatch(local_ranks, after_s=args.hang_after, ends=args.on_hang == "end")
 
     @property
     def grace_s(self) -> tuple[float, float]:
-        """Seconds for ranks to end: when a peer failed, and when we got a signal."""
+        """Seconds for ranks to end: after a peer failed, and after the launcher got a signal."""
         given = getattr(self.args, "shutdown_timeout", None)
         if given is None:
             given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
@@ -84,7 +78,7 @@ class Options:
 
     @property
     def on_one_host(self) -> bool:
-        """Whether no rank can be on another host."""
+        """Whether all ranks are on this host."""
         if self.address is not None:
             return is_loopback(self.address[0])
         endpoint = self.config.rdzv_endpoint
@@ -94,7 +88,7 @@ class Options:
 
     @property
     def waiting(self) -> str:
-        """Whom this node will wait for, and where; empty if nobody."""
+        """How many nodes this one waits for, and where; empty for one node."""
         if self.address is not None:
             return ""
         low, high = self.config.min_nodes, self.config.max_nodes
@@ -103,45 +97,45 @@ class Options:
         if self.config.rdzv_backend not in ("c10d", "static"):
             return f"waiting for {nodes} at {endpoint}"
         host, port = parse_rendezvous_endpoint(endpoint, _C10D_PORT)
-        alone = " (which this host alone can reach; --rdzv-endpoint names another)"
+        alone = " (only this host can reach it; --rdzv-endpoint names another)"
         return f"waiting for {nodes} at {host}:{port}{alone if is_loopback(host) else ''}"
 
 
 def parser() -> ArgumentParser:
-    """torch's parser under our name."""
+    """torch's parser with our name and options."""
     ours: ArgumentParser = get_args_parser()
     ours.prog = "paceline run"
     ours.usage = "paceline run [options] SCRIPT [args ...]"
     ours.description = (
-        "Run a training script on several processes. The options are torchrun's; those below are "
-        "of the torch that is installed."
+        "Run a training script on several processes. The options are those of torchrun in the "
+        "installed torch."
     )
     hangs = ours.add_argument_group("hangs")
     hangs.add_argument(
         "--hang-after",
         type=float,
         metavar="SECONDS",
-        help="how long ranks may stand still before it is explained (10, or ten usual steps if that "
-        "is longer); 0 never",
+        help="how long the ranks may make no progress before a hang is reported (default: 10, or ten "
+        "usual steps if that is longer); 0 switches it off",
     )
     hangs.add_argument(
         "--on-hang",
         choices=("report", "end"),
         default="report",
-        help="whether a hang ends the ranks as a failure does, to be restarted (report)",
+        help="whether a hang is only reported or also ends the ranks, as a failure does (default: report)",
     )
     if "PET_MASTER_PORT" not in os.environ:
-        # Older torch has a number here, so that a port which was asked for looks like none.
+        # Older torch has a number here, so the default cannot be told from a chosen port.
         ours.set_defaults(master_port=None)
     return ours
 
 
-def read(argv: Sequence[str]) -> Options:
-    """Understand a command line.
+def read(argv: Sequence[str]) -> LaunchOptions:
+    """Parse a command line.
 
     Raises:
-        ConfigError: a value that cannot be.
-        SystemExit: an unknown option, or a call for help; torch's parser has answered.
+        ConfigError: a wrong value.
+        SystemExit: by torch's parser, for an unknown option or --help.
     """
     args = parser().parse_args(argv)
     notes: list[str] = []
@@ -159,16 +153,16 @@ def read(argv: Sequence[str]) -> Options:
         notes.append(f"--node-rank is not used with --rdzv-backend={args.rdzv_backend}")
     if uses_logs and not args.log_dir and config.logs_specs is not None:
         notes.append(f"logs are in {config.logs_specs.root_log_dir}")
-    return Options(args, config, address, uses_logs, tuple(notes))
+    return LaunchOptions(args, config, address, uses_logs, tuple(notes))
 
 
 def _configure(args: Namespace, uses_logs: bool) -> LaunchConfig:
     given = dict(vars(args))
     if not uses_logs:
-        given["log_dir"] = os.devnull  # torch leaves a temporary directory behind for each run
+        given["log_dir"] = os.devnull  # otherwise torch leaves a temporary directory behind
     before = os.environ.get("OMP_NUM_THREADS")
     try:
-        # torch would set it to 1, for ever, with a warning of five lines.
+        # torch would set it to 1 with a warning of five lines.
         os.environ["OMP_NUM_THREADS"] = before or "1"
         config: LaunchConfig = config_from_args(Namespace(**given))[0]
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
@@ -210,21 +204,23 @@ def _no_device(word: str) -> ConfigError:
         )
     elif word == "gpu":
         why = "none is visible, or its driver does not answer."
-        mend = "see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        mend = "check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
     else:
-        why, mend = "none is visible, or its driver does not answer.", "see that its driver runs"
+        why, mend = "none is visible, or its driver does not answer.", "check that its driver runs"
     return ConfigError(
         f"--nproc-per-node={word}, and torch finds no {kind} on this host.",
         where=f"host {socket.gethostname()}, torch {torch.__version__}",
         why=why,
-        fix=f"{mend}; to go on without, give a number or --nproc-per-node=cpu.",
+        fix=f"{mend}; to run without it, give a number or --nproc-per-node=cpu.",
     )
 
 
 def _check(args: Namespace) -> None:
     _check_nproc(args.nproc_per_node)
     if args.hang_after is not None and not 0 <= args.hang_after < float("inf"):
-        raise ConfigError(f"--hang-after must be seconds, or 0 for never; it is {args.hang_after}.")
+        raise ConfigError(
+            f"--hang-after must be a number of seconds, or 0 to switch it off; it is {args.hang_after}."
+        )
     if args.hang_after == 0 and args.on_hang == "end":
         raise ConfigError(
             "--on-hang=end has no effect with --hang-after=0.", fix="leave one of them out."
@@ -238,7 +234,7 @@ def _check(args: Namespace) -> None:
     if (args.duplicate_stdout_filters or args.duplicate_stderr_filters) and args.tee == "0":
         raise ConfigError(
             "--duplicate-stdout-filters and --duplicate-stderr-filters need --tee.",
-            why="only streams that are teed are filtered.",
+            why="only teed streams are filtered.",
             fix="add --tee 3 and --log-dir.",
         )
     if args.no_python and not args.run_path and shutil.which(args.training_script) is None:
@@ -249,7 +245,7 @@ def _check(args: Namespace) -> None:
 
 
 def _local_address(args: Namespace, notes: list[str]) -> tuple[str, int] | None:
-    """Where one node binds its store; None where several nodes have to meet."""
+    """Where a single node binds its store; None for several nodes."""
     try:
         _, max_nodes = parse_min_max_nnodes(args.nnodes)
     except (ValueError, RuntimeError) as error:
@@ -270,7 +266,7 @@ def _local_address(args: Namespace, notes: list[str]) -> tuple[str, int] | None:
         there = "is 1 node" if max_nodes == 1 else f"are {max_nodes} nodes"
         raise ConfigError(
             f"--node-rank is {args.node_rank}, and there {there}.",
-            why="nodes count from 0, and the others would wait for one that never comes.",
+            why="nodes are numbered from 0, and the others would wait for one that does not exist.",
             fix=f"give a --node-rank from 0 to {max_nodes - 1}."
             if max_nodes > 1
             else "give --nnodes, or leave it out.",
@@ -303,10 +299,10 @@ def _parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def choose_threads(nproc: int) -> tuple[str | None, str]:
-    """Threads of each rank, None where the user chose, and the reason in words."""
+    """Threads of each rank, None if the user chose them, and the reason in words."""
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is not None and os.environ.get("PACELINE_THREADS") != "auto":
-        return None, f"{_count(chosen, 'thread')} each (OMP_NUM_THREADS, set outside)"
+        return None, f"{_count(chosen, 'thread')} each (OMP_NUM_THREADS is set)"
     cores = usable_cores()
     threads = str(max(1, cores // nproc))
     why = f"{_count(cores, 'usable core')} / {_count(nproc, 'rank')}"
@@ -317,8 +313,8 @@ def _count(number: int | str, what: str) -> str:
     return f"{number} {what}{'' if str(number) == '1' else 's'}"
 
 
-def order_of(args: Namespace) -> dict[str, Any]:
-    """What the ranks are told to run, as worker.py takes it."""
+def script_of(args: Namespace) -> dict[str, Any]:
+    """What the ranks run, in the form that worker.py takes."""
     words = [args.training_script, *args.training_script_args]
     if args.run_path:
         return {"argv": words, "script": args.training_script}
@@ -330,7 +326,7 @@ def order_of(args: Namespace) -> dict[str, Any]:
 
 
 def loopback_interface() -> dict[str, str]:
-    """Pin Gloo to the loopback: on one host it saves the look-up of the host's own name."""
+    """Pin Gloo to the loopback: on one host this avoids looking up the host's own name."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     try:

@@ -1,7 +1,7 @@
-"""What can be known before torch is imported: is there a script, and how many ranks to start.
+"""What is known before torch is imported: how many ranks to start, and whether there is a script.
 
-Reads torchrun's options just far enough to start the ranks' interpreters early. What it is not sure of
-is left to torch's own parser (options.py); it is never a second parser of the rest.
+torch's own parser (options.py) reads the options later. A wrong guess of the number of ranks only costs the
+early start.
 """
 
 from __future__ import annotations
@@ -12,84 +12,50 @@ import sys
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from paceline.errors import ConfigError
 
-_FLAGS = frozenset(
-    {"--standalone", "-m", "--module", "--virtual-local-rank", "--virtual_local_rank"}
-)
-# Options that change how ranks are started or where their output goes.
+# Options and variables that change how ranks are started or where their output goes.
 _LATE = frozenset(
-    {"-h", "--help", "--no-python", "--no_python", "--run-path", "--run_path", "--numa-binding"}
-    | {"--numa_binding", "--log-dir", "--log_dir", "-r", "--redirects", "-t", "--tee"}
-    | {"--logs-specs", "--logs_specs", "--start-method", "--start_method"}
-)
-_NPROC = frozenset({"--nproc-per-node", "--nproc_per_node"})
-_VALUES = frozenset(
-    {"--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts"}
-    | {"--monitor-interval", "--event-log-handler", "--role", "--local-ranks-filter", "--node-rank"}
-    | {
-        "--master-addr",
-        "--master-port",
-        "--local-addr",
-        "--signals-to-handle",
-        "--shutdown-timeout",
-        "--hang-after",
-        "--on-hang",
+    {
+        "-h",
+        "--help",
+        "--no-python",
+        "--run-path",
+        "--numa-binding",
+        "--log-dir",
+        "-r",
+        "--redirects",
     }
+    | {"-t", "--tee", "--logs-specs", "--start-method"}
 )
 _LATE_VARIABLES = ("PET_NO_PYTHON", "PET_RUN_PATH", "PET_LOG_DIR", "PET_REDIRECTS", "PET_TEE")
 
 
 class ScriptError(Exception):
-    """A script that no interpreter could run; the text is what Python would print."""
+    """A script that is not valid Python; the text is what Python would print."""
 
 
-@dataclass(frozen=True)
-class Early:
-    """What an early start is sure of.
-
-    Args:
-        nproc: Ranks on this node.
-        script: A file, or the name of a module.
-        module: Whether it is a module.
-    """
-
-    nproc: int
-    script: str
-    module: bool
-
-
-def scan(argv: Sequence[str], environment: Mapping[str, str]) -> Early | None:
-    """Find what an early start needs in torchrun's options; None where it is not sure."""
-    if any(name in environment for name in _LATE_VARIABLES):
+def early_count(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
+    """How many ranks to start before torch reads the options; None if ranks must not be started yet."""
+    if not argv or any(name in environment for name in _LATE_VARIABLES):
         return None
-    nproc = environment.get("PET_NPROC_PER_NODE", "1")
-    module = environment.get("PET_MODULE", "0") == "1"
+    count = environment.get("PET_NPROC_PER_NODE", "1")
     words = iter(argv)
     for word in words:
+        if word.endswith(".py") or word in ("-m", "--module"):
+            break  # the script's own options follow
         name, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            return Early(int(nproc), word, module) if _is_count(nproc) else None
-        if name in _LATE or word == "--":
+        name = name.replace("_", "-")
+        if name in _LATE:
             return None
-        if word in _FLAGS:
-            module = module or word in ("-m", "--module")
-        elif name in _NPROC or name.replace("_", "-") in _VALUES:
-            given = value if equals else next(words, "")
-            nproc = given if name in _NPROC else nproc
-        else:
-            return None  # an abbreviation, or an option of a newer torch
-    return None
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) > 0
+        if name == "--nproc-per-node":
+            count = value if equals else next(words, "")
+    return int(count) if count.isascii() and count.isdigit() and int(count) > 0 else None
 
 
 def check_script(script: str, *, module: bool) -> None:
-    """Find what would stop every rank at once, before there are any.
+    """Find errors that would stop every rank at once, before any script begins.
 
     Raises:
         ConfigError: there is no such script or module.
@@ -111,7 +77,7 @@ def check_script(script: str, *, module: bool) -> None:
             )
         return
     if not os.path.isfile(script):
-        return  # reading from a pipe would take it away from the rank
+        return  # reading a pipe would take its content from the rank
     try:
         with open(script, "rb") as file:
             source = file.read()
@@ -124,14 +90,14 @@ def check_script(script: str, *, module: bool) -> None:
 def _compile(source: bytes, script: str) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks will show them
+            warnings.simplefilter("ignore")  # the ranks show them
             compile(source, os.path.abspath(script), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise ScriptError("".join(traceback.format_exception_only(error))) from error
 
 
 def _check_module(module: str) -> None:
-    # The top alone: finding a submodule would import its parents in here.
+    # Only the top: finding a submodule would import its parents into this process.
     top = module.partition(".")[0]
     sys.path.insert(0, os.getcwd())
     try:
@@ -144,5 +110,5 @@ def _check_module(module: str) -> None:
         raise ConfigError(
             f"there is no module {module!r}.",
             where=f"seen from {os.getcwd()}",
-            fix="-m takes a module's name; leave it out for a file.",
+            fix="-m takes the name of a module; leave it out for a file.",
         )

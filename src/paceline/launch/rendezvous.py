@@ -1,9 +1,9 @@
-"""Where the nodes of a job meet, and a store that is bound by us and new in each round.
+"""The rendezvous of the nodes, with a store of our own that is new in each round.
 
-A front to `torch.distributed.elastic.rendezvous`. torch keeps one store over restarts, so that restarted
-ranks read the addresses of dead ones, and its stores listen on all interfaces. Static and etcd
-rendezvous over several nodes are torch's own. torch authenticates none of this, and its state between
-nodes is pickled: run it in networks that you trust.
+A front to `torch.distributed.elastic.rendezvous`. torch keeps one store over restarts, so restarted ranks
+read the addresses of dead ones, and its stores listen on all interfaces. Static and etcd rendezvous of
+several nodes are torch's own. torch does not authenticate any of this, and its state between nodes is
+pickled: use it in trusted networks only.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ANY = ""
 
 
 class LocalRendezvous(RendezvousHandler):
-    """One node, which meets nobody: each round is a new store on this node's `host`.
+    """One node: each round is a new store on this node's `host`.
 
     Args:
-        host: The address to listen on; where ranks will look for it.
-        port: 0 lets the kernel choose one, which cannot be taken.
+        host: The address to listen on, and where ranks connect.
+        port: 0 lets the kernel choose a free one.
     """
 
     def __init__(self, host: str, port: int, run_id: str) -> None:
@@ -77,7 +77,7 @@ class LocalRendezvous(RendezvousHandler):
         )
 
     def _wait_gone(self, store: weakref.ref[TCPStore]) -> None:
-        # A port that the user chose is free again only when the last round's store is gone.
+        # A chosen port is free again when the store of the last round is gone.
         deadline = time.monotonic() + _REBIND_S
         while store() is not None and time.monotonic() < deadline:
             gc.collect()
@@ -104,10 +104,10 @@ class LocalRendezvous(RendezvousHandler):
 
 
 def bind_store(interface: str, host: str, port: int) -> TCPStore:
-    """Serve a store on one interface alone; its clients will look for it as `host`.
+    """Serve a store on one interface; its clients connect to `host`.
 
     Raises:
-        ConfigError: the address is not this host's, or the port is taken.
+        ConfigError: the address is not of this host, or the port is taken.
     """
     try:
         listener = _listen(interface, port)
@@ -115,7 +115,7 @@ def bind_store(interface: str, host: str, port: int) -> TCPStore:
         raise ConfigError(
             f"the store of the job cannot listen on {host}:{port}: {error.strerror}.",
             why="the port is taken, or the address is not one of this host.",
-            fix="leave the port out, so that a free one is taken; or choose another.",
+            fix="omit the port, so that a free one is used; or choose another.",
         ) from error
     bound = listener.getsockname()[1]
     return TCPStore(
@@ -140,10 +140,10 @@ def _listen(interface: str, port: int) -> socket.socket:
 
 
 def _interface(host: str) -> str:
-    """What to listen on so that others find it under `host`."""
+    """Where to listen so that others reach it as `host`."""
     address = _address_of(host)
     if address is None or (address.is_loopback and not is_loopback(host)):
-        # Many hosts map their own name to 127.0.1.1, where no other host would find it.
+        # Many hosts map their own name to 127.0.1.1, which no other host can reach.
         return ANY
     return str(address)
 
@@ -157,7 +157,7 @@ def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this names the loopback itself, and not only leads there."""
+    """Whether this is the loopback itself, not a name that resolves to it."""
     if host == "localhost":
         return True
     try:
@@ -167,7 +167,7 @@ def is_loopback(host: str) -> bool:
 
 
 def local_address(endpoint: str) -> str | None:
-    """This host's address on the network that leads to `endpoint`; None where that is unclear."""
+    """This host's address on the network that leads to `endpoint`; None if that is unclear."""
     host, port = parse_rendezvous_endpoint(endpoint, _C10D_PORT)
     if is_loopback(host):
         return "127.0.0.1"
@@ -185,15 +185,15 @@ def local_address(endpoint: str) -> str | None:
 
 
 def handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of several nodes: ours for c10d over TCP, otherwise torch's.
+    """The rendezvous of several nodes: ours for c10d over TCP, else torch's.
 
     Raises:
-        ConfigError: an unknown backend, or an endpoint that cannot be used.
+        ConfigError: wrong options.
     """
     is_tcp = parameters.get("store_type", "tcp").strip().lower() == "tcp"
     if parameters.backend != "c10d" or not is_tcp or not nodes.available():
         return torch_registry.get_rendezvous_handler(parameters)
-    store = _meeting_store(parameters)
+    store = _rendezvous_store(parameters)
     backend = C10dRendezvousBackend(store, parameters.run_id)
     timeouts = {
         name: timedelta(seconds=seconds)
@@ -207,7 +207,7 @@ def handler(parameters: RendezvousParameters) -> RendezvousHandler:
         _whole(parameters, "keep_alive_interval"),
         _whole(parameters, "keep_alive_max_attempt"),
     )
-    return nodes.FreshRendezvous.of(
+    return nodes.NodeRendezvous.of(
         settings,
         parameters.local_addr,
         backend,
@@ -219,12 +219,12 @@ def handler(parameters: RendezvousParameters) -> RendezvousHandler:
 def _whole(parameters: RendezvousParameters, key: str) -> int | None:
     value = parameters.get_as_int(key)
     if value is not None and value <= 0:
-        raise ConfigError(f"--rdzv-conf {key} must be a positive number, and is {value}.")
+        raise ConfigError(f"--rdzv-conf {key} must be a positive number, got {value}.")
     return value
 
 
-def _meeting_store(parameters: RendezvousParameters) -> TCPStore:
-    """The store under the endpoint: served by the node that can bind it, joined by the others."""
+def _rendezvous_store(parameters: RendezvousParameters) -> TCPStore:
+    """The store at the endpoint: the node that can bind the address serves it, the others connect."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, _C10D_PORT)
     timeout = timedelta(seconds=_whole(parameters, "read_timeout") or _READ_TIMEOUT_S)
     is_host = parameters.get_as_bool("is_host")
@@ -244,8 +244,8 @@ def _meeting_store(parameters: RendezvousParameters) -> TCPStore:
 
 
 def _claim(host: str, port: int, *, must: bool) -> socket.socket | None:
-    # Being able to bind the address is what makes a node the host of it; that two agents of one host
-    # both try is ordinary. A host behind a virtual address cannot bind it, so it listens everywhere.
+    # The node that can bind the address is its host; two agents of one host may both try. A host behind a
+    # virtual address cannot bind it, so with `must` it listens on all interfaces.
     interface = _interface(host)
     if interface == ANY and not must and not _is_own_name(host):
         return None

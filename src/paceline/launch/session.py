@@ -1,7 +1,7 @@
-"""One `paceline run` from its options to its exit code, once torch is imported.
+"""One `paceline run` from its options to its exit code, after torch is imported.
 
 A front to `torch.distributed.launcher.api.launch_agent`: the same steps, with our agent, our
-rendezvous, and no stack of our own in what is shown.
+rendezvous, and without the launcher's stack in messages.
 """
 
 from __future__ import annotations
@@ -25,87 +25,96 @@ from paceline import torch_private
 from paceline.errors import ConfigError, LaunchFailed, name_ranks
 from paceline.job.preemption import REQUEUE
 from paceline.launch import signals
-from paceline.launch.agent import Agent, Task
-from paceline.launch.local_ranks import Crew, environment_of_ranks
-from paceline.launch.options import Options, choose_threads, loopback_interface, order_of, read
-from paceline.launch.prescan import Early, check_script
+from paceline.launch.agent import Agent, RankSettings
+from paceline.launch.local_ranks import LocalRanks, environment_of_ranks
+from paceline.launch.options import (
+    LaunchOptions,
+    choose_threads,
+    loopback_interface,
+    read,
+    script_of,
+)
+from paceline.launch.prescan import check_script
 from paceline.launch.rendezvous import LocalRendezvous, handler, local_address
 
-# torch's loop sleeps this long before it asks for news; the wait for news is ours, and wakes at once.
+# torch's loop sleeps this long before it calls `_monitor_workers`, which itself waits for events.
 _LOOP_S = 0.001
 UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
 
-# What these warn of (a signal, a host that left first) is said by us in one line.
+# The launcher reports in one line what these warn of (a signal, a host that left first).
 if "LOGLEVEL" not in os.environ:
     for name in ("agent.server.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
 
 
-def launch(argv: Sequence[str], crew: Crew, early: Early | None) -> int:
-    """Run a job on this node; the exit code.
+def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
+    """Run a job on this node; returns the exit code.
 
     Args:
-        crew: May hold ranks that were started early, as `early` says.
+        local_ranks: May hold ranks that were started early; they are started again if the options need it.
 
     Raises:
-        ConfigError: options that cannot be.
+        ConfigError: wrong options.
+        ScriptError: the script is not valid Python.
         SystemExit: by torch's parser.
 
     Collective: one process of each node.
     """
     options = read(argv)
-    if early is None and not (options.args.no_python and not options.args.run_path):
-        module = options.args.module and not options.args.run_path
-        check_script(options.args.training_script, module=module)
-    config = options.config
+    args, config = options.args, options.config
+    is_python = not args.no_python or args.run_path
+    if is_python:
+        check_script(args.training_script, module=args.module and not args.run_path)
     threads, reason = choose_threads(config.nproc_per_node)
+    bind = _numa(config)
 
-    def start_crew(crew: Crew) -> None:
+    def start() -> None:
         environment = environment_of_ranks(threads)
-        if options.args.no_python:
+        if args.no_python:
             environment["PACELINE_PRELOAD"] = "0"
-        crew.start(
-            config.nproc_per_node, environment, draws=not options.uses_logs, wrap=_numa(config)
+        local_ranks.start(
+            config.nproc_per_node,
+            environment,
+            terminal=not options.uses_logs,
+            wrap=bind or (lambda local_rank, command: command),
         )
 
-    if crew.ranks and (early != options.early or getattr(config, "numa_options", None) is not None):
-        crew.disband()
-    if not crew.ranks:
-        start_crew(crew)
-    note = _announcer(crew, options, reason)
-    task = Task(
-        order=order_of(options.args),
+    special = args.no_python or options.uses_logs or bind is not None
+    if special or len(local_ranks.ranks) != config.nproc_per_node:
+        local_ranks.end()
+        start()
+    settings = RankSettings(
+        script=script_of(args),
         environment=loopback_interface() if options.on_one_host else {},
-        start_crew=start_crew,
-        announce=note,
-        begun=lambda: crew.announced,
+        start=start,
+        announce=_announcer(local_ranks, options, reason),
         logs=config.logs_specs if options.uses_logs else None,
         shown=options.shown,
         prefix=config.log_line_prefix_template,
         grace_s=options.grace_s[0],
         signal_grace_s=options.grace_s[1],
         interval_s=config.monitor_interval,
-        log_dir=options.args.log_dir,
-        watch=options.watch(crew),
+        log_dir=args.log_dir,
+        watch=options.watch(local_ranks),
         spares=os.environ.get("PACELINE_SPARES") != "0",
     )
-    return _run(options, task, crew)
+    return _run(options, settings, local_ranks)
 
 
-def _run(options: Options, task: Task, crew: Crew) -> int:
+def _run(options: LaunchOptions, settings: RankSettings, local_ranks: LocalRanks) -> int:
     config = options.config
 
     def stuck(number: int) -> None:
-        # The main thread is in torch's native code and may stay there for minutes.
-        crew.say(
-            f"paceline: {signal.Signals(number).name} came while torch waits for other nodes\n"
+        # The main thread waits in torch's native code, perhaps for minutes.
+        local_ranks.say(
+            f"paceline: {signal.Signals(number).name} received while torch waits for other nodes\n"
         )
-        crew.kill()
-        crew.pump.drain(stalled_s=1.0)
+        local_ranks.kill()
+        local_ranks.pump.drain(stalled_s=1.0)
         os._exit(128 + number)
 
-    inbox = signals.Signals(stuck, wake=crew.wake)
-    crew.signalled = lambda: bool(inbox.received)
+    inbox = signals.Signals(stuck, wake=local_ranks.wake)
+    local_ranks.signalled = lambda: bool(inbox.received)
     try:
         numbers = signals.parse(getattr(config, "signals_to_handle", signals.DEFAULT))
     except ValueError as error:
@@ -114,24 +123,28 @@ def _run(options: Options, task: Task, crew: Crew) -> int:
     with inbox.handled(numbers, force=forced):
         try:
             if options.waiting:
-                crew.say(f"paceline: {options.waiting}\n")
+                local_ranks.say(f"paceline: {options.waiting}\n")
             with inbox.interruptible():
-                meeting = _rendezvous(options)
+                rendezvous = _rendezvous(options)
         except SignalException as error:
             return 128 + error.sigval
         except ValueError as error:
             raise ConfigError(f"the rendezvous options are not usable: {error}") from error
         except (RendezvousError, DistError) as error:
-            return _not_met(crew, options, error)
-        return _run_agent(options, task, crew, meeting, inbox)
+            return _not_met(local_ranks, options, error)
+        return _run_agent(options, settings, local_ranks, rendezvous, inbox)
 
 
 def _run_agent(
-    options: Options, task: Task, crew: Crew, meeting: RendezvousHandler, inbox: signals.Signals
+    options: LaunchOptions,
+    settings: RankSettings,
+    local_ranks: LocalRanks,
+    rendezvous: RendezvousHandler,
+    inbox: signals.Signals,
 ) -> int:
     config = options.config
     assert config.logs_specs is not None
-    agent = Agent(_spec(options, meeting), config.logs_specs, task, crew, inbox)
+    agent = Agent(_spec(options, rendezvous), config.logs_specs, settings, local_ranks, inbox)
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     stay_open = False
     try:
@@ -139,67 +152,67 @@ def _run_agent(
         events.record(agent.get_event_succeeded(), config.event_log_handler)
         if result is not None and result.is_failed():
             return agent.verdict.exit_code if agent.verdict is not None else 1
-        # A closed rendezvous would refuse those who are started again.
+        # A closed rendezvous would refuse the restarted job.
         stay_open = agent.preempted
-        return _preempted(crew) if agent.preempted else 0
+        return _preempted(local_ranks) if agent.preempted else 0
     except SignalException as error:
-        # Closing the rendezvous would end the job for the nodes that stay.
+        # Closing the rendezvous would end the job on the other nodes.
         stay_open = True
         events.record(agent.get_event_failed(), config.event_log_handler)
         if agent.preempted:
-            return _preempted(crew)
+            return _preempted(local_ranks)
         at = f"; {agent.interrupted_at}" if agent.interrupted_at else ""
-        crew.say(
-            f"paceline: {error.sigval.name} was passed on, and all local ranks have ended{at}\n"
+        local_ranks.say(
+            f"paceline: {error.sigval.name} was forwarded, and all local ranks have ended{at}\n"
         )
         return 128 + error.sigval
     except (RendezvousError, DistError) as error:
         events.record(agent.get_event_failed(), config.event_log_handler)
-        return _not_met(crew, options, error)
+        return _not_met(local_ranks, options, error)
     finally:
         if not stay_open:
-            meeting.shutdown()
+            rendezvous.shutdown()
 
 
-def _preempted(crew: Crew) -> int:
-    crew.say(
+def _preempted(local_ranks: LocalRanks) -> int:
+    local_ranks.say(
         "paceline: preempted: all ranks stopped after the same step; "
         f"exit code {REQUEUE} asks to be started again\n"
     )
     return REQUEUE
 
 
-def _not_met(crew: Crew, options: Options, error: Exception) -> int:
+def _not_met(local_ranks: LocalRanks, options: LaunchOptions, error: Exception) -> int:
     config = options.config
     text = str(error).split("\n", 1)[0]
     where = (
         f"{config.rdzv_backend} rendezvous at {config.rdzv_endpoint}, id {config.run_id}, "
         f"{config.min_nodes} to {config.max_nodes} nodes"
     )
-    if crew.announced and isinstance(error, RendezvousClosedError):
-        crew.say("paceline: another node has ended the job; its launcher says why\n")
+    if local_ranks.announced and isinstance(error, RendezvousClosedError):
+        local_ranks.say("paceline: another node has ended the job; its launcher reports why\n")
         return 1
-    if crew.announced:
+    if local_ranks.announced:
         lost = LaunchFailed(
             f"the rendezvous was lost: {type(error).__name__}",
             where=where,
-            why="the host that serves it is gone or out of reach, or too few nodes came back.",
-            fix="start the job again on all nodes: a training goes on from its last checkpoint "
-            f"(exit code {UNAVAILABLE} says that).",
+            why="the host that serves it is gone or cannot be reached, or too few nodes came back.",
+            fix="start the job again on all nodes: a training resumes from its last checkpoint "
+            f"(schedulers can restart on exit code {UNAVAILABLE}).",
         )
-        crew.say(f"paceline: {lost}\n")
+        local_ranks.say(f"paceline: {lost}\n")
         return UNAVAILABLE
     failure = LaunchFailed(
         f"the nodes could not meet: {type(error).__name__}{f': {text}' if text else ''}",
         where=where,
         fix="start `paceline run` on each node, with the same --nnodes, --rdzv-endpoint and "
-        "--rdzv-id, and see that this node can reach that endpoint.",
+        "--rdzv-id, and check that this node can reach that endpoint.",
     )
-    crew.say(f"paceline: {failure}\n")
+    local_ranks.say(f"paceline: {failure}\n")
     return 1
 
 
-def _rendezvous(options: Options) -> RendezvousHandler:
+def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
     config = options.config
     if options.address is not None:
         host, port = options.address
@@ -220,9 +233,9 @@ def _rendezvous(options: Options) -> RendezvousHandler:
     )
 
 
-def _spec(options: Options, meeting: RendezvousHandler) -> WorkerSpec:
+def _spec(options: LaunchOptions, rendezvous: RendezvousHandler) -> WorkerSpec:
     config = options.config
-    # Not all of these are known to each torch that we support.
+    # Not every torch that we support has all of these.
     newer = {
         name: getattr(config, name)
         for name in ("duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank")
@@ -231,7 +244,7 @@ def _spec(options: Options, meeting: RendezvousHandler) -> WorkerSpec:
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
-        rdzv_handler=meeting,
+        rdzv_handler=rendezvous,
         entrypoint=options.args.training_script,
         max_restarts=config.max_restarts,
         monitor_interval=_LOOP_S,
@@ -242,10 +255,11 @@ def _spec(options: Options, meeting: RendezvousHandler) -> WorkerSpec:
     )
 
 
-def _numa(config: LaunchConfig) -> Any:
+def _numa(config: LaunchConfig) -> Callable[[int, tuple[str, ...]], tuple[str, ...]] | None:
+    """Puts numactl before a rank's command, as --numa-binding asks; None without the option."""
     options = getattr(config, "numa_options", None)
     if options is None:
-        return lambda local_rank, command: command
+        return None
     bind = torch_private.find("torch.numa.binding._maybe_wrap_command_args_with_numa_binding")
     if bind is None:
         raise ConfigError(
@@ -254,19 +268,16 @@ def _numa(config: LaunchConfig) -> Any:
             why="the function that builds the numactl command was renamed or removed.",
             fix="leave the option out, or start the script through numactl.",
         )
-
-    def wrap(local_rank: int, command: tuple[str, ...]) -> tuple[str, ...]:
-        wrapped: tuple[str, ...] = bind(command, gpu_index=local_rank, numa_options=options)
-        return wrapped
-
-    return wrap
+    return lambda local_rank, command: bind(command, gpu_index=local_rank, numa_options=options)
 
 
-def _announcer(crew: Crew, options: Options, threads: str) -> Callable[[WorkerGroup], None]:
+def _announcer(
+    local_ranks: LocalRanks, options: LaunchOptions, threads: str
+) -> Callable[[WorkerGroup], None]:
     def announce(group: WorkerGroup) -> None:
-        if crew.announced:
+        if local_ranks.announced:
             return
-        crew.announced = True
+        local_ranks.announced = True
         world_size = group.workers[0].world_size
         parts = [f"{world_size} rank{'s' if world_size > 1 else ''}"]
         nodes: Any = group.group_world_size
@@ -279,9 +290,9 @@ def _announcer(crew: Crew, options: Options, threads: str) -> Callable[[WorkerGr
         parts.append(f"store {group.master_addr}:{group.master_port}")
         parts.append(f"restarts {options.config.max_restarts}")
         if options.args.no_python and not options.args.run_path:
-            parts.append("--no-python: a failing rank reports no more than its exit code")
+            parts.append("--no-python: a failing rank reports only its exit code")
         for note in options.notes:
-            crew.say(f"paceline: {note}\n")
-        crew.say(f"paceline: {', '.join(parts)}\n")
+            local_ranks.say(f"paceline: {note}\n")
+        local_ranks.say(f"paceline: {', '.join(parts)}\n")
 
     return announce

@@ -1,7 +1,7 @@
-"""Signals to the launcher: noted at once, acted on where it is safe, passed on to the ranks.
+"""Signals to the launcher: recorded at once, handled where it is safe, forwarded to the ranks.
 
-A front to torch's `SignalException`, which its agent understands. A signal that was ignored when we were
-started (nohup) stays ignored, unlike in torchrun. SIGUSR1 and SIGUSR2 are for the ranks alone.
+A front to torch's `SignalException`, which its agent understands. A signal that was ignored at the start
+(nohup) stays ignored, unlike in torchrun. SIGUSR1 and SIGUSR2 are only forwarded.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-# What torch handles unless it is told otherwise.
+# torch's default.
 DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
-# Notices of preemption, which end no launcher.
+# Schedulers announce preemption with these; they do not end the launcher.
 FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 STUCK_S = 5.0
 
 
 class Signals:
-    """The signals that came, and whether the main thread may be interrupted.
+    """The received signals, and whether the main thread may be interrupted.
 
     Args:
-        stuck: Called with a signal, in a thread, when the main thread did not take it for `STUCK_S`
-            seconds: it waits in native code, which no Python handler interrupts.
-        wake: Called in a thread when any signal came: the main thread has something to do.
+        stuck: Called in a thread with a signal that the main thread has not handled for `STUCK_S`
+            seconds, because it waits in native code, which Python handlers do not interrupt.
+        wake: Called in a thread when a signal was received.
     """
 
     def __init__(self, stuck: Callable[[int], None], wake: Callable[[], None]) -> None:
         self.received: list[signal.Signals] = []
-        self._passing: list[signal.Signals] = []
+        self._for_ranks: list[signal.Signals] = []
         self._stuck = stuck
         self._wake = wake
         self._interruptible = False
@@ -44,30 +44,30 @@ class Signals:
 
     @property
     def hurry(self) -> bool:
-        """Whether a second signal asks to end without any grace."""
+        """Whether a second signal asks to end without a grace period."""
         return len(self.received) > 1
 
     def check(self) -> None:
-        """Act on a signal that came.
+        """Handle a received signal.
 
         Raises:
-            SignalException: one did.
+            SignalException: there is one.
         """
         if self.received:
             number = self.received[0]
             raise SignalException(f"received {number.name}", sigval=number)
 
-    def take_passing(self) -> list[signal.Signals]:
-        """The signals that came for the ranks alone since the last call."""
+    def take_for_ranks(self) -> list[signal.Signals]:
+        """The signals to forward since the last call."""
         taken: list[signal.Signals] = []
-        while self._passing:
-            taken.append(self._passing.pop(0))
+        while self._for_ranks:
+            taken.append(self._for_ranks.pop(0))
         return taken
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal interrupt what runs in here: long waits in torch's code, with no rank at work."""
-        self.received += self.take_passing()
+        """Let a signal interrupt the body: a long wait in torch's code while no script runs."""
+        self.received += self.take_for_ranks()
         self.check()
         self._interruptible = True
         try:
@@ -77,9 +77,9 @@ class Signals:
 
     @contextlib.contextmanager
     def handled(self, numbers: Sequence[signal.Signals], *, force: bool) -> Iterator[None]:
-        """Handle these signals meanwhile; with `force`, those that were ignored as well.
+        """Handle these signals in the body; with `force`, also those that were ignored.
 
-        SIGUSR1 and SIGUSR2, if they are neither among these nor handled, are kept for the ranks.
+        SIGUSR1 and SIGUSR2 are forwarded to the ranks, unless they are among these or handled already.
         """
         before = {}
         if threading.current_thread() is threading.main_thread():
@@ -89,7 +89,7 @@ class Signals:
             self._handled = set(before)
             for number in FOR_RANKS:
                 if number not in before and signal.getsignal(number) is signal.SIG_DFL:
-                    before[number] = signal.signal(number, self._pass)
+                    before[number] = signal.signal(number, self._note_for_ranks)
         with self._watched() if before else contextlib.nullcontext():
             try:
                 yield
@@ -113,7 +113,7 @@ class Signals:
             ours.close()
 
     def _watch(self, wakeups: socket.socket) -> None:
-        # Every signal with a Python handler is told here at once, in whatever the main thread waits.
+        # Every signal with a Python handler arrives here at once, wherever the main thread waits.
         while numbers := wakeups.recv(64):
             self._wake()
             ours = [number for number in numbers if number in self._handled]
@@ -129,18 +129,18 @@ class Signals:
             self._interruptible = False
             self.check()
 
-    def _pass(self, number: int, frame: FrameType | None) -> None:
+    def _note_for_ranks(self, number: int, frame: FrameType | None) -> None:
         if self._interruptible:
-            self._note(number, frame)  # nobody to pass it on to
+            self._note(number, frame)  # there is no script to forward it to
         else:
-            self._passing.append(signal.Signals(number))
+            self._for_ranks.append(signal.Signals(number))
 
 
 def parse(names: str) -> list[signal.Signals]:
     """The signals of a list such as `SIGTERM,SIGINT`.
 
     Raises:
-        ValueError: a name is no signal, or one that cannot be handled.
+        ValueError: a name is not a signal, or one that cannot be handled.
     """
     found: list[signal.Signals] = []
     for name in names.split(","):

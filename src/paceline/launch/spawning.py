@@ -1,8 +1,8 @@
 """Run a function on several ranks of this host, from a notebook, a debugger or a test.
 
 A front to `multiprocessing` with its fork server, which imports torch once, so that a rank starts in
-milliseconds; for real training `paceline run` is the way. Functions travel by cloudpickle, so they may
-live in a notebook's cell or a script, and no rank imports the main module, which would run it again.
+milliseconds. Use `paceline run` for real training. Functions are sent by cloudpickle, so they may be
+defined in a notebook cell or a script, and no rank imports the main module, which would run it again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -35,11 +36,11 @@ from paceline.machine import usable_cores
 
 _GRACE_S = 5.0
 _DUMP_S = 2.0
-# Asks a rank for its stacks. Nothing else uses it, and no terminal sends it.
-_TELL = getattr(signal, "SIGRTMAX", signal.SIGQUIT)
+# Makes a rank write its stacks. Nothing else uses this signal, and no terminal sends it.
+_DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGQUIT)
 _main_hidden = threading.Lock()
-# Imported once, by the fork server. torch imports its compiler when the first optimizer or DDP object is
-# made, which alone takes a second.
+# Imported once, by the fork server. torch imports its compiler for the first optimizer or DDP object, which
+# takes a second.
 _PRELOADED = [
     "torch",
     "torch.distributed",
@@ -51,7 +52,7 @@ _PRELOADED = [
 
 @dataclass
 class Outcome:
-    """What became of one rank: its value, or its error with the time it was raised."""
+    """The result of one rank: its value, or its error and when it was raised."""
 
     rank: int
     value: Any = None
@@ -73,11 +74,11 @@ def spawn(
 
     Args:
         timeout_s: How long a collective may wait, in seconds.
-        deadline_s: When to end everything, in seconds from now; None waits for ever.
+        deadline_s: When to end all ranks, in seconds from now; None: never.
 
     Raises:
         The first original error of a rank, with the rank's traceback as a note.
-        LaunchFailed: a rank was killed, or the deadline passed; with the stacks of those under way.
+        LaunchFailed: a rank was killed, or the deadline passed; with the stacks of running ranks.
         ConfigError: `nproc` is less than 1.
 
     Collective: none.
@@ -95,7 +96,7 @@ def spawn(
     if failed:
         first = original(failed)
         assert first.error is not None
-        # Who ran into a timeout may have waited for one that did not end: its stacks tell why.
+        # A rank with a timeout may have waited for one that did not end: its stacks show why.
         for outcome in failed:
             if outcome.text and (outcome is first or isinstance(outcome.error, LaunchFailed)):
                 first.error.add_note(f"on rank {outcome.rank}:\n{outcome.text}")
@@ -104,7 +105,7 @@ def spawn(
 
 
 def original(failed: list[Outcome]) -> Outcome:
-    """The outcome whose error came first and only follows no other."""
+    """The outcome whose error came first, other than those of ranks that lost a peer."""
     return min(failed, key=lambda o: (isinstance(o.error, PeerFailed), o.time_s))
 
 
@@ -119,9 +120,9 @@ def run_outcomes(
     deadline_s: float | None = None,
     store: dist.TCPStore | None = None,
 ) -> list[Outcome]:
-    """As `spawn`, but give what became of each rank instead of raising.
+    """As `spawn`, but return the outcome of each rank instead of raising.
 
-    `store` is where the ranks meet; None makes one.
+    `store` is for the rendezvous of the ranks; None creates one.
     """
     if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
         raise ConfigError(f"nproc must be at least 1, got {nproc!r}.")
@@ -153,20 +154,20 @@ def run_outcomes(
 
 @dataclass
 class _Rank:
-    """One rank as its starter sees it: its process, where its outcome comes from, and its stacks."""
+    """One rank in the process that started it: its process, and the pipes for its outcome and its stacks."""
 
     process: BaseProcess
     pipe: Connection
     stacks: Connection
 
-    def where(self) -> str:
-        """The stacks of a rank that does not finish and of its loader workers, as far as they tell."""
+    def dump_stacks(self) -> str:
+        """The stacks of a rank that does not finish, and of its children that can write them."""
         pid = self.process.pid or 0
-        for each in (pid, *_children(pid)):
-            if _tells(each):
+        for each in _with_children(pid):
+            if _handles_dumps(each):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(each, _TELL)
-                time.sleep(0.1)  # or their lines would mix
+                    os.kill(each, _DUMP_SIGNAL)
+                time.sleep(0.1)  # otherwise their lines would mix
         text = b""
         until = time.monotonic() + _DUMP_S
         while wait([self.stacks], timeout=max(0.0, until - time.monotonic())):
@@ -189,29 +190,27 @@ class _Rank:
         self.stacks.close()
 
 
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-            found += map(int, path.read_text().split())
-    return found
+def _with_children(pid: int) -> list[int]:
+    with contextlib.suppress(psutil.Error):
+        return [pid, *(child.pid for child in psutil.Process(pid).children())]
+    return []
 
 
-def _tells(pid: int) -> bool:
-    """Whether a process handles the signal: a rank does, and what it forked; to another it is the end."""
+def _handles_dumps(pid: int) -> bool:
+    """Whether a process handles the signal, which would kill any other."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (_TELL - 1) & 1)
+                return bool(int(line.split()[1], 16) >> (_DUMP_SIGNAL - 1) & 1)
     return False
 
 
 @contextlib.contextmanager
 def _hidden_main() -> Iterator[None]:
-    """Keep multiprocessing from finding the main module, which its children would run anew.
+    """Hide the main module from multiprocessing, whose children would run it again.
 
     They do not need it: cloudpickle sends what the main module defines by value. One thread at a time,
-    or a second would find, and restore, what the first has hidden.
+    otherwise a second would restore what the first has hidden.
     """
     main = vars(sys.modules["__main__"])
     with _main_hidden:
@@ -250,7 +249,7 @@ def _serve(
     options: dict[str, Any],
 ) -> None:
     """Be one rank: the body of each process."""
-    faulthandler.register(_TELL, file=stacks.fileno(), all_threads=True)
+    faulthandler.register(_DUMP_SIGNAL, file=stacks.fileno(), all_threads=True)
     rank = int(environ["RANK"])
     os.environ.clear()
     os.environ.update(environ)
@@ -303,7 +302,7 @@ def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[Outcome]:
         for number in open_ranks:
             if ranks[number].pipe.poll():
                 outcomes[number] = _receive(number, ranks[number])
-        # After a failure the others have a short time to say what became of them.
+        # After a failure the others have a short time to send their outcome.
         if any(o.error is not None for o in outcomes.values()):
             limit = time.monotonic() + _GRACE_S
             deadline = limit if deadline is None else min(deadline, limit)
@@ -312,8 +311,8 @@ def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[Outcome]:
 
 def _unfinished(number: int, rank: _Rank, after_s: float) -> Outcome:
     error = LaunchFailed(f"rank {number} did not finish within {after_s:.0f} s.", rank=number)
-    # Later than all that failed: it may be waiting for one of them.
-    return Outcome(number, error=error, text=rank.where(), time_s=time.time())
+    # Later than all failures: it may be waiting for a rank that failed.
+    return Outcome(number, error=error, text=rank.dump_stacks(), time_s=time.time())
 
 
 def _receive(number: int, rank: _Rank) -> Outcome:

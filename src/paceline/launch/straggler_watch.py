@@ -12,8 +12,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.launch.local_ranks import Crew
-from paceline.launch.rank import Rank
+from paceline.launch.local_ranks import LocalRanks, Rank
 from paceline.watch.processes import HostSample, describe_workers, sample_host
 from paceline.watch.rank_state import read_place
 from paceline.watch.straggler import (
@@ -37,8 +36,8 @@ _REST_S = 1.0, 600.0  # between two profiles of one suspect: doubles from the fi
 class StragglerWatch:
     """Looks for a rank that the others wait for, in one round after the other."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, local_ranks: LocalRanks) -> None:
+        self._local_ranks = local_ranks
         self._said: set[tuple[int, str]] = set()
         self._number = 0
         self.begin()
@@ -64,7 +63,7 @@ class StragglerWatch:
         if len(alive) < 2:
             return False
         if self._request:
-            if any(rank.told.get(self._request, {}).get("id") != self._number for rank in alive):
+            if any(rank.answers.get(self._request, {}).get("id") != self._number for rank in alive):
                 return now < self._asked_at + self._seconds + _ANSWER_S
             self._take(now, alive)
         elif entered > self._entered:
@@ -83,7 +82,7 @@ class StragglerWatch:
             rank.ask(self._number, request, since=since_ns, **more)
 
     def _take(self, now: float, alive: Sequence[Rank]) -> None:
-        answers = {rank.rank: rank.told[self._request] for rank in alive}
+        answers = {rank.rank: rank.answers[self._request] for rank in alive}
         for rank, answer in answers.items():
             arrivals = self._arrivals.setdefault(rank, {})
             for group, number, at_ns, elements in answer.get("arrivals", ()):
@@ -134,4 +133,4 @@ class StragglerWatch:
             where += f", waiting for a loader worker: {'; '.join(workers[:2])}"
         who = f"host {socket.gethostname()}, pid {pid}"
         after = sample_host([rank.pid for rank in alive])
-        self._crew.say(describe(found, who, where, self._host, after, pid))
+        self._local_ranks.say(describe(found, who, where, self._host, after, pid))

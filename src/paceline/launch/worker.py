@@ -1,10 +1,10 @@
-"""The first code of a rank: it imports torch early, waits for its orders, then runs the script.
+"""The first code of a rank: imports torch, waits for the launcher's request, and runs the script.
 
 A front to what `python script.py` and `python -m module` do, with the same `__main__`, `sys.argv` and
-`sys.path`. It is started by file name, so that a rank's own directory never matters, and imports the
-standard library alone: torch while the launcher does the same, and paceline only if the script wants it.
+`sys.path`. It is started by file name and imports the standard library only: torch while the launcher imports
+it too, and paceline only if the script does.
 
-No file next to this one may bear the name of a module of the standard library.
+No file in this folder may have the name of a module of the standard library.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from paceline.launch.control_channel import Control
 
-_PR_SET_PDEATHSIG = 1
 _FLUSH_S = 2.0
 _TRACEBACK_CHARS = 200_000
 
 
 def _load(room: str, name: str) -> Any:
-    # By file, as this one: our directory is not always on sys.path, and the script's may hide it.
+    # By file: the folder of paceline is not always on sys.path, and the script's may hide it.
     module = types.ModuleType(f"paceline.{room}.{name}")
     package = os.path.dirname(os.path.dirname(__file__))
     module.__file__ = os.path.join(package, room, f"{name}.py")
@@ -54,17 +53,17 @@ _load("watch", "sampling")
 _probe = _load("watch", "probe")
 _control = _load("launch", "control_channel")
 
-# Read by native libraries when torch is imported, which is before the script says a word.
+# Read by native libraries when torch is imported, which is before the script begins.
 _READ_AT_IMPORT = frozenset(
     {"TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "MKL_DYNAMIC", "KMP_AFFINITY", "KMP_BLOCKTIME"}
     | {"GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "OMP_DYNAMIC"}
 )
 
 
-def _end(order: dict[str, Any]) -> None:
-    """A peer has failed: a training shall not take SIGTERM as a reason to save."""
+def _end(request: dict[str, Any]) -> None:
+    """A peer has failed: a training must not take the coming SIGTERM for a preemption and save."""
     if preemption := sys.modules.get("paceline.job.preemption"):
-        preemption.end(order)
+        preemption.end(request)
 
 
 control: Control | None = None
@@ -75,46 +74,45 @@ _interrupted = False
 def main() -> NoReturn:
     """Run one rank."""
     global control, _status
-    # A rank whose launcher dies between fork and here is found by the end of the socket.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     fd = os.environ.pop("PACELINE_PROBE_FD", "")
     probe = _probe.Probe(int(fd)) if fd and os.environ.get("PACELINE_PROBE") != "0" else None
     control = _control.Control(int(os.environ["PACELINE_CONTROL_FD"]), probe)
     assert control is not None
     control.handlers["end"] = _end
-    # Our own directory, put there by the interpreter; the script's takes its place.
+    # Put there by the interpreter: this folder. The script's takes its place.
     if not sys.flags.safe_path:
         del sys.path[0]
     # Registered before torch and the script register theirs, hence run after them.
     atexit.register(_finish)
     if (preload := os.environ.pop("PACELINE_PRELOAD", "torch")) != "0":
         _preload(more=preload == "more")
-    order = control.orders.get()
-    os.environ.update(order["env"])
-    if "command" in order:
-        _exec(order["command"])
+    script = control.scripts.get()
+    if script is None:
+        os._exit(1)
+    os.environ.update(script["env"])
+    if "command" in script:
+        _exec(script["command"])
     if "torch" in sys.modules:
         _watch_environment()
     # A crash in native code shows its Python line.
     if not faulthandler.is_enabled():
         faulthandler.enable(all_threads=False)
-    sys.argv = order["argv"]
+    sys.argv = script["argv"]
     if watcher := os.environ.pop("PACELINE_BEFORE", ""):
         importlib.import_module(watcher).install(control)
-    _status = _run(order, control)
+    _status = _run(script, control)
     sys.exit(_status)
 
 
 def _preload(*, more: bool) -> None:
-    # Most of a rank's start is this import; the launcher imports torch at the same time. Whatever is
-    # wrong with torch is the script's to meet, at its own import. The collector would go through the
-    # growing heap a hundred times, finding nothing, and later again and again: what stays for ever is
-    # put out of its way.
+    # Most of a rank's start is this import. If it fails, the script's own import will fail and report it.
+    # The collector would scan the growing heap a hundred times without finding anything, so it is off
+    # meanwhile, and never scans these objects later.
     gc.disable()
     with contextlib.suppress(ImportError, OSError):
         import torch.distributed  # noqa: F401
 
-        if more:  # what the first step of an optimizer would import, for half of a restart's time
+        if more:  # what the first step of an optimizer imports: half of the time of a restart
             # A name of `torch_private.NAMES`; this file imports the standard library alone.
             importlib.import_module("torch._dynamo")
     gc.freeze()
@@ -129,23 +127,23 @@ def _exec(command: list[str]) -> NoReturn:
         os._exit(127)
 
 
-def _run(order: dict[str, Any], launcher: Control) -> int:
-    """Run the script to its end and give its exit code."""
+def _run(script: dict[str, Any], launcher: Control) -> int:
+    """Run the script to its end; returns its exit code."""
     global _interrupted
     hook = sys.excepthook
-    # Kept here: the functions of this file live in it.
+    # Kept alive: the functions of this file need its globals.
     bootstrap = sys.modules["__main__"]
-    # `from paceline.launch import worker`, in the script, is this running file.
+    # `from paceline.launch import worker` in the script gives this running file.
     sys.modules["paceline.launch.worker"] = bootstrap
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        if order.get("module"):
+        if script.get("module"):
             if not sys.flags.safe_path:
                 sys.path.insert(0, os.getcwd())
             # What `python -m` itself calls; run_module() would put our __main__ back before atexit.
-            runpy._run_module_as_main(order["module"])  # type: ignore[attr-defined]
+            runpy._run_module_as_main(script["module"])  # type: ignore[attr-defined]
         else:
-            _run_path(order["script"])
+            _run_path(script["script"])
     except SystemExit as error:
         return _exit_code(error, launcher)
     except KeyboardInterrupt as error:
@@ -156,8 +154,8 @@ def _run(order: dict[str, Any], launcher: Control) -> int:
         _crash(error, launcher, hook)
     else:
         return 0
-    # As the interpreter: threads and atexit first, then death by the signal. Raised anew, since the
-    # one caught holds the script's frames.
+    # As in the interpreter: threads and atexit functions first, then death by the signal. Raised again,
+    # because the caught error holds the script's frames.
     _interrupted = True
     sys.excepthook = lambda *args: None
     raise KeyboardInterrupt
@@ -217,11 +215,11 @@ def _handled_by(error: SystemExit) -> Exception | None:
 
 
 def _crash(error: BaseException, launcher: Control, hook: Callable[..., Any]) -> NoReturn:
-    """Hand the error to the launcher and end at once, waiting for no peer."""
+    """Report the error to the launcher and end at once, without waiting for peers."""
     shown = False
     user_hook = _user_hook(hook, error)
     if user_hook is not None:
-        # In case that the hook itself ends the process; it may as well be a debugger, and stay.
+        # The hook may end the process, or be a debugger that stays.
         launcher.send(_describe(error) | {"event": "raised", "shown": True})
         try:
             user_hook(type(error), error, _strip(error.__traceback__))
@@ -234,12 +232,12 @@ def _crash(error: BaseException, launcher: Control, hook: Callable[..., Any]) ->
     explain = launcher.handlers.get("explain")
     if explain is not None and report["module"].startswith("torch.distributed"):
         explain({"do": "explain", "id": -1})  # which collective broke, and with what tensors
-    # os._exit() writes out nothing, and the last lines before a crash are the ones that matter. In a
-    # thread, since a full pipe would hold us up for ever.
+    # os._exit() flushes nothing, and the last lines before a crash are the important ones. In a thread,
+    # because a full pipe would block for ever.
     flusher = threading.Thread(target=_flush_files, daemon=True)
     flusher.start()
     flusher.join(_FLUSH_S)
-    # Known by name, since most scripts never import our errors.
+    # By name, because most scripts do not import our errors.
     ours = any(kind.__module__ == "paceline.errors" for kind in type(error).__mro__)
     os._exit(getattr(error, "exit_code", 1) if ours else 1)
 
@@ -269,14 +267,12 @@ def _format(error: BaseException) -> str:
     text = "".join(rendered.format())
     if len(text) > _TRACEBACK_CHARS:
         half = _TRACEBACK_CHARS // 2
-        text = (
-            f"{text[:half]}\n  ... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
-        )
+        text = f"{text[:half]}\n  ... {len(text) - 2 * half} characters omitted ...\n{text[-half:]}"
     return text
 
 
 def _strip(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Take off the frames of this file and of runpy: the user's come first."""
+    """Remove the frames of this file and of runpy before those of the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace
@@ -288,11 +284,11 @@ def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., 
     while True:
         home = getattr(hook, "__module__", "")
         if home == "torch.distributed.distributed_c10d":
-            # init_process_group() wraps the hook to add the rank, which the launcher does as well.
+            # init_process_group() wraps the hook to add the rank; the launcher does that too.
             cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
             inner = cells["old_hook"].cell_contents if "old_hook" in cells else None
         elif home == "paceline.job.failures":
-            # join()'s: it would end the process before the launcher heard of the error.
+            # join()'s: it would end the process before the error is reported.
             hook.mark_failed(error)
             inner = hook.previous
         else:
@@ -301,8 +297,8 @@ def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., 
 
 
 def _flush_files() -> None:
-    """Write out what lies in buffers, as the end of an interpreter would."""
-    # The standard streams are older than gc.freeze(), so the collector does not list them.
+    """Flush open files, as the end of an interpreter would."""
+    # The standard streams are older than gc.freeze(), so gc.get_objects() does not list them.
     for thing in (sys.stdout, sys.stderr, *gc.get_objects()):
         if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
             with contextlib.suppress(OSError, ValueError):
@@ -311,14 +307,14 @@ def _flush_files() -> None:
 
 
 def _finish() -> None:
-    """End a clean run, after everybody else's atexit functions.
+    """End a clean run, after all other atexit functions.
 
-    With torch 2.13 and Gloo, about 1 clean run in 10 is aborted while its interpreter shuts down: a thread
-    of Gloo lets go of the last collective's tensor, asks for the lock of an interpreter that has gone, and
-    is ended in the midst of C++. `destroy_process_group()` makes it rarer and not safe: a group that DDP
-    has used keeps its threads. So where such threads are, there is no shut-down, but for what people rely
-    on: threads were joined, atexit functions have run, the script's objects are finalised here, and files
-    are flushed.
+    With torch 2.13 and Gloo, about 1 clean run in 10 aborts while its interpreter shuts down: a thread of
+    Gloo releases the tensor of the last collective, asks for the lock of an interpreter that is gone, and
+    is ended inside C++ code. `destroy_process_group()` makes this rarer but not impossible: a group that DDP
+    has used keeps its threads. If such threads exist, the rest of the shutdown is skipped. What scripts rely
+    on is done before: threads are joined, atexit functions have run, the script's objects are finalised,
+    files are flushed.
     """
     if not _groups_run():
         return
@@ -331,14 +327,14 @@ def _finish() -> None:
 
 
 def _groups_run() -> bool:
-    """Whether there is a process group, or threads that a destroyed one has left."""
+    """Whether there is a process group, or a thread that a destroyed one has left."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return False
     if distributed.is_initialized():
         return True
     for thread in os.listdir("/proc/self/task"):
-        # Threads come and go.
+        # A thread may end meanwhile.
         with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
             if file.read().startswith(("pt_gloo", "pt_nccl")):
                 return True
@@ -347,13 +343,13 @@ def _groups_run() -> bool:
 
 def _drop_script() -> None:
     """Finalise the script's objects, as the end of an interpreter does."""
-    # The loader is only held by the script's globals, so it tells whether they are gone.
+    # Only the script's globals hold the loader, so it shows whether they are gone.
     witness = weakref.ref(sys.modules["__main__"].__dict__["__loader__"])
-    # Let go first and not cleared, so that finalizers still see the globals.
+    # Released first, not cleared, so that finalizers still see the globals.
     sys.modules["__main__"] = types.ModuleType("__main__")
     gc.collect()
     for holder in gc.get_referrers(witness()) if witness() is not None else ():
-        # Held by one of its functions, such as one that was registered with atexit.
+        # One of its functions is still held, for example by atexit.
         if type(holder) is dict and holder.get("__name__") == "__main__":
             for name, value in list(holder.items()):
                 if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
@@ -362,20 +358,20 @@ def _drop_script() -> None:
 
 
 def _watch_environment() -> None:
-    """Keep what a script may expect of variables that it sets before its own `import torch`.
+    """Apply variables that a script sets before its own `import torch`, although torch is imported already.
 
-    Wraps os.putenv, which os.environ calls; an audit hook would slow down each id() of the program.
+    Wraps os.putenv, which os.environ calls; an audit hook would slow down every id() of the program.
     """
     putenv = os.putenv
 
     def watched(name: Any, value: Any) -> None:
         putenv(name, value)
-        _obey(os.fsdecode(name), os.fsdecode(value))
+        _apply_variable(os.fsdecode(name), os.fsdecode(value))
 
     os.putenv = watched
 
 
-def _obey(name: str, value: str) -> None:
+def _apply_variable(name: str, value: str) -> None:
     if name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") and value.isdigit() and int(value) > 0:
         os.environ.pop("PACELINE_THREADS", None)
         sys.modules["torch"].set_num_threads(int(value))
@@ -383,8 +379,8 @@ def _obey(name: str, value: str) -> None:
         sys.modules["torch.distributed"].set_debug_level_from_env()
     elif name in _READ_AT_IMPORT:
         print(
-            f"paceline: {name} is read when torch is imported, which under `paceline run` is before "
-            "the script: set it outside, or set PACELINE_PRELOAD=0",
+            f"paceline: {name} has no effect here: torch reads it when it is imported, which under "
+            "`paceline run` is before the script. Set it outside the script, or set PACELINE_PRELOAD=0",
             file=sys.stderr,
         )
 

@@ -8,22 +8,21 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.launch.options import parser, read
-from paceline.launch.prescan import Early, ScriptError, check_script, scan
+from paceline.launch.options import read
+from paceline.launch.prescan import ScriptError, check_script, early_count
 from paceline.machine import cgroup_quota, usable_cores
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "count"),
     [
-        ("train.py --nproc-per-node 9", Early(1, "train.py", False)),
-        ("--nproc-per-node=2 train.py", Early(2, "train.py", False)),
-        ("--nproc_per_node 3 --max-restarts=1 train.py", Early(3, "train.py", False)),
-        ("--standalone --nproc-per-node 2 -m pkg.train", Early(2, "pkg.train", True)),
-        ("--rdzv_endpoint a:1 --nnodes 2 train.py", Early(1, "train.py", False)),
+        ("train.py --nproc-per-node 9", 1),
+        ("--nproc-per-node=2 train.py", 2),
+        ("--nproc_per_node 3 --max-restarts=1 train.py", 3),
+        ("--standalone --nproc-per-node 2 -m pkg.train --nproc-per-node 9", 2),
+        ("--rdzv_endpoint a:1 --nnodes 2 train.py", 1),
         ("--nproc-per-node=gpu train.py", None),
         ("--nproc-per-node=0 train.py", None),
-        ("--nproc 2 train.py", None),
         ("--no-python train.sh", None),
         ("--log-dir x train.py", None),
         ("--help", None),
@@ -31,23 +30,13 @@ from paceline.machine import cgroup_quota, usable_cores
         ("--nproc-per-node", None),
     ],
 )
-def test_scan(words: str, found: Early | None) -> None:
-    assert scan(words.split(), {}) == found
+def test_how_many_ranks_start_early(words: str, count: int | None) -> None:
+    assert early_count(words.split(), {}) == count
 
 
-def test_scan_heeds_the_environment_as_torchrun_does() -> None:
-    assert scan(["train.py"], {"PET_NPROC_PER_NODE": "4"}) == Early(4, "train.py", False)
-    assert scan(["train.py"], {"PET_MODULE": "1"}) == Early(1, "train.py", True)
-    assert scan(["train.py"], {"PET_TEE": "3"}) is None
-
-
-def test_scan_agrees_with_the_installed_torch() -> None:
-    """Each option that torch has must be one that scan knows, with as many values, or leave it unsure."""
-    for action in parser()._actions:
-        for option in action.option_strings:
-            given = [option] if action.nargs == 0 else [option, "2"]
-            found = scan([*given, "train.py"], {})
-            assert found is None or found.script == "train.py", option
+def test_the_early_start_reads_the_environment_as_torchrun_does() -> None:
+    assert early_count(["train.py"], {"PET_NPROC_PER_NODE": "4"}) == 4
+    assert early_count(["train.py"], {"PET_TEE": "3"}) is None
 
 
 @pytest.mark.parametrize("content", ["def f(\n", "x = = 1\n", "\0"])

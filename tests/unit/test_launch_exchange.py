@@ -1,0 +1,183 @@
+"""The exchange between node launchers, and the verdict that each reaches by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from paceline.launch import node_exchange
+from paceline.launch.messages import JobInfo, render_failure
+from paceline.launch.node_exchange import NodeExchange
+from paceline.watch.crash import Error, Fact, FirstFailure, find_first_failure
+from paceline.watch.rank_state import Call, State, Where
+
+ERROR = Error(
+    type="ValueError",
+    kinds=("builtins.ValueError", "builtins.Exception"),
+    message="bad \udc80",
+    traceback="Traceback\nValueError: bad\n",
+    module="__main__",
+    place="train.py:7 in main",
+)
+OTHER = dataclasses.replace(ERROR, message="another")
+LOST = dataclasses.replace(
+    ERROR, type="RuntimeError", kinds=("builtins.RuntimeError",), module="torch.distributed.c10d"
+)
+INFO = JobInfo(world_size=4, restarts=0, max_restarts=0)
+
+
+def fact(rank: int, time: float, error: Error | None = ERROR, code: int | None = 1) -> Fact:
+    return Fact(rank=rank, host=f"h{rank}", pid=rank, time=time, returncode=code, error=error)
+
+
+def _verdicts(facts: list[list[Fact]]) -> list[FirstFailure]:
+    """The verdict of each node."""
+    store = HashStore()
+    nodes = [NodeExchange(store, number, len(facts)) for number in range(len(facts))]
+
+    def verdict(number: int) -> FirstFailure:
+        nodes[number].announce_failure()
+        found, silent = nodes[number].exchange_facts(facts[number], lambda: False)
+        assert silent == 0
+        judged = find_first_failure([*facts[number], *found])
+        assert judged is not None
+        return judged
+
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return list(pool.map(verdict, range(len(nodes))))
+
+
+@pytest.mark.parametrize("skew_s", [0.0, -93.0, 1e9])
+def test_all_nodes_name_the_same_cause_whatever_their_clocks(skew_s: float) -> None:
+    there = [fact(2, skew_s - 1.5), fact(3, skew_s - 1.4, LOST)]
+    for verdict in _verdicts([[fact(0, -1.2, LOST), fact(1, -1.3, LOST)], there]):
+        assert (verdict.original.rank, verdict.followers, verdict.certain) == (2, (0, 1, 3), True)
+
+
+@pytest.mark.parametrize("skew_s", [0.0, 3.0, -3.0])
+def test_failures_of_two_nodes_are_both_printed(skew_s: float) -> None:
+    facts = [[fact(0, 2.0, OTHER)], [fact(1, 1.0 + skew_s), fact(3, skew_s, None, None)]]
+    for verdict in _verdicts(facts):
+        original, (other,) = verdict.original, verdict.others
+        assert {original.rank, other.rank} == {0, 1}
+        text = render_failure(verdict, INFO)
+        assert f"rank {original.rank} of 4 failed: {original.how}" in text
+        assert text.splitlines()[-1] == (
+            f"  rank {other.rank} failed too, perhaps earlier (the clocks of the hosts are not "
+            f"compared): {other.how}."
+        )
+
+
+def test_equal_errors_of_all_nodes_are_one() -> None:
+    for verdict in _verdicts([[fact(0, -2.0)], [fact(1, -1.9), fact(2, -1.8)]]):
+        assert (verdict.original.rank, verdict.alike) == (0, (0, 1, 2))
+
+
+def test_a_rank_that_ended_well_on_another_node_is_named() -> None:
+    for verdict in _verdicts([[fact(0, -60.0, None, 0)], [fact(1, -92.0, LOST)]]):
+        assert (verdict.original.rank, verdict.followers) == (0, (1,))
+
+
+def test_a_node_waits_until_the_ranks_of_all_nodes_are_done() -> None:
+    store = HashStore()
+    nodes = [NodeExchange(store, number, 3) for number in range(3)]
+    assert [node.all_done() for node in nodes] == [False, False, True]
+    assert nodes[0].all_done()
+    assert not NodeExchange(PrefixStore("gone", store), 0, 2).all_done()
+
+
+def test_the_host_of_the_store_leaves_last_but_does_not_wait_for_ever() -> None:
+    store = HashStore()
+    host, other = (NodeExchange(store, node, 2) for node in (0, 1))
+    polled = threading.Event()
+
+    def may_go() -> bool:
+        polled.set()
+        return False
+
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(host.wait_all_done, 30, may_go)
+        assert polled.wait(10)
+        assert other.all_done()
+        polled.clear()
+        assert polled.wait(10)  # the other has ended, but does not know of the host yet
+        assert not waiting.done()
+        other.wait_all_done(30, lambda: False)
+        waiting.result(timeout=10)
+    NodeExchange(PrefixStore("hurry", store), 0, 2).wait_all_done(600, lambda: True)
+    NodeExchange(PrefixStore("alone", store), 0, 2).wait_all_done(0.1, lambda: False)
+
+
+def test_the_traceback_stays_with_its_launcher() -> None:
+    here, there = _verdicts([[fact(0, -2.0)], [fact(1, -1.9, LOST)]])
+    info = JobInfo(world_size=2, restarts=0, max_restarts=0)
+    assert "Traceback" in render_failure(here, info)
+    assert "another node" not in render_failure(here, info)
+    assert render_failure(there, info).splitlines() == [
+        "paceline: rank 0 of 2 failed: ValueError: bad \udc80",
+        "  where: rank 0, another node, host h0, pid 0, exit code 1, train.py:7 in main",
+        "  fix:   see the output of the launcher on host h0.",
+        "  rank 1 only followed: it lost its peer.",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[" * 10_000, "[7]", "[{}]", '[{"time": 1e999}]'])
+def test_values_that_cannot_be_read_are_ignored(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(node_exchange, "_LEAVE_S", 0.01)
+    store = HashStore()
+    store.set("facts/1", text)
+    node = NodeExchange(store, 0, 2)
+    assert node.exchange_facts([], lambda: False) == ([], 0)
+
+
+def test_facts_count_though_the_store_ends_afterwards() -> None:
+    class Ending(PrefixStore):
+        def set(self, key: str, value: str) -> None:
+            if key.startswith("read/"):
+                raise RuntimeError("Broken pipe")
+
+    store = HashStore()
+    NodeExchange(PrefixStore("a", store), 1, 2).publish_facts([fact(1, 80.0)])
+    found, silent = NodeExchange(Ending("a", store), 0, 2).exchange_facts([], lambda: False)
+    assert [(fact.rank, fact.time, fact.within_s) for fact in found] == [(1, 80.0, math.inf)]
+    assert silent == 0
+
+
+def test_no_node_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_exchange, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(node_exchange, "_LEAVE_S", 0.05)
+    store = HashStore()
+    nodes = [NodeExchange(PrefixStore("job/0", store), number, 3) for number in range(3)]
+    assert not nodes[1].peer_failed()
+    nodes[0].announce_failure()
+    assert nodes[0].exchange_facts([fact(0, 1.0)], lambda: False) == ([], 2)
+    nodes[1]._next_poll = 0.0
+    assert nodes[1].peer_failed()
+    assert not NodeExchange(PrefixStore("job/1", store), 1, 3).peer_failed()
+
+
+def test_states_of_ranks_arrive_whole() -> None:
+    store = HashStore()
+    node, other = NodeExchange(store, 0, 2), NodeExchange(store, 1, 2)
+    assert not other.states_requested()
+    node.request_states(new=True)
+    assert (node.states_requested(), other.states_requested()) == (False, True)
+    assert node.collect_states() == ([], False)
+    other.request_states(new=False)
+    assert not other.states_requested()
+    call = Call(name="all_reduce", number=4, members=(0, 1), kind="f32[3]", since_s=2.0)
+    where = Where(script=(("train.py", 3, "step"),), waits="recv", lock=True)
+    state = State(rank=1, host="b", pid=7, where=where, calls=(call,), entered={"0": 4})
+    other.publish_states([state])
+    assert node.collect_states() == ([state], True)
+    # An answer to an earlier request does not count.
+    node.request_states(new=True)
+    assert node.collect_states() == ([], False)
+    for text in ("", "[]", "7", '{"request": 2, "states": [{}]}'):
+        store.set("states/1", text)
+        assert node.collect_states() == ([], False)
