@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from pathlib import Path
 
 import pytest
 from hangs import PLAIN
-from launching import Finished, environment, finish, start, wait_served
+from launching import Finished, finish, start, wait_served
 
 STEPS = """
 rank = dist.get_rank()
@@ -29,14 +28,12 @@ CASES = {
 }
 
 
-def _run(
-    tmp_path: Path, port: int, script: str, ranks: int, *more: str, **of_one: str
-) -> list[Finished]:
-    """Two nodes, one of them with `of_one` in its environment."""
+def _run(tmp_path: Path, port: int, script: str, ranks: int, *more: str) -> list[Finished]:
+    """Two nodes."""
     (tmp_path / "train.py").write_text(PLAIN + STEPS + script)
     words = ["--nnodes=2", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-id=job"]
     words += [f"--rdzv-endpoint=localhost:{port}", *more, "train.py"]
-    nodes = [start(["run", *words], tmp_path, **more_env) for more_env in (of_one, {})]
+    nodes = [start(["run", *words], tmp_path) for _ in range(2)]
     return [finish(node) for node in nodes]
 
 
@@ -110,33 +107,6 @@ def test_a_node_that_is_done_says_so_where_the_others_are_lost(
     end = finish(host)
     assert end.code == 1, end
     assert "paceline: lost 127.0.0.1: no sign of life; the ranks of this node had ended" in end.err
-
-
-AHEAD = """
-import time
-real = time.time
-time.time = lambda: real() + 3
-"""
-BLAMES = """
-if "AHEAD" in os.environ:
-    raise ValueError("bad")
-try:
-    dist.all_reduce(torch.ones(3))
-except RuntimeError:
-    raise OSError("no answer") from None
-"""
-
-
-@pytest.mark.slow
-def test_the_first_error_is_named_where_its_clock_is_ahead(tmp_path: Path, free_port: int) -> None:
-    # Python reads this file at its start, so that a node's launcher and ranks have another clock.
-    (tmp_path / "sitecustomize.py").write_text(AHEAD)
-    path = f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"
-    ends = _run(tmp_path, free_port, BLAMES, 1, AHEAD="1", PYTHONPATH=path)
-    for end in ends:
-        assert end.code == 1, ends
-        assert re.search(r"^paceline: rank \d of 2 failed: ValueError: bad$", end.err, re.M), ends
-        assert re.search(r"^  rank \d failed later: OSError: no answer\.$", end.err, re.M), ends
 
 
 LEAVES = "if rank == 1: sys.exit(0)" + WAIT
