@@ -1,10 +1,10 @@
-"""Let one rank be slow in each way we know, or none, and look whether `paceline run` says the truth.
+"""Jobs in which one rank is slow in each known way, or none is: does `paceline run` report the right one?
 
     python benchmarks/stragglers.py [--runs 3] [--ranks 2 4] [--factors 1.15 1.3 2] [--healthy-steps 1500]
 
-Each kind runs in a script with paceline and in one without. A verdict is right if it names the rank, the
-phase and the line; steps are counted until the launcher has said it. A rank that is less than 1.2 times as
-slow is not to be named. What was wrong goes to standard error.
+Each kind runs in a script with paceline and in one without. A report is right if it names the rank, the phase
+and the line; steps are counted until the report. A rank that is slow by less than a factor of 1.2 must not be
+reported. Wrong reports go to standard error.
 """
 
 from __future__ import annotations

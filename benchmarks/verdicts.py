@@ -1,12 +1,11 @@
-"""Let jobs hang and crash in every way we know, and look whether the launcher says the truth.
+"""Jobs that hang and crash in every known way: does `paceline run` report the right cause?
 
     python benchmarks/verdicts.py [--what hangs crashes] [--ranks 2 4] [--only WORD]
     python benchmarks/verdicts.py --what healthy --healthy-min 30
 
-Each kind runs in a script with paceline and in one without. A verdict is right if it names the rank, the
-operation and the line. Healthy jobs have a slow first step, one rank that evaluates for 20 s and saves for
-20 s, and every second one a busy machine: no `hang:` may be said of them. What was wrong goes to standard
-error.
+Each kind runs in a script with paceline and in one without. A report is right if it names the rank, the
+operation and the line. Healthy jobs have a slow first step and one rank that evaluates for 20 s and saves for
+20 s; every second one runs on a busy machine. They must get no `hang:`. Wrong reports go to standard error.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hangs import HEALTHY, KINDS, PACELINE, PLAIN, STEPS, expected, script, verd
 from launching import run
 from tables import publish
 
-# What rank 1 does after three steps, and words of the verdict; `{LINE}` is where it does it.
+# What rank 1 does after three steps, and parts of the report; `{LINE}` is the line of it.
 CRASHES = {
     "raises": ("raise ValueError('bad sample')", ["ValueError: bad sample", "train.py:{LINE}"]),
     "asserts": ("assert world == 0, 'no'", ["AssertionError: no", "train.py:{LINE}"]),
@@ -87,10 +86,10 @@ def hangs(folder: Path, world: int, ours: bool, only: str) -> Iterator[tuple[str
 
 
 def healthy(folder: Path, world: int, minutes: float, scale: float) -> dict[str, object]:
-    """Healthy jobs for so many minutes, with and without paceline, and what was said of them.
+    """Run healthy jobs for so many minutes, with and without paceline, and count the reports.
 
     Args:
-        scale: Of all times in the script and of the threshold, which is 10 s.
+        scale: Factor for all times in the script and for the threshold of 10 s.
     """
     end = time.monotonic() + minutes * 60
     kinds = [(False, False), (True, True), (True, False), (False, True)]

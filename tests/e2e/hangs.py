@@ -1,7 +1,7 @@
-"""Scripts that hang, one kind each, and what has to be said of them. Shared with benchmarks/verdicts.py.
+"""Scripts that hang, one for each kind of hang, and the expected report. Shared with benchmarks/verdicts.py.
 
-A line that ends with `# WAITS` is where the others wait, one with `# STUCK` where the rank is that they
-wait for: rank 1, unless the kind says otherwise.
+The line that ends with `# WAITS` is where the other ranks wait. The line that ends with `# STUCK` is where
+rank 1 is, or the rank that the kind names, for which they wait.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Kind:
     """One way to hang.
 
     Args:
-        body: What follows three steps that are well, or `INIT` in it stands for the beginning.
-        says: Words that the verdict holds; LINE of a marker as `{STUCK}`, `{WAITS}`.
+        body: The script after three steps without a fault.
+        says: Parts of the report; `{STUCK}` and `{WAITS}` are the numbers of the marked lines.
         word: `hang` or `waiting`.
-        backend: Of a script with paceline; shm itself refuses calls that differ.
-        slow: Whether it is left to `make test-all`.
-        once: Whether the tests run it at 2 ranks without paceline alone, and the benchmark all of it.
+        backend: Of the script with paceline; shm itself refuses calls that differ.
+        slow: Whether only `make test-slow` runs it.
+        once: Whether the tests run it on 2 ranks without paceline only; the benchmark runs all cases.
     """
 
     body: str
@@ -154,7 +154,7 @@ KINDS: dict[str, Kind] = {
         "if rank == 0:\n    dist.recv(torch.ones(1), src=1) # WAITS\nelse:\n    step()\n",
         ("all_reduce #4 (f32[7,3])", "at train.py:{WAITS}, in recv with rank 1"),
     ),
-    # It beats, and cannot answer.
+    # Its probe goes on, but the rank cannot answer.
     "blocks signals and closes files": Kind(
         _stuck("time.sleep(600)", _RUDE), (ALL_REDUCE, NOT_ENTERED), once=True
     ),
@@ -166,7 +166,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-# Nothing of this is a hang, however long it takes and whatever else the machine does.
+# None of this is a hang, no matter how long it takes and how busy the machine is.
 HEALTHY = """
 rank, scale = dist.get_rank(), float(os.environ["SCALE"])
 def compute(seconds):
@@ -201,7 +201,7 @@ def script(kind: Kind, *, paceline: bool) -> str:
 
 
 def expected(kind: Kind, text: str) -> list[str]:
-    """What the verdict on this script has to hold."""
+    """Parts of the report that this script must get."""
     lines = {
         mark: number
         for number, line in enumerate(text.splitlines(), 1)
@@ -212,7 +212,7 @@ def expected(kind: Kind, text: str) -> list[str]:
 
 
 def verdict(text: str, tmp_path: Path, world: int) -> str:
-    """What is said first of a run that hangs; the run is then ended."""
+    """The first report of a run that hangs; the run is then ended."""
     (tmp_path / "train.py").write_text(text)
     process = start(
         [
@@ -229,7 +229,7 @@ def verdict(text: str, tmp_path: Path, world: int) -> str:
     try:
         for line in process.stderr:
             lines.append(line)
-            if line.startswith(("fix:", "paceline: rank")):  # the verdict's last line, or a crash
+            if line.startswith(("fix:", "paceline: rank")):  # the last line of a report, or a crash
                 break
     finally:
         process.terminate()

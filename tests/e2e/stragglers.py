@@ -1,6 +1,6 @@
 """A training in which one rank is slow, in one phase, by a factor. Shared with benchmarks/stragglers.py.
 
-A line that ends with `# KIND` is what is to be named for that kind.
+The line that ends with `# KIND` is the one that the report of that kind must name.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ for step, x in enumerate(itertools.islice(loader, int(sys.argv[5]))):
 print("done")
 """
 STEP_MS = 40.0  # of a rank that is not slow
-HEALTHY = ("even", "uneven", "compute")  # all ranks are alike, in the mean
+HEALTHY = ("even", "uneven", "compute")  # all ranks are equally fast on average
 KINDS = ("data", "forward", "backward", "garbage collection", "checkpoint", "the script")
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a run went.
+    """The result of a run.
 
     Args:
-        said: The verdict, of four lines; empty where there was none.
-        steps: How many the slow rank had taken by then.
+        said: The report of four lines; empty if there was none.
+        steps: Steps of the slow rank until then.
     """
 
     said: str
@@ -102,7 +102,7 @@ def train(
     steps: int = 400,
     rank: int = 1,
 ) -> Run:
-    """Train until something is said of a straggler, or to the end."""
+    """Train until a straggler is reported, or to the end."""
     (folder / "train.py").write_text((PACELINE if paceline else PLAIN) + BODY)
     (folder / f"step{rank}").write_text("0")
     slow_ms = STEP_MS * (factor - 1)
@@ -124,7 +124,7 @@ def train(
 
 
 def line_of(folder: Path, kind: str) -> str:
-    """Where the script is slow, as a verdict writes it."""
+    """The line where the script is slow, as a report writes it."""
     for number, line in enumerate((folder / "train.py").read_text().splitlines(), 1):
         if line.endswith(f"# {kind}"):
             return f"train.py:{number}"
@@ -132,6 +132,6 @@ def line_of(folder: Path, kind: str) -> str:
 
 
 def right(run: Run, folder: Path, kind: str, rank: int = 1) -> bool:
-    """Whether the verdict names the rank, the phase and the line."""
+    """Whether the report names the rank, the phase and the line."""
     named = re.match(rf"slow: rank {rank} \(.*\n      {kind} takes .*: (.*)\n", run.said)
     return named is not None and named[1].endswith(line_of(folder, kind))
