@@ -178,6 +178,3 @@ def rank_location(rank: int, world_size: int, *, step: int | None = None, detail
     if detail:
         parts.append(detail)
     return ", ".join(parts)
-
-
-place = rank_location  # for rooms that still import it

@@ -10,7 +10,7 @@ import secrets
 import time
 
 from paceline.checkpoint.store import Store
-from paceline.errors import RankDisagreement, SaveFailed, place
+from paceline.errors import RankDisagreement, SaveFailed, rank_location
 from paceline.job import collectives
 from paceline.job.job import Job
 
@@ -48,7 +48,7 @@ def _refuse_unwritable(job: Job, folder: str, whys: list[str]) -> None:
         if why:
             raise SaveFailed(
                 f"checkpoints cannot be saved in {folder}: {why}.",
-                where=place(rank, job.world_size) if rank == job.rank else f"rank {rank}",
+                where=rank_location(rank, job.world_size) if rank == job.rank else f"rank {rank}",
                 fix="choose another folder, or make space there.",
                 path=folder,
             )

@@ -31,7 +31,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.errors import ConfigError, SampleError, place
+from paceline.errors import ConfigError, SampleError, rank_location
 from paceline.job import rng
 
 Collate = Callable[[list[Any]], Any]
@@ -52,7 +52,7 @@ class ReadErrors:
     def where(self) -> str:
         """Rank, host and loader worker."""
         detail = "" if self.worker is None else f"loader worker {self.worker}"
-        return place(self.rank, self.world_size, detail=detail)
+        return rank_location(self.rank, self.world_size, detail=detail)
 
     def not_read(self, ids: Sequence[int], error: Exception, why: str) -> SampleError:
         """The error for samples whose reading raised `error`."""

@@ -121,8 +121,6 @@ class Peers:
         self._loop += 1
         return self._loop
 
-    new_scope = new_loop
-
     def leave_loop(self, step: int, *, updated: bool, timeout_s: float) -> None:
         """Wait until all ranks have left the loop after the same step.
 

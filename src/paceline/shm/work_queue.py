@@ -20,7 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeout, PacelineError, PeerFailed, RankDisagreement, place
+from paceline.errors import (
+    CollectiveTimeout,
+    PacelineError,
+    PeerFailed,
+    RankDisagreement,
+    rank_location,
+)
 from paceline.shm.collectives import CallMismatch, Collective, Collectives
 
 _LEFT, _FAILED = (
@@ -330,7 +336,9 @@ class WorkQueue:
         )
 
     def _where(self) -> str:
-        return place(self._ranks[self._segment.rank], len(self._ranks), detail="backend shm")
+        return rank_location(
+            self._ranks[self._segment.rank], len(self._ranks), detail="backend shm"
+        )
 
     def _wake_thread(self) -> None:
         with self.lock:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from paceline.errors import ConfigError, Desync, name_ranks, place
+from paceline.errors import ConfigError, Desync, name_ranks, rank_location
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 from paceline.parallel.modules import unwrap
@@ -157,7 +157,7 @@ class Replicas:
         since = self._equal
         return Desync(
             f"{who} {other} {name}{more}: replicas have drifted apart.",
-            where=place(self._job.rank, self._job.world_size, step=step),
+            where=rank_location(self._job.rank, self._job.world_size, step=step),
             why=f"all were equal after step {since}; since then something changed them on some ranks "
             "alone: code under `if rank == ...`, a weight written outside the optimizer, ranks with "
             "different processors or numbers of threads, or faulty memory.",

@@ -16,7 +16,7 @@ import torch
 
 from paceline.data.evaluation import EvaluationBatch, evaluation_batches
 from paceline.data.samples import Collate
-from paceline.errors import EvaluationError, place
+from paceline.errors import EvaluationError, rank_location
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
@@ -224,7 +224,7 @@ def _add_up(
     if [index for index, _ in seen_batches] != list(range(num_batches)) or seen != num_samples:
         raise EvaluationError(
             f"{seen} samples were evaluated, the dataset holds {num_samples}.",
-            where=place(job.rank, job.world_size),
+            where=rank_location(job.rank, job.world_size),
             why="the ranks may hold datasets of different lengths.",
             seen=seen,
         )

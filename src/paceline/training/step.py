@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.data.plan import MicroBatch, PlannedStep
-from paceline.errors import StepError, place
+from paceline.errors import StepError, rank_location
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
@@ -429,4 +429,4 @@ class Step:
 
     def _where(self) -> str:
         job = self._context.job
-        return place(job.rank, job.world_size, step=self.number)
+        return rank_location(job.rank, job.world_size, step=self.number)

@@ -365,7 +365,7 @@ class Training:
             # Anew, because a communication hook may have been registered since.
             context.strategy = self._choose_strategy()
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
-        context.loop = 0 if self.job.peers is None else self.job.peers.new_scope()
+        context.loop = 0 if self.job.peers is None else self.job.peers.new_loop()
         context.control.begin(self.number, anew=True)
         self._stopping = self._preempted = False
         for model in self.models if not self.reproducible else ():
