@@ -116,7 +116,6 @@ KINDS: dict[str, Kind] = {
     "is stopped": Kind(
         _stuck("os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(1.2)"),
         (ALL_REDUCE, "has not entered it: stopped (state T) at train.py:", "kill -CONT"),
-        slow=False,
     ),
     "calls another collective": Kind(
         "if rank == 1:\n    dist.barrier() # STUCK\nelse:\n    step()\n",
