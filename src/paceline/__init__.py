@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.job.preemption import Preempted as Preempted
     from paceline.launch.spawning import spawn as spawn
     from paceline.parallel.ddp import ddp as ddp
+    from paceline.parallel.fsdp import fsdp as fsdp
     from paceline.parallel.modules import unwrap as unwrap
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
     from paceline.training.evaluation import Evaluation as Evaluation
@@ -42,6 +43,7 @@ _HOMES = {
     "Validation": "paceline.training.trainer",
     "agree": "paceline.job.collectives",
     "ddp": "paceline.parallel.ddp",
+    "fsdp": "paceline.parallel.fsdp",
     "evaluate": "paceline.training.evaluation",
     "gather": "paceline.job.collectives",
     "join": "paceline.job.job",

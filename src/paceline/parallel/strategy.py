@@ -18,7 +18,20 @@ from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.job.job import Job
 from paceline.parallel import syncbn
-from paceline.parallel.modules import warn_untrained
+from paceline.parallel.modules import unwrap, warn_untrained
+
+_MARK = "_paceline_strategy"
+
+
+def choose_for(model: nn.Module, strategy: type[Strategy]) -> None:
+    """Have trainings of this model use `strategy`; for the function that wrapped it."""
+    model.__dict__[_MARK] = strategy
+
+
+def chosen_for(models: Sequence[nn.Module]) -> type[Strategy] | None:
+    """The strategy that all of these models were wrapped for, if `choose_for` was called."""
+    chosen = {unwrap(model).__dict__.get(_MARK) for model in models}
+    return chosen.pop() if len(chosen) == 1 else None
 
 
 class Strategy:
@@ -32,10 +45,13 @@ class Strategy:
         needs_equal_micro_batches: Whether every rank must run the same number of micro-batches. A rank
             with fewer samples then gets ghosts: real samples with weight 0.
         repeats_steps: Whether `must_repeat` may return True, so that a step's micro-batches must be kept.
+        has_whole_gradients: Whether every rank holds all of every gradient. If not, fp16 is refused: its
+            loss scaler looks for infinity in this rank's part only.
     """
 
     divisor = 1
     repeats_steps = False
+    has_whole_gradients = True
 
     def __init__(
         self,
@@ -111,6 +127,10 @@ class Strategy:
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch as it is added up for the log."""
         return loss
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """The state of a model with whole tensors, for a file. All ranks call it."""
+        return unwrap(model).state_dict()
 
     def state_dict(self) -> Any:
         """What a resumed training needs of this object; None if nothing."""

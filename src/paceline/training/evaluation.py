@@ -16,11 +16,12 @@ import torch
 
 from paceline.data.evaluation import EvaluationBatch, evaluation_batches
 from paceline.data.samples import Collate
-from paceline.errors import EvaluationError, rank_location
+from paceline.errors import ConfigError, EvaluationError, rank_location
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.parallel.modules import equalize_buffers, unwrap
+from paceline.parallel.strategy import chosen_for
 from paceline.training.merge import concatenate_ranks, merge_metric
 
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
@@ -95,6 +96,13 @@ def evaluate(
     Collective: all ranks, same arguments.
     """
     job.refuse_if_left()
+    strategy = chosen_for([model])
+    if strategy is not None and not strategy.has_whole_gradients:
+        raise ConfigError(
+            "evaluate does not support models sharded by paceline.fsdp yet.",
+            why="each forward gathers parameters, but ranks may have different numbers of batches.",
+            fix="training.export(path), and evaluate the weights in that file.",
+        )
     job.settle()
     equalize_buffers(job, model)
     asked = metrics or {}

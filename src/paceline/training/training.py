@@ -31,9 +31,9 @@ from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
-from paceline.parallel.modules import equalize_buffers, unwrap
+from paceline.parallel.modules import equalize_buffers
 from paceline.parallel.packed import PackedStrategy
-from paceline.parallel.strategy import Strategy
+from paceline.parallel.strategy import Strategy, chosen_for
 from paceline.training import state, weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import Replicas
@@ -129,6 +129,10 @@ class Training:
             dropout_key=key(job.seed, MICRO_BATCH),
         )
         self._context.strategy.check()
+        if precision == "fp16" and not self._context.strategy.has_whole_gradients:
+            raise ConfigError(
+                "precision='fp16' is not supported for sharded models.", fix="use 'bf16'."
+            )
         self._start = Position(job.seed, 0, 0)
         self._last: PlannedStep | None = None
         self._kept: dict[str, Any] = {}
@@ -146,6 +150,11 @@ class Training:
 
     def _choose_strategy(self) -> Strategy:
         arguments = self.job, self.models, self.optimizers, self.batches
+        chosen = chosen_for(self.models)
+        if chosen is not None and self.reproducible:
+            raise ConfigError("reproducible training needs replicas: `paceline.ddp`, not `fsdp`.")
+        if chosen is not None:
+            return chosen(*arguments)
         for kind in (ExactStrategy,) if self.reproducible else _STRATEGIES:
             if kind.fits(self.job, self.models, self.optimizers):
                 return kind(*arguments)
@@ -323,7 +332,7 @@ class Training:
         """
         for model in self.models:
             equalize_buffers(self.job, model)
-        states = [unwrap(model).state_dict() for model in self.models]
+        states = [self._context.strategy.whole_state(model) for model in self.models]
         weights = states[0] if len(states) == 1 else states
         collectives.on_rank0(self.job, lambda: write_file(Path(path), weights))
 

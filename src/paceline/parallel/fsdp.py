@@ -1,0 +1,179 @@
+"""Parameters, gradients and optimizer state split over the ranks: a front to torch's `fully_shard` (FSDP2).
+
+Adds checks before training with parameter names, equal weights at the start, and the same steps as one
+process: ranks with fewer samples run ghost micro-batches. It deliberately does not shard, gather or reduce
+anything itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from paceline.data.batches import Batches
+from paceline.data.plan import MicroBatch
+from paceline.errors import ConfigError, GradientError
+from paceline.job.job import Job
+from paceline.parallel.modules import (
+    agree_on_parameters,
+    equalize_buffers,
+    listed,
+    refuse_module,
+    warn_untrained,
+)
+from paceline.parallel.strategy import Strategy, choose_for
+
+Blocks = type[nn.Module] | str | Iterable[type[nn.Module] | str]
+
+
+def fsdp(job: Job, module: nn.Module, *, blocks: Blocks) -> nn.Module:
+    """Split the parameters of `module` over the ranks, in place; weights become those of rank 0.
+
+    Each rank holds an equal part of every parameter, of its gradient and of its optimizer state. The
+    parameters of a block are gathered before its forward and its backward and freed after them; those
+    outside of all blocks stay gathered from forward to backward. In a job of one process the module is
+    returned as it is.
+
+    Args:
+        blocks: What is gathered at a time: classes of submodules (`Block`), patterns of their names
+            (`"layers.*"`), or several of both. Usually the repeated layer of the model.
+
+    Returns:
+        The module, whose parameters are `DTensor`s. Make the optimizer afterwards.
+
+    Raises:
+        ConfigError: no trainable parameter; a parameter on another device than the job's, or not
+            initialised; an entry of `blocks` that matches no submodule; sharded already.
+        RankDisagreement: the ranks' parameters or blocks differ; names the first that does.
+
+    Collective: all ranks, once for each model, same order.
+    """
+    if isinstance(module, FSDPModule):
+        raise ConfigError("this module is sharded already.", fix="call paceline.fsdp once.")
+    refuse_module(job, module, wrap="paceline.fsdp")
+    names = _block_names(module, blocks)
+    if job.data.group is None:
+        return module
+    agree_on_parameters(job, module, f"blocks={names}")
+    mesh = DeviceMesh.from_group(job.data.group, job.device.type, mesh_dim_names=("data",))
+    try:
+        for p in module.parameters():
+            dist.broadcast(p.detach(), group=job.data.group, group_src=0)
+        # Inner blocks first, as `fully_shard` demands: a module leaves out what is sharded already.
+        for name in sorted(names, key=lambda name: -name.count(".")):
+            fully_shard(module.get_submodule(name), mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    except RuntimeError as error:
+        job.reraise(error)
+    for layer in module.modules():
+        if isinstance(layer, FSDPModule):
+            layer.set_gradient_divide_factor(1.0)
+            layer.set_force_sum_reduction_for_comms(True)  # not every backend has an average
+    equalize_buffers(job, module)
+    choose_for(module, FSDPStrategy)
+    return module
+
+
+def _block_names(module: nn.Module, blocks: Blocks) -> list[str]:
+    wanted = [blocks] if isinstance(blocks, (type, str)) else list(blocks)
+    found: dict[str, None] = {}
+    for each in wanted:
+        matches = [
+            name
+            for name, layer in module.named_modules()
+            if name
+            and (fnmatchcase(name, each) if isinstance(each, str) else isinstance(layer, each))
+            and any(True for _ in layer.parameters())
+        ]
+        if not matches:
+            shown = repr(each) if isinstance(each, str) else each.__name__
+            raise ConfigError(
+                f"blocks: {shown} matches no submodule with parameters in {type(module).__name__}.",
+                fix='give a class of its submodules, or a pattern of their names such as "layers.*".',
+            )
+        found |= dict.fromkeys(matches)
+    return list(found)
+
+
+class FSDPStrategy(Strategy):
+    """Gradients are summed and split over ranks by FSDP2 in the last backward of a step."""
+
+    has_whole_gradients = False
+
+    def __init__(
+        self,
+        job: Job,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        batches: Batches,
+    ) -> None:
+        super().__init__(job, models, optimizers, batches)
+        self.needs_equal_micro_batches = True  # each forward gathers parameters
+        self._roots = [model for model in models if isinstance(model, FSDPModule)]
+        if len(optimizers) > 1:
+            raise ConfigError("a training of sharded models has one optimizer.")
+
+    def check(self) -> None:
+        owned = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
+        for model in self._models:
+            named = dict(model.named_parameters())
+            loose = [n for n, p in named.items() if p.requires_grad and not isinstance(p, DTensor)]
+            owned -= {id(p) for p in named.values()}
+            if loose:
+                raise self._error(
+                    f"fsdp does not know {listed(loose)}: the gradients would differ over ranks.",
+                    why="added after the model was sharded.",
+                    fix="call paceline.fsdp(...) when all parameters are in the model.",
+                    names=loose,
+                )
+            warn_untrained(model, self._optimizers)
+        if owned:
+            raise self._error(
+                f"the optimizer holds {len(owned)} parameters that are in no model.",
+                why="fsdp replaces the parameters, so an optimizer made before it holds the old ones.",
+                fix="make the optimizer after paceline.fsdp(...).",
+                names=[],
+            )
+
+    def before_forward(self, micro: MicroBatch) -> None:
+        super().before_forward(micro)
+        for root in self._roots:
+            root.set_requires_gradient_sync(micro.is_last)
+            root.set_is_last_backward(micro.is_last)
+
+    def finish(self, optimizer: Optimizer) -> None:
+        names = [
+            name
+            for model in self._models
+            for name, p in model.named_parameters()
+            if p.requires_grad and p.grad is None
+        ]
+        if names:
+            raise self._error(
+                f"no gradient reached {listed(names)}.",
+                why="FSDP sums the gradients of a block together, so each rank must have all of them.",
+                fix="freeze what is never used with requires_grad_(False) before paceline.fsdp(...).",
+                names=names,
+            )
+
+    def grad_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        norm = get_total_norm(gradients, foreach=True)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def whole_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in model.state_dict().items()
+        }
+
+    def _error(self, what: str, *, why: str, fix: str, names: list[str]) -> GradientError:
+        return GradientError(what, where=self._job.where(), why=why, fix=fix, parameters=names)
