@@ -12,6 +12,25 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from paceline.checkpoint.manager import Checkpoints as Checkpoints
     from paceline.data.batches import Batches as Batches
+    from paceline.errors import AuditError as AuditError
+    from paceline.errors import CheckpointError as CheckpointError
+    from paceline.errors import CollectiveTimeout as CollectiveTimeout
+    from paceline.errors import ConfigError as ConfigError
+    from paceline.errors import CountError as CountError
+    from paceline.errors import DataError as DataError
+    from paceline.errors import Desync as Desync
+    from paceline.errors import EvaluationError as EvaluationError
+    from paceline.errors import GradientError as GradientError
+    from paceline.errors import LauncherError as LauncherError
+    from paceline.errors import LaunchFailed as LaunchFailed
+    from paceline.errors import LossError as LossError
+    from paceline.errors import NonFinite as NonFinite
+    from paceline.errors import PacelineError as PacelineError
+    from paceline.errors import PeerFailed as PeerFailed
+    from paceline.errors import RankDisagreement as RankDisagreement
+    from paceline.errors import SampleError as SampleError
+    from paceline.errors import SaveFailed as SaveFailed
+    from paceline.errors import StepError as StepError
     from paceline.job.collectives import agree as agree
     from paceline.job.collectives import gather as gather
     from paceline.job.collectives import on_rank0 as on_rank0
@@ -19,6 +38,7 @@ if TYPE_CHECKING:
     from paceline.job.job import join as join
     from paceline.job.preemption import Preempted as Preempted
     from paceline.launch.spawning import spawn as spawn
+    from paceline.metrics.step_loss import StepLoss as StepLoss
     from paceline.parallel.ddp import ddp as ddp
     from paceline.parallel.fsdp import fsdp as fsdp
     from paceline.parallel.modules import unwrap as unwrap
@@ -26,25 +46,51 @@ if TYPE_CHECKING:
     from paceline.training.evaluation import Evaluation as Evaluation
     from paceline.training.evaluation import evaluate as evaluate
     from paceline.training.state import load_weights as load_weights
+    from paceline.training.step import Step as Step
+    from paceline.training.trainer import Fit as Fit
+    from paceline.training.trainer import Moment as Moment
     from paceline.training.trainer import PerToken as PerToken
     from paceline.training.trainer import Trainer as Trainer
     from paceline.training.trainer import Validation as Validation
     from paceline.training.training import Training as Training
 
 _HOMES = {
+    "AuditError": "paceline.errors",
     "Batches": "paceline.data.batches",
+    "CheckpointError": "paceline.errors",
     "Checkpoints": "paceline.checkpoint.manager",
+    "CollectiveTimeout": "paceline.errors",
+    "ConfigError": "paceline.errors",
+    "CountError": "paceline.errors",
+    "DataError": "paceline.errors",
+    "Desync": "paceline.errors",
     "Evaluation": "paceline.training.evaluation",
+    "EvaluationError": "paceline.errors",
+    "Fit": "paceline.training.trainer",
+    "GradientError": "paceline.errors",
     "Job": "paceline.job.job",
+    "LaunchFailed": "paceline.errors",
+    "LauncherError": "paceline.errors",
+    "LossError": "paceline.errors",
+    "Moment": "paceline.training.trainer",
+    "NonFinite": "paceline.errors",
+    "PacelineError": "paceline.errors",
+    "PeerFailed": "paceline.errors",
     "PerToken": "paceline.training.trainer",
     "Preempted": "paceline.job.preemption",
+    "RankDisagreement": "paceline.errors",
+    "SampleError": "paceline.errors",
+    "SaveFailed": "paceline.errors",
+    "Step": "paceline.training.step",
+    "StepError": "paceline.errors",
+    "StepLoss": "paceline.metrics.step_loss",
     "Trainer": "paceline.training.trainer",
     "Training": "paceline.training.training",
     "Validation": "paceline.training.trainer",
     "agree": "paceline.job.collectives",
     "ddp": "paceline.parallel.ddp",
-    "fsdp": "paceline.parallel.fsdp",
     "evaluate": "paceline.training.evaluation",
+    "fsdp": "paceline.parallel.fsdp",
     "gather": "paceline.job.collectives",
     "join": "paceline.job.job",
     "load_weights": "paceline.training.state",

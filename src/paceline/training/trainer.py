@@ -1,7 +1,7 @@
-"""`Trainer`: model, loss, optimizer and data in, no loop. Written with the public parts alone.
+"""`Trainer`: training without writing a loop. It uses public names only.
 
-A test holds it bit-equal to the same loop by hand; who needs more than the events below writes that loop,
-which is twenty lines (see docs/own_loop.md).
+A test asserts that its result is bit-equal to the same loop in docs/own_loop.md. Programs that need more than
+the events below write that loop.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Batch = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What to evaluate at the end of epochs.
+    """What `Trainer` evaluates at the end of epochs.
 
     Args:
         dataset: Map-style.
-        score: As for `evaluate`; None gives the loss alone.
+        score: As for `evaluate`; None computes only the loss.
         micro_batch: Samples in a forward.
-        every_epochs: At the end of every how many epochs; the last one always counts.
+        every_epochs: Number of epochs between evaluations. The last epoch is always evaluated.
 
     Collective: none.
     """
@@ -59,7 +59,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class PerToken:
-    """Marks a loss that gives a pair (sum over tokens, number of tokens), so tokens weigh alike.
+    """A loss function that returns a pair (sum over tokens, number of tokens), so that tokens weigh alike.
 
     Collective: none.
     """
@@ -72,7 +72,15 @@ class PerToken:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What a function on an event is given; `step` and `evaluation` where the event has them."""
+    """What `Trainer.fit` passes to a function on an event.
+
+    Attributes:
+        event: Name of the event.
+        step: The step of the event; None for "start" and "end".
+        evaluation: The result of "validated", and the last one for "end".
+
+    Collective: none.
+    """
 
     event: str
     job: Job
@@ -83,7 +91,15 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What `fit` gives: the trained model (unwrapped), steps and epochs done, the last evaluation."""
+    """What `Trainer.fit` returns.
+
+    Attributes:
+        model: The trained model, unwrapped.
+        steps, epochs: How many are done, counted from the start of the training.
+        evaluation: The last one; None without `validation`.
+
+    Collective: none.
+    """
 
     model: nn.Module
     steps: int
@@ -92,25 +108,25 @@ class Fit:
 
 
 class Trainer:
-    """Trains a model on all ranks of the job as if on one.
+    """Trains a model on all ranks of the job as on one.
 
     Args:
-        model: A module, or a function without arguments that builds it after the job has been seeded, so
-            that its weights follow from the seed.
-        loss: `loss(output, target)`: the sum over the samples, or `PerToken(...)` of a function that gives a
-            pair (sum, number of tokens). A function of torch with a `reduction` is called with "sum".
-        optimizer: A function from parameters to an optimizer.
+        model: A module, or a function without arguments that builds it. The function is called after the
+            generators are seeded, so its weights depend on the seed.
+        loss: `loss(output, target)`: the sum over the samples, or `PerToken(...)` of a function that returns
+            a pair (sum, number of tokens). A function of torch with a `reduction` is called with "sum".
+        optimizer: A function that returns an optimizer of the parameters it is given.
         data: Samples (input, ..., target): map-style or a stream.
         global_batch: Samples of one optimizer step over all ranks.
         precision: "fp32", "bf16", "fp16" or "auto".
         validation: What to evaluate after epochs.
-        schedule: A function from an optimizer to a scheduler of torch.
-        reproducible: Whether the result is equal to the last bit on any number of ranks.
+        schedule: A function that returns a scheduler of torch for the optimizer it is given.
+        reproducible: Whether the result is bit for bit equal on any number of ranks.
         bucket_mb: Size of a gradient bucket in MiB; see `ddp`.
-        desync_every: After how many steps replicas are compared; see `Training`.
+        desync_every: Number of steps between comparisons of the replicas; see `Training`.
         desync_also: What is compared besides weights and optimizer state; see `Training`.
 
-    Collective: none to make it.
+    Collective: none to create it.
     """
 
     def __init__(
@@ -159,16 +175,16 @@ class Trainer:
         resume: str = "auto",
         on: Mapping[str, Callable[[Moment], None]] | None = None,
     ) -> Fit:
-        """Train up to the end of `epochs` epochs; joins the job first, unless one is joined already.
+        """Train to the end of `epochs` epochs. Joins the job first, if none is joined.
 
         Args:
-            seed: What all randomness derives from; has no effect in a job that is joined already.
+            seed: What all randomness derives from; not used if a job is joined already.
             micro_batch: Largest forward of one rank, in samples; None is a rank's whole share.
             workers: Loader processes of each rank.
             clip_norm: Bound of the gradient's 2-norm.
             folder: For metrics.jsonl, checkpoints (each epoch) and the final weights, model.pth.
             resume: "auto", "never" or "must"; see `Checkpoints`.
-            on: Functions by event: "start", "step", "epoch", "validated", "end".
+            on: Functions to call, by event: "start", "step", "epoch", "validated", "end".
 
         Collective: all ranks, same arguments.
         """
@@ -234,27 +250,27 @@ class Trainer:
         clip_norm: float | None,
         on: Mapping[str, Callable[[Moment], None]],
     ) -> Evaluation | None:
-        def tell(event: str, **facts: Any) -> None:
+        def call(event: str, **facts: Any) -> None:
             if event in on:
                 on[event](Moment(event=event, job=job, training=training, **facts))
 
         model = training.models[0]
         evaluation: Evaluation | None = None
-        tell("start")
+        call("start")
         for step in training.steps(epochs=epochs):
             step.run(partial(self._forward, model))
             step.update(clip_norm=clip_norm)
             training.log(loss=step.loss)
-            tell("step", step=step)
+            call("step", step=step)
             if step.ends_epoch:
-                tell("epoch", step=step)
+                call("epoch", step=step)
                 if self._is_due(step.epoch + 1, epochs):
                     evaluation = self._evaluate(job, model)
                     training.log(**_numbers(evaluation))
-                    tell("validated", step=step, evaluation=evaluation)
+                    call("validated", step=step, evaluation=evaluation)
         if evaluation is None and self._validation is not None:
-            evaluation = self._evaluate(job, model)  # the run was finished before
-        tell("end", evaluation=evaluation)
+            evaluation = self._evaluate(job, model)  # an earlier run had finished
+        call("end", evaluation=evaluation)
         return evaluation
 
     def _forward(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
@@ -284,14 +300,14 @@ class Trainer:
 def _parts(batch: Batch) -> tuple[Any, ...]:
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise ConfigError(
-            f"Trainer wants samples (input, ..., target), got {type(batch).__name__}.",
-            fix="let the dataset give tuples, or write the loop (docs/own_loop.md).",
+            f"Trainer needs samples (input, ..., target), got {type(batch).__name__}.",
+            fix="return tuples from the dataset, or write the loop (docs/own_loop.md).",
         )
     return tuple(batch)
 
 
 def _summing(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss as a sum: torch's functions are told so, its modules must have been."""
+    """The loss as a sum: torch's functions get reduction="sum", its modules must have it."""
     if isinstance(loss, nn.Module):
         if getattr(loss, "reduction", "sum") != "sum":
             raise ConfigError(
@@ -307,7 +323,7 @@ def _summing(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _numbers(evaluation: Evaluation) -> dict[str, float]:
-    """The results that are single numbers, as they go to the log."""
+    """The results that are single numbers, by their names in the log."""
     return {
         f"validation_{name}": float(value)
         for name, value in evaluation.values.items()
