@@ -171,7 +171,7 @@ CHANGES = [
         "ranks.0.variables",
         {"OMP_NUM_THREADS": "8"},
         "warn",
-        "a: OMP_NUM_THREADS=8, while 8 cores are there for 2 ranks.",
+        "a: OMP_NUM_THREADS=8, while 8 cores are usable for 2 ranks.",
     ),
     (
         "ranks.0.variables",
@@ -183,7 +183,7 @@ CHANGES = [
         "ranks.0.variables",
         {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
         "warn",
-        "a: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each collective by another one.",
+        "a: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each collective with another one.",
     ),
     (
         "ranks.0.folder",
@@ -291,7 +291,7 @@ def test_what_is_wrong_comes_first_and_what_is_well_once(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "warn  memory: 1 process died for memory in the container of b."
     assert lines[1].startswith("      cure: ")
-    assert "ok    devices: a: 2 x H. (and so 1 more)" in lines
+    assert "ok    devices: a: 2 x H. (and 1 more)" in lines
     assert len([line for line in lines if "devices" in line]) == 1
 
 

@@ -1,4 +1,4 @@
-"""The subcommand `doctor`: what would go wrong on these hosts, before a job finds out."""
+"""The subcommand `doctor`: find faults of these hosts before a job runs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from paceline.errors import PacelineError
 if TYPE_CHECKING:
     from paceline.doctor.findings import Finding
 
-HELP = "examine this host, or all hosts of a job, before it runs"
+HELP = "check this host, or all hosts of a job, before the job runs"
 
 _FAIL = 1
 _USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Examine: 0 nothing fails, 1 something does, 2 the ranks could not meet.
-
-    Collective: all ranks of a job, or one process.
-    """
+    """Exit code 0 if nothing fails, 1 if something fails, 2 if the ranks could not meet."""
     given = _parser().parse_args(argv)
     # Torch is imported here and not for --help.
     from paceline.doctor.findings import Need, judge
@@ -43,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if found["prints"]:
         _print(findings, found, code, as_json=given.json)
     if any("error" in facts for facts in found["reduce"]):
-        # A thread may be left that waits in Gloo, and would abort the interpreter's end.
+        # A thread may still wait in Gloo, and would abort the shutdown of the interpreter.
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -57,8 +54,8 @@ def _print(findings: list[Finding], found: dict[str, Any], code: int, *, as_json
     for finding in sorted(findings, key=lambda f: ("fail", "warn", "ok").index(f.level)):
         alike = [f for f in findings if (f.level, f.name) == ("ok", finding.name)]
         if finding in alike[1:]:
-            continue  # what is well is said of the first host alone
-        more = f" (and so {len(alike) - 1} more)" if alike[1:] and finding is alike[0] else ""
+            continue  # an ok finding is printed for the first host only
+        more = f" (and {len(alike) - 1} more)" if alike[1:] and finding is alike[0] else ""
         print(f"{finding.level:<5} {finding.name}: {finding.what}{more}")
         if finding.cure:
             print(f"      cure: {finding.cure}")
@@ -68,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paceline doctor",
         description=HELP + ". For all hosts: paceline run [options] -m paceline doctor",
-        epilog="exit codes: 0 nothing fails, 1 something does, 2 the ranks could not meet",
+        epilog="exit codes: 0 nothing fails, 1 something fails, 2 the ranks could not meet",
     )
     parser.add_argument("--folder", type=Path, metavar="PATH", help="the run folder: test its disk")
     parser.add_argument(

@@ -1,7 +1,8 @@
-"""The command `paceline`: finds the subcommand and hands it the rest of the line.
+"""The command `paceline`: calls the subcommand with the remaining arguments.
 
-A subcommand is a module of this package with `HELP`, one line, and `main(argv) -> int`; to add one, put
-its name into `COMMANDS`. No module is imported but the one that is called, and `--help` imports no torch.
+A subcommand is a module of this package with `HELP`, one line, and `main(argv) -> int`; to add one,
+add its name to `COMMANDS`. Only the module of the called subcommand is imported, and `--help` imports no
+torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ COMMANDS = ("run", "verify", "doctor", "explain", "ckpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. Collective: as the subcommand says."""
+    """Run the command line; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
         code: int = import_module(f"paceline.cli.{words[0]}").main(words[1:])

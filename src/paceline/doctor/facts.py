@@ -1,4 +1,4 @@
-"""What one rank can say of its host and itself, as plain values that JSON can carry. It judges nothing."""
+"""Facts about one rank and its host, as values that JSON can represent, without judgement."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ _WRITTEN_BYTES = 64 << 20
 
 
 def gather(place: RankInfo, folder: Path | None) -> Facts:
-    """Facts of this rank, and of its host where this is the host's first rank.
+    """Facts of this rank, and of its host if this is the host's first rank.
 
     Args:
-        folder: The run folder; it is written to, and what is written is removed.
-
-    Collective: none.
+        folder: the run folder, to test its disk with a file that is removed again.
     """
     facts: Facts = {
         "rank": place.rank,
@@ -122,7 +120,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def _names() -> Facts:
-    """This host's own name, to addresses and back."""
+    """The addresses of this host's name, and the names of these addresses."""
     back = {}
     for address in addresses_of(socket.gethostname()):
         with contextlib.suppress(OSError):
@@ -131,12 +129,12 @@ def _names() -> Facts:
 
 
 def _folder(folder: Path) -> Facts:
-    """Space and speed of a folder's disk, as a checkpoint would meet it: one file, made durable."""
+    """Free space and write speed of a folder's disk, with one file that is synchronized like a checkpoint."""
     path = folder / f".paceline-doctor-{secrets.token_hex(4)}"
     facts: Facts = {"path": str(folder.resolve())}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        data = os.urandom(1 << 20)  # what compresses would flatter some filesystems
+        data = os.urandom(1 << 20)  # incompressible, because some filesystems compress
         began = time.perf_counter()
         with path.open("wb") as file:
             for _ in range(_WRITTEN_BYTES // len(data)):
@@ -149,6 +147,6 @@ def _folder(folder: Path) -> Facts:
     except OSError as error:
         facts["error"] = f"{error.strerror}"
     finally:
-        with contextlib.suppress(OSError):  # it may never have been
+        with contextlib.suppress(OSError):  # it may not exist
             path.unlink()
     return facts

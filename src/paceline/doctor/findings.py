@@ -1,4 +1,4 @@
-"""From facts to findings: ok, warn or fail, one sentence, one cure. Pure."""
+"""Judge facts: each finding is ok, warn or fail, with one sentence and one cure. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence on one subject, with a cure unless all is well."""
+    """One sentence on one subject, with a cure unless the level is ok."""
 
     name: str
     level: Level
@@ -37,14 +37,14 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What the job will ask for: loader workers of each rank, and the size of a batch in bytes."""
+    """What the job will need: loader workers of each rank, and the size of a batch in bytes."""
 
     workers: int = 0
     batch_bytes: int = 0
 
 
 def judge(found: Facts, need: Need) -> list[Finding]:
-    """All findings on what `session.examine` gives, host by host, then between hosts."""
+    """All findings on the facts of `session.examine`: host by host, then between hosts."""
     ranks: list[Facts] = found["ranks"]
     hosts = [facts for facts in ranks if facts["local_rank"] == 0]
     names = _names(hosts)
@@ -63,7 +63,7 @@ def judge(found: Facts, need: Need) -> list[Finding]:
 
 
 def _names(hosts: list[Facts]) -> dict[int, str]:
-    """A name for each host by its first rank; containers often share one."""
+    """A name for each host, by its first rank; containers often have equal host names."""
     names = [host["host"] for host in hosts]
     return {
         h["rank"]: h["host"] if names.count(h["host"]) == 1 else f"{h['host']} (rank {h['rank']})"

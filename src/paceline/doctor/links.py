@@ -1,7 +1,7 @@
-"""The way from each host to each other one, by plain sockets: does it open, how fast, how late is the clock.
+"""Links from each host to each other host, by plain sockets: reachability, latency, rate and clock offset.
 
-Each host listens on the address that leads to the others, on a port that the kernel chose and on one of
-those that firewalls are told of. Who connects must give the job's key. No torch, no pickle.
+Each host listens on the address that leads to the others, on a port that the kernel chooses and on one of the
+range that firewalls usually open. A client must send the job's key. Uses no torch and no pickle.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from paceline.job.environment import FIREWALL_PORTS
 _CONNECT_S = 3.0
 _IO_S = 30.0
 _PINGS = 20
-_SIZES = {b"s": 1 << 20, b"l": 32 << 20}  # the large one where the link carries it in a moment
+_SIZES = {b"s": 1 << 20, b"l": 32 << 20}  # the large one only if the link is fast enough
 _CHUNK = 1 << 20
 _MOMENT_S = 0.2
-# Who connects more often than this, at the same time, waits for those that were first to leave.
+# Limits clients at one time; others wait.
 _AT_ONCE = 32
 _PAUSE_S = 0.01
 _KEY_CHARS = 64
@@ -51,13 +51,13 @@ class Listener:
             self._start(self._accept, listening)
 
     def close(self) -> None:
-        """Stop listening, when those that are being answered have left."""
+        """Stop listening, and wait for the clients that are being answered."""
         self._open = False
         for listening in self._sockets:
             with contextlib.suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)  # wakes accept()
             listening.close()
-        for _ in range(2):  # one that accepts may have begun to answer meanwhile
+        for _ in range(2):  # a thread that accepts may have started another one
             for thread in self._threads:
                 thread.join(_IO_S)
 
@@ -72,14 +72,14 @@ class Listener:
             try:
                 peer = listening.accept()[0]
             except OSError:
-                time.sleep(_PAUSE_S)  # closed; or the peer has left, or too many files are open
+                time.sleep(_PAUSE_S)  # closed, the peer has left, or too many files are open
                 continue
             self._room.acquire()
             self._start(self._serve, peer)
 
     def _serve(self, peer: socket.socket) -> None:
         try:
-            with peer, contextlib.suppress(OSError):  # the one who asked says what went wrong
+            with peer, contextlib.suppress(OSError):  # the client reports what failed
                 peer.settimeout(_CONNECT_S)
                 if not hmac.compare_digest(_receive(peer, _KEY_CHARS), self._key):
                     return
@@ -93,7 +93,7 @@ class Listener:
 
 
 def measure(ends: Facts, key: str, host: str) -> Facts:
-    """The way from here to another host's `ends`: reachable, latency, rate, clock, and its name here."""
+    """Measure the link from here to another host's `ends`, and resolve its name here."""
     link: Facts = {"name_leads_to": addresses_of(host)}
     for kind in ("fixed", "ephemeral"):
         if ends[kind] is None:
@@ -114,7 +114,7 @@ def measure(ends: Facts, key: str, host: str) -> Facts:
 
 
 def rounds(size: int, me: int) -> Iterator[int]:
-    """Whom host `me` asks in each round, so that no host is asked by two at once."""
+    """The host that host `me` measures in each round; no two hosts measure the same one at once."""
     return ((me + step) % size for step in range(1, size))
 
 
@@ -122,7 +122,7 @@ def _speed(way: socket.socket) -> Facts:
     pings = []
     for _ in range(_PINGS):
         there, back, told = _ask(way, _PING)
-        # The peer looked at its clock half way, as far as anybody can tell.
+        # Assume that the peer read its clock half way.
         pings.append((back - there, told - (there + back) / 2))
     rate = 0.0
     for request, size in _SIZES.items():

@@ -1,4 +1,4 @@
-"""Variables of NCCL, Gloo, OpenMP and CUDA that contradict the machine. Pure."""
+"""Judge variables of NCCL, Gloo, OpenMP and CUDA against the machine. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from paceline.doctor.facts import Facts
 
-# Set to anything but 0 they cost speed, and are often left over from a search for a fault.
+# Any value but 0 costs speed; they often remain set after a search for a fault.
 _COSTLY = {
     "NCCL_P2P_DISABLE": "GPUs of one host talk through the host's memory",
     "NCCL_SHM_DISABLE": "ranks of one host talk through the network",
-    "CUDA_LAUNCH_BLOCKING": "each kernel is waited for",
+    "CUDA_LAUNCH_BLOCKING": "the CPU waits for each kernel",
 }
 
 
 def judge_variables(host: Facts, *, several_hosts: bool) -> Iterator[tuple[str, str]]:
-    """What is wrong with the variables of a host's first rank, and the cure."""
+    """Problems with the variables of a host's first rank, each with its cure."""
     variables: dict[str, str] = host["variables"]
     names = list(host["interfaces"])
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -31,7 +31,7 @@ def judge_variables(host: Facts, *, several_hosts: bool) -> Iterator[tuple[str, 
             yield f"{variable}={variables[variable]}: {price}.", "unset it unless it is needed."
     if variables.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
         yield (
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL checks each collective by another one.",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL checks each collective with another one.",
             "unset it when the fault is found.",
         )
     if variables.get("NCCL_IB_DISABLE", "0") not in ("", "0") and host["infiniband"]:
@@ -44,7 +44,7 @@ def judge_variables(host: Facts, *, several_hosts: bool) -> Iterator[tuple[str, 
     share = max(1, host["cores"] // host["local_world_size"])
     if threads.isdigit() and int(threads) > share:
         yield (
-            f"OMP_NUM_THREADS={threads}, while {host['cores']} cores are there for "
+            f"OMP_NUM_THREADS={threads}, while {host['cores']} cores are usable for "
             f"{host['local_world_size']} ranks.",
             f"set it to {share}, or leave it to `paceline run`.",
         )
@@ -58,9 +58,9 @@ def judge_variables(host: Facts, *, several_hosts: bool) -> Iterator[tuple[str, 
 
 
 def interface_fits(variable: str, value: str, name: str) -> bool:
-    """Whether an interface is meant by the variable: Gloo takes names, NCCL beginnings of names.
+    """Whether the variable selects an interface: Gloo takes names, NCCL prefixes of names.
 
-    NCCL's `=` in front asks for whole names, its `^` excludes.
+    For NCCL, a leading `=` means whole names, and `^` excludes.
     """
     if variable.startswith("GLOO"):
         return name in value.split(",")
