@@ -300,7 +300,9 @@ def _wait(until: Any, folder: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("words", [["-n", "3"], ["-n", "2", "--mpi=pmi2"]])
+@pytest.mark.parametrize(
+    "words", [["-n", "3"], pytest.param(["-n", "2", "--mpi=pmi2"], marks=pytest.mark.slow)]
+)
 def test_a_slurm_step(tmp_path: Path, slurm: dict[str, str], words: list[str]) -> None:
     done = finish(launch(["srun", *words, *script(tmp_path, FACTS)], tmp_path, **slurm))
     assert lines(done, "slurm") == expected("slurm", int(words[1]))
@@ -325,7 +327,7 @@ def test_a_batch_script_and_its_step(tmp_path: Path, slurm: dict[str, str]) -> N
 @pytest.mark.parametrize(
     "inner",
     [
-        [str(BIN / "torchrun"), "--standalone"],
+        pytest.param([str(BIN / "torchrun"), "--standalone"], marks=pytest.mark.slow),
         [sys.executable, "-m", "paceline", "run"],
     ],
 )

@@ -133,7 +133,7 @@ def test_a_node_whose_rank_is_done_tells_those_that_wait_for_it(
         if unseen:
             assert "\nhang: rank 0 (host " in end.err
             assert "has not entered it: ended with exit code 0\n" in end.err
-            assert "\nwhy:  it came to its end while the others go on.\n" in end.err
+            assert "\nwhy:  it finished while the others still run.\n" in end.err
         else:
             said = "paceline: rank 1 ended with exit code 0 while the others went on"
             assert said in end.err.splitlines(), ends

@@ -155,6 +155,7 @@ def test_a_signal_to_one_rank(tmp_path: Path, undisturbed: str) -> None:
     assert weights(run(RANKS, SCRIPT, tmp_path)) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_long_evaluation(tmp_path: Path) -> None:
     process = begin(tmp_path, EVALUATE="1")
     wait_for(process, tmp_path, "scored", 2)
@@ -234,7 +235,9 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
+@pytest.mark.parametrize(
+    ("number", "code"), [("SIGUSR1", 138), pytest.param("SIGTERM", 143, marks=pytest.mark.slow)]
+)
 def test_a_script_without_a_training_ends_as_always(tmp_path: Path, number: str, code: int) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
     process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path, PACELINE_PRELOAD="0")

@@ -20,7 +20,7 @@ MUCH = """
 import os, sys
 rank = os.environ["RANK"]
 sys.stdout.buffer.write(b"\\xff\\x00\\n")
-for number in range(200_000):
+for number in range(100_000):
     sys.stdout.write(f"{number} {'x' * (number % 90)}\\n")
 sys.stderr.write("end without newline")
 """
@@ -31,7 +31,7 @@ def test_much_output_arrives_whole(tmp_path: Path) -> None:
     assert done.code == 0
     for rank in ("0", "1"):
         mine = [line[4:] for line in done.out.splitlines() if line.startswith(f"[{rank}] ")]
-        assert mine[1:] == [f"{number} {'x' * (number % 90)}" for number in range(200_000)]
+        assert mine[1:] == [f"{number} {'x' * (number % 90)}" for number in range(100_000)]
         assert f"[{rank}] end without newline" in done.err.splitlines()
 
 
