@@ -1,11 +1,11 @@
-"""All-reduce on one host: the shared-memory backend against Gloo, and against MPI where mpi4py is installed.
+"""All-reduce on one host: the `shm` backend compared with Gloo, and with MPI if mpi4py is installed.
 
     python benchmarks/allreduce.py [--ranks 2 4] [--rounds 15]
 
-All sides run in the same processes (mpiexec's, where there is one), in turn, round after round, one thread a
-rank; a barrier of Gloo comes before each. Each side gives its median time of a call per round, of the slowest
-rank; the table shows medians over rounds and the ratio of each round to the shared memory of the same round,
-with its spread. The sums are checked after every round.
+All sides run in the same processes and take turns in each round. With MPI, mpiexec starts the processes. Each
+rank uses one thread. A Gloo barrier precedes each measurement. In each round a side reports the median time
+of a call on its slowest rank. The table shows the median over rounds, and the ratio to `shm` in the same
+round with its spread. The sums are checked in every round.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from tables import publish
 import paceline
 from paceline.testing import run_ranks
 
-SIZES = {4 << 10: 300, 1 << 20: 60, 25 << 20: 6}  # bytes: calls in a round
+SIZES = {4 << 10: 300, 1 << 20: 60, 25 << 20: 6}  # tensor size in bytes: calls per round
 
-
-Side = Callable[[torch.Tensor], Callable[[], Any]]  # from a tensor to what sums it over ranks
+# Takes a tensor, returns a function that sums it over ranks.
+Side = Callable[[torch.Tensor], Callable[[], Any]]
 
 
 def median_call(side: Side, job: Any, size: int, calls: int) -> float:
-    """The median of `calls` calls in us, of the slowest rank."""
+    """The median time of `calls` calls in us, on the slowest rank."""
     tensor = torch.ones(size // 4)
     reduce = side(tensor)
     dist.barrier(group=job.control)
     times = []
     for _ in range(calls):
-        tensor.fill_(1)  # as a backward does, which leaves it in the cache of its core
+        tensor.fill_(1)  # like a backward pass, this leaves the tensor in the cache
         began = time.perf_counter()
         reduce()
         times.append(time.perf_counter() - began)
@@ -54,12 +54,12 @@ def median_call(side: Side, job: Any, size: int, calls: int) -> float:
 
 
 def sides_of(job: Any) -> dict[str, Side]:
-    """What is measured, by name."""
+    """The measured implementations by name."""
     shm, gradients = (dist.new_group(backend="shm") for _ in range(2))
     gloo = dist.new_group(backend="gloo")
 
     def as_gradient(tensor: torch.Tensor) -> Callable[[], Any]:
-        # As `paceline.ddp` does with its buckets: the tensor itself lies in memory of all ranks.
+        # `paceline.ddp` does the same with its buckets: the tensor itself is in shared memory.
         parameter = torch.nn.Parameter(torch.empty_like(tensor))
         parameter.grad = tensor
         gradients.share_gradients([parameter])
@@ -67,7 +67,7 @@ def sides_of(job: Any) -> dict[str, Side]:
 
     sides: dict[str, Side] = {
         "shm": lambda tensor: lambda: dist.all_reduce(tensor, group=shm),
-        "shm, of a gradient": as_gradient,
+        "shm, gradient": as_gradient,
         "gloo": lambda tensor: lambda: dist.all_reduce(tensor, group=gloo),
     }
     if "PACELINE_MPI" in os.environ:
@@ -82,7 +82,7 @@ def sides_of(job: Any) -> dict[str, Side]:
 
 
 def measure(job: Any, rounds: int) -> dict[int, dict[str, list[float]]]:
-    """For each size and side, one median per round."""
+    """One median per round for each size and side."""
     torch.set_num_threads(1)
     sides = sides_of(job)
     found: dict[int, dict[str, list[float]]] = {}
@@ -97,7 +97,7 @@ def measure(job: Any, rounds: int) -> dict[int, dict[str, list[float]]]:
 
 
 def run(ranks: int, rounds: int) -> dict[int, dict[str, list[float]]]:
-    """The times on so many ranks, as rank 0 has them."""
+    """The times measured by rank 0 of `ranks` ranks."""
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if mpiexec is None or not importlib.util.find_spec("mpi4py"):
         times: dict[int, dict[str, list[float]]] = run_ranks(
@@ -111,7 +111,7 @@ def run(ranks: int, rounds: int) -> dict[int, dict[str, list[float]]]:
 
 
 def as_mpi_rank(rounds: int) -> None:
-    """One rank of mpiexec; the first prints the times."""
+    """Run as one rank of mpiexec. Rank 0 prints the times."""
     with paceline.join(device="cpu") as job:
         found = measure(job, rounds)
         if job.rank == 0:
@@ -139,7 +139,7 @@ def rows_of(ranks: int, found: dict[int, dict[str, list[float]]]) -> list[dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()

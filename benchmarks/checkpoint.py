@@ -1,12 +1,15 @@
-"""What a save of 210 MB costs a training: Paceline against `dcp.async_save` and `torch.save`.
+"""The cost of saving a 210 MB checkpoint during training: Paceline, `dcp.async_save` and `torch.save`.
 
     python benchmarks/checkpoint.py [--rounds 9] [--nproc 1 2]
 
-An MLP whose parameters and AdamW moments are 210 MB trains; every 20th step is followed by a save. **stall**:
-what the step boundary and the step after it take over the median step. **steps**: the median of the 19 steps
-after that, over the same steps of a training that does not save. **until saved**: from the step boundary to
-the end of the write, waited for between rounds, so that no side writes into another's time. The sides take
-turns in one process, round after round; medians over rounds after one that warms up. All fsync.
+The model is an MLP. Its parameters and AdamW moments take 210 MB. Each round trains 20 steps after a save.
+
+    stall        extra time of the step boundary with the save and of the step after it
+    later steps  median of the next 19 steps, as a ratio to the same steps without a save
+
+Each round waits for the end of the write, so that no side writes during the measurement of another. The
+sides take turns in one process. The table shows medians over rounds, after one warm-up round. All sides call
+fsync.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ Wait = Callable[[], object]
 def sides(
     job: Any, model: nn.Module, optimizer: Any, folder: Path
 ) -> dict[str, tuple[Callable[[int], Wait], Callable[[], None]]]:
-    """For each side: a function that begins a save and gives one that waits; one before each update."""
+    """Per side: a function that begins a save and returns one that waits, and one to call before updates."""
     checkpoints = paceline.Checkpoints(folder / "paceline", keep=2)
     checkpoints.resume(job)
     group = dist.new_group(backend="gloo") if job.group is not None else None
@@ -88,10 +91,10 @@ def sides(
 
 
 def measure(job: Any, rounds: int, folder: str) -> dict[str, list[tuple[float, float, float]]]:
-    """For each side and round: stall, median of the later steps, and time until saved, in seconds."""
+    """Stall, median of the later steps and time until saved, in seconds, for each side and round."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # more would spin while other work has their cores
+    torch.set_num_threads(1)  # more threads would spin while other work uses their cores
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     model = paceline.ddp(job, nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -1,11 +1,16 @@
-"""Kill a process while it saves, and look whether anything was lost.
+"""Kill a process while it saves a checkpoint, and check that no checkpoint is lost or damaged.
 
     python benchmarks/faults.py [--random 900] [--calls 200] [--ranks 20] [--seed 1]
 
-A child saves steps 1, 2, 3, ... with `keep=2` and says each that is saved; it is killed (SIGKILL). Then what
-is there must be whole, equal to what was saved, and hold the last step that the child said. **random**: after
-a random time. **calls**: by strace, on entering the N-th call of each system call that a save makes; without
-strace there are none. **ranks**: one of 3 ranks kills itself after a random time. The table has counts.
+A child process saves steps 1, 2, 3, ... with `keep=2` and reports each saved step, until SIGKILL ends it.
+Then every committed checkpoint must be complete and equal to what was saved, and the last reported step must
+exist.
+
+    random   kill after a random time
+    calls    kill at the N-th call of each system call of a save; needs strace, otherwise skipped
+    ranks    one of 3 ranks kills itself after a random time
+
+The table shows how often each outcome occurred.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from paceline.checkpoint.reader import read
 from paceline.checkpoint.store import committed, open_store, read_manifest
 from paceline.testing import run_failing_ranks
 
-# Those that write come first, since a small count stops early.
+# Calls that write come first, because a small --calls covers only the beginning of the list.
 CALLS = ("openat", "write", "fsync", "rename", "mkdir", "close", "unlink", "unlinkat", "rmdir")
 CALLS += ("newfstatat", "getdents64", "lseek", "read")
 KEEP = 2
@@ -42,15 +47,15 @@ def content(step: int) -> dict[str, Any]:
     return {"step": step, "a": torch.full((20_000,), float(step)), "b": torch.full((7, 300), step)}
 
 
-def save_all(job: Any, folder: str, first: int, said: Any, until: int = 10**6) -> None:
+def save_all(job: Any, folder: str, first: int, report: Any, until: int = 10**6) -> None:
     checkpoints = paceline.Checkpoints(folder, keep=KEEP)
     for step in range(first, until):
         checkpoints.save(job, step, content(step))
-        said(step)
+        report(step)
 
 
 def child(folder: str, first: int, until: int, *, stop_at: int = 0) -> tuple[int, int]:
-    """Fork a process that saves; its pid, and a pipe on which it says the steps that are saved."""
+    """Fork a process that saves. Return its pid and a pipe from which to read the saved steps."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid:
@@ -58,26 +63,26 @@ def child(folder: str, first: int, until: int, *, stop_at: int = 0) -> tuple[int
         return pid, ours
     try:
 
-        def said(step: int) -> None:
+        def report(step: int) -> None:
             os.write(theirs, b"%d\n" % step)
             if step == stop_at:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
         with paceline.join() as job:
-            save_all(job, folder, first, said, until)
+            save_all(job, folder, first, report, until)
         os._exit(0)
     except BaseException:
         traceback.print_exc()
         os._exit(3)
 
 
-def last_said(pipe: int) -> int:
+def last_reported(pipe: int) -> int:
     with os.fdopen(pipe) as file:
         return max((int(line) for line in file.read().split()), default=0)
 
 
-def verdict(folder: str, said: int, started: int) -> str:
-    """What became of the folder after a kill."""
+def outcome(folder: str, reported: int, started: int) -> str:
+    """The state of the folder after a kill: "whole" or a description of the damage."""
     store = open_store(folder)
     steps = committed(store)
     for step in steps:
@@ -88,32 +93,32 @@ def verdict(folder: str, said: int, started: int) -> str:
         want = content(step)
         if not all(torch.equal(torch.as_tensor(found[k]), torch.as_tensor(want[k])) for k in want):
             return "other content"
-    newest = max(said, started)
+    newest = max(reported, started)
     if newest and newest not in steps and not (steps and steps[-1] > newest):
-        return f"lost: step {newest} was saved, there are {steps}"
+        return f"lost: step {newest} was saved, but the folder has {steps}"
     if len(steps) < min(KEEP, newest):
-        return f"lost: older ones; {steps} are left"
+        return f"lost: older steps; the folder has {steps}"
     return "whole"
 
 
 def random_kills(count: int, rng: random.Random) -> Counter[str]:
-    """Kill at random moments, again and again over the same folder, as restarts of one job would be."""
+    """Kill at random times. All children use the same folder, like restarts of one job."""
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         newest = 0
         for _ in range(count):
             pid, pipe = child(folder, newest + 1, 10**6)
-            os.read(pipe, 1)  # one is saved: from here on it saves without pause
+            os.read(pipe, 1)  # the first step is saved; the child saves continuously from here on
             time.sleep(rng.uniform(0, 0.05))
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            found[verdict(folder, last_said(pipe), newest)] += 1
+            found[outcome(folder, last_reported(pipe), newest)] += 1
             newest = max([newest, *committed(open_store(folder))])
     return found
 
 
 def call_kills(count: int, rng: random.Random) -> Counter[str]:
-    """Kill on entering system calls of the third save, which also removes the first."""
+    """Kill at the entry of system calls of the third save, which also deletes the first checkpoint."""
     found: Counter[str] = Counter()
     if shutil.which("strace") is None:
         return found
@@ -150,31 +155,31 @@ def call_kills(count: int, rng: random.Random) -> Counter[str]:
                 beyond[call] = n
                 os.close(pipe)
                 continue
-            found[verdict(folder, last_said(pipe), 2)] += 1
+            found[outcome(folder, last_reported(pipe), 2)] += 1
     found["system calls"] = len(CALLS)
     return found
 
 
 def rank_saves(job: Any, folder: str, first: int, victim: int, delay_s: float) -> None:
-    def said(step: int) -> None:
+    def report(step: int) -> None:
         if job.rank == 0:
-            Path(folder, "said").write_text(str(step))
+            Path(folder, "reported").write_text(str(step))
         if step == first and job.rank == victim:
             threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
-    save_all(job, f"{folder}/c", first, said)
+    save_all(job, f"{folder}/c", first, report)
 
 
 def rank_kills(count: int, rng: random.Random) -> Counter[str]:
-    """Kill one of 3 ranks at random moments; the others have to give up."""
+    """Kill one of 3 ranks at random times. The other ranks must end with an error."""
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         newest = 0
         for _ in range(count):
             victim, delay_s = rng.randrange(3), rng.uniform(0, 0.1)
             run_failing_ranks(rank_saves, folder, newest + 1, victim, delay_s, nproc=3)
-            said = int(Path(folder, "said").read_text() or 0)
-            found[verdict(f"{folder}/c", said, newest)] += 1
+            reported = int(Path(folder, "reported").read_text() or 0)
+            found[outcome(f"{folder}/c", reported, newest)] += 1
             newest = max([newest, *committed(open_store(f"{folder}/c"))])
     return found
 
@@ -188,7 +193,7 @@ def main() -> None:
     args = options.parse_args()
     torch.set_num_threads(1)
     rng = random.Random(args.seed)
-    # DCP is imported by the first save: here, once for all children.
+    # The first save imports DCP. Do it once here, so that the children inherit it.
     with tempfile.TemporaryDirectory() as folder, paceline.join() as job:
         save_all(job, folder, 1, lambda step: None, 2)
     kinds = {"random": random_kills, "calls": call_kills, "ranks": rank_kills}

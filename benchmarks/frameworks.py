@@ -1,12 +1,12 @@
-"""A step on two ranks as other frameworks do it: DDP by hand, Accelerate, Lightning Fabric and its Trainer.
+"""A training step on two ranks: Paceline, plain DDP, Accelerate, Lightning Fabric and Lightning's Trainer.
 
     python benchmarks/frameworks.py [--rounds 7] [--only tiny|comm|comp] [--ranks 2]
 
-The workloads are those of `steps.py`. Each side is a job of its own, so that it takes the process group that
-it takes by itself (Gloo; Paceline: shared memory); all are started by `paceline run` with one thread a rank,
-in turn, round after round. A round gives the median step of the slower rank. The table shows medians over
-rounds, and each round's ratio to DDP by hand with its middle half. All see the same samples in the same
-order and must end with the same weights. Frameworks that are not installed are left out
+The workloads are those of `steps.py`. Each side runs as its own job with the backend that it chooses itself:
+Gloo, or shared memory for Paceline. `paceline run` starts all jobs, with one thread per rank; the sides take
+turns in each round. A round reports the median step time on the slower rank. The table shows medians over
+rounds, and the ratio of each round to plain DDP with its middle half. All sides see the same samples in the
+same order and must end with the same weights. Frameworks that are not installed are skipped
 (`pip install 'paceline[bench]'`).
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from steps import WORKLOADS, Workload, loop_by_hand, loop_of_paceline
+from steps import WORKLOADS, Workload, paceline_loop, plain_loop
 from tables import publish
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -41,7 +41,7 @@ from paceline.data.plan import Position
 from paceline.testing import run_ranks
 
 STEPS = {"tiny": 600, "comm": 40, "comp": 12}
-DISTINCT = 16  # batches, which come again and again
+DISTINCT = 16  # number of different batches; more steps repeat them
 
 
 def samples(work: Workload, ranks: int) -> TensorDataset:
@@ -53,7 +53,7 @@ def samples(work: Workload, ranks: int) -> TensorDataset:
 
 
 def order(job: Any, name: str) -> list[torch.Tensor]:
-    """Which samples Paceline gives this rank in each step, for the others to take the same."""
+    """The samples that Paceline gives this rank in each step. The other sides use the same ones."""
     batch = WORKLOADS[name].batch * job.world_size
     rows = TensorDataset(torch.arange(batch * DISTINCT))
     plan = paceline.Batches(job, rows, global_batch=batch)
@@ -63,7 +63,7 @@ def order(job: Any, name: str) -> list[torch.Tensor]:
 
 
 class InMemory:
-    """What a trainer takes for a loader, so that torch's is not measured."""
+    """A minimal loader for a trainer, so that the time of torch's DataLoader is not measured."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -91,16 +91,16 @@ class Rank:
         for ids in self.mine:
             yield x_all[ids], y_all[ids]
 
-    def by_hand(self) -> Iterator[None]:
+    def plain_ddp(self) -> Iterator[None]:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(self.model, gradient_as_bucket_view=True, static_graph=True)
-        yield from loop_by_hand(self.work, self.data, self.mine, model)
+        yield from plain_loop(self.work, self.data, self.mine, model)
         dist.destroy_process_group()
 
     def paceline(self) -> Iterator[None]:
         with paceline.join() as job:
             model = paceline.ddp(job, self.model)
-            yield from loop_of_paceline(job, self.work, self.data, model, len(self.mine))
+            yield from paceline_loop(job, self.work, self.data, model, len(self.mine))
 
     def accelerate(self) -> Iterator[None]:
         from accelerate import Accelerator
@@ -160,7 +160,7 @@ class Rank:
         return [b - a for a, b in itertools.pairwise(times)]
 
     def run(self, side: str) -> list[float]:
-        """Do all steps; the time of each in seconds."""
+        """Run all steps. Return the time of each in seconds."""
         found = getattr(self, side)()
         if isinstance(found, list):
             return found
@@ -172,7 +172,7 @@ class Rank:
 
 
 SIDES = {
-    "by_hand": "torch",
+    "plain_ddp": "torch",
     "paceline": "paceline",
     "accelerate": "accelerate",
     "fabric": "lightning",
@@ -181,7 +181,7 @@ SIDES = {
 
 
 def as_rank(side: str, name: str, folder: Path) -> None:
-    """Do one round of a side and leave the step time and the weights behind."""
+    """Run one round of a side, and write the step time and the weights to `folder`."""
     warnings.filterwarnings("ignore")
     for noisy in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -220,11 +220,13 @@ def measure(name: str, ranks: int, rounds: int) -> list[dict[str, Any]]:
                 found[side].append(one_round(side, name, ranks, folder))
         weights = {side: torch.load(folder / f"{side}.pt") for side in sides}
     for side, state in weights.items():
-        for key, value in weights["by_hand"].items():
-            assert torch.allclose(state[key], value, atol=1e-4), f"{side} ended with another {key}"
+        for key, value in weights["plain_ddp"].items():
+            assert torch.allclose(state[key], value, atol=1e-4), (
+                f"{side} ended with a different {key}"
+            )
     rows = []
     for side, values in found.items():
-        ratios = sorted(v / b for v, b in zip(values, found["by_hand"], strict=True))
+        ratios = sorted(v / b for v, b in zip(values, found["plain_ddp"], strict=True))
         cut = len(ratios) // 4
         rows.append(
             {
@@ -232,7 +234,7 @@ def measure(name: str, ranks: int, rounds: int) -> list[dict[str, Any]]:
                 "ranks": ranks,
                 "side": side,
                 "step_us": statistics.median(values),
-                "of_by_hand": statistics.median(ratios),
+                "of_plain_ddp": statistics.median(ratios),
                 "spread": [ratios[cut], ratios[-1 - cut]],
             }
         )

@@ -1,11 +1,11 @@
-"""The part of a training step that the examples spend waiting for their samples.
+"""The part of a training step in which the examples wait for samples.
 
     python benchmarks/loader.py [--ranks 2] [--rounds 3]
 
-Every example that uses `Batches` runs unchanged. Measured are the time to get a step and its micro-batches,
-and the time of the whole step until the next one is requested. Steps that end an epoch are left out, because
-an evaluation follows them. The table shows the rank that waits most, medians over rounds: the part of all its
-time, and of its median step, which neither begins an epoch nor is interrupted.
+Each example that uses `Batches` runs unchanged. The benchmark measures the time to get a step and its
+micro-batches, and the time from that step to the next. Steps that end an epoch are left out, because an
+evaluation follows them. The table shows the rank that waits longest, as medians over rounds: the waiting part
+of the total time, and of the median step, which excludes epoch starts and interruptions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run_example(name: str, folder: str) -> None:
 
     Batches.iterate = iterate  # type: ignore[method-assign]
     sys.argv = [name, "--folder", folder]
-    sys.path.insert(0, str(EXAMPLES))  # as if it had been started
+    sys.path.insert(0, str(EXAMPLES))  # as if the script had been started directly
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     waited_s, took_s = watch.waited_s, watch.took_s
     steps = len(took_s)
@@ -81,7 +81,7 @@ def run_example(name: str, folder: str) -> None:
 
 
 def measure(name: str, ranks: int) -> list[float]:
-    """For the rank that waited most: part of its time, of its median step, seconds per step, steps."""
+    """The rank that waited longest: part of its time, part of its median step, seconds per step, steps."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "paceline", "run", f"--nproc-per-node={ranks}", __file__]
         words += ["--example", name, "--folder", folder]

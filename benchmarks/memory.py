@@ -1,16 +1,16 @@
-"""What Paceline's step takes of memory over a loop by hand that trains alone, and what DDP by hand takes.
+"""Memory that a training step takes: Paceline and plain DDP compared with a loop without communication.
 
     python benchmarks/memory.py [--ranks 2] [--width 2048] [--rounds 3]
 
-An MLP (8 layers of `width`, AdamW, batch 16) trains for a few steps in new processes; each rank reads its
-proportional set size (PSS: memory that ranks share counts once over all of them) when it holds most: all
-gradients there, before the update. The sides take turns; the table has the mean over ranks, medians
-over rounds.
+An MLP (8 layers of `width`, AdamW, batch 16) trains for a few steps in new processes. Before the update of
+the last step, when all gradients exist, each rank reads its proportional set size (PSS), which divides shared
+memory among the processes that map it. The sides take turns. The table shows the mean over ranks, and the
+median over rounds.
 
-    alone      no group, no DDP: what the model itself takes
-    by hand    torch's DDP over Gloo, at its defaults
-    by hand +  the same with `gradient_as_bucket_view`
-    paceline   `paceline.ddp` over `shm`, and `paceline.Training`
+    alone                    no process group, no DDP: the memory of the model itself
+    plain DDP                torch's DDP over Gloo with default settings
+    plain DDP, bucket views  the same with `gradient_as_bucket_view`
+    paceline                 `paceline.ddp` over `shm`, and `paceline.Training`
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.testing import run_ranks
 
-SIDES = ("alone", "by hand", "by hand +", "paceline")
+SIDES = ("alone", "plain DDP", "plain DDP, bucket views", "paceline")
 BATCH, STEPS = 16, 8
 
 
@@ -39,11 +39,11 @@ def pss_mb() -> float:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
-    raise RuntimeError("the kernel gives no Pss")
+    raise RuntimeError("the kernel does not report Pss")
 
 
 def measure(job: Any, side: str, width: int) -> float:
-    """PSS in MiB before the update of the last step."""
+    """The PSS in MiB before the update of the last step."""
     torch.set_num_threads(1)
     model: nn.Module = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)])
     data = TensorDataset(torch.randn(BATCH * job.world_size * STEPS, width))
@@ -59,7 +59,7 @@ def measure(job: Any, side: str, width: int) -> float:
             step.update()
         return found
     if side != "alone":
-        view = side == "by hand +"
+        view = side == "plain DDP, bucket views"
         model = DistributedDataParallel(model, gradient_as_bucket_view=view)
     optimizer = torch.optim.AdamW(model.parameters())
     for (x,) in torch.utils.data.DataLoader(data, batch_size=BATCH):

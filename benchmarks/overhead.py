@@ -1,13 +1,15 @@
-"""What a step costs over a hand-written loop: one process, and two ranks against hand-written DDP.
+"""Overhead of a training step compared with a plain PyTorch loop: one process, and two ranks with DDP.
 
     python benchmarks/overhead.py [--steps 400] [--rounds 9] [--only one|two]
 
-**tiny**: MLP 32-32-8, batch 16, AdamW. **comm**: MLP 4 x 1024, batch 128 (16.8 MB of gradients), SGD, on two
-ranks only. Data in memory, per-sample randomness off, one thread. All sides run in
-one process, in turn, round after round; each gives the median of its step times per round, and the table
-shows medians over rounds, the difference to the hand-written loop and its spread. Accelerate, Lightning
-Fabric and Lightning's Trainer take part where they are installed (`pip install 'paceline[bench]'`), at
-their quietest settings. All sides must end with the same weights.
+    tiny  MLP 32-32-8, batch 16, AdamW
+    comm  MLP 4 x 1024, batch 128 (16.8 MB of gradients), SGD; two ranks only
+
+The data is in memory, per-sample randomness is off, and each process uses one thread. All sides run in one
+process and take turns in each round. A round reports the median step time. The table shows medians over
+rounds, and the difference and ratio to the plain loop with their spread. Accelerate, Lightning Fabric and
+Lightning's Trainer take part if they are installed (`pip install 'paceline[bench]'`), with logging and
+checkpoints switched off. All sides must end with the same weights.
 """
 
 from __future__ import annotations
@@ -32,8 +34,7 @@ import paceline
 from paceline.data.plan import Position
 from paceline.testing import run_ranks
 
-Side = Callable[[int], tuple[list[float], nn.Module]]
-
+Side = Callable[[int], tuple[list[float], nn.Module]]  # number of steps -> step times, model
 
 WIDTH, CLASSES, BATCH = 32, 8, 16
 COMM_WIDTH, COMM_BATCH = 1024, 128
@@ -64,14 +65,14 @@ def optimizer_of(model: nn.Module, *, comm: bool = False) -> torch.optim.Optimiz
 
 
 def order_of(job: Any, data: TensorDataset) -> torch.Tensor:
-    """The order in which Paceline's batches go through the data, so that all sides do the same work."""
+    """The sample order of `paceline.Batches`. All sides use it, so that they do the same work."""
     rows = TensorDataset(torch.arange(len(data)))
     batches = paceline.Batches(job, rows, global_batch=BATCH)
     steps = batches.iterate(Position(job.seed, 0, 0), epochs=1)
     return torch.cat([m.batch[0] for step in steps for m in step])
 
 
-def by_hand(
+def plain_loop(
     data: TensorDataset, order: torch.Tensor, wrap: Callable[[nn.Module], nn.Module]
 ) -> Side:
     x_all, y_all = data.tensors
@@ -187,7 +188,7 @@ def with_trainer(data: TensorDataset, order: torch.Tensor) -> Side:
             return optimizer_of(self.model)
 
     class InMemory:
-        """Batches by slicing, so that torch's loader is not what is measured."""
+        """Batches by slicing, so that the time of torch's DataLoader is not measured."""
 
         def __init__(self, steps: int) -> None:
             self.steps = steps
@@ -219,7 +220,7 @@ def with_trainer(data: TensorDataset, order: torch.Tensor) -> Side:
 
 
 def measure(sides: dict[str, Side], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Medians of the step time per round, in us, the sides in turn."""
+    """The median step time in us for each side and round. The sides take turns."""
     medians: dict[str, list[float]] = {name: [] for name in sides}
     weights: dict[str, torch.Tensor] = {}
     for number in range(rounds + 1):
@@ -230,12 +231,12 @@ def measure(sides: dict[str, Side], steps: int, rounds: int) -> dict[str, list[f
                 medians[name].append(1e6 * statistics.median(times[steps // 10 :]))
     first = next(iter(weights.values()))
     for name, each in weights.items():
-        assert torch.allclose(each, first, atol=2e-6), f"{name} ended with other weights"
+        assert torch.allclose(each, first, atol=2e-6), f"{name} ended with different weights"
     return medians
 
 
 def rows_of(medians: dict[str, list[float]]) -> list[dict[str, Any]]:
-    base = medians["by hand"]
+    base = medians["plain loop"]
     rows = []
     for name, values in medians.items():
         differences = sorted(v - b for v, b in zip(values, base, strict=True))
@@ -262,7 +263,7 @@ def one_process(steps: int, rounds: int) -> list[dict[str, Any]]:
         data = make_data(steps)
         order = order_of(job, data)
         sides: dict[str, Side] = {
-            "by hand": by_hand(data, order, lambda model: model),
+            "plain loop": plain_loop(data, order, lambda model: model),
             "paceline": with_paceline(job, data),
         }
         if importlib.util.find_spec("lightning"):
@@ -275,7 +276,7 @@ def one_process(steps: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def two_ranks(job: Any, steps: int, rounds: int, comm: bool) -> list[dict[str, Any]]:
-    """Against DDP by hand at the same settings; each rank takes its half of every batch."""
+    """Compare with plain DDP at the same settings. Each rank takes its half of every batch."""
     torch.set_num_threads(1)
     data = make_data(steps, comm=comm)
     rows = paceline.Batches(
@@ -284,7 +285,7 @@ def two_ranks(job: Any, steps: int, rounds: int, comm: bool) -> list[dict[str, A
     mine = [m.batch[0] for s in rows.iterate(Position(job.seed, 0, 0), epochs=1) for m in s]
     x_all, y_all = data.tensors
 
-    def hand(steps: int) -> tuple[list[float], nn.Module]:
+    def plain(steps: int) -> tuple[list[float], nn.Module]:
         model = DistributedDataParallel(make_model(comm=comm), gradient_as_bucket_view=True)
         optimizer = optimizer_of(model, comm=comm)
         times = []
@@ -298,7 +299,7 @@ def two_ranks(job: Any, steps: int, rounds: int, comm: bool) -> list[dict[str, A
             times.append(time.perf_counter() - began)
         return times, model.module
 
-    sides = {"by hand": hand, "paceline": with_paceline(job, data, comm=comm)}
+    sides = {"plain loop": plain, "paceline": with_paceline(job, data, comm=comm)}
     return rows_of(measure(sides, steps, rounds))
 
 
@@ -324,7 +325,9 @@ def main() -> None:
                 timeout_s=300,
                 deadline_s=1200,
             )[0]
-            rows += [{"of": f"two ranks, {name} MLP, against DDP by hand"} | row for row in found]
+            rows += [
+                {"of": f"two ranks, {name} MLP, compared with plain DDP"} | row for row in found
+            ]
     publish("overhead", rows, rounds=args.rounds)
 
 

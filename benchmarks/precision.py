@@ -1,18 +1,19 @@
-"""What bf16 gains over fp32: autocast by hand against Paceline, on CPU, by workload and number of ranks.
+"""Speed of bf16 compared with fp32 on CPU: Paceline and a plain loop with autocast.
 
     python benchmarks/precision.py [--ranks 1 2] [--rounds 7] [--only tiny|amx|comp]
 
-**tiny** and **comp** are those of `steps.py`; **amx** is its comm with batches of 256. One thread a rank.
+**tiny** and **comp** are the workloads of `steps.py`. **amx** is its workload comm with batches of 256. Each
+rank uses one thread.
 
-    by hand, fp32 / bf16   torch's loop, `torch.autocast`, DDP over Gloo where there are several ranks
-    fp32 / bf16            `paceline.Training`; "auto" takes the faster of the two
-    bf16, tuned            and what torch offers users: plain attention, `AdamW(fused=True)`
+    plain fp32, plain bf16   a plain loop with `torch.autocast`; DDP over Gloo on several ranks
+    fp32, bf16               `paceline.Training`
+    bf16, tuned              the same with plain attention and `AdamW(fused=True)`
 
-By hand glibc is as it comes (`PACELINE_KEEP_MEMORY=0`). What memory costs is a matter of the process and of
-what it did before, so each side has processes of its own, as a user's loop has; they take turns, round
-after round. A round gives each side the median of its blocks, of the slowest rank: for one process in time
-of its processor; for several by the clock, as they wait for each other. Gains are over fp32 by hand in the
-same round: the median of the rounds, and their middle half.
+The plain sides use glibc's default memory settings (`PACELINE_KEEP_MEMORY=0`). The cost of memory depends on
+the history of a process, so each side runs in its own processes; the sides take turns in each round. A round
+reports the median of its blocks on the slowest rank: CPU time for one process, wall-clock time for several,
+because ranks wait for each other. The gain is the ratio to plain fp32 in the same round. The table shows the
+median over rounds with the middle half.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ WORK = {
     "amx": replace(WORKLOADS["comm"], batch=256, steps=3),
     "comp": replace(WORKLOADS["comp"], steps=1),
 }
-SIDES = ["by hand, fp32", "by hand, bf16", "fp32", "bf16", "bf16, tuned"]
+SIDES = ["plain fp32", "plain bf16", "fp32", "bf16", "bf16, tuned"]
 BLOCKS = 7
 WARM_UP = 3  # steps
 
@@ -53,12 +54,12 @@ def loop(job: Any, work: Workload, side: str) -> Iterator[None]:
     model = work.make()
     size = work.batch * job.world_size * min(WARM_UP + BLOCKS * work.steps, 64)
     data = TensorDataset(torch.randn(size, *work.x), torch.randn(size, *work.y))
-    if side.startswith("by hand"):
-        return by_hand(job, work, model, data, bf16=side.endswith("bf16"))
-    return ours(job, work, model, data, side)
+    if side.startswith("plain"):
+        return plain_loop(job, work, model, data, bf16=side.endswith("bf16"))
+    return paceline_loop(job, work, model, data, side)
 
 
-def by_hand(
+def plain_loop(
     job: Any, work: Workload, model: torch.nn.Module, data: TensorDataset, *, bf16: bool
 ) -> Iterator[None]:
     optimizer = work.optimizer(model)
@@ -79,7 +80,7 @@ def by_hand(
         yield
 
 
-def ours(
+def paceline_loop(
     job: Any, work: Workload, model: torch.nn.Module, data: TensorDataset, side: str
 ) -> Iterator[None]:
     model = paceline.ddp(job, model)
@@ -107,7 +108,7 @@ def ours(
 
 
 def measure(job: Any, name: str, side: str) -> float:
-    """The time of a step in ms."""
+    """The median step time of one side in ms."""
     torch.set_num_threads(1)
     work = WORK[name]
     steps = loop(job, work, side)
@@ -125,21 +126,21 @@ def measure(job: Any, name: str, side: str) -> float:
         if job.control is not None:
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=job.control)
         found.append(1e3 * slowest.item())
-    if not side.startswith("by hand"):
-        next(steps, None)  # so that the loop ends well
+    if not side.startswith("plain"):
+        next(steps, None)  # ends the loop normally
     return statistics.median(found)
 
 
 def rows_of(name: str, ranks: int, rounds: list[dict[str, float]]) -> list[dict[str, Any]]:
     rows = []
     for side in rounds[0]:
-        gains = sorted(times["by hand, fp32"] / times[side] for times in rounds)
+        gains = sorted(times["plain fp32"] / times[side] for times in rounds)
         cut = len(gains) // 4
         row = {"workload": name, "ranks": ranks, "side": side}
         row["ms"] = statistics.median(times[side] for times in rounds)
         row["gain"] = statistics.median(gains)
         row["gain_spread"] = [gains[cut], gains[-1 - cut]]
-        row["of_autocast"] = statistics.median(t["by hand, bf16"] / t[side] for t in rounds)
+        row["of_autocast"] = statistics.median(t["plain bf16"] / t[side] for t in rounds)
         rows.append(row)
     return rows
 
@@ -151,7 +152,7 @@ def main() -> None:
     parser.add_argument("--only", choices=list(WORK), nargs="+", default=list(WORK))
     options = parser.parse_args()
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-        print("precision: left out, as this processor has neither AVX512-bf16 nor AMX")
+        print("precision: skipped, because this processor has neither AVX512-bf16 nor AMX")
         return
     rows = []
     for name in options.only:
@@ -160,7 +161,7 @@ def main() -> None:
             for _ in range(options.rounds):
                 rounds.append({})
                 for side in SIDES:
-                    os.environ["PACELINE_KEEP_MEMORY"] = str(int("by hand" not in side))
+                    os.environ["PACELINE_KEEP_MEMORY"] = str(int("plain" not in side))
                     found = run_ranks(measure, name, side, nproc=ranks, deadline_s=600)
                     rounds[-1][side] = found[0]
             rows += rows_of(name, ranks, rounds)

@@ -1,10 +1,10 @@
-"""What the launcher's probe and flight recorder cost a step: `paceline run` with and without them.
+"""Overhead of the launcher's probe and flight recorder: `paceline run` with and without them.
 
     python benchmarks/probe.py [--rounds 9] [--ranks 2]
 
-Sides take turns; each run gives the median time of its steps. Prints, for a tiny model and for one that
-mostly communicates, the ratio of the sides' medians with the spread of the rounds' ratios, as JSON; and the
-share of a core that the probe's threads used, which is exact on a busy machine too.
+The two sides take turns. Each run reports its median step time. The table shows, for a tiny model and for one
+that mostly communicates, the ratio of the medians and the ratios of all rounds. It also shows the share of a
+core that the probe's threads used, which is exact even if other programs use the machine.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ for step in range(steps):
     optimizer.zero_grad()
     times.append(time.perf_counter() - began)
 if dist.get_rank() == 0:
-    ours = ("paceline-probe", "paceline-control")  # the second answers the launcher's requests
-    probes = [t.native_id for t in threading.enumerate() if t.name in ours]
+    names = ("paceline-probe", "paceline-control")  # the second thread answers the launcher
+    probes = [t.native_id for t in threading.enumerate() if t.name in names]
     used = sum(int(open(f"/proc/self/task/{p}/schedstat").read().split()[0]) for p in probes)
     share = used / 1e9 / (time.monotonic() - began_at)
     print("median", statistics.median(times[steps // 5:]), share)
@@ -54,7 +54,7 @@ def measure(script: Path, ranks: int, words: list[str], probe: str) -> list[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()

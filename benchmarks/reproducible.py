@@ -1,10 +1,12 @@
-"""What `reproducible=True` costs, on one and two ranks: a step that is mostly exchange, one mostly compute.
+"""The cost of `reproducible=True` on one and two ranks.
 
     python benchmarks/reproducible.py [--steps 20] [--rounds 7]
 
-**comm**: MLP 4 x 1024, batch 128 (16.8 MB of gradients). **comp**: transformer d 256, 4 layers, 8 x 128
-tokens. One micro-batch a rank, one thread a rank, AdamW. Normal and reproducible mode run in turn in one
-process tree; the table shows medians over rounds and the ratio with the middle half of the rounds.
+    comm  mostly communication: MLP 4 x 1024, batch 128 (16.8 MB of gradients)
+    comp  mostly computation: transformer with d 256 and 4 layers, batch 8 x 128 tokens
+
+Each rank has one micro-batch per step, one thread and AdamW. Normal and reproducible mode take turns in the
+same processes. The table shows medians over rounds, and the ratio with the middle half of the rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ WORKLOADS: dict[str, tuple[Any, int, tuple[int, ...]]] = {
 
 
 def run_side(job: Any, name: str, reproducible: bool, steps: int) -> float:
-    """The median step time of one side, in ms."""
+    """The median step time of one mode in ms."""
     make, batch, shape = WORKLOADS[name]
     torch.manual_seed(0)
     model = paceline.ddp(job, make())

@@ -1,16 +1,19 @@
-"""Strike a job with faults, and measure how soon it does a new step, and whether anything was lost.
+"""Inject faults into a training job, and measure the time to recover and whether anything is lost.
 
     python benchmarks/restarts.py [--kinds kill,raise,exit,stop,node,silent,preempt] [--count 20]
         [--ranks 3]
 
-Each trial is a training (`survivor.py`) under `paceline run` with one fault at a random rank, step and phase.
-It counts when the job ends with 0 and its ledger, losses and last checkpoint are those of a run without
-faults. Recovery is from the strike to the end of the first step that had not been done before. **node**: the
-second of two nodes is killed (**silent**: it stands still), the first goes on alone (`--nnodes 1:2`), and
-then both again. **preempt**: the
-launcher gets SIGTERM in a training of 50 ms steps; all ranks have to end with the same step, and a second run
-goes on; the seconds are those from the signal to the end of that step on the last rank. With
-`--mixed-s 900` it is one training instead, with a fault of any kind every `--every-s 15`.
+Each trial runs the training `survivor.py` under `paceline run` with one fault at a random rank, step and
+phase. A trial succeeds if the job ends with exit code 0, and its ledger, losses and last checkpoint equal
+those of a run without faults. The recovery time is from the fault to the end of the first new step.
+
+    node     SIGKILL ends the second of two nodes; the first continues alone (`--nnodes 1:2`) until the second
+             returns
+    silent   the same with SIGSTOP instead of SIGKILL
+    preempt  the launcher of a training with 50 ms steps gets SIGTERM; all ranks must end after the same step,
+             and a second run continues; the time is from the signal to the end of that step on the last rank
+
+`--mixed-s 900` runs one long training instead, with a fault of a random kind every `--every-s 15` seconds.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ SETTINGS: dict[str, Any] = {
     "slow_s": 0.05,
     "reproducible": False,
 }
-# Other worlds give the same bits.
+# The world size changes during the run, so only reproducible mode gives equal results.
 NODE_SETTINGS = SETTINGS | {"epochs": 8, "reproducible": True}
 DEADLINE_S = 180.0
 
@@ -60,7 +63,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def newest(folder: Path) -> str:
-    """The digest of all that the newest checkpoint holds."""
+    """The digest of the newest checkpoint."""
     store = open_store(str(folder / "kept"))
     manifest = read_manifest(store, committed(store)[-1])
     tree, _ = read(store, manifest)
@@ -68,10 +71,10 @@ def newest(folder: Path) -> str:
 
 
 def lost(folder: Path, settings: dict[str, Any], expected: str) -> str:
-    """What a finished job lost or did twice; empty if nothing."""
+    """Describe what a finished job lost or repeated. Empty if nothing."""
     losses: dict[int, dict[str, Any]] = {}
     for row in rows(folder / "losses"):
-        # A step that was not committed is done again: the same step.
+        # A restarted job repeats the steps after its checkpoint; the losses must be equal.
         if row["step"] in losses and losses[row["step"]]["loss"] != row["loss"]:
             return f"step {row['step']} has two losses"
         losses[row["step"]] = row
@@ -85,7 +88,7 @@ def lost(folder: Path, settings: dict[str, Any], expected: str) -> str:
                 seen.update((row["epoch"], number) for number in row["ids"])
     whole = {(e, n) for e in range(settings["epochs"]) for n in range(settings["samples"])}
     if set(seen) != whole or set(seen.values()) != {1}:
-        return f"the ledger has {len(whole - set(seen))} gaps, and {max(seen.values())} of a sample"
+        return f"{len(whole - set(seen))} samples are missing; a sample was used {max(seen.values())} times"
     found = newest(folder)
     return "" if found == expected else f"the last checkpoint differs: {found[:8]}"
 
@@ -105,31 +108,33 @@ def start(folder: Path, settings: dict[str, Any], words: list[str]) -> subproces
 
 
 @contextlib.contextmanager
-def place() -> Iterator[Path]:
+def new_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
 
-def straight(settings: dict[str, Any], nproc: int, deadline_s: float = DEADLINE_S) -> str:
+def digest_without_faults(
+    settings: dict[str, Any], nproc: int, deadline_s: float = DEADLINE_S
+) -> str:
     """The digest of a run without faults."""
-    with place() as folder:
+    with new_folder() as folder:
         process = start(folder, settings, [f"--nproc-per-node={nproc}"])
         if process.wait(deadline_s) != 0:
             raise RuntimeError((folder / "log").read_text())
         return newest(folder)
 
 
-def recovery_s(folder: Path, struck: float) -> float:
-    """Seconds from the strike to the end of the first step that had not been done before it."""
+def recovery_s(folder: Path, injected: float) -> float:
+    """Seconds from the fault to the end of the first step that was not done before it."""
     losses = rows(folder / "losses")
-    done = max((row["step"] for row in losses if row["time"] <= struck), default=0)
-    # The rank that logs may have ended the step while another had yet to be struck.
-    attempt = max((row["attempt"] for row in losses if row["time"] <= struck), default=0)
-    return min(r["time"] for r in losses if r["step"] > done and r["attempt"] > attempt) - struck
+    done = max((row["step"] for row in losses if row["time"] <= injected), default=0)
+    # Rank 0 may have finished the step before the fault hits another rank, so require a later attempt.
+    attempt = max((row["attempt"] for row in losses if row["time"] <= injected), default=0)
+    return min(r["time"] for r in losses if r["step"] > done and r["attempt"] > attempt) - injected
 
 
 def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str, float]:
-    """One fault in one job: what was lost ("" if nothing), and the recovery in seconds."""
+    """Run one job with one fault. Return what was lost ("" if nothing) and the recovery time in seconds."""
     fault = {
         "kind": kind,
         "rank": rng.randrange(nproc),
@@ -137,7 +142,7 @@ def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str
         "phase": rng.choice(PHASES),
     }
     settings = SETTINGS | {"faults": [fault]}
-    with place() as folder:
+    with new_folder() as folder:
         words = [f"--nproc-per-node={nproc}", "--max-restarts=2"]
         process = start(folder, settings, words)
         try:
@@ -153,17 +158,17 @@ def trial(kind: str, nproc: int, rng: random.Random, expected: str) -> tuple[str
 
 
 def preempt_trial(nproc: int, rng: random.Random, expected: str) -> tuple[str, float]:
-    """SIGTERM to the launcher: what was lost, and the seconds until the last rank's last step was over."""
+    """Send SIGTERM to the launcher. Return what was lost and the seconds until the last rank's last step."""
     micro_batches = -(-8 // nproc)
     settings = SETTINGS | {"slow_s": 0.05 / micro_batches, "save_every": 10**6}
     words = [f"--nproc-per-node={nproc}"]
     at = rng.randrange(10, 40)
-    with place() as folder:
+    with new_folder() as folder:
         process = start(folder, settings, words)
         try:
             wait_for(folder, lambda found: any(row["step"] >= at for row in found))
             time.sleep(rng.uniform(0, 0.1))
-            struck = time.time()
+            injected = time.time()
             process.send_signal(signal.SIGTERM)
             code = process.wait(DEADLINE_S)
             last = [rows(path)[-1] for path in folder.glob("ledger-*")]
@@ -174,7 +179,7 @@ def preempt_trial(nproc: int, rng: random.Random, expected: str) -> tuple[str, f
         steps = {row["step"] for row in last}
         if (code, again, len(last), len(steps)) != (75, 0, nproc, 1):
             return f"exit codes {code}, {again}, ends {steps}\n{(folder / 'log').read_text()}", 0.0
-        return lost(folder, settings, expected), max(row["time"] for row in last) - struck
+        return lost(folder, settings, expected), max(row["time"] for row in last) - injected
 
 
 def wait_for(folder: Path, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
@@ -191,7 +196,7 @@ def free_port() -> int:
 
 
 def signal_node(launcher: int, number: int) -> None:
-    """Signal all processes of a node at once, as the end of a host would."""
+    """Send a signal to the launcher and all ranks of a node, to simulate the failure of a host."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     for pid in [launcher, *map(int, children)]:
         with contextlib.suppress(ProcessLookupError):
@@ -199,23 +204,23 @@ def signal_node(launcher: int, number: int) -> None:
 
 
 def node_trial(kind: str, rng: random.Random, expected: str) -> tuple[str, float]:
-    """Two nodes; the second is killed ("node"), or stands still without a word ("silent").
+    """Kill the second of two nodes ("node") or stop it ("silent").
 
-    The first goes on alone; the second comes back, and both end what was begun.
+    The first node continues alone. Then the second node returns, and both finish the training.
     """
     words = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
     words += ["--rdzv-id=job", "--nproc-per-node=1", "--max-restarts=3"]
     at = rng.randrange(30, 40)
-    with place() as folder:
+    with new_folder() as folder:
         nodes = [start(folder, NODE_SETTINGS, words)]
         try:
-            # The first to come serves the rendezvous; the other one is to be lost.
+            # The first node to arrive hosts the rendezvous. The second one is killed or stopped.
             while b"waiting" not in (folder / "log").read_bytes():
                 time.sleep(0.01)
             time.sleep(0.3)
             nodes.append(start(folder, NODE_SETTINGS, words))
             wait_for(folder, lambda found: any(row["step"] >= at for row in found))
-            struck = time.time()
+            injected = time.time()
             signal_node(nodes[1].pid, signal.SIGKILL if kind == "node" else signal.SIGSTOP)
             wait_for(folder, lambda found: found[-1]["world"] == 1 and found[-1]["step"] > at + 3)
             if kind == "node":
@@ -233,7 +238,7 @@ def node_trial(kind: str, rng: random.Random, expected: str) -> tuple[str, float
                     signal_node(node.pid, signal.SIGKILL)
         if codes != [0, 0]:
             return f"exit codes {codes}\n{(folder / 'log').read_text()}", 0.0
-        return lost(folder, NODE_SETTINGS, expected), recovery_s(folder, struck)
+        return lost(folder, NODE_SETTINGS, expected), recovery_s(folder, injected)
 
 
 def summary(found: list[tuple[str, float]]) -> dict[str, Any]:
@@ -250,14 +255,14 @@ def summary(found: list[tuple[str, float]]) -> dict[str, Any]:
 def mixed(
     nproc: int, seconds: float, every_s: float, kinds: list[str], rng: random.Random
 ) -> dict[str, Any]:
-    """One training for so long, with a fault of any kind every so often: how much of the time was not lost.
+    """Run one training for `seconds` with a random fault every `every_s`.
 
-    Effective is the usual time of a step, times the steps, over the time from the first to the last.
+    "effective" is the median step time, times the number of steps, divided by the total time.
     """
     probe = SETTINGS | {"epochs": 2}
-    with place() as folder:
+    with new_folder() as folder:
         start(folder, probe, [f"--nproc-per-node={nproc}"]).wait(DEADLINE_S)
-        step_s = usual_step_s(rows(folder / "losses"))
+        step_s = median_step_s(rows(folder / "losses"))
     every = round(every_s / step_s)
     epochs = max(1, round(seconds / (15 * step_s)))
     faults = [
@@ -270,34 +275,36 @@ def mixed(
         for at in range(every, 15 * epochs, every)
     ]
     settings = SETTINGS | {"epochs": epochs, "faults": faults}
-    expected = straight(settings | {"faults": [], "slow_s": 0.0}, nproc, seconds + DEADLINE_S)
-    with place() as folder:
+    expected = digest_without_faults(
+        settings | {"faults": [], "slow_s": 0.0}, nproc, seconds + DEADLINE_S
+    )
+    with new_folder() as folder:
         words = [f"--nproc-per-node={nproc}", f"--max-restarts={len(faults)}"]
         code = start(folder, settings, words).wait(3 * seconds + DEADLINE_S)
         found = rows(folder / "losses")
         total_s = found[-1]["time"] - found[0]["time"]
         marks = {n: folder / f"fault-{n}" for n in range(len(faults))}
-        struck = {n: mark.stat().st_mtime for n, mark in marks.items() if mark.exists()}
+        injected = {n: mark.stat().st_mtime for n, mark in marks.items() if mark.exists()}
         times = {
             kind: [
                 ("", recovery_s(folder, at))
-                for n, at in struck.items()
+                for n, at in injected.items()
                 if faults[n]["kind"] == kind
             ]
             for kind in kinds
         }
         return {
             "exit code": code,
-            "struck": f"{len(struck)} of {len(faults)}",
+            "injected": f"{len(injected)} of {len(faults)}",
             "recovery": {kind: summary(found) for kind, found in times.items() if found},
             "lost": lost(folder, settings, expected) if code == 0 else (folder / "log").read_text(),
             "seconds": round(total_s),
-            "effective": round(15 * epochs * usual_step_s(found) / total_s, 3),
+            "effective": round(15 * epochs * median_step_s(found) / total_s, 3),
         }
 
 
-def usual_step_s(losses: list[dict[str, Any]]) -> float:
-    """The median time from one step to the next of the same attempt."""
+def median_step_s(losses: list[dict[str, Any]]) -> float:
+    """The median time between consecutive steps of the same attempt."""
     pairs = itertools.pairwise(losses)
     return statistics.median(
         b["time"] - a["time"] for a, b in pairs if a["attempt"] == b["attempt"]
@@ -326,7 +333,9 @@ def main() -> None:
         nodes = kind in ("node", "silent")
         if nodes not in expected:
             expected[nodes] = (
-                straight(NODE_SETTINGS, 1) if nodes else straight(SETTINGS, args.ranks)
+                digest_without_faults(NODE_SETTINGS, 1)
+                if nodes
+                else digest_without_faults(SETTINGS, args.ranks)
             )
         trials = [
             node_trial(kind, rng, expected[True])

@@ -1,10 +1,15 @@
-"""From `paceline run` to the end of the first step: a new training, and one that resumes 210 MB.
+"""Time from `paceline run` to the end of the first step: a new training, and one that resumes 210 MB.
 
     python benchmarks/resume.py [--nproc 2] [--rounds 7]
 
-An MLP whose parameters and AdamW moments are 210 MB. **floor** is the first step of a new training plus one
-copy of 210 MB in memory; **resumed** reads, verifies and takes up a checkpoint first, **late** one of epoch
-100,000: a position is data, nothing is replayed. In turn, medians over rounds; ratios are of each round.
+The model is an MLP. Its parameters and AdamW moments take 210 MB.
+
+    new      a new training
+    resumed  a training that reads, verifies and loads a checkpoint first
+    late     the same with a checkpoint of epoch 100,000; a data position is a number, so no step is replayed
+
+The floor is the time of "new" plus one copy of 210 MB in memory. The sides take turns. The table shows
+medians over rounds, and the ratio to the floor in the same round.
 """
 
 from __future__ import annotations
@@ -41,18 +46,18 @@ def make(job: Any, folder: Path) -> paceline.Training:
 
 
 def train(training: paceline.Training, began: float) -> None:
-    """One step, and to say how long ago the launcher was started."""
+    """Train one step, and print the seconds since the start of the launcher."""
     for step in training.steps(until=10**9):
         for (x,) in step:
             step.backward(training.models[0](x).square().sum(), count=len(x))
         step.update()
-        # One write, as another rank's may come between.
+        # A single write, so that the output of another rank cannot split the line.
         os.write(1, f"took {time.time() - began} after step {step.number - 1}\n".encode())
         os._exit(0)
 
 
 def prepare(training: paceline.Training, folder: Path) -> None:
-    """Save a state after two steps, and the same as that of a late epoch."""
+    """Save a checkpoint after two steps, and a copy of it with the position of a late epoch."""
     for step in training.steps(until=2):
         for (x,) in step:
             step.backward(training.models[0](x).square().sum(), count=len(x))
@@ -63,7 +68,7 @@ def prepare(training: paceline.Training, folder: Path) -> None:
 
 
 def launch(nproc: int, folder: Path, side: str) -> float:
-    """Seconds from the launcher's start until all ranks have done a step."""
+    """Seconds from the start of the launcher until every rank has trained one step."""
     words = [sys.executable, "-m", "paceline", "run", f"--nproc-per-node={nproc}", __file__]
     done = subprocess.run(
         [*words, "--rank", side, f"{time.time()}", str(folder)],
@@ -79,7 +84,7 @@ def launch(nproc: int, folder: Path, side: str) -> float:
 
 
 def copy_s() -> float:
-    """One copy of as many bytes in memory that is there already."""
+    """Seconds to copy 210 MiB between two allocated tensors."""
     source = torch.ones(210 << 20, dtype=torch.uint8)
     target = source.clone()
     began = time.perf_counter()

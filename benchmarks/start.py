@@ -1,10 +1,10 @@
-"""From the command to the first all-reduce: `paceline run` against torchrun.
+"""Time from the command to the first all-reduce: `paceline run` compared with torchrun.
 
     python benchmarks/start.py [--ranks 2] [--rounds 9]
 
-Each side runs a few lines as one would write them for it: `paceline.join`; `init_process_group` with Gloo.
-Rank 0 prints when its first all-reduce is over. **first** is from the start of the command until then,
-**whole** until the command has ended. The sides take turns, round after round; the table has medians.
+Each side runs a short script that is usual for it: with `paceline.join`, or with `init_process_group` and
+Gloo. **first** is the time from the start of the command to the end of the first all-reduce on rank 0;
+**whole** is the time to the end of the command. The sides take turns in each round. The table shows medians.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ dist.destroy_process_group()
 
 
 def measure(command: list[str]) -> tuple[float, float]:
-    """Seconds to the first all-reduce, and to the end."""
+    """Seconds to the first all-reduce, and to the end of the command."""
     began = time.time()
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     whole_s = time.time() - began
@@ -63,14 +63,19 @@ def main() -> None:
                 path.write_text(script)
                 ranks = ["--nproc-per-node", str(options.ranks)]
                 times = measure([str(programs / program), *rest, *ranks, str(path)])
-                if number:  # the first round reads the disk
+                if number:  # the first round reads the files from disk
                     found[side].append(times)
-    by_hand = statistics.median(first for first, _ in found["torchrun"])
+    torchrun_s = statistics.median(first for first, _ in found["torchrun"])
     rows = []
     for side, times in found.items():
         first_s, whole_s = (statistics.median(each) for each in zip(*times, strict=True))
         rows.append(
-            {"side": side, "first_s": first_s, "whole_s": whole_s, "of_torchrun": first_s / by_hand}
+            {
+                "side": side,
+                "first_s": first_s,
+                "whole_s": whole_s,
+                "of_torchrun": first_s / torchrun_s,
+            }
         )
     publish("start", rows, ranks=options.ranks, rounds=options.rounds)
 

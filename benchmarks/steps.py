@@ -1,22 +1,25 @@
-"""A training step on several ranks of one host: Paceline against DDP by hand over Gloo, and the ceiling.
+"""A training step on several ranks of one host: Paceline compared with plain DDP over Gloo.
 
     python benchmarks/steps.py [--ranks 2] [--rounds 6] [--only tiny|comm|comp]
 
-**tiny**: MLP 32-32-8, batch 16, AdamW. **comm**: MLP 4 x 1024, batch 128 (16.8 MB of gradients), SGD.
-**comp**: transformer d 256, 4 layers, 8 x 128 tokens, AdamW. Batches are those of one rank; one thread
-a rank. Sides:
+Workloads; the batch size is per rank, and each rank uses one thread:
 
-    alone      a copy on every rank, all at once, that do not communicate: the ceiling
-    by hand    torch's DDP over Gloo, with `gradient_as_bucket_view` and `static_graph`
+    tiny       MLP 32-32-8, batch 16, AdamW
+    comm       MLP 4 x 1024, batch 128 (16.8 MB of gradients), SGD
+    comp       transformer with d 256 and 4 layers, batch 8 x 128 tokens, AdamW
+
+Sides:
+
+    alone      each rank trains its own copy, all at the same time, without communication: the upper limit
+    plain DDP  torch's DDP over Gloo with `gradient_as_bucket_view` and `static_graph`
     ddp        the same loop with `paceline.ddp`
     paceline   `paceline.ddp` and `paceline.Training`
 
-All live in the same processes and take turns, round after round; four times, in new processes, with another
-side made and run first, since where a model lies in memory makes it faster or slower for good. A round gives
-the mean of its steps, of the slowest rank: where other programs take cores away, the median of single steps
-would not show it for the
-copies alone. The table has medians over rounds, and ratios of each round with their middle half. Those that
-communicate must end with the same weights.
+All sides run in the same processes and take turns in each round. The memory addresses of a model affect its
+speed for the whole run, so the measurement is repeated in four jobs, each of which creates and runs another
+side first. A round reports the mean step time on the slowest rank. (The median would hide steps that other
+programs interrupt, but only for the copies without communication.) The table shows medians over rounds, and
+the ratios of each round with their middle half. The sides that communicate must end with the same weights.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ class Workload:
     x: tuple[int, ...]
     y: tuple[int, ...]
     adam: bool
-    steps: int  # in a round
+    steps: int  # per round
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.adam:
@@ -67,12 +70,12 @@ WORKLOADS = {
     "comm": Workload(mlp, 128, (1024,), (1024,), adam=False, steps=20),
     "comp": Workload(Transformer, 8, (128, 256), (128, 256), adam=True, steps=5),
 }
-SIDES = ["alone", "by hand", "ddp", "paceline"]
+SIDES = ["alone", "plain DDP", "ddp", "paceline"]
 Steps = Iterator[None]
-_DATA_BYTES = 32 << 20  # a rank's, after which an epoch ends
+_DATA_BYTES = 32 << 20  # largest data set of a rank; more steps repeat it in further epochs
 
 
-def loop_by_hand(work: Workload, data: TensorDataset, mine: Any, model: nn.Module) -> Steps:
+def plain_loop(work: Workload, data: TensorDataset, mine: Any, model: nn.Module) -> Steps:
     x_all, y_all = data.tensors
     optimizer = work.optimizer(model)
     for ids in mine:
@@ -83,7 +86,7 @@ def loop_by_hand(work: Workload, data: TensorDataset, mine: Any, model: nn.Modul
         yield
 
 
-def ddp_by_hand(model: nn.Module) -> nn.Module:
+def plain_ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(
         model,
         process_group=dist.new_group(backend="gloo"),
@@ -92,7 +95,7 @@ def ddp_by_hand(model: nn.Module) -> nn.Module:
     )
 
 
-def loop_of_paceline(
+def paceline_loop(
     job: Any, work: Workload, data: TensorDataset, model: nn.Module, steps: int
 ) -> Steps:
     batches = paceline.Batches(
@@ -108,7 +111,7 @@ def loop_of_paceline(
 
 
 def measure(job: Any, name: str, rounds: int, first: int) -> dict[str, list[float]]:
-    """For each side, the step time of each round in us; the side `first` is made first."""
+    """The step time of each round in us for each side. The side with index `first` is created first."""
     torch.set_num_threads(1)
     work = WORKLOADS[name]
     total = work.steps * (rounds + 1)
@@ -124,14 +127,14 @@ def measure(job: Any, name: str, rounds: int, first: int) -> dict[str, list[floa
     for side in SIDES[first:] + SIDES[:first]:
         models[side] = model = work.make()
         model.load_state_dict(start)
-        if side == "by hand":
-            model = ddp_by_hand(model)
+        if side == "plain DDP":
+            model = plain_ddp(model)
         elif side != "alone":
             model = paceline.ddp(job, model)
         if side == "paceline":
-            sides[side] = loop_of_paceline(job, work, data, model, total)
+            sides[side] = paceline_loop(job, work, data, model, total)
         else:
-            sides[side] = loop_by_hand(work, data, mine, model)
+            sides[side] = plain_loop(work, data, mine, model)
     found: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds + 1):
         for side, loop in sides.items():
@@ -143,11 +146,11 @@ def measure(job: Any, name: str, rounds: int, first: int) -> dict[str, list[floa
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=job.control)
             if number:  # the first round warms up
                 found[side].append(1e6 * slowest.item())
-    next(sides["paceline"], None)  # so that the loop ends well
-    expected = list(models["by hand"].parameters())
+    next(sides["paceline"], None)  # ends the loop normally
+    expected = list(models["plain DDP"].parameters())
     for side in ("ddp", "paceline"):
         for p, q in zip(models[side].parameters(), expected, strict=True):
-            assert torch.allclose(p, q, atol=1e-4), f"{side} ended with other weights"
+            assert torch.allclose(p, q, atol=1e-4), f"{side} ended with different weights"
     return found
 
 
@@ -156,7 +159,7 @@ def rows_of(name: str, ranks: int, found: dict[str, list[float]]) -> list[dict[s
     for side, values in found.items():
         row = {"workload": name, "ranks": ranks, "side": side, "us": statistics.median(values)}
         for key, ratios in (
-            ("of_by_hand", [v / b for v, b in zip(values, found["by hand"], strict=True)]),
+            ("of_plain_ddp", [v / b for v, b in zip(values, found["plain DDP"], strict=True)]),
             ("efficiency", [a / v for v, a in zip(values, found["alone"], strict=True)]),
         ):
             ratios.sort()

@@ -1,10 +1,10 @@
-"""Jobs in which one rank is slow in each known way, or none is: does `paceline run` report the right one?
+"""Slow down one rank in each known way, or none, and check what `paceline run` reports.
 
     python benchmarks/stragglers.py [--runs 3] [--ranks 2 4] [--factors 1.15 1.3 2] [--healthy-steps 1500]
 
-Each kind runs in a script with paceline and in one without. A report is right if it names the rank, the phase
-and the line; steps are counted until the report. A rank that is slow by less than a factor of 1.2 must not be
-reported. Wrong reports go to standard error.
+Each kind runs in a script that uses paceline and in one that does not. A report is right if it names the
+rank, the phase and the line. The table counts the steps until the report. A rank that is less than 1.2 times
+as slow must not be reported. Wrong reports are printed to standard error.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def healthy(folder: Path, args: argparse.Namespace, ranks: int) -> Iterator[dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--factors", nargs="*", type=float, default=[1.15, 1.3, 2.0])

@@ -1,7 +1,8 @@
-"""A training for faults to strike; it writes down what shows whether anything was lost.
+"""The training that `restarts.py` injects faults into.
 
-`restarts.py` starts it, under `paceline run`, with its settings as JSON in SURVIVOR. In its folder it leaves
-`ledger-RANK` (which samples made a step), `losses` (one line a step of each attempt), `kept` (checkpoints).
+`restarts.py` starts it with `paceline run`, with its settings as JSON in the variable SURVIVOR. It writes to
+its folder: `ledger-RANK` (the samples of each step), `losses` (one line per step and attempt), and `kept`
+(checkpoints). They show whether a fault lost anything.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def net(width: int) -> torch.nn.Module:
 
 
 def write(name: str, row: dict[str, Any]) -> None:
-    # One write a line: what a killed process began is either there or not.
+    # A single write per line: a killed process leaves no partial line.
     fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.write(fd, json.dumps(row).encode() + b"\n")
     os.close(fd)
@@ -77,10 +78,12 @@ def main() -> None:
                 time.sleep(settings["slow_s"])
             at("update", step.number)
             step.update()
-            total = float(step.loss).hex()  # asked on all ranks: it is a sum over them
+            total = float(step.loss).hex()  # a sum over ranks, so every rank calls it
             at("end", step.number)
             if settings["reproducible"]:
-                ids = list(dict.fromkeys(ids))  # where it learns a new scale, a step is run twice
+                ids = list(
+                    dict.fromkeys(ids)
+                )  # a step runs twice if the scale of the exact sums changes
             row = {"attempt": attempt, "step": step.number, "epoch": step.epoch, "ids": ids}
             write(f"ledger-{job.rank}", row | {"time": time.time()})
             if job.rank == 0:

@@ -1,4 +1,4 @@
-"""The rows of a benchmark: printed, and kept as JSON and Markdown with what they were measured on."""
+"""Print the rows of a benchmark, and save them as JSON and Markdown with a description of the machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def publish(
     """Print the rows, and write `results/NAME.json` and `results/NAME.md`.
 
     Args:
-        as_json: Print JSON, and write nothing; for the tests.
-        rows: Facts by name; numbers are rounded in the Markdown alone, and lists of two are a range.
-        about: What else to say of the run.
+        rows: One dictionary per row. Only the Markdown rounds numbers. A list of two numbers is a range.
+        as_json: Print JSON and write no file; for the tests.
+        about: Further facts about the run.
     """
     facts = {
         "machine": f"{platform.machine()}, {_processor()}",
@@ -32,16 +32,16 @@ def publish(
         "torch": torch.__version__,
         **about,
     }
-    told = {"about": facts, "rows": list(rows)}
+    report = {"about": facts, "rows": list(rows)}
     if as_json:
-        print(json.dumps(told, indent=1))
+        print(json.dumps(report, indent=1))
         return
     names = list(dict.fromkeys(key for row in rows for key in row))
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     lines += [f"| {' | '.join(_cell(row.get(key, '')) for key in names)} |" for row in rows]
     print("\n".join(lines), flush=True)
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n")
+    (FOLDER / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     head = [f"# {name}", "", "; ".join(f"{key} {_cell(value)}" for key, value in facts.items()), ""]
     (FOLDER / f"{name}.md").write_text("\n".join([*head, *lines]) + "\n")
 

@@ -1,11 +1,12 @@
-"""Jobs that hang and crash in every known way: does `paceline run` report the right cause?
+"""Let jobs hang and crash in each known way, and check that the launcher reports the right cause.
 
     python benchmarks/verdicts.py [--what hangs crashes] [--ranks 2 4] [--only WORD]
     python benchmarks/verdicts.py --what healthy --healthy-min 30
 
-Each kind runs in a script with paceline and in one without. A report is right if it names the rank, the
-operation and the line. Healthy jobs have a slow first step and one rank that evaluates for 20 s and saves for
-20 s; every second one runs on a busy machine. They must get no `hang:`. Wrong reports go to standard error.
+Each kind runs in a script that uses paceline and in one that does not. A report is right if it names the
+rank, the operation and the line. Healthy jobs have a slow first step, and one rank that evaluates for 20 s
+and saves for 20 s; every second job runs while other processes use all cores. No healthy job may be reported
+as a hang. Wrong reports are printed to standard error.
 """
 
 from __future__ import annotations
@@ -77,11 +78,11 @@ def hangs(folder: Path, world: int, ours: bool, only: str) -> Iterator[tuple[str
         if only not in name:
             continue
         text = script(kind, paceline=ours)
-        said = verdict(text, folder, world)
-        wrong = [word for word in expected(kind, text) if word not in said]
-        if wrong or not said.startswith(f"{kind.word}: "):
-            print(f"hang {name!r}, {world} ranks, {wrong}:\n{said}", file=sys.stderr)
-        seconds = re.findall(r"waited (\d+) s", said)
+        report = verdict(text, folder, world)
+        wrong = [word for word in expected(kind, text) if word not in report]
+        if wrong or not report.startswith(f"{kind.word}: "):
+            print(f"hang {name!r}, {world} ranks, {wrong}:\n{report}", file=sys.stderr)
+        seconds = re.findall(r"waited (\d+) s", report)
         yield name, not wrong, float(seconds[0]) if seconds else 99.0
 
 
@@ -109,20 +110,20 @@ def healthy(folder: Path, world: int, minutes: float, scale: float) -> dict[str,
         ends.append(done)
         if done.code or "hang:" in done.err:
             print(f"healthy, paceline {ours}, busy {busy}:\n{done}", file=sys.stderr)
-    said = [line for done in ends for line in done.err.splitlines()]
+    lines = [line for done in ends for line in done.err.splitlines()]
     return {
         "what": "healthy",
         "ranks": world,
         "minutes": minutes,
         "jobs": len(ends),
         "ended_well": sum(done.code == 0 for done in ends),
-        "alarms": sum(line.startswith("hang:") for line in said),
-        "notices": sum(line.startswith("waiting:") for line in said),
+        "alarms": sum(line.startswith("hang:") for line in lines),
+        "notices": sum(line.startswith("waiting:") for line in lines),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--what", nargs="+", default=["hangs", "crashes"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--only", default="")

@@ -1,4 +1,4 @@
-"""The models that several benchmarks train."""
+"""Models that several benchmarks train."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import nn
 
 
 def mlp() -> nn.Module:
-    """**comm** and **amx**: 16.8 MB of weights, little work on each."""
+    """For **comm** and **amx**: 16.8 MB of weights, little computation per weight."""
     return nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(1024, 1024), nn.GELU())])
 
 
 class Transformer(nn.Module):
-    """**comp**: d 256, 4 layers."""
+    """For **comp**: a transformer with d 256 and 4 layers."""
 
     def __init__(self) -> None:
         super().__init__()
