@@ -37,7 +37,7 @@ CRASHES = {
     "exits": ("sys.exit(3)", ["exit code 3", "train.py:{LINE}"]),
     "exits at once": ("os._exit(7)", ["exit code 7", "os._exit()"]),
     "leaves": ("os._exit(0)", ["rank 1 ended with exit code 0 while the others went on"]),
-    "is killed": ("os.kill(os.getpid(), 9)", ["killed by SIGKILL", "whose count stands"]),
+    "is killed": ("os.kill(os.getpid(), 9)", ["killed by SIGKILL", "did not kill it for memory"]),
     "is terminated": ("os.kill(os.getpid(), 15)", ["killed by SIGTERM", "scheduler or a person"]),
     "segfaults": (
         "import ctypes; ctypes.string_at(0)",

@@ -1,9 +1,8 @@
-"""A small GPT that learns to write Python, from text on every machine: the standard library's source.
+"""A small GPT that learns to write Python from the source code of the standard library.
 
     paceline run --nproc-per-node 2 examples/char_lm.py
 
-Shows weighing by tokens (only characters of a window's code count, not its padding), bf16 and
-accumulation over micro-batches.
+Shows a loss per token (padding does not count), bf16, and accumulation over micro-batches.
 """
 
 import argparse
@@ -19,15 +18,15 @@ import paceline
 
 WINDOW = 64
 VOCABULARY = 128
-PADDING = -100  # what cross_entropy leaves out
+PADDING = -100  # the default `ignore_index` of cross_entropy
 
 
 def make_dataset() -> TensorDataset:
-    """Logical lines of the json package, padded to a window; each character predicts the next."""
+    """Lines of the json package, padded to `WINDOW` characters. Each character predicts the next one."""
     files = sorted(Path(json.__file__).parent.glob("*.py"))
     text = "".join(path.read_text() for path in files)
     lines = [line for line in text.splitlines() if len(line.strip()) > 1]
-    # Encoded once, not in each epoch: training would wait for it.
+    # Encode all lines once, so that training does not wait for it in every epoch.
     inputs = torch.zeros(len(lines), WINDOW, dtype=torch.long)
     targets = torch.full((len(lines), WINDOW), PADDING)
     for row, line in enumerate(lines):
@@ -92,7 +91,7 @@ def main() -> None:
             step.update(clip_norm=1.0)
             training.log(loss=step.loss)
             if step.ends_epoch:
-                loss_now = float(step.loss)  # all ranks ask, so all may
+                loss_now = float(step.loss)  # a sum over ranks, so every rank calls it
                 if job.rank == 0:
                     print(f"epoch {step.epoch + 1}: {loss_now:.3f} nats a character")
 

@@ -1,9 +1,9 @@
-"""Train a small convolutional net on scikit-learn's handwritten digits, on any number of processes.
+"""Train a small convolutional network on scikit-learn's handwritten digits, on any number of processes.
 
     paceline run --nproc-per-node 2 examples/digits.py
 
-1,797 real images of 8 x 8 pixels; 360 are held out. Writes runs/demo: metrics.jsonl (one JSON line a
-step), checkpoints and model.pth.
+The data set has 1,797 images of 8 x 8 pixels; 360 are held out for evaluation. The script writes to runs/demo
+metrics.jsonl (one JSON line per step), checkpoints, and model.pth.
 """
 
 import argparse

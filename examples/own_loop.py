@@ -1,10 +1,10 @@
-"""The same digits, with the loop written by hand from Paceline's parts.
+"""Train on the handwritten digits with your own loop and the parts of Paceline.
 
     paceline run --nproc-per-node 2 examples/own_loop.py
 
-Shows an average of the weights that joins the checkpoints, a schedule, clipping, accumulation over
-micro-batches, and stopping early. Run it again and it goes on where it was; kill it in between and it
-does so too.
+Shows an average of the weights that is saved in the checkpoints, a learning rate schedule, gradient clipping,
+accumulation over micro-batches, and early stopping. Kill the script and start it again: it resumes from the
+last checkpoint.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import paceline
 
 
 def cosine(step: int, *, warm_up: int = 20, total: int = 300) -> float:
-    """The factor of the learning rate after `step` optimizer steps, however many ranks there are."""
+    """The factor of the learning rate after `step` optimizer steps. It does not depend on the world size."""
     if step < warm_up:
         return (step + 1) / warm_up
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warm_up) / (total - warm_up))))

@@ -1,10 +1,10 @@
-"""A script for torchrun that does not know Paceline: plain DistributedDataParallel, everything by hand.
+"""A script for torchrun that uses plain DistributedDataParallel and does not import Paceline.
 
     torchrun --nproc-per-node 2 examples/plain_torchrun.py
     paceline run --nproc-per-node 2 examples/plain_torchrun.py
 
-`paceline run` takes it unchanged: the first original error first, log lines with their rank, restarts
-that restart, and nothing left running.
+`paceline run` runs it unchanged. It shows the first original error, prefixes log lines with the rank,
+restarts failed jobs, and leaves no process behind.
 """
 
 import os
@@ -34,7 +34,7 @@ def main() -> None:
     sampler = DistributedSampler(train, shuffle=True, seed=7)
     loader = DataLoader(train, batch_size=64 // world_size, sampler=sampler)
     model = DistributedDataParallel(make_model().to(device))
-    torch.manual_seed(7 + rank)  # each rank its own dropout masks
+    torch.manual_seed(7 + rank)  # different dropout masks on each rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     for epoch in range(EPOCHS):
@@ -48,7 +48,7 @@ def main() -> None:
     model.eval()
     right = torch.zeros(1, device=device)
     with torch.no_grad():
-        for index in range(rank, len(test), world_size):  # every sample once, without padding
+        for index in range(rank, len(test), world_size):  # each sample once, without padding
             image, label = test[index]
             right += model.module(image[None].to(device)).argmax(1) == label.to(device)
     dist.all_reduce(right)
