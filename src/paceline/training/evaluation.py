@@ -1,8 +1,8 @@
-"""Validation that gives the number one process gives: no padding, each sample once, on any ranks.
+"""`evaluate`: the result of one process on any number of ranks, without padding, each sample once.
 
-The dataset is cut into micro-batches that do not depend on the number of ranks, which are dealt to the
-ranks in contiguous runs; what each micro-batch gave is exchanged once at the end and added up exactly, so
-the result is equal to the last bit for any number of ranks.
+The dataset is cut into micro-batches that do not depend on the number of ranks, and each rank gets a
+contiguous run of them. Their results are exchanged once at the end and added exactly, so the result is bit
+for bit equal for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.parallel.modules import equalize_buffers, unwrap
 from paceline.parallel.strategy import chosen_for
-from paceline.training.merge import concatenate_ranks, merge_metric
 
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 
@@ -31,8 +30,8 @@ class Evaluation:
     """The results of an evaluation, by name: `result.accuracy` or `result["accuracy"]`.
 
     Attributes:
-        num_samples: how many samples were seen, each once.
-        values: all results: floats, metrics' values, gathered tensors (on the CPU).
+        num_samples: Number of samples, each evaluated once.
+        values: All results: floats, metrics' values, gathered tensors (on the CPU).
 
     Collective: none; all ranks hold the same.
     """
@@ -46,7 +45,7 @@ class Evaluation:
         if name in values:
             return values[name]
         raise AttributeError(
-            f"the score gave no {name!r}; it gave {', '.join(values) or 'nothing'}"
+            f"the score returned no {name!r}; it returned {', '.join(values) or 'nothing'}"
         )
 
     def __getitem__(self, name: str) -> Any:
@@ -76,20 +75,20 @@ def evaluate(
     Args:
         model: Wrapped or not; run unwrapped, in eval mode, without gradients, and left as it was.
         dataset: Map-style.
-        score: `score(model, batch)` gives results by name. A number or tensor of shape () is a sum over the
+        score: `score(model, batch)` returns results by name. A number or tensor of shape () is a sum over the
             batch's samples, to be divided by the number of samples; a pair (sum, count) is divided
             by the sum of its counts.
         micro_batch: Samples in a forward; part of the result's last bits, so not derived from ranks.
-        metrics: By name, a torchmetrics metric, where score's value of that name is the tuple of arguments
-            for `update`; or "rows", where it is a tensor with a row per sample, to be given whole, in
-            sample order.
-        collate: Makes a batch of a list of samples; None is torch's `default_collate`.
+        metrics: By name, a torchmetrics metric, for which score returns the tuple of arguments of `update`
+            under that name; or "rows": score returns a tensor with a row per sample, and the result is the
+            tensor of all samples in their order.
+        collate: Makes a batch from a list of samples; None is torch's `default_collate`.
 
     Returns:
         The results, equal on all ranks.
 
     Raises:
-        EvaluationError: not every sample was seen once, or the results cannot be added.
+        EvaluationError: not every sample was evaluated once, or the results cannot be added.
         SampleError: the dataset's `__getitem__` raised.
         Preempted: on all ranks, inside a training loop: a signal came to any before all was scored.
 
@@ -119,9 +118,9 @@ def evaluate(
     values: dict[str, Any] = _add_up(job, everyone, len(dataset), micro_batch)
     num_updates = [len(entry["batches"]) for entry in everyone]
     for name, metric in own.items():
-        values[name] = merge_metric(job, metric, num_updates)
+        values[name] = _merge_metric(job, metric, num_updates)
     for name, rows in kept.items():
-        values[name] = concatenate_ranks(job, torch.cat(rows) if rows else None)
+        values[name] = _concatenate_ranks(job, torch.cat(rows) if rows else None)
     return Evaluation(len(dataset), values)
 
 
@@ -132,9 +131,9 @@ def _run(
     metrics: Mapping[str, Any],
     kept: dict[str, list[torch.Tensor]],
 ) -> dict[str, Any]:
-    """Score this rank's batches: which they were, and the sums of each; fills metrics and rows.
+    """Score this rank's batches; returns their indices and sums, and fills `metrics` and `kept`.
 
-    A notice cuts it short; a share that was scored already is whole.
+    A preemption notice ends it before the next batch.
     """
     batches: list[tuple[int, int]] = []
     sums: list[dict[str, Any]] = []
@@ -156,7 +155,7 @@ def _run(
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients; each module's own flag is restored."""
+    """Eval mode and no gradients; afterwards each module has its own mode again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -168,7 +167,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _fresh(metric: Any, device: torch.device) -> Any:
-    """A copy without state, so that the user's metric is left alone and nothing synchronises by itself."""
+    """A copy without state that does not synchronise itself; the user's metric does not change."""
     copy = metric.clone()
     copy.reset()
     copy.to(device)
@@ -178,14 +177,14 @@ def _fresh(metric: Any, device: torch.device) -> Any:
 
 
 def _never() -> bool:
-    """What a metric is told when it asks whether to synchronise by itself: we merge its states."""
+    """For a metric that asks whether to synchronise itself: `_merge_metric` does it."""
     return False
 
 
 def _arguments(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, tuple):
         raise EvaluationError(
-            f"the score must give the arguments of metric {name!r} as a tuple, got "
+            f"the score must return the arguments of metric {name!r} as a tuple, got "
             f"{type(value).__name__}.",
             fix=f'return {{"{name}": (predictions, targets), ...}}',
         )
@@ -206,7 +205,7 @@ def _rows(name: str, value: Any, count: int) -> torch.Tensor:
 
 
 def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
-    """Read all sums and counts; a count of None stands for the number of samples."""
+    """All sums and counts as numbers; a sum without a count stands alone."""
     out = []
     for results in sums:
         numbers = {}
@@ -225,7 +224,7 @@ def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
 def _add_up(
     job: Job, everyone: list[dict[str, Any]], num_samples: int, micro_batch: int
 ) -> dict[str, Any]:
-    """Add what all micro-batches gave; `math.fsum` is exact, so the order does not matter."""
+    """Add the results of all micro-batches; `math.fsum` is exact, so the order does not matter."""
     seen_batches = sorted(tuple(pair) for entry in everyone for pair in entry["batches"])
     seen = sum(count for _, count in seen_batches)
     num_batches = -(-num_samples // micro_batch)
@@ -239,7 +238,7 @@ def _add_up(
     sums = [numbers for entry in everyone for numbers in entry["sums"]]
     names = list(sums[0])
     if any(set(numbers) != set(names) for numbers in sums):
-        raise EvaluationError("the score gave different names for different batches.")
+        raise EvaluationError("the score returned different names for different batches.")
     values: dict[str, Any] = {}
     for name in names:
         total = math.fsum(numbers[name][0] for numbers in sums)
@@ -249,3 +248,71 @@ def _add_up(
             raise EvaluationError(f"the counts of {name!r} sum to 0.")
         values[name] = total / count
     return values
+
+
+def _concatenate_ranks(job: Job, rows: torch.Tensor | None) -> torch.Tensor:
+    """The rows of all ranks, in rank order, on the CPU; a rank without rows passes None.
+
+    Raises:
+        EvaluationError: on all ranks, if dtypes or the shapes of a row differ.
+    """
+    own = None if rows is None else {"dtype": str(rows.dtype), "shape": list(rows.shape)}
+    described = collectives.gather(job, own)
+    present = [d for d in described if d is not None]
+    if not present:
+        return torch.empty(0)
+    kinds = {(d["dtype"], tuple(d["shape"][1:])) for d in present}
+    if len(kinds) > 1:
+        raise EvaluationError(f"ranks returned rows of different kinds: {sorted(map(str, kinds))}.")
+    dtype: torch.dtype = getattr(torch, present[0]["dtype"].removeprefix("torch."))
+    row_shape = present[0]["shape"][1:]
+    counts = [0 if d is None else d["shape"][0] for d in described]
+    padded = torch.zeros([max(counts), *row_shape], dtype=dtype)
+    if rows is not None:
+        padded[: len(rows)] = rows.detach().cpu()
+    # Gloo has no bool; bytes carry every dtype.
+    parts = collectives.gather_tensor(job, padded.reshape(-1).view(torch.uint8))
+    whole = [
+        part.view(dtype).reshape(padded.shape)[:count]
+        for part, count in zip(parts, counts, strict=True)
+    ]
+    return torch.cat(whole)
+
+
+def _merge_metric(job: Job, metric: Any, num_updates: list[int]) -> Any:
+    """The value of a torchmetrics metric over the updates of all ranks, equal on all ranks.
+
+    Reduces each state as the metric declares, as torchmetrics does. But ranks without updates are left out,
+    because their default states would change stacked states, and lists may have different lengths.
+    """
+    if hasattr(metric, "items") and not hasattr(metric, "_reductions"):
+        return {name: _merge_metric(job, part, num_updates) for name, part in metric.items()}
+    busy = [rank for rank, count in enumerate(num_updates) if count]
+    for name, reduction in metric._reductions.items():
+        state = getattr(metric, name)
+        if isinstance(state, list):
+            whole = _concatenate_ranks(
+                job, torch.cat([_as_rows(s) for s in state]) if state else None
+            )
+            setattr(metric, name, [whole.to(metric.device)])
+            continue
+        parts = collectives.gather_tensor(job, state.detach().cpu())
+        stacked = torch.stack([parts[rank] for rank in busy]).to(metric.device)
+        if reduction is None:
+            merged = stacked if len(busy) > 1 else stacked[0]
+        elif getattr(reduction, "__name__", "") == "dim_zero_mean":
+            raise EvaluationError(
+                f"{type(metric).__name__} takes the mean of its state {name!r} over ranks, which is wrong "
+                "for ranks with different numbers of samples.",
+                fix="use a metric that keeps sums, or gather the predictions.",
+            )
+        else:
+            merged = reduction(stacked)
+        setattr(metric, name, merged)
+    metric._update_count = sum(num_updates)
+    metric._computed = None
+    return metric.compute()
+
+
+def _as_rows(state: torch.Tensor) -> torch.Tensor:
+    return state.reshape(1) if state.dim() == 0 else state
