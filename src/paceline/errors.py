@@ -31,8 +31,9 @@ left out:
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -168,6 +169,28 @@ def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
     if len(numbers) == 1:
         return f"rank {parts[0]}"
     return f"ranks {' and '.join(filter(None, [', '.join(parts[:-1]), *parts[-1:]]))}"
+
+
+def refuse_different_values(
+    what: str, values: Sequence[Any], *, where: str = "", fix: str = ""
+) -> None:
+    """Raise RankDisagreement unless the values of all ranks, in rank order, are equal.
+
+    The error names the most frequent value first: "7 on ranks 0 and 1, 5 on rank 2".
+    """
+    if all(value == values[0] for value in values):
+        return
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(json.dumps(value), []).append(rank)
+    groups = sorted(ranks_of.items(), key=lambda group: -len(group[1]))
+    text = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in groups)
+    raise RankDisagreement(
+        f'ranks hold different values of "{what}": {text}.',
+        where=where,
+        fix=fix,
+        values=list(values),
+    )
 
 
 def rank_location(rank: int, world_size: int, *, step: int | None = None, detail: str = "") -> str:

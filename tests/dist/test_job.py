@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.job import collectives
 from paceline.errors import (
     CollectiveTimeout,
     ConfigError,
@@ -24,6 +23,7 @@ from paceline.errors import (
     PeerFailed,
     RankDisagreement,
 )
+from paceline.job import collectives
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.environment import RankInfo
 from paceline.testing import Fault, inject, run_failing_ranks, run_ranks
@@ -86,7 +86,19 @@ def test_a_disagreement_names_who_holds_what_on_all_ranks() -> None:
     for outcome in run_failing_ranks(_disagree, nproc=3):
         assert isinstance(outcome.error, RankDisagreement)
         assert outcome.error.values == [7, 5, 7]
-        assert "2 ranks 7, rank 1 5" in str(outcome.error)
+        assert "7 on ranks 0 and 2, 5 on rank 1" in str(outcome.error)
+
+
+def _join_with_own_seed(job: Any) -> None:
+    job.leave()
+    paceline.join(seed=7 if job.rank != 1 else 5)
+
+
+def test_different_seeds_are_refused_on_all_ranks() -> None:
+    for outcome in run_failing_ranks(_join_with_own_seed, nproc=3):
+        assert isinstance(outcome.error, RankDisagreement)
+        assert outcome.error.values == [7, 5, 7]
+        assert '"seed"' in str(outcome.error)
 
 
 def _rank0_raises(job: Any) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeout, PeerFailed, RankDisagreement
+from paceline.errors import CollectiveTimeout, PeerFailed, refuse_different_values
 from paceline.job.job import Job
 
 T = TypeVar("T")
@@ -81,24 +80,8 @@ def agree(job: Job, what: str, value: T, *, where: str = "", fix: str = "") -> T
 
     Collective: all ranks, same order as the job's other collectives.
     """
-    values = gather(job, value)
-    if any(other != values[0] for other in values):
-        raise RankDisagreement(
-            f'ranks hold different values of "{what}": {_count_values(values)}.',
-            where=where,
-            fix=fix,
-            values=values,
-        )
+    refuse_different_values(what, gather(job, value), where=where, fix=fix)
     return value
-
-
-def _count_values(values: list[Any]) -> str:
-    """Format [7, 7, 5] as "2 ranks 7, rank 2 5", the most frequent first."""
-    texts = [json.dumps(value) for value in values]
-    parts = []
-    for text, count in Counter(texts).most_common():
-        parts.append(f"{count} ranks {text}" if count > 1 else f"rank {texts.index(text)} {text}")
-    return ", ".join(parts)
 
 
 def on_rank0(job: Job, action: Callable[[], T], *, timeout_s: float | None = None) -> T:

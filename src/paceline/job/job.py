@@ -22,8 +22,15 @@ import torch
 import torch.distributed as dist
 
 from paceline import log
-from paceline.errors import ConfigError, PacelineError, PeerFailed, StepError, rank_location
-from paceline.job import current_step, environment, failures, rendezvous
+from paceline.errors import (
+    ConfigError,
+    PacelineError,
+    PeerFailed,
+    StepError,
+    rank_location,
+    refuse_different_values,
+)
+from paceline.job import current_step, environment, failures, rendezvous, store_exchange
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.failures import Peers
 from paceline.job.malloc import keep_freed_memory
@@ -272,8 +279,8 @@ def join(
     """Make this process a rank of its job. Without a launcher the job has one process.
 
     Args:
-        seed: the source of all randomness of the job. The generators of torch, numpy and Python are seeded
-            with it, so that all ranks draw equal initial weights.
+        seed: the source of all randomness of the job; equal on all ranks. The generators of torch, numpy
+            and Python are seeded with it, so all ranks draw equal initial weights.
         device: "cpu", "cuda", "xpu", or None for an accelerator if there is one. The local rank chooses
             the index.
         backend: a backend of torch.distributed; None chooses by device: "nccl" and "gloo" on CUDA, "xccl"
@@ -283,7 +290,9 @@ def join(
 
     Raises:
         LauncherError: the launcher's variables are incomplete or contradict each other.
-        ConfigError: this host has no such device or backend, or this process has joined a job already.
+        ConfigError: this host has no such device or backend, two ranks share one GPU, or this process
+            has joined a job already.
+        RankDisagreement: the seeds of the ranks differ.
         CollectiveTimeout: a rank did not come in time.
 
     Collective: all ranks, once.
@@ -331,7 +340,9 @@ def _connect(job: Job, info: environment.RankInfo, backend: str) -> None:
         # Otherwise Gloo resolves the host name, which may take half a second or give another host.
         job.set_variable("GLOO_SOCKET_IFNAME", "lo")
     job.store = rendezvous.meet(info, timeout_s=job.timeout_s)
-    _refuse_shared_device(job)
+    # Before the checks: if they fail, rank 0 keeps the store until all ranks have read the values.
+    job.peers = Peers(dist.PrefixStore("peers", job.store), job.rank, job.world_size)
+    _refuse_wrong_ranks(job, job.store)
     timeout = timedelta(seconds=job.timeout_s)
     dist.init_process_group(
         backend,
@@ -343,22 +354,25 @@ def _connect(job: Job, info: environment.RankInfo, backend: str) -> None:
     )
     job.group = dist.group.WORLD
     job.control = dist.new_group(backend="gloo", timeout=timeout)
-    job.peers = Peers(dist.PrefixStore("peers", job.store), job.rank, job.world_size)
     failures.install_excepthook(job.peers)
     atexit.register(job._abandon_at_exit)
 
 
-def _refuse_shared_device(job: Job) -> None:
-    if job.device.type != "cuda" or job.store is None:
-        return
-    properties: Any = torch.cuda.get_device_properties(job.device)
-    job.store.set(f"device/{job.rank}", str(properties.uuid))
-    seen: dict[bytes, int] = {}
-    for rank in range(job.world_size):
-        other = seen.setdefault(job.store.get(f"device/{rank}"), rank)
-        if other != rank:
+def _refuse_wrong_ranks(job: Job, store: dist.Store) -> None:
+    """Raise on all ranks if their seeds differ, or if two of them share a GPU."""
+    properties: Any = None
+    if job.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(job.device)
+    own = [job.seed, properties and str(properties.uuid)]
+    ranks = store_exchange.gather(store, "ranks", own, job.rank, job.world_size)
+    seeds, devices = zip(*ranks, strict=True)
+    refuse_different_values("seed", seeds, fix="pass the same seed to `join` on every rank.")
+    first: dict[str, int] = {}
+    for rank, device in enumerate(devices):
+        if device is not None and first.setdefault(device, rank) != rank:
             raise ConfigError(
-                f"ranks {other} and {rank} share one GPU ({properties.name}).",
+                f"ranks {first[device]} and {rank} share one GPU.",
+                where=job.where(),
                 why="NCCL needs a GPU for each rank.",  # its own error names neither
                 fix="start one rank per GPU, or pass device='cpu'.",
             )
