@@ -1,12 +1,12 @@
-"""BatchNorm over the samples of all ranks, on CPU and CUDA: gradients and running statistics as if one
-process had normalised the whole batch.
+"""BatchNorm over the samples of all ranks, on CPU and CUDA: gradients and running statistics of one process
+that normalises the whole batch.
 
-Takes the place of `torch.nn.SyncBatchNorm`, which has no CPU version and cannot leave a sample out: a rank
-that ran out of samples repeats one as a "ghost", which takes part in the collectives and in nothing else.
-It deliberately does not sum gradients of weight and bias (DDP does), and synchronises nothing in eval mode.
+Replaces `torch.nn.SyncBatchNorm`, which has no CPU version and cannot leave a sample out. A rank without
+samples runs a ghost, which takes part in the collectives only. Gradients of weight and bias are summed over
+ranks by the training's strategy, not here. In eval mode nothing is exchanged.
 
-Statistics travel as (count, mean, M2) of each rank and are merged by the formula of Chan, Golub and
-LeVeque (1979). E[x^2] - E[x]^2 would lose all digits where the mean is large against the deviation.
+Ranks exchange (count, mean, M2) and merge them by the formula of Chan, Golub and LeVeque (1979).
+E[x^2] - E[x]^2 would lose all digits if the mean is large compared with the deviation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DIMENSIONS: dict[type[nn.Module], Sequence[int]] = {
 
 
 class _Link:
-    """A layer's way to its job. Copies of a layer share it; a pickle has none."""
+    """A layer's reference to its job. Copies of a layer share it; a pickle has none."""
 
     def __init__(self, job: Job | None) -> None:
         self.job = job
@@ -51,7 +51,7 @@ class _Link:
 class SyncBatchNorm(nn.BatchNorm1d):
     """BatchNorm whose statistics in training are those of the samples of all ranks.
 
-    Made by `sync_batchnorm` out of torch's layers, whose parameters, buffers, hooks and names it keeps.
+    Made by `sync_batchnorm` from torch's layers, whose parameters, buffers, hooks and names it keeps.
 
     Attributes:
         ghost: Whether the samples of the next forward have weight 0: they are normalised, but count
@@ -130,8 +130,8 @@ class _Statistics:
         counts, means, m2s = rows[:, :1], rows[:, 1::2], rows[:, 2::2]
         self.count = counts.sum()
         if self.absent or x.numel() == x.shape[1]:
-            # Only then the total may be 1, and if it is, all ranks come here. To look at it everywhere
-            # would make the host wait for the device in each layer.
+            # Only then the total may be 1, and if it is, all ranks come here. Reading it always would make
+            # the host wait for the device in each layer.
             self._refuse_single_value()
         self.mean = (counts * means).sum(0) / self.count
         self.var = (m2s + counts * (means - self.mean) ** 2).sum(0) / self.count
@@ -262,11 +262,11 @@ def _summed_over_ranks(job: Job, sums: torch.Tensor) -> torch.Tensor:
 
 
 def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
-    """Make each BatchNorm of `module` normalise over the samples of all ranks; returns `module`.
+    """Convert each BatchNorm of `module` to normalise over the samples of all ranks; returns `module`.
 
     In place: BatchNorm1d, 2d, 3d and torch's SyncBatchNorm become `SyncBatchNorm`, with the same
-    parameters, buffers, hooks and names in the state. Subclasses with a forward of their own are left.
-    May come before or after `paceline.ddp`. In a job of one process it converts too, so that one
+    parameters, buffers, hooks and names in the state. Subclasses with their own forward are not
+    converted. Call it before or after `paceline.ddp`. In a job of one process it converts too, so that one
     process computes by the same formulas as many.
 
     Raises:
@@ -296,7 +296,7 @@ def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
 
 def _convert(layer: nn.Module, link: _Link) -> None:
     if not isinstance(layer, SyncBatchNorm):
-        # The class is changed rather than the object, as torch's lazy modules do it: hooks, flags and
+        # The class of the object is changed, as in torch's lazy modules, so that hooks, flags and
         # other references to the layer stay valid.
         was = type(layer)
         layer.__dict__.pop("process_group", None)

@@ -1,11 +1,11 @@
-"""The control word: the one small exchange by which all ranks leave a step with the same knowledge.
+"""The control word: one small exchange after which all ranks have the same knowledge about a step.
 
-Stop requests, preemptions, the losses of the steps since the last word, and how long a step takes, summed
-over ranks. A word goes out every k steps, k agreed so that about 16 a second pass, or 8 in the memory of
-one host. There it is read at once: the ranks have just met for the gradients, and a thread of Gloo's would
-take more of their cores. Elsewhere it goes over a CPU group and is read when the next one is due, when it
-has long arrived. Every rank reads it after the same step. At the end of an epoch and of the training a word
-is sent and read at once.
+It carries stop requests, preemptions, the losses of the steps since the last word, and the duration of a
+step, summed over ranks. A word is sent every k steps; all ranks choose the same k so that about 16 words a
+second are sent, or 8 through shared memory. Through shared memory it is read at once: the ranks have just
+met for the gradients, and a thread of Gloo would take time of their cores. Else it goes over a Gloo group
+and is read when the next one is due, so no rank waits for it. All ranks read it after the same step. At the
+end of an epoch and of the training a word is sent and read at once.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Word:
 
 
 class Control:
-    """Collects what this rank has to say, and exchanges it.
+    """Collects the values of this rank, and exchanges them.
 
     Attributes:
-        save: set where it is time to save; goes out with the next word.
-        save_failed: set where a save in the background failed; goes out with the next word.
-        in_memory: whether all ranks share memory, so that an exchange takes less than handing it over.
+        save: Set when it is time to save; sent with the next word.
+        save_failed: Set when a save in the background failed; sent with the next word.
+        in_memory: Whether all ranks share memory, so that a direct exchange is faster than one in a thread.
 
-    Collective: all ranks call `end_step` after every step, with the same numbers.
+    All ranks call `end_step` after every step, with the same numbers.
     """
 
     def __init__(self, job: Job) -> None:
@@ -70,7 +70,7 @@ class Control:
         self._flight: tuple[dist.Work | None, torch.Tensor, int, int] | None = None
 
     def begin(self, step: int, *, anew: bool = False) -> None:
-        """Forget what was collected, and with `anew` requests too; the next step is `step` + 1."""
+        """Discard what was collected, with `anew` also stop requests; the next step is `step` + 1."""
         if anew:
             self._stop = False
         self._losses, self._counts = [], []
@@ -79,20 +79,20 @@ class Control:
         self._began = time.perf_counter()
 
     def request_stop(self) -> None:
-        """Ask that all ranks stop; one rank is enough."""
+        """Request that all ranks stop; one rank is enough."""
         self._stop = True
 
     def end_step(
         self, step: int, loss: torch.Tensor | None, count: float | torch.Tensor, *, now: bool
     ) -> list[Word]:
-        """Note the loss of a step; give the words that are due, at most two.
+        """Add the loss of a step; returns the words that are due, at most two.
 
         Args:
-            loss: This rank's sum, shape (), on any device; None where it had no sample.
+            loss: This rank's sum, shape (), on any device; None if it had no sample.
             now: Send and read at once; equal on all ranks.
 
         Raises:
-            NonFinite: on all ranks, where the loss of a step was NaN or infinite on any.
+            NonFinite: on all ranks, if the loss of a step was NaN or infinite on any.
         """
         self._losses.append(loss)
         self._counts.append(count)
@@ -106,7 +106,7 @@ class Control:
         return words
 
     def flush(self, step: int) -> list[Word]:
-        """Exchange what is left after the last step, `step`; give the words, at most two."""
+        """Exchange what is left after the last step, `step`; returns the words, at most two."""
         words = self._read()
         if self._losses:
             self._send(step)
@@ -119,11 +119,11 @@ class Control:
         sums = _to_host(self._losses)
         head = [self._stop, elapsed / size, self.save, self.save_failed, bool(notice.received)]
         self.save = self.save_failed = False
-        # A NaN spreads over all ranks within a step, so who had it first is told step by step.
+        # A NaN spreads to all ranks within a step, so each step carries which ranks had one.
         bit = float(1 << self._job.rank) if self._job.rank < _MAX_RANKS_NAMED else 0.0
         bits = [0.0 if math.isfinite(value) else bit for value in sums]
         counts = [float(count) for count in self._counts]
-        # One tensor from a list: each operation of torch takes its time while the cache is the model's.
+        # One tensor from one list: each further operation of torch costs microseconds.
         word = torch.tensor([*map(float, head), *sums, *counts, *bits], dtype=torch.float64)
         work: dist.Work | None = None
         if self._job.control is not None and not self.in_memory:
@@ -186,7 +186,7 @@ def _non_finite(step: int, total: float, rank_bits: int) -> NonFinite:
 
 
 def _to_host(losses: list[torch.Tensor | None]) -> list[float]:
-    """The losses as numbers; those on a device with one copy."""
+    """The losses as numbers, with one copy for all that are on a device."""
     present = [loss for loss in losses if loss is not None]
     if all(loss.device.type == "cpu" for loss in present):
         values = iter([loss.item() for loss in present])

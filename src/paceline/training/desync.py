@@ -1,10 +1,10 @@
-"""Whether all ranks still hold the same weights and optimizer state, bit for bit; and who does not.
+"""Whether all ranks still hold the same weights and optimizer state, bit for bit, and which ranks differ.
 
-Buffers and generators too where that is asked for: those of BatchNorm and of dropout differ by design.
+Buffers and generators are compared if requested: those of BatchNorm and of dropout differ by design.
 
-A rank's tensors become one number each, a sum of their bytes as 64-bit integers, which wraps and so does
-not depend on the order of addition. Ranks compare one number; only where that differs do they compare
-tensor by tensor. Sharded tensors and parameters that DDP is told to leave alone are not replicas.
+Each tensor of a rank becomes one number, the wrapping sum of its bytes as 64-bit integers, which does not
+depend on the order of addition. Ranks compare one number for all tensors, and only if it differs one for each
+tensor. Sharded tensors and parameters that DDP ignores are not replicas.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from paceline.job.job import Job
 from paceline.parallel.modules import unwrap
 from paceline.training.optimizers import TrainedOptimizer
 
-_SHARE = 0.005  # of the time that steps take
-_FIRST_STEPS = 10  # the first look comes early, and says what a look costs
-_EXCHANGE_S = 1e-3  # until it has been measured
+_SHARE = 0.005  # largest share of the time that comparisons may take
+_FIRST_STEPS = 10  # the first comparison comes early, to measure its cost
+_EXCHANGE_S = 1e-3  # assumed until it is measured
 _WORD_BYTES = 8
 
 
 class Replicas:
-    """Compares the replicas of one training every so many steps, and when it is asked to.
+    """Compares the replicas of one training at intervals, and when `look` is called.
 
     Args:
-        every: Steps from one look to the next; None chooses by what a look costs; 0 never looks.
+        every: Steps from one comparison to the next; None chooses by their cost; 0 never compares.
         also: What is compared besides weights and optimizer state: "buffers", "rng".
-
-    Collective: as the methods say.
     """
 
     def __init__(
@@ -58,17 +56,15 @@ class Replicas:
         self._every = every
         self._also = also
         self._off = every == 0 or job.world_size == 1
-        self._equal: int | None = None  # the last step in which all were equal
+        self._equal: int | None = None  # the last step after which all were equal
         self._due = 0
         self._looked_s = self._cost_s = 0.0
 
     def step_ended(self, step: int) -> None:
-        """Look, if it is due after this step.
+        """Compare if it is due after this step. All ranks call it.
 
         Raises:
             Desync: on all ranks.
-
-        Collective: all ranks.
         """
         if self._off:
             return
@@ -79,12 +75,10 @@ class Replicas:
             self.look(step)
 
     def look(self, step: int) -> None:
-        """Look now, unless all were found equal in this step already.
+        """Compare now, unless all were equal in this step already. All ranks call it.
 
         Raises:
             Desync: on all ranks, naming tensor and ranks.
-
-        Collective: all ranks.
         """
         if self._off or self._equal == step or self._equal is None:
             return
@@ -101,7 +95,7 @@ class Replicas:
             raise self._found(step, digests)
         every = self._every
         if every is None:
-            # All ranks come to the same number, from what all have measured.
+            # From the measurements of all ranks, so that all compute the same number.
             cost, usual = max(row[1] for row in rows), min(row[2] for row in rows)
             every = max(_FIRST_STEPS, math.ceil(cost / (_SHARE * max(usual, 1))))
         self._equal, self._due = step, step + every
@@ -109,7 +103,7 @@ class Replicas:
         self._cost_s = self._looked_s - began
 
     def _digests(self) -> dict[str, int]:
-        """A number for each thing that is compared, by a name that says what it is."""
+        """A number for each compared tensor or generator, by its name."""
         found: dict[str, torch.Tensor] = {}
         for number, model in enumerate(self._models):
             prefix = f"models.{number}." if len(self._models) > 1 else ""
@@ -129,7 +123,7 @@ class Replicas:
         for name, tensor in found.items():
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
                 by_device.setdefault(tensor.device, {})[name] = _sum(tensor.detach())
-        # One wait for each device.
+        # One transfer for each device.
         digests = {
             name: value
             for sums in by_device.values()
@@ -161,7 +155,7 @@ class Replicas:
             why=f"all were equal after step {since}; since then something changed them on some ranks "
             "alone: code under `if rank == ...`, a weight written outside the optimizer, ranks with "
             "different processors or numbers of threads, or faulty memory.",
-            fix="go back to a checkpoint of that step or before; where the difference is meant, "
+            fix="resume from a checkpoint of that step or before; if the difference is intended, "
             "desync_every=0.",
             parameter=name,
             differing=differing,
@@ -177,5 +171,5 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
         data = data.clone()
     data = data.view(torch.uint8)
     whole = len(data) // _WORD_BYTES * _WORD_BYTES
-    # Sums of 64-bit words run at the speed of memory; of smaller ones, at a twentieth of it.
+    # Sums of 64-bit integers run at the speed of memory; of smaller ones at a twentieth of it.
     return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
