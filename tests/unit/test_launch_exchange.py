@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from paceline.launch import node_exchange
+from paceline.launch.agent import Agent
+from paceline.launch.hang_watch import HangWatch
 from paceline.launch.messages import JobInfo, render_failure
 from paceline.launch.node_exchange import NodeExchange
 from paceline.watch.crash import Error, Fact, FirstFailure, find_first_failure
@@ -181,3 +187,40 @@ def test_states_of_ranks_arrive_whole() -> None:
     for text in ("", "[]", "7", '{"request": 2, "states": [{}]}'):
         store.set("states/1", text)
         assert node.collect_states() == ([], False)
+
+
+def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    here, there = NodeExchange(store, 0, 2), NodeExchange(store, 1, 2)
+    call = Call(name="all_reduce", number=4, members=(0, 1), kind="f32[3]", since_s=12.0)
+    waiting = State(rank=0, host="a", pid=6, calls=(call,), idle_s=12.0)
+    ended = State(rank=1, host="b", pid=7, state="", returncode=0)
+
+    ranks: Any = Mock(failing=False, done=False, ranks=[Mock(rank=0)])
+    watch = HangWatch(ranks, after_s=10.0, ends=True)
+    watch.exchange = here
+    monkeypatch.setattr(watch, "_state", lambda rank, now: waiting)
+    agent: Any = object.__new__(Agent)
+    worker_group: Any = SimpleNamespace(workers=[Mock(world_size=2)], spec=Mock())
+    monkeypatch.setattr(agent, "_fail", lambda: "failed")
+    vars(agent).update(
+        _local_ranks=ranks,
+        _settings=Mock(),
+        _signals=Mock(take_for_ranks=list),
+        _remaining_restarts=0,
+        _exchange=here,
+        _watch=watch,
+        _worker_group=worker_group,
+    )
+
+    here.request_states(new=True)
+    assert watch._conclude(time.monotonic(), 2) is None  # it waits for the states of node 1
+    there.request_states(new=False)
+    there.publish_states([ended])
+    there.announce_failure()  # node 1 has judged first, and ends its ranks
+    assert agent._monitor_workers(worker_group) == "failed"
+    (said,) = (call.args[0] for call in ranks.say.call_args_list)
+    assert said.startswith("hang: rank 0 (host a, pid 6) has waited 12 s in all_reduce #4")
+    assert "has not entered it: ended with exit code 0" in said

@@ -260,9 +260,9 @@ class Agent(LocalElasticAgent):
             ranks.forget()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
-        if self._exchange is not None and self._exchange.peer_failed():
-            return self._fail()
-        if self._is_hanging(worker_group.workers[0].world_size):
+        peer_failed = self._exchange is not None and self._exchange.peer_failed()
+        # If the other node ends its ranks for a hang, this node prints the hang first.
+        if self._is_hanging(worker_group.workers[0].world_size, finish=peer_failed) or peer_failed:
             return self._fail()
         if self._nodes and (self._remaining_restarts > 0 or ranks.done):
             if lost := self._nodes.lost():
@@ -301,12 +301,12 @@ class Agent(LocalElasticAgent):
                 return True
         return False
 
-    def _is_hanging(self, world_size: int) -> bool:
-        """Whether a hang is to end this round; marks the ranks that cause it."""
+    def _is_hanging(self, world_size: int, *, finish: bool) -> bool:
+        """Whether a hang has to end this round; marks the ranks that cause it."""
         if self._watch is None:
             return False
         try:
-            hang = self._watch.look(world_size)
+            hang = (self._watch.finish if finish else self._watch.look)(world_size)
         except Exception as error:  # a defect of the diagnosis must not end the job
             self._local_ranks.say(f"paceline: the detection of hangs is off: {error!r}\n")
             self._watch = hang = None

@@ -1,15 +1,14 @@
 """A process that outlives the launcher by a moment and kills what a killed launcher leaves behind.
 
 Reads lines `+<group>` and `-<group>` from standard input. At the end of input, which the kernel sends however
-the launcher ends, it kills the remaining process groups (ranks with their loader workers and children) and
-removes the folder that is its argument. Started by file name, standard library only.
+the launcher ends, it kills the remaining process groups: ranks with their loader workers and children.
+Started by file name, standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 
@@ -26,7 +25,6 @@ def main() -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)  # there is none if no checkpoint was in memory
 
 
 if __name__ == "__main__":

@@ -180,6 +180,11 @@ class HangWatch:
                     rank.ask(self._asked)
         return None
 
+    def finish(self, world_size: int) -> Hang | None:
+        """As `look`, if a hang is only waiting for the states of other nodes; call before the round ends."""
+        # A node that ends its ranks for a hang has read the states of all nodes, so they are in the store.
+        return self._conclude(time.monotonic(), world_size) if self._others_until else None
+
     @property
     def _patience(self) -> float:
         """How long the ranks may make no progress, in seconds."""

@@ -357,10 +357,10 @@ class LocalRanks:
         self._start_all: Callable[[str], list[Rank]] = lambda preload: []
         self._script_began = 0.0
         self._changed = threading.Event()
-        # Checkpoints in memory are kept here: longer than the ranks, not longer than the job.
-        self._memory_folder = f"/dev/shm/paceline-{os.getpid()}-{uuid.uuid4().hex}"
+        # In the environment of each rank, and so of every process that a rank forks.
+        self._launcher_id = uuid.uuid4().hex
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_GUARD), self._memory_folder],
+            [sys.executable, "-I", "-S", str(_GUARD)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -383,12 +383,16 @@ class LocalRanks:
         """
 
         def start_all(preload: str) -> list[Rank]:
-            given = {"PACELINE_PRELOAD": preload, **environment}
+            given = {
+                "PACELINE_PRELOAD": preload,
+                **environment,
+                "PACELINE_LAUNCHER_ID": self._launcher_id,
+            }
             ranks = []
             for local_rank in range(count):
                 rank = Rank(
                     local_rank,
-                    environment=given | {"PACELINE_SHADOW": self._memory_folder},
+                    environment=given,
                     consoles=self.consoles,
                     pump=self.pump,
                     changed=self._changed.set,
@@ -571,7 +575,7 @@ class LocalRanks:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
                 is_rank = process.pid not in known and str(WORKER) in process.cmdline()
-                if is_rank and process.environ().get("PACELINE_SHADOW") == self._memory_folder:
+                if is_rank and process.environ().get("PACELINE_LAUNCHER_ID") == self._launcher_id:
                     found.append(str(process.pid))
         if found:
             self.say(

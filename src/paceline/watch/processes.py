@@ -137,16 +137,6 @@ def _below(pid: int, *, recursive: bool) -> list[int]:
         return []
 
 
-def forks(mark: str, command: str) -> list[int]:
-    """Processes that run `command` and were started with `mark` in their environment."""
-    return sorted(
-        process.pid
-        for process in psutil.process_iter(["cmdline", "environ"])
-        if any(command in word for word in process.info["cmdline"] or ())
-        and any(mark in value for value in (process.info["environ"] or {}).values())
-    )
-
-
 def is_ending(pid: int) -> bool:
     """Whether no thread of a process can go on, after its main thread has ended.
 
