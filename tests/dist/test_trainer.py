@@ -102,7 +102,7 @@ def test_bucket_mb_reaches_ddp() -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_trainer_is_bit_equal_to_the_loop_by_loop(nproc: int, tmp_path: Path) -> None:
+def test_the_trainer_is_bit_equal_to_the_loop(nproc: int, tmp_path: Path) -> None:
     by_loop = run_ranks(_by_loop, nproc=nproc)
     by_trainer = run_ranks(_by_trainer, str(tmp_path), nproc=nproc)
     for rank in range(nproc):
