@@ -48,8 +48,8 @@ def test_lost_and_repeated_samples_are_found_and_a_single_one_is_named(
     job: Job, seen: list[int], start: int, size: int, lost: list[int] | None, doubled: list[int]
 ) -> None:
     audit = Coverage(job, None, Position(0, 2, start))
-    audit.saw(_ids(*seen[:1]))
-    audit.saw(_ids(*seen[1:]))
+    audit.add(_ids(*seen[:1]))
+    audit.add(_ids(*seen[1:]))
     if lost is None:
         audit.check(2, size)
         return
@@ -58,15 +58,15 @@ def test_lost_and_repeated_samples_are_found_and_a_single_one_is_named(
     error = caught.value
     assert (error.lost, error.doubled) == (lost, doubled)
     assert (error.seen, error.expected) == (len(seen), size - start)
-    assert f"it used {len(seen)} samples where {size - start} were expected" in str(error)
+    assert f"it used {len(seen)} samples instead of {size - start}" in str(error)
 
 
 def test_ids_are_hashed_in_portions(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "_PENDING", 3)
-    monkeypatch.setattr(coverage, "_PORTION", 3)
+    monkeypatch.setattr(coverage, "_MAX_PENDING", 3)
+    monkeypatch.setattr(coverage, "_CHUNK", 3)
     audit = Coverage(job, None, Position(0, 0, 2))
     for first in range(2, 20, 2):
-        audit.saw(_ids(first, first + 1))
+        audit.add(_ids(first, first + 1))
         assert len(audit._pending) < 3
     audit.check(0, 20)
 
@@ -81,7 +81,7 @@ def test_memory_does_not_depend_on_the_size_of_the_dataset(job: Job) -> None:
     try:
         for own in ids:
             for part in own.split(1 << 16):
-                audit.saw(part)
+                audit.add(part)
         audit.check(0, size)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -119,7 +119,7 @@ def test_micro_batches_that_the_loop_did_not_read_are_lost_samples(job: Job) -> 
     run = batches.iterate(Position(0), epochs=1)
     list(next(run))
     next(run)
-    with pytest.raises(AuditError, match="used 2 samples where 4 were expected"):
+    with pytest.raises(AuditError, match="used 2 samples instead of 4"):
         next(run)
 
 

@@ -33,6 +33,7 @@ from paceline import torch_private
 from paceline.data.batches import Batches
 from paceline.data.evaluation import evaluation_batches
 from paceline.data.plan import Permutation, Position
+from paceline.data.workers import Workers
 from paceline.errors import ConfigError, DataError, SampleError, StepError
 from paceline.job import rng
 from paceline.job.job import Job
@@ -446,6 +447,32 @@ def test_a_worker_that_dies_is_named_with_the_probable_cause(
     assert (caught.value.worker, caught.value.rank) == (1, 0)
     assert why in caught.value.why
     batches.close()
+
+
+class Exiting:
+    """A process whose files are closed already. It gets its exit code when it is joined."""
+
+    exitcode: int | None = None
+
+    def __init__(self) -> None:
+        self.sentinel, end = os.pipe()
+        os.close(end)
+
+    def join(self, timeout: float) -> None:
+        self.exitcode = -signal.SIGKILL
+
+    def kill(self) -> None: ...
+
+
+def test_a_worker_that_is_still_exiting_when_its_connection_breaks_is_named(job: Job) -> None:
+    def broken() -> Iterator[Any]:
+        raise ConnectionResetError
+        yield
+
+    pool = Workers(job, None, 1, tasks=True)
+    pool._results, pool._processes = broken(), [Exiting()]  # type: ignore[list-item]
+    with pytest.raises(DataError, match="loader worker 0 was killed by SIGKILL"):
+        pool.get()
 
 
 @interrupts

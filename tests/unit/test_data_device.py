@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from paceline.data.device import moved
+from paceline.data.device import to_device
 
 META = torch.device("meta")
 
@@ -38,7 +38,7 @@ def _x() -> torch.Tensor:
 
 
 def test_every_known_structure_is_kept_and_its_tensors_are_moved() -> None:
-    assert moved(_x(), META, pin=False).device == META
+    assert to_device(_x(), META, pin=False).device == META
     batch = {
         "list": [_x(), (_x(), 3)],
         "pair": Pair(_x(), "text"),
@@ -48,7 +48,7 @@ def test_every_known_structure_is_kept_and_its_tensors_are_moved() -> None:
         "moving": Moving("cpu"),
         "none": None,
     }
-    out = moved(batch, META, pin=False)
+    out = to_device(batch, META, pin=False)
     assert list(out) == list(batch)
     assert out["list"][0].device == out["list"][1][0].device == META
     assert (type(out["list"]), type(out["list"][1]), out["list"][1][1]) == (list, tuple, 3)
@@ -67,6 +67,6 @@ def test_every_known_structure_is_kept_and_its_tensors_are_moved() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_tensors_reach_a_cuda_device_through_pinned_memory() -> None:
     device = torch.device("cuda", 0)
-    out = moved([_x(), {"a": _x()}], device, pin=True)
+    out = to_device([_x(), {"a": _x()}], device, pin=True)
     assert out[0].device == out[1]["a"].device == device
     assert out[1]["a"].tolist() == [1.0, 1.0]

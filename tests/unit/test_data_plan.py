@@ -103,7 +103,7 @@ def test_ranks_share_each_step_and_ghosts_fill_up_to_equal_numbers(aligned: bool
         for world, micro in itertools.product(range(1, 6), range(1, b + 1)):
             plans = [Plan(n, b, micro, True, rank, world, aligned) for rank in range(world)]
             for _, offset, size in steps:
-                dealt = [list(plan.pieces(offset, size, False)) for plan in plans]
+                dealt = [list(plan.micro_batch_ranges(offset, size, False)) for plan in plans]
                 pieces = [piece for own in dealt for piece in own]
                 places = [place for begin, end, _ in pieces for place in range(begin, end)]
                 assert places == list(range(offset, offset + size))
@@ -115,10 +115,10 @@ def test_ranks_share_each_step_and_ghosts_fill_up_to_equal_numbers(aligned: bool
                     shares = [sum(end - begin for begin, end, _ in own) for own in dealt]
                     assert max(shares) - min(shares) <= 1
                 most = max(len(own) for own in dealt)
-                assert most == plans[0].most_micro_batches(size)
+                assert most == plans[0].max_micro_batches(size)
                 for plan, own in zip(plans, dealt, strict=True):
                     ghosts = [(offset, offset + 1, True)] * (most - len(own))
-                    assert list(plan.pieces(offset, size, True)) == own + ghosts
+                    assert list(plan.micro_batch_ranges(offset, size, True)) == own + ghosts
 
 
 def _blocks_are_the_steps(plan: Plan, position: Position, epochs: int) -> int:
@@ -130,7 +130,7 @@ def _blocks_are_the_steps(plan: Plan, position: Position, epochs: int) -> int:
         for count, first in zip(block.counts, block.firsts, strict=True):
             epoch, begins, size = next(steps)
             assert (block.epoch, offset) == (epoch, begins)
-            pieces = list(plan.pieces(begins, size, False))
+            pieces = list(plan.micro_batch_ranges(begins, size, False))
             places = np.concatenate([[], *(np.arange(a, b) for a, b, _ in pieces)])
             ids = look_up(plan.order(position.seed, epoch), places.astype(np.int64))
             assert block.ids[begin : begin + count].tolist() == ids.tolist()

@@ -1,7 +1,7 @@
 """`Batches`: the samples of every step of a training, the same for any number of processes.
 
-Combines the plan (which samples, in which order) with a loader: in this process, in loader workers, or over
-a stream. It knows nothing about models or losses.
+Combines a plan (which samples, in which order) with a loader (in this process, in loader workers, or over a
+stream).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.data.samples import (
     refuse_sizes,
 )
 from paceline.data.streams import StreamLoader, StreamPlan
-from paceline.data.workers import Threads
+from paceline.data.workers import ComputeThreads
 from paceline.errors import ConfigError
 from paceline.job import collectives
 from paceline.job.job import Job
@@ -80,7 +80,8 @@ class Batches:
             )
         if stream and shuffle:
             raise ConfigError(
-                "a stream cannot be shuffled from outside.",
+                "shuffle=True cannot be used with a stream.",
+                why="its samples can be read only in its own order.",
                 fix="leave `shuffle` out, and shuffle inside the dataset (see docs/data.md).",
             )
         self._job = job
@@ -118,9 +119,9 @@ class Batches:
                 self._loader = WorkerLoader(job, self._plan, samples, workers)
             else:
                 self._loader = LocalLoader(job, self._plan, samples)
-        self._threads = Threads(job, workers)
+        self._threads = ComputeThreads(job, workers)
         self._workers = workers
-        self._forget: Callable[[], None] | None = None
+        self._unregister: Callable[[], None] | None = None
         self._audited = False
 
     @property
@@ -149,8 +150,8 @@ class Batches:
     ) -> Iterator[PlannedStep]:
         """The steps from `position` to the end of epoch `epochs - 1`.
 
-        A new call drops what an earlier one has loaded ahead. The first epoch that is iterated to its end
-        is audited after its last step.
+        A new call discards what an earlier call has loaded ahead. The first epoch that is iterated to its
+        end is audited after its last step.
 
         Args:
             epochs: Number of epochs, counted from epoch 0.
@@ -159,12 +160,12 @@ class Batches:
                 sample each, `MicroBatch.is_ghost`, which must have weight 0.
 
         Raises:
-            ConfigError: a position beyond the end of the data.
+            ConfigError: `position` is beyond the end of the epoch, or `epochs` is not an integer >= 0.
             SampleError, DataError: on this rank, while iterating.
             AuditError: on all ranks, after an epoch that lost or repeated samples.
 
-        Collective: all ranks iterate alike. The audit is one reduction after the first epoch; a
-        stream adds one asynchronous reduction per step.
+        Collective: all ranks, with the same arguments. The audit is one reduction after the first epoch;
+        a stream adds one asynchronous reduction per step.
         """
         self._job.refuse_if_left()
         if type(epochs) is not int or epochs < 0:
@@ -173,13 +174,14 @@ class Batches:
             if position.offset > self.num_samples:
                 raise ConfigError(
                     f"position {position.offset} is beyond the {self.num_samples} samples of an epoch.",
-                    why="the position belongs to another dataset.",
+                    why="the position was saved with another dataset.",
+                    fix="use the dataset that the checkpoint was saved with, or start from offset 0.",
                     position=position,
                 )
             position = Position(position.seed, position.epoch + 1, 0)
         if self._workers and position.epoch < epochs:
-            if self._forget is None:
-                self._forget = self._job.on_leave(self.close)
+            if self._unregister is None:
+                self._unregister = self._job.on_leave(self.close)
             self._threads.lower()
         return self._audited_steps(position, epochs, equal)
 
@@ -199,9 +201,9 @@ class Batches:
         yield from steps
 
     def close(self) -> None:
-        """End the loader workers; leaving the job does it too. Collective: none."""
+        """End the loader workers. Leaving the job also ends them. Collective: none."""
         self._loader.close()
         self._threads.restore()
-        if self._forget is not None:
-            self._forget()
-            self._forget = None
+        if self._unregister is not None:
+            self._unregister()
+            self._unregister = None

@@ -1,8 +1,8 @@
 """The data audit of the first epoch: did every sample reach the loop exactly once?
 
-The plan guarantees it by construction; the audit checks what the loaders gave. It keeps a count and a hash
-that does not depend on order, the sum modulo 2^64 of a mixed 64-bit hash of each id, so memory and exchange
-are the same for any size of dataset. Two different sets of ids have equal hashes with probability 2^-64.
+The plan guarantees this; the audit checks what the loaders delivered. It keeps a count and an
+order-independent hash: the sum modulo 2^64 of a 64-bit hash of each id. So memory and communication are the
+same for a dataset of any size. Two different multisets of ids have equal hashes with probability 2^-64.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from paceline.errors import AuditError
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 
-# Ids are kept and hashed in batches: one numpy call per step would cost more than the hash. 1 MiB.
-_PENDING = 1 << 17
-_PORTION = 1 << 16  # ids hashed at once where a whole range is; stays in the cache
-# Only ids below this are searched for a lost or doubled sample, after a failure: about a second.
-_SEARCHED = 1 << 22
+# Ids are collected before they are hashed, because one numpy call per step would cost more than the hash.
+# This many ids take 1 MiB.
+_MAX_PENDING = 1 << 17
+_CHUNK = 1 << 16  # places hashed in one call; the arrays stay in the cache
+# After a failure, a lost or doubled sample is searched among the ids below this, which takes about a second.
+_MAX_SEARCHED = 1 << 22
 _MASK = (1 << 64) - 1
 
 
 class Tally(NamedTuple):
-    """Number of ids, and the sum of their hashes modulo 2^64."""
+    """The number of ids in a multiset, and the sum of their hashes modulo 2^64."""
 
     size: int
     hashed: int
@@ -40,30 +41,30 @@ class Tally(NamedTuple):
         return Tally(self.size - other.size, (self.hashed - other.hashed) & _MASK)
 
 
-_NOTHING = Tally(0, 0)
+_EMPTY = Tally(0, 0)
 
 
 class Coverage:
-    """Tallies the sample ids of one epoch on this rank; of a stream, the places.
+    """The tally of the sample ids that the loop got in one epoch on this rank. For a stream, of the places.
 
     Args:
         plan: None for a stream.
-        start: position of the first step; what comes before it in the epoch is not expected.
+        start: position of the first step; samples before it in the epoch are not expected.
     """
 
     def __init__(self, job: Job, plan: Plan | None, start: Position) -> None:
         self._job = job
         self._plan = plan
         self._start = start
-        self._seen = _NOTHING
+        self._seen = _EMPTY
         self._pending: list[torch.Tensor] = []
         self._num_pending = 0
 
-    def saw(self, ids: torch.Tensor) -> None:
-        """Note that the loop got these samples (int64, one dimension)."""
+    def add(self, ids: torch.Tensor) -> None:
+        """Add samples that the loop got (int64, one dimension)."""
         self._pending.append(ids)
         self._num_pending += len(ids)
-        if self._num_pending >= _PENDING:
+        if self._num_pending >= _MAX_PENDING:
             self._flush()
 
     def _flush(self) -> None:
@@ -73,27 +74,27 @@ class Coverage:
             self._num_pending = 0
 
     def check(self, epoch: int, size: int) -> None:
-        """Check that the ranks together saw each id below `size` once, but for those before `start`.
+        """Check that all ranks together got each id below `size` once, except those before `start`.
+
+        All ranks must call it, once, after the last step of the epoch.
 
         Raises:
             AuditError: on all ranks.
-
-        Collective: all ranks, once, after the last step of the epoch.
         """
         self._flush()
-        excess = self._summed(self._seen.minus(self._own_part(size)))
-        if excess == _NOTHING:
+        excess = self._sum_over_ranks(self._seen.minus(self._own_part(size)))
+        if excess == _EMPTY:
             return
-        lost, doubled = _searched(excess, size)
+        lost, doubled = _find_one(excess, size)
         expected = size - self._start.offset
         seen = expected + excess.size
         named = [f"sample {i} was lost" for i in lost]
         named += [f"sample {i} was used twice or is not in the dataset" for i in doubled]
         found = "; ".join(named) or "some samples were lost or used more than once"
         raise AuditError(
-            f"epoch {epoch} did not use each of {size} samples once: it used {seen} samples where "
-            f"{expected} were expected; {found}.",
-            why="the loop left out micro-batches, or a shard of the stream gives other items than it should.",
+            f"epoch {epoch} did not use each of {size} samples once: it used {seen} samples instead "
+            f"of {expected}; {found}.",
+            why="the loop skipped micro-batches, or `shard(index, count)` of the stream gives wrong items.",
             fix="read every micro-batch of every step; for a stream, see `shard` in docs/data.md.",
             expected=expected,
             seen=seen,
@@ -102,14 +103,14 @@ class Coverage:
         )
 
     def _own_part(self, size: int) -> Tally:
-        """This rank's part of the ids that the epoch should use."""
+        """The tally of this rank's part of the ids that the epoch should use."""
         axis, start = self._job.data, self._start
         ids = _tally_of_places(None, *share(size, axis.rank, axis.size))
         order = None if self._plan is None else self._plan.order(start.seed, start.epoch)
         return ids.minus(_tally_of_places(order, *share(start.offset, axis.rank, axis.size)))
 
-    def _summed(self, own: Tally) -> Tally:
-        # In halves, so that a sum over ranks stays below 2^63.
+    def _sum_over_ranks(self, own: Tally) -> Tally:
+        # The hash is summed in two halves of 32 bits, so that sums over ranks stay below 2^63.
         parts = torch.tensor([own.size, own.hashed & 0xFFFFFFFF, own.hashed >> 32])
         count, low, high = collectives.sum_tensor(self._job, parts).tolist()
         return Tally(count, (low + (high << 32)) & _MASK)
@@ -125,16 +126,16 @@ def _tally(ids: Int64Array) -> Tally:
 
 def _tally_of_places(order: Permutation | None, begin: int, end: int) -> Tally:
     """The tally of the ids at places `[begin, end)` of an epoch."""
-    total = _NOTHING
-    for at in range(begin, end, _PORTION):
-        places = np.arange(at, min(at + _PORTION, end), dtype=np.int64)
+    total = _EMPTY
+    for at in range(begin, end, _CHUNK):
+        places = np.arange(at, min(at + _CHUNK, end), dtype=np.int64)
         total = total.plus(_tally(look_up(order, places)))
     return total
 
 
-def _searched(excess: Tally, size: int) -> tuple[list[int], list[int]]:
-    """The lost and the doubled sample, where at most one of each explains the excess; else nothing."""
-    ids = np.arange(min(size + 1, _SEARCHED), dtype=np.int64)
+def _find_one(excess: Tally, size: int) -> tuple[list[int], list[int]]:
+    """The lost and the doubled sample, if at most one of each explains the excess; otherwise no sample."""
+    ids = np.arange(min(size + 1, _MAX_SEARCHED), dtype=np.int64)
     hashes = _hashes(ids)
     difference = np.uint64(excess.hashed)
     if excess.size == -1:
@@ -142,7 +143,9 @@ def _searched(excess: Tally, size: int) -> tuple[list[int], list[int]]:
     if excess.size == 1:
         return [], ids[hashes == difference].tolist()
     if excess.size == 0:
-        wanted = hashes + difference  # hash of the doubled one, if the lost one is at this index
+        wanted = (
+            hashes + difference
+        )  # for each id: the hash that the doubled id has if this id was lost
         lost = ids[np.isin(wanted, hashes)]
         return lost.tolist(), ids[np.isin(hashes, wanted[lost])].tolist()
     return [], []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-def moved(batch: Any, device: torch.device, *, pin: bool) -> Any:
+def to_device(batch: Any, device: torch.device, *, pin: bool) -> Any:
     """The batch on `device`, in the same structure.
 
     Args:
@@ -28,29 +28,31 @@ def moved(batch: Any, device: torch.device, *, pin: bool) -> Any:
         to = getattr(leaf, "to", None)
         return to(device) if callable(to) else leaf
 
-    return _mapped(batch, move)
+    return _map_leaves(batch, move)
 
 
-def _mapped(value: Any, move: Callable[[Any], Any]) -> Any:
+def _map_leaves(value: Any, move: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)):
         return move(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(item, move) for item in value))
+        return type(value)(*(_map_leaves(item, move) for item in value))
     if type(value) in (tuple, list):
-        return type(value)(_mapped(item, move) for item in value)
+        return type(value)(_map_leaves(item, move) for item in value)
     if type(value) is dict:
-        return {name: _mapped(item, move) for name, item in value.items()}
+        return {name: _map_leaves(item, move) for name, item in value.items()}
     if isinstance(value, Mapping):
-        return _refilled(value, move)
+        return _map_custom_mapping(value, move)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{n: _mapped(getattr(value, n), move) for n in names})
+        return dataclasses.replace(
+            value, **{n: _map_leaves(getattr(value, n), move) for n in names}
+        )
     return value
 
 
-def _refilled(value: Mapping[Any, Any], move: Callable[[Any], Any]) -> Any:
+def _map_custom_mapping(value: Mapping[Any, Any], move: Callable[[Any], Any]) -> Any:
     """A mapping of another type: a copy that is filled through `__setitem__` if it has one, else a dict."""
-    items = {name: _mapped(item, move) for name, item in value.items()}
+    items = {name: _map_leaves(item, move) for name, item in value.items()}
     if not (hasattr(value, "copy") and hasattr(value, "__setitem__")):
         return items
     copy = value.copy()

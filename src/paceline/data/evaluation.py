@@ -1,4 +1,4 @@
-"""The micro-batches of an evaluation: the same for any number of ranks; each rank gets a contiguous range."""
+"""The micro-batches of an evaluation, the same for any number of ranks. Each rank gets a contiguous range."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from paceline.data.device import moved
+from paceline.data.device import to_device
 from paceline.data.loader import SampleWork, Task
-from paceline.data.plan import Plan, micro_batches, share
+from paceline.data.plan import Plan, num_micro_batches, share
 from paceline.data.samples import Collate, ReadErrors, Samples, checked_size, refuse_sizes
-from paceline.data.workers import Threads, Workers
+from paceline.data.workers import ComputeThreads, Workers
 from paceline.job import rng
 from paceline.job.job import Job
 
@@ -34,7 +34,7 @@ def evaluation_batches(
     workers: int = 0,
     collate: Collate | None = None,
 ) -> Generator[EvaluationBatch]:
-    """This rank's micro-batches of a map-style dataset, in order; all ranks together read each sample once.
+    """This rank's micro-batches of a map-style dataset, in order. Together the ranks read each sample once.
 
     Raises:
         ConfigError: sizes out of range, or the dataset is a stream, a data loader or empty.
@@ -42,15 +42,15 @@ def evaluation_batches(
     """
     refuse_sizes(micro_batch=(micro_batch, 1), workers=(workers, 0))
     size, axis = checked_size(dataset), job.data
-    plan = Plan(size, micro_batch, micro_batch, False, axis.rank, axis.size)
+    plan = Plan(size, micro_batch, micro_batch, shuffle=False, rank=axis.rank, size=axis.size)
     samples = Samples(
         dataset,
         ReadErrors(job.rank, job.world_size),
         collate=collate,
         sample_randomness=True,
-        stream=rng.EVALUATION,
+        purpose=rng.EVALUATION,
     )
-    begin, end = share(micro_batches(size, micro_batch), axis.rank, axis.size)
+    begin, end = share(num_micro_batches(size, micro_batch), axis.rank, axis.size)
     tasks = [
         (job.seed, 0, index * micro_batch, min((index + 1) * micro_batch, size))
         for index in range(begin, end)
@@ -62,7 +62,7 @@ def _read(
     job: Job, plan: Plan, samples: Samples, tasks: list[Task], workers: int
 ) -> Generator[EvaluationBatch]:
     pool = Workers(job, SampleWork(samples, plan), workers, tasks=True) if workers else None
-    threads = Threads(job, workers)
+    threads = ComputeThreads(job, workers)
     try:
         if pool is not None and tasks:
             threads.lower(quiet=True)  # evaluations are too frequent for a log line each
@@ -74,7 +74,7 @@ def _read(
                 ids = torch.arange(first, stop, device=samples.ids_device)
                 batch = samples.read(seed, epoch, ids)
             if job.device.type != "cpu":
-                batch = moved(batch, job.device, pin=pool is None and job.device.type == "cuda")
+                batch = to_device(batch, job.device, pin=pool is None and job.device.type == "cuda")
             yield EvaluationBatch(first // plan.micro_batch, batch, stop - first)
     finally:
         threads.restore()

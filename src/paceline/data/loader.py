@@ -1,4 +1,4 @@
-"""Steps over a map-style dataset, read in this process or ahead in loader workers."""
+"""Steps over a map-style dataset, read in this process when needed, or ahead in loader workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from paceline.data.coverage import Coverage
-from paceline.data.device import moved
+from paceline.data.device import to_device
 from paceline.data.plan import (
     Int64Array,
     MicroBatch,
@@ -19,14 +19,14 @@ from paceline.data.plan import (
     PlannedStep,
     Position,
     look_up,
-    micro_batches,
+    num_micro_batches,
 )
 from paceline.data.samples import Samples
 from paceline.data.workers import Failure, Workers, refuse_unsendable, worker_number
 from paceline.errors import PacelineError, StepError
 from paceline.job.job import Job
 
-# Of one micro-batch: seed, epoch, first place, place after the last.
+# One micro-batch: seed, epoch, first place, end place (exclusive).
 Task = tuple[int, int, int, int]
 
 
@@ -34,7 +34,7 @@ class Loader(ABC):
     """Gives the steps of a training on this rank.
 
     Attributes:
-        coverage: receives the ids of the samples that the loop gets; None receives nothing.
+        coverage: gets the ids of the samples that the loop gets, if it is not None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,17 +49,17 @@ class Loader(ABC):
         With `equal`, each step has the same number of micro-batches on all ranks.
         """
 
-    def gave(self, ids: torch.Tensor) -> None:
-        """Note that the loop gets these samples (int64, one dimension); ghosts are not noted."""
+    def record_delivered(self, ids: torch.Tensor) -> None:
+        """Record that the loop gets these samples (int64, one dimension). Ghosts are not recorded."""
         if self.coverage is not None:
-            self.coverage.saw(ids)
+            self.coverage.add(ids)
 
     def close(self) -> None:
         """End the loader workers."""
         self._run += 1
 
-    def _started(self) -> int:
-        """Begin a run, which ends any earlier one; its number for `_refuse_unless_current`."""
+    def _start_run(self) -> int:
+        """Start an iteration, which ends any earlier one. Returns its number for `_refuse_unless_current`."""
         self._run += 1
         return self._run
 
@@ -68,6 +68,7 @@ class Loader(ABC):
             raise StepError(
                 "this iteration over the batches has ended: a later one was started, or they were closed.",
                 why="the loader workers read ahead for one iteration at a time.",
+                fix="end one iteration before you start the next.",
             )
 
 
@@ -95,18 +96,18 @@ class LocalLoader(Loader):
             for count, first in zip(block.counts, block.firsts, strict=True):
                 n = min(plan.global_batch, size - offset)
                 if equal:
-                    number = plan.most_micro_batches(n)
+                    number = plan.max_micro_batches(n)
                 else:
-                    number = micro_batches(count, plan.micro_batch)
-                at, end = (seed, block.epoch, offset), begin + count
-                micros = self._micros(at, ids, begin, end, first, number, block.order)
+                    number = num_micro_batches(count, plan.micro_batch)
+                step, end = (seed, block.epoch, offset), begin + count
+                micros = self._micros(step, ids, begin, end, first, number, block.order)
                 yield PlannedStep(seed, block.epoch, offset, n, offset + n == size, number, micros)
                 offset += n
                 begin = end
 
     def _micros(
         self,
-        at: tuple[int, int, int],
+        step: tuple[int, int, int],
         ids: torch.Tensor,
         begin: int,
         end: int,
@@ -114,15 +115,15 @@ class LocalLoader(Loader):
         number: int,
         order: Permutation | None,
     ) -> Iterator[MicroBatch]:
-        """The `number` micro-batches of a step: `ids[begin:end]`, from place `first` on, then ghosts."""
-        seed, epoch, offset = at
+        """The `number` micro-batches of a step: `ids[begin:end]`, from place `first` on, then its ghosts."""
+        seed, epoch, offset = step
         size, shift = self.plan.micro_batch, first - begin
         for start in range(begin, end, size):
             number -= 1
             stop = min(start + size, end)
             own = ids[start:stop]
             batch = self._read(seed, epoch, own)
-            self.gave(own)
+            self.record_delivered(own)
             yield MicroBatch(batch, stop - start, start + shift, number == 0, False)
         while number:
             number -= 1
@@ -131,11 +132,11 @@ class LocalLoader(Loader):
 
     def _read(self, seed: int, epoch: int, ids: torch.Tensor) -> Any:
         batch = self._samples.read(seed, epoch, ids, pin=self._pins)
-        return moved(batch, self._device, pin=self._pins) if self._moves else batch
+        return to_device(batch, self._device, pin=self._pins) if self._moves else batch
 
 
 class WorkerLoader(Loader):
-    """Has loader workers read micro-batches ahead, also beyond the end of an epoch.
+    """Lets loader workers read micro-batches ahead, also beyond the end of an epoch.
 
     Attributes:
         plan: which samples this rank gets.
@@ -152,11 +153,11 @@ class WorkerLoader(Loader):
         plan, seed = self.plan, position.seed
         self._workers.start(_tasks(plan, position, epochs, equal))
         self._received = 0
-        run = self._started()
+        run = self._start_run()
         task = 0
         for epoch, offset, n in plan.steps(position, epochs):
             self._refuse_unless_current(run)
-            pieces = list(plan.pieces(offset, n, equal))
+            pieces = list(plan.micro_batch_ranges(offset, n, equal))
             micros = self._micros(task, pieces)
             ends = offset + n == plan.num_samples
             yield PlannedStep(seed, epoch, offset, n, ends, len(pieces), micros)
@@ -170,9 +171,9 @@ class WorkerLoader(Loader):
             left -= 1
             ids, batch = self._take()
             if self._device.type != "cpu":
-                batch = moved(batch, self._device, pin=False)
+                batch = to_device(batch, self._device, pin=False)
             if not is_ghost:
-                self.gave(torch.from_numpy(ids))
+                self.record_delivered(torch.from_numpy(ids))
             yield MicroBatch(batch, end - begin, begin, left == 0, is_ghost)
 
     def _take(self) -> tuple[Int64Array, Any]:
@@ -188,25 +189,25 @@ class WorkerLoader(Loader):
 
 def _tasks(plan: Plan, position: Position, epochs: int, equal: bool) -> Iterator[Task]:
     for epoch, offset, n in plan.steps(position, epochs):
-        for begin, end, _ in plan.pieces(offset, n, equal):
+        for begin, end, _ in plan.micro_batch_ranges(offset, n, equal):
             yield position.seed, epoch, begin, end
 
 
 class SampleWork:
-    """Runs in a loader worker: turns places of an epoch into sample ids and their batch."""
+    """Runs in a loader worker: reads the batch at given places of an epoch. Returns sample ids and batch."""
 
     def __init__(self, samples: Samples, plan: Plan) -> None:
         self._samples = samples
         self._plan = plan
-        self._drawn: tuple[int, int] | None = None
+        self._order_of: tuple[int, int] | None = None
         self._order: Permutation | None = None
         self._checked = False
 
     def __getitem__(self, task: Task) -> tuple[Int64Array, Any] | Failure:
         seed, epoch, begin, end = task
-        if self._drawn != (seed, epoch):
+        if self._order_of != (seed, epoch):
             self._order = self._plan.order(seed, epoch)
-            self._drawn = (seed, epoch)
+            self._order_of = (seed, epoch)
         ids = look_up(self._order, np.arange(begin, end, dtype=np.int64))
         self._samples.errors.worker = worker_number()
         try:

@@ -5,7 +5,9 @@ sample ids, drawn from `(seed, epoch)`. Step *s* takes places `[s*B, min((s+1)*B
 *W* takes places `[n*r//W, n*(r+1)//W)` of a step of *n* samples. Nothing is padded, dropped or repeated, and
 the samples of a step do not depend on the number of processes, workers or micro-batches.
 
-This file reads no environment and knows no job: rank and number of ranks are arguments.
+A *place* is an index into the permutation of an epoch. A *sample id* is an index into the dataset.
+
+Rank and number of ranks are arguments: nothing here depends on the job or the environment.
 """
 
 from __future__ import annotations
@@ -26,15 +28,20 @@ Int64Array = npt.NDArray[np.int64]
 # Sample ids are computed in blocks: large enough to spread numpy's cost per call over many steps, small
 # enough that the first block takes a millisecond or two.
 _BLOCK = 1 << 16
-_ROUNDS = 8
-# A small set has few orders, and 8 rounds do not reach all of them equally often.
+_ROUNDS = 8  # of the Feistel network
+# A small set has few permutations, and 8 rounds do not give all of them with equal probability.
 _ROUNDS_SMALL = 32
-_SMALL = 1024
+_SMALL = 1024  # samples; sets below this size use _ROUNDS_SMALL
 
 
 @dataclass(frozen=True)
 class Position:
-    """A position in training: the first `offset` samples of epoch `epoch`, in the order of `seed`, are used.
+    """A position in training: the next sample is the one at place `offset` of epoch `epoch`.
+
+    Attributes:
+        seed: decides the permutation of each epoch.
+        epoch: at least 0.
+        offset: number of samples of this epoch that were used before, over all ranks.
 
     Raises:
         ConfigError: a value is not an integer, or epoch or offset is negative.
@@ -60,8 +67,8 @@ class MicroBatch:
         count: number of samples in it, at least 1.
         offset: place in the epoch of its first sample. It identifies the micro-batch on any number of ranks.
         is_last: whether it is this rank's last micro-batch of the step.
-        is_ghost: whether it only fills up a rank that has fewer micro-batches than others: one real
-            sample, which must have weight 0.
+        is_ghost: whether it is one real sample that must have weight 0, given to a rank that has fewer
+            micro-batches than others.
     """
 
     __slots__ = ("batch", "count", "is_ghost", "is_last", "offset")
@@ -125,7 +132,7 @@ class PlannedStep:
             raise StepError(
                 "the micro-batches of a step can be read only once.",
                 why="they are loaded ahead and not kept.",
-                fix="copy what you need again into a list.",
+                fix="copy the micro-batches that you need again into a list.",
             )
         self._micros = None
         return micros
@@ -137,19 +144,19 @@ class Permutation:
     A Feistel network over the numbers below `rows * columns`, with a random table for each round and
     addition instead of exclusive or. Results outside `range(size)` are permuted again until they fall inside:
     Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002. `rows` and `columns` are near the square
-    root of `size`, so the domain is hardly larger than the set and the tables stay in the cache.
+    root of `size`, so few results fall outside and the tables stay in the cache.
 
     Args:
         size: At least 1.
-        stem: A `rng.key` for what the permutation is used for.
+        key: A `rng.key` of what the permutation is used for.
     """
 
-    def __init__(self, size: int, stem: int) -> None:
+    def __init__(self, size: int, key: int) -> None:
         self.size = size
         self._rows = rows = math.isqrt(size - 1) + 1
         self._columns = columns = -(-size // rows)
         rounds = _ROUNDS_SMALL if size < _SMALL else _ROUNDS
-        words = rng.keys(stem, np.arange(rounds * rows)).reshape(rounds, rows)
+        words = rng.keys(key, np.arange(rounds * rows)).reshape(rounds, rows)
         words[0::2] %= np.uint64(rows)
         words[1::2] %= np.uint64(columns)
         self._tables: Int64Array = words.view(np.int64)
@@ -175,8 +182,8 @@ class Permutation:
 def _add(half: Int64Array, table: Int64Array, places: Int64Array, modulus: int) -> None:
     """`half = (half + table[places]) % modulus`, in place."""
     half += table.take(places, mode="clip")
-    # A value below the modulus wraps to a huge unsigned number, so the minimum keeps it. Much cheaper than
-    # a division.
+    # For a value below the modulus the subtraction wraps to a very large unsigned number, so the minimum is
+    # the value itself. This is much faster than `%`.
     unsigned = half.view(np.uint64)
     np.minimum(unsigned, unsigned - np.uint64(modulus), out=unsigned)
 
@@ -186,7 +193,7 @@ def share(num_samples: Any, rank: int, size: int) -> tuple[Any, Any]:
     return num_samples * rank // size, num_samples * (rank + 1) // size
 
 
-def micro_batches(count: Any, micro_batch: int) -> Any:
+def num_micro_batches(count: Any, micro_batch: int) -> Any:
     """The number of micro-batches of at most `micro_batch` samples in `count` (an integer or an array)."""
     return -(-count // micro_batch)
 
@@ -195,11 +202,11 @@ class Block(NamedTuple):
     """This rank's sample ids of some coming steps of one epoch.
 
     Attributes:
-        offset: of the first step.
-        ids: int64, of all the steps one after the other.
-        counts: number of ids of each step.
-        firsts: place in the epoch of each step's first id.
-        order: of the epoch; None without shuffling.
+        offset: place of the first step's first sample, over all ranks.
+        ids: the sample ids of all steps, concatenated.
+        counts: number of this rank's ids in each step.
+        firsts: place of this rank's first id in each step.
+        order: the permutation of the epoch; None without shuffling.
     """
 
     epoch: int
@@ -215,7 +222,7 @@ class Plan:
     """One data rank's part of the epochs of a set of known size. `Batches` checks the values.
 
     Attributes:
-        rank, size: place on the data axis, and number of ranks on it.
+        rank, size: data rank, and number of data ranks.
         aligned: give ranks whole micro-batches of `micro_batch` samples, which are then the same on any
             number of ranks.
     """
@@ -232,7 +239,7 @@ class Plan:
         """The places `[begin, end)` of a step of `num_samples` that this rank gets."""
         if not self.aligned:
             return share(num_samples, self.rank, self.size)
-        begin, end = share(micro_batches(num_samples, self.micro_batch), self.rank, self.size)
+        begin, end = share(num_micro_batches(num_samples, self.micro_batch), self.rank, self.size)
         return (
             np.minimum(begin * self.micro_batch, num_samples),
             np.minimum(end * self.micro_batch, num_samples),
@@ -254,30 +261,32 @@ class Plan:
         offset = position.offset
         for epoch in range(position.epoch, epochs):
             while offset < self.num_samples:
-                size = min(self.global_batch, self.num_samples - offset)
-                yield epoch, offset, size
-                offset += size
+                num_samples = min(self.global_batch, self.num_samples - offset)
+                yield epoch, offset, num_samples
+                offset += num_samples
             offset = 0
 
-    def pieces(self, offset: int, num_samples: int, equal: bool) -> Iterator[tuple[int, int, bool]]:
+    def micro_batch_ranges(
+        self, offset: int, num_samples: int, equal: bool
+    ) -> Iterator[tuple[int, int, bool]]:
         """`(begin, end, is_ghost)` of this rank's micro-batches of one step, as places of the epoch.
 
-        With `equal`, every rank gets as many as the rank with the most; the rest are ghosts of the step's
-        first sample.
+        With `equal`, every rank gets as many micro-batches as the rank with the most. The additional ones are
+        ghosts: the step's first sample.
         """
         begin, end = (int(place) for place in self.share(num_samples))
         for at in range(begin, end, self.micro_batch):
             yield offset + at, offset + min(at + self.micro_batch, end), False
-        own = micro_batches(end - begin, self.micro_batch)
-        for _ in range(self.most_micro_batches(num_samples) - own if equal else 0):
+        own = num_micro_batches(end - begin, self.micro_batch)
+        for _ in range(self.max_micro_batches(num_samples) - own if equal else 0):
             yield offset, offset + 1, True
 
-    def most_micro_batches(self, num_samples: int) -> int:
+    def max_micro_batches(self, num_samples: int) -> int:
         """The number of micro-batches of the rank that has the most in a step of `num_samples`."""
-        return most_micro_batches(num_samples, self.micro_batch, self.size)
+        return max_micro_batches(num_samples, self.micro_batch, self.size)
 
     def blocks(self, position: Position, epochs: int) -> Iterator[Block]:
-        """This rank's sample ids from `position` to the end of epoch `epochs - 1`, some steps at a time."""
+        """This rank's sample ids from `position` to the end of epoch `epochs - 1`, several steps a block."""
         offset = position.offset
         for epoch in range(position.epoch, epochs):
             order = self.order(position.seed, epoch)
@@ -288,7 +297,7 @@ class Plan:
                 begins, ends = self.share(np.minimum(self.global_batch, self.num_samples - starts))
                 counts = ends - begins
                 firsts = starts + begins
-                # The places of all steps one after the other; those of a step are contiguous.
+                # The places of all steps, concatenated. Those of one step are contiguous.
                 shifts = firsts - (np.cumsum(counts) - counts)
                 places = np.arange(counts.sum()) + np.repeat(shifts, counts)
                 ids = look_up(order, places)
@@ -297,9 +306,9 @@ class Plan:
             offset = 0
 
 
-def most_micro_batches(num_samples: int, micro_batch: int, size: int) -> int:
-    """The number of micro-batches of the rank that has the most, where `size` ranks share `num_samples`."""
-    most: int = micro_batches(-(-num_samples // size), micro_batch)
+def max_micro_batches(num_samples: int, micro_batch: int, size: int) -> int:
+    """The number of micro-batches of the rank that has the most, when `size` ranks share `num_samples`."""
+    most: int = num_micro_batches(-(-num_samples // size), micro_batch)
     return most
 
 

@@ -1,11 +1,11 @@
-"""Samples become a batch: in this process, or in a loader worker, by the same code.
+"""Reads samples and collates them into a batch; the same code runs in this process and in loader workers.
 
 A front to a dataset's `__getitem__` (or `__getitems__`) and torch's `default_collate`. The tensors of a
 `TensorDataset` are indexed directly. An exception of the dataset becomes a `SampleError` that names the
 sample.
 
 The randomness of a sample is the same on any rank and worker, in any micro-batch and after a restart. A
-dataset whose `__getitem__` has a parameter `generator` gets one of torch. For all others, the global
+dataset whose `__getitem__` has a parameter `generator` gets a `torch.Generator`. For all others, the global
 generators of torch (CPU), numpy and `random` are seeded before each sample. Draws on an accelerator, or
 from generators that the dataset makes itself, are not covered.
 """
@@ -39,7 +39,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass
 class ReadErrors:
-    """The errors of reading on one rank, in its own process or in one of its loader workers.
+    """Makes the errors of reading samples on one rank, in its own process or in one of its loader workers.
 
     Attributes:
         worker: number of the loader worker; None in the rank's own process.
@@ -59,7 +59,7 @@ class ReadErrors:
         return self._error(ids, error, "could not be read", why=why)
 
     def not_collated(self, ids: Sequence[int], error: Exception) -> SampleError:
-        """The error for samples that were read but could not be made a batch."""
+        """The error for samples that were read but could not be collated."""
         return self._error(
             ids,
             error,
@@ -89,11 +89,11 @@ class Samples:
     """Reads micro-batches of a map-style dataset.
 
     Args:
-        stream: What the samples' randomness is for: `rng.SAMPLE` or `rng.EVALUATION`.
+        purpose: Part of the key of each sample's randomness: `rng.SAMPLE` or `rng.EVALUATION`.
 
     Attributes:
-        tensors: the tensors of a dataset that consists of tensors and draws no randomness, else None.
-        errors: set its `worker` in a loader worker.
+        tensors: the tensors of a dataset that is only tensors, which are indexed directly; else None.
+        errors: makes the errors; a loader worker sets its `worker`.
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class Samples:
         *,
         collate: Collate | None,
         sample_randomness: bool,
-        stream: int = rng.SAMPLE,
+        purpose: int = rng.SAMPLE,
     ) -> None:
         self.errors = errors
-        self._stream = stream
+        self._purpose = purpose
         self._collate = collate or default_collate
         self._epoch = -1
         self._epoch_setters = _epoch_setters(dataset)
-        self._dataset, self._rows = _unwrapped(dataset)
-        self.tensors = _tensors(self._dataset) if collate is None else None
+        self._dataset, self._rows = _unwrap_subsets(dataset)
+        self.tensors = _plain_tensors(self._dataset) if collate is None else None
         if self.tensors and self._rows is not None:
             self._rows = self._rows.to(self.tensors[0].device)
         self._batched = getattr(self._dataset, "__getitems__", None)
-        self._randomness = sample_randomness
+        self._sample_randomness = sample_randomness
         self._takes_generator = sample_randomness and _takes_generator(self._dataset)
         self._generator: torch.Generator | None = None  # made at first use: it cannot be pickled
 
@@ -137,59 +137,61 @@ class Samples:
             if self._rows is not None:
                 ids = self._rows.index_select(0, ids)
             if pin:
-                return [_pinned(tensor, ids) for tensor in self.tensors]
+                return [_index_pinned(tensor, ids) for tensor in self.tensors]
             return [tensor.index_select(0, ids) for tensor in self.tensors]
         if epoch != self._epoch:
             for set_epoch in self._epoch_setters:
                 set_epoch(epoch)
             self._epoch = epoch
-        seeds_globals = self._randomness and not self._takes_generator
+        seeds_globals = self._sample_randomness and not self._takes_generator
         in_worker = self.errors.worker is not None
-        with globals_kept() if seeds_globals and not in_worker else contextlib.nullcontext():
-            names = ids.tolist()
-            rows = names if self._rows is None else self._rows.index_select(0, ids).tolist()
-            if self._randomness:
-                keys = sample_keys((seed, self._stream, epoch), ids.numpy())
-                samples = self._random(names, rows, keys)
+        with keep_globals() if seeds_globals and not in_worker else contextlib.nullcontext():
+            id_list = ids.tolist()
+            rows = id_list if self._rows is None else self._rows.index_select(0, ids).tolist()
+            if self._sample_randomness:
+                keys = sample_keys((seed, self._purpose, epoch), ids.numpy())
+                samples = self._read_seeded(id_list, rows, keys)
             else:
-                samples = self._plain(names, rows)
+                samples = self._read_unseeded(id_list, rows)
             try:
                 return self._collate(samples)
             except Exception as error:
-                raise self.errors.not_collated(names, error) from error
+                raise self.errors.not_collated(id_list, error) from error
 
-    def _plain(self, names: list[int], rows: list[int]) -> list[Any]:
+    def _read_unseeded(self, id_list: list[int], rows: list[int]) -> list[Any]:
         if self._batched is None:
-            return [self._one(name, row) for name, row in zip(names, rows, strict=True)]
+            return [
+                self._read_one(sample_id, row) for sample_id, row in zip(id_list, rows, strict=True)
+            ]
         try:
             return list(self._batched(rows))
         except Exception as error:
-            raise self._not_read(names, error) from error
+            raise self._not_read(id_list, error) from error
 
-    def _random(self, names: list[int], rows: list[int], keys: list[int]) -> list[Any]:
+    def _read_seeded(self, id_list: list[int], rows: list[int], keys: list[int]) -> list[Any]:
         samples = []
         if self._takes_generator and self._generator is None:
             self._generator = torch.Generator()
-        for name, row, key in zip(names, rows, keys, strict=True):
+        for sample_id, row, key in zip(id_list, rows, keys, strict=True):
             if self._generator is not None:
                 self._generator.manual_seed(key)
-                samples.append(self._one(name, row, generator=self._generator))
+                samples.append(self._read_one(sample_id, row, generator=self._generator))
             else:
                 seed_globals(key)
-                samples.append(self._one(name, row))
+                samples.append(self._read_one(sample_id, row))
         return samples
 
-    def _one(self, name: int, row: int, **options: Any) -> Any:
+    def _read_one(self, sample_id: int, row: int, **options: Any) -> Any:
         try:
             if options:
                 return self._dataset.__getitem__(row, **options)
             return self._dataset[row]
         except Exception as error:
-            raise self._not_read([name], error) from error
+            raise self._not_read([sample_id], error) from error
 
-    def _not_read(self, names: list[int], error: Exception) -> SampleError:
+    def _not_read(self, id_list: list[int], error: Exception) -> SampleError:
         why = f"`__getitem__` of {type(self._dataset).__name__} raised."
-        return self.errors.not_read(names, error, why)
+        return self.errors.not_read(id_list, error, why)
 
 
 def _takes_generator(dataset: Any) -> bool:
@@ -200,7 +202,7 @@ def _takes_generator(dataset: Any) -> bool:
 
 
 def _layers(dataset: Any) -> list[Any]:
-    """The dataset and what it is a subset of, outermost first; only torch's own Subset is recognised."""
+    """The dataset and the datasets that it is a subset of, outermost first. Only torch's Subset counts."""
     layers = [dataset]
     while type(layers[-1]) is Subset:
         layers.append(layers[-1].dataset)
@@ -212,10 +214,10 @@ def _epoch_setters(dataset: Any) -> list[Callable[[int], Any]]:
     return [setter for setter in setters if callable(setter)]
 
 
-def _unwrapped(dataset: Any) -> tuple[Any, torch.Tensor | None]:
+def _unwrap_subsets(dataset: Any) -> tuple[Any, torch.Tensor | None]:
     """The innermost dataset under torch's Subset (`random_split`), and the row of each sample in it.
 
-    A subset therefore keeps what its dataset offers: tensors, a `generator` parameter. The rows are None if
+    So the fast path for tensors and the `generator` parameter also work for a subset. The rows are None if
     there is no subset.
     """
     *subsets, inner = _layers(dataset)
@@ -226,7 +228,7 @@ def _unwrapped(dataset: Any) -> tuple[Any, torch.Tensor | None]:
     return inner, rows
 
 
-def _tensors(dataset: Any) -> tuple[torch.Tensor, ...] | None:
+def _plain_tensors(dataset: Any) -> tuple[torch.Tensor, ...] | None:
     """The tensors of a dataset that is nothing but tensors on one device; else None."""
     if not isinstance(dataset, TensorDataset):
         return None
@@ -238,8 +240,8 @@ def _tensors(dataset: Any) -> tuple[torch.Tensor, ...] | None:
     return dataset.tensors if plain and one_device else None
 
 
-def _pinned(tensor: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    # Indexed straight into pinned memory: one copy less than pinning the result.
+def _index_pinned(tensor: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    # Indexing directly into pinned memory saves a copy, compared with pinning the result.
     out = torch.empty((len(ids), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, ids, out=out)
 
@@ -247,9 +249,9 @@ def _pinned(tensor: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 # Randomness
 
 
-def sample_keys(meaning: tuple[int, ...], samples: npt.NDArray[Any]) -> list[int]:
-    """One 64-bit key for each of these samples, in the random stream that `meaning` names."""
-    keys: list[int] = rng.keys(rng.key(*meaning), samples).tolist()
+def sample_keys(prefix: tuple[int, ...], samples: npt.NDArray[Any]) -> list[int]:
+    """One 64-bit key for each of these samples: `rng.key(*prefix, sample)`."""
+    keys: list[int] = rng.keys(rng.key(*prefix), samples).tolist()
     return keys
 
 
@@ -263,8 +265,8 @@ def seed_globals(key: int) -> None:
 
 
 @contextlib.contextmanager
-def globals_kept() -> Iterator[None]:
-    """Restore the global generators of torch (CPU), numpy and `random` afterwards; takes about 80 us."""
+def keep_globals() -> Iterator[None]:
+    """Restore the global generators of torch (CPU), numpy and `random` at the end; takes about 80 us."""
     states = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
     try:
         yield
@@ -278,7 +280,7 @@ def globals_kept() -> Iterator[None]:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset can be read only from its start.
+    """Whether a dataset is a stream: it can be read only from its start.
 
     Raises:
         ConfigError: it cannot be read at all, or it gives batches instead of samples.
@@ -295,8 +297,8 @@ def is_stream(dataset: Any) -> bool:
         return False
     if isinstance(dataset, DataLoader) or _gives_batches(dataset):
         raise ConfigError(
-            f"{name} is a data loader: it gives batches, and single samples are needed.",
-            why="which samples make a step must not depend on how a loader cuts them.",
+            f"{name} is a data loader: it gives batches instead of samples.",
+            why="Paceline itself decides which samples make a step.",
             fix="pass its dataset (`loader.dataset`), `collate=loader.collate_fn` and "
             "`workers=loader.num_workers`; the batch size is `global_batch` for `Batches` and "
             "`micro_batch` for `evaluate`.",
@@ -329,7 +331,10 @@ def checked_size(dataset: Any) -> int:
     """
     name = type(dataset).__name__
     if is_stream(dataset):
-        raise ConfigError(f"{name} is a stream, which has no length.")
+        raise ConfigError(
+            f"{name} is a stream, which has no length.",
+            fix="pass a map-style dataset, with `__getitem__` and `__len__`.",
+        )
     if not isinstance(dataset, Sized):
         raise ConfigError(
             f"{name} has `__getitem__` but no `__len__`.",
@@ -337,7 +342,11 @@ def checked_size(dataset: Any) -> int:
         )
     size = len(dataset)
     if size < 1:
-        raise ConfigError("the dataset is empty.", why=f"len({name}) is {size}.")
+        raise ConfigError(
+            "the dataset is empty.",
+            why=f"len({name}) is {size}.",
+            fix="check the path or the filter of the dataset.",
+        )
     return size
 
 

@@ -1,14 +1,17 @@
 """Loader workers: processes that read ahead. A front to torch's `DataLoader`.
 
-Workers are started by the platform's default method (on Linux with Python 3.11 to 3.13: a fork), because
-datasets in memory are then shared, transforms need not be picklable, and a start takes milliseconds;
-`torch.multiprocessing.set_start_method` changes it. A fork copies this process with its process groups
-connected, which has three hazards. A worker that outlived its rank would keep the rank's connections open,
-and its peers would wait: each worker ends with the thread that started it. A garbage collection in the
-worker would tear down the model's communication threads: what it inherited is never collected. Many
-threads: torch limits workers to one.
+Workers are started by the platform's default method (on Linux with Python 3.11 to 3.13: a fork). With a fork,
+datasets in memory are shared, transforms need not be picklable, and a start takes milliseconds.
+`torch.multiprocessing.set_start_method` changes the method.
 
-Errors come back as values, so that their type and message are kept.
+A forked worker inherits the connections of the rank's process groups. This has two hazards:
+
+- If the rank dies and its worker lives, the rank's connections stay open and its peers keep waiting. So the
+  kernel kills each worker when the thread that started it ends.
+- If the worker's garbage collector frees an inherited process group, it waits for threads that the worker
+  does not have. So inherited objects are never collected (`gc.freeze`).
+
+A worker returns an error as a value, so that its type and message are kept.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from paceline.job.preemption import notice
 from paceline.machine import usable_cores
 
 _PREFETCH = 2  # batches per worker; torch's default
-_DYING_S = 1.0  # how long a worker whose connection broke may take to be gone
+_EXIT_WAIT_S = 1.0  # longest wait for the exit of a worker whose connection broke
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 _SHUT_DOWN = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers"
@@ -55,7 +58,7 @@ _pools: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Failure:
-    """Sent by a worker in place of raising: the error, and the worker's traceback as text."""
+    """What a worker sends if its work raised: the error, and the worker's traceback as text."""
 
     error: PacelineError
     original: BaseException | None
@@ -63,13 +66,13 @@ class Failure:
 
     @classmethod
     def of(cls, error: PacelineError) -> Failure:
-        """To be called in the worker, in the `except` block."""
+        """Call it in the worker, in the `except` block."""
         text = "".join(traceback.format_exception(error.__cause__ or error))
         original = error.__cause__
         try:
             pickle.loads(pickle.dumps(original))
         except Exception:
-            original = None  # it cannot be sent; its traceback is
+            original = None  # it cannot be pickled; its traceback is sent as text
         error.facts["original"] = original
         return cls(error, original, text)
 
@@ -83,7 +86,7 @@ class Workers:
     """The loader workers of one rank.
 
     Args:
-        work: Copied into each worker: a map-style object that is indexed by tasks, or an iterable.
+        work: Copied into each worker: a map-style object whose indices are tasks, or an iterable.
         tasks: Whether `work` is map-style.
     """
 
@@ -98,20 +101,20 @@ class Workers:
         self._death: DataError | None = None
 
     def start(self, tasks: Iterable[Any] = ()) -> None:
-        """Begin these tasks. Earlier tasks are dropped; the processes stay, unless `work` is iterable."""
+        """Start these tasks and discard earlier ones. The processes are reused, unless `work` is iterable."""
         if self._tasks is not None:
             self._tasks.pending = iter(tasks)
         else:
-            self.close()  # the workers of an iterable keep its position
+            self.close()  # a worker cannot set an iterable back to its start
         if self._loader is None:
             self._loader = DataLoader(
                 self._work,
                 batch_size=None,
                 sampler=self._tasks,
                 num_workers=self._num_workers,
-                collate_fn=_unchanged,
+                collate_fn=_identity,
                 pin_memory=self._job.device.type == "cuda",
-                worker_init_fn=_begin,
+                worker_init_fn=_init_worker,
                 multiprocessing_context=_start_method(),
                 persistent_workers=True,
                 prefetch_factor=_PREFETCH,
@@ -122,11 +125,11 @@ class Workers:
         before = set(multiprocessing.active_children())
         self._results = iter(self._loader)
         started = set(multiprocessing.active_children()) - before
-        _explain_deaths()
+        _install_sigchld_handler()
         for process in started:
             # DataLoader terminates workers that do not end by themselves, but ours ignore one SIGTERM.
             process.terminate = process.kill  # type: ignore[method-assign]
-        # By their number: a name ends in it.
+        # In the order of their numbers: the name of a process ends in its number.
         self._processes += sorted(started, key=lambda process: (len(process.name), process.name))
 
     def get(self) -> Any:
@@ -140,12 +143,13 @@ class Workers:
         assert self._results is not None
         try:
             result = next(self._results)
-        except StopIteration:
-            raise
         except (RuntimeError, OSError, EOFError) as error:
-            # If a worker dies before its tensor was fetched, a connection error comes first, maybe a
-            # moment before the process is gone.
-            wait([process.sentinel for process in self._processes], timeout=_DYING_S)
+            # If a worker dies before its tensor was fetched, the kernel closes first the connection, then the
+            # sentinel, and only then sets the exit code.
+            exiting = wait([process.sentinel for process in self._processes], timeout=_EXIT_WAIT_S)
+            for process in self._processes:
+                if process.sentinel in exiting:
+                    process.join(_EXIT_WAIT_S)
             if death := self.death():
                 raise death from error
             raise
@@ -156,13 +160,13 @@ class Workers:
     def death(self) -> DataError | None:
         """The error that names the worker that died and the probable cause; None if all are alive.
 
-        After a death the pool cannot be used, and its other workers are killed: the dead one may have held a
-        lock of the queue that they need to end.
+        If one died, the other workers are killed: the dead worker may have held a lock of their queue,
+        which they need to exit.
         """
         if self._death is None:
             for number, process in enumerate(self._processes):
                 if process.exitcode is not None:
-                    self._death = self._died(number, process.exitcode)
+                    self._death = self._death_error(number, process.exitcode)
                     self.kill()
                     break
         return self._death
@@ -174,8 +178,8 @@ class Workers:
             with contextlib.suppress(RuntimeError, DataError):
                 process.kill()
 
-    def _died(self, worker: int, code: int) -> DataError:
-        how, why, fix = _explained(code)
+    def _death_error(self, worker: int, code: int) -> DataError:
+        how, why, fix = _exit_cause(code)
         return DataError(
             f"loader worker {worker} {how}.",
             where=ReadErrors(self._job.rank, self._job.world_size, worker).where(),
@@ -198,32 +202,32 @@ class Workers:
         self._loader = None
         for process in self._processes:
             if process.exitcode is not None and process.exitcode < 0:
-                _sweep(process.pid)
+                _remove_leaked_memory(process.pid)
         self._processes.clear()
         self._death = None
 
 
 @atexit.register
 def _kill_all() -> None:
-    """multiprocessing only sends one SIGTERM, which workers ignore, and waits for them at exit."""
+    """At exit, multiprocessing sends workers one SIGTERM, which ours ignore, and waits for them for ever."""
     for pool in list(_pools):
         pool.kill()
 
 
-def _sweep(pid: int | None) -> None:
-    """Remove the shared memory of a worker that was killed between creating it and sending it."""
+def _remove_leaked_memory(pid: int | None) -> None:
+    """Remove shared memory that a killed worker had created but not yet sent."""
     for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
         path.unlink(missing_ok=True)
 
 
-def _explain_deaths() -> None:
-    """Replace the error that torch's SIGCHLD handler raises when a worker dies by ours.
+def _install_sigchld_handler() -> None:
+    """Raise our error when a worker dies, instead of the error of torch's SIGCHLD handler.
 
-    The handler raises anywhere in the main thread, not only where it waits for data.
+    The handler raises at any point of the main thread, not only while it waits for data.
     """
     inner = signal.getsignal(signal.SIGCHLD)
     main = threading.current_thread() is threading.main_thread()
-    if not main or not callable(inner) or getattr(inner, "explains_deaths", False):
+    if not main or not callable(inner) or getattr(inner, "names_dead_workers", False):
         return
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -235,11 +239,11 @@ def _explain_deaths() -> None:
                     raise death from error
             raise
 
-    handler.explains_deaths = True  # type: ignore[attr-defined]
+    handler.names_dead_workers = True  # type: ignore[attr-defined]
     signal.signal(signal.SIGCHLD, handler)
 
 
-class Threads:
+class ComputeThreads:
     """Lowers torch's number of threads while loader workers run, unless the user has chosen it."""
 
     def __init__(self, job: Job, workers: int) -> None:
@@ -248,7 +252,7 @@ class Threads:
         self._before: int | None = None
 
     def lower(self, *, quiet: bool = False) -> None:
-        """Use the cores that the workers leave, at least one; logs it unless `quiet`."""
+        """Use as many threads as the workers leave cores, at least one. Logs the change unless `quiet`."""
         if not self._workers or not self._job.threads_chosen or self._before is not None:
             return
         left = max(1, usable_cores() // self._job.local_world_size - self._workers)
@@ -261,7 +265,7 @@ class Threads:
                 log.logger.info(text, before, left, self._workers)
 
     def restore(self) -> None:
-        """Set the number of threads as it was before."""
+        """Restore the number of threads from before `lower`."""
         if self._before is not None:
             torch.set_num_threads(self._before)
             self._before = None
@@ -282,20 +286,20 @@ class _Tasks:
 
 
 def _start_method() -> str | None:
-    """None uses the default of the platform or of `set_start_method`.
+    """The method that starts workers; None is the default of the platform or of `set_start_method`.
 
-    A rank of `paceline.spawn` has inherited the method of the fork server, which pickles the dataset; the
-    datasets of a notebook cannot be pickled, so such a rank forks its workers.
+    The default of a rank of `paceline.spawn` is the fork server, which pickles the dataset. A dataset that is
+    defined in a notebook cannot be pickled, so such a rank forks its workers.
     """
     inherited = multiprocessing.parent_process() is not None
     return "fork" if inherited and sys.platform == "linux" else None
 
 
-def _unchanged(result: Any) -> Any:
+def _identity(result: Any) -> Any:
     return result
 
 
-def _begin(worker: int) -> None:
+def _init_worker(worker: int) -> None:
     """Runs first in each worker."""
     del worker
     notice.outlive()
@@ -304,7 +308,7 @@ def _begin(worker: int) -> None:
         parent = multiprocessing.parent_process()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if parent is not None and os.getppid() != parent.pid:
-            os._exit(1)  # the parent ended before prctl could watch it
+            os._exit(1)  # the parent ended before the call of prctl
 
 
 def worker_number() -> int | None:
@@ -314,13 +318,13 @@ def worker_number() -> int | None:
 
 
 def refuse_unsendable(batch: Any, errors: ReadErrors) -> None:
-    """Raise if a batch cannot be sent from its worker; torch would wait for it for ever.
+    """Raise if a batch cannot be sent from a worker. torch would wait for such a batch for ever.
 
     Raises:
         DataError: the batch holds something that cannot be pickled.
     """
     try:
-        _Probe(io.BytesIO()).dump(batch)
+        _PicklingCheck(io.BytesIO()).dump(batch)
     except Exception as error:
         raise DataError(
             f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}",
@@ -332,15 +336,15 @@ def refuse_unsendable(batch: Any, errors: ReadErrors) -> None:
         ) from error
 
 
-class _Probe(pickle.Pickler):
-    """Pickles everything but tensors: pickling would move their storage to shared memory."""
+class _PicklingCheck(pickle.Pickler):
+    """Pickles everything except tensors, because pickling moves their storage to shared memory."""
 
     def reducer_override(self, value: Any) -> Any:
         return (int, ()) if isinstance(value, torch.Tensor) else NotImplemented
 
 
-def _explained(code: int) -> tuple[str, str, str]:
-    """For the exit code of a worker: how it ended, the probable cause, and the fix."""
+def _exit_cause(code: int) -> tuple[str, str, str]:
+    """How a worker with this exit code ended, the probable cause, and the fix."""
     if code >= 0:
         return (
             f"ended with exit code {code}",

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from paceline import torch_private
 from paceline.data.batches import Batches
-from paceline.data.plan import MicroBatch, PlannedStep, micro_batches
+from paceline.data.plan import MicroBatch, PlannedStep, num_micro_batches
 from paceline.errors import ConfigError, GradientError
 from paceline.job.job import Job
 from paceline.parallel.modules import (
@@ -288,7 +288,7 @@ class DDPStrategy(Strategy):
     def _refuse_static_accumulation(self, batches: Batches) -> None:
         """torch's DDP records a static graph in its first backward, which must be a reduced one."""
         share = -(-batches.global_batch // self._job.data.size)
-        most = micro_batches(share, batches.micro_batch)
+        most = num_micro_batches(share, batches.micro_batch)
         if most > 1 and any(wrapper.static_graph for wrapper in self._wrappers):
             raise ConfigError(
                 f"static_graph=True with {most} micro-batches a rank: torch's DDP cannot accumulate then.",

@@ -4,7 +4,7 @@ In a round each rank writes its slot, all ranks synchronize, and each rank reads
 alternate between even and odd rounds: after a rank has synchronized in round t, it may write its slot of
 round t + 1 at once, because all ranks have finished reading what that slot held in round t - 1.
 
-Each collective is a generator that yields when it would have to wait, so that any thread can continue it.
+Each collective is a generator that yields when it would have to wait, so any thread can continue it.
 Tensors are flat and contiguous. Reductions add in rank order, so all ranks get the same bits.
 """
 
@@ -26,8 +26,11 @@ Collective = Generator[None, None, None]
 KINDS = ("barrier", "all_reduce", "broadcast", "all_gather", "reduce_scatter")
 _DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str))
 _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
+# Bits of the fields of a signature. The remaining 6 bits hold the kind.
 _COUNT_BITS, _ROOT_BITS, _OP_BITS, _DTYPE_BITS = 34, 12, 4, 8
-_SMALL_BYTES = 32 << 10  # up to this size each rank reduces the whole tensor, which saves a round
+_SMALL_BYTES = (
+    32 << 10
+)  # up to this size each rank reduces the whole tensor, which needs one round fewer
 _POLLS = 40  # checks of the other ranks' counters before a collective yields
 _move = ctypes.memmove
 
@@ -50,7 +53,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, torch.float64, *_HALVES)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _BITWISE = (OPS["band"], OPS["bor"], OPS["bxor"])
-_IN_FLOAT32 = (_SUM, OPS["product"], _AVG)  # operations on 16-bit floats that need more precision
+_IN_FLOAT32 = (_SUM, OPS["product"], _AVG)  # operations that round, so 16-bit floats need float32
 _SUPPORTED = {(op, dtype) for op in _FUNCTIONS if op != _AVG for dtype in _INTEGERS}
 _SUPPORTED |= {(op, dtype) for op in _FUNCTIONS if op not in _BITWISE for dtype in _FLOATS}
 
@@ -89,7 +92,7 @@ class Collectives:
     Attributes:
         buckets: the gradient buckets that all ranks have mapped.
         round: the number of rounds done.
-        polls: how often a collective checks the other ranks before it yields.
+        polls: number of times that a collective checks the other ranks before it yields.
 
     Raises:
         CallMismatch: in each method, if the ranks called different collectives.
@@ -105,19 +108,19 @@ class Collectives:
 
     def _synchronize(self) -> Collective:
         """Announce that this rank has written its slot, and wait for all ranks."""
-        number = self.round + 1
+        round_number = self.round + 1
         rounds = self.segment.rounds
-        rounds[self._rank] = number
+        rounds[self._rank] = round_number
         while True:
             for _ in range(self.polls):
-                if min(rounds) >= number:
+                if min(rounds) >= round_number:
                     self.segment.wake()
-                    self.round = number
+                    self.round = round_number
                     return
             yield
 
     def _start(self, kind: str, dtype: torch.dtype, count: int, op: int, root: int) -> Collective:
-        """The first synchronization of a collective, which compares what the ranks called."""
+        """The first synchronization of a collective. It compares the calls of all ranks."""
         own = _signature(kind, dtype, count, op, root)
         signatures = self.segment.signatures[self.round & 1]
         signatures[self._rank] = own
@@ -151,7 +154,7 @@ class Collectives:
         """Each rank reduces its share of the shared buckets in place and writes it to all of them.
 
         Returns False if any rank has no shared bucket. Between the two synchronizations only one rank
-        touches each share; after the second the memory is an ordinary gradient again.
+        accesses each share. After the second, the memory is an ordinary gradient again.
         """
         buckets, dtype = self.buckets, flat.dtype
         ids = self.segment.bucket_ids[self.round & 1]
@@ -165,9 +168,9 @@ class Collectives:
         parts = buckets.parts(key, dtype)
         if parts is None:
             return False
-        spare = torch.empty_like(parts[0][0]) if self._size > 2 else None
+        buffer = torch.empty_like(parts[0][0]) if self._size > 2 else None
         for chunks in zip(*parts, strict=True):
-            out = chunks[self._rank] if spare is None else spare[: len(chunks[0])]
+            out = chunks[self._rank] if buffer is None else buffer[: len(chunks[0])]
             reduce_parts(op, chunks, out)
             for chunk in chunks:
                 if chunk is not out:
@@ -176,7 +179,7 @@ class Collectives:
         return True
 
     def _map_buckets(self, key: tuple[int, ...], dtype: torch.dtype, count: int) -> Collective:
-        """All ranks map these buckets of all ranks, and agree on whether every rank could."""
+        """Map these buckets of all ranks, on all ranks. Keep None if any rank could not."""
         buckets = self.buckets
         descriptors = yield from self._gather_number(buckets.descriptor(key[self._rank]))
         parts = buckets.map(descriptors, dtype, count)
@@ -195,21 +198,21 @@ class Collectives:
         total, width, source = flat.numel(), dtype.itemsize, flat.data_ptr()
         most = self._slot_bytes // width
         for begin in range(0, max(1, total), most):
-            number, count = self.round, min(most, total - begin)
-            _move(segment.address(number, rank), source + begin * width, count * width)
+            round_number, count = self.round, min(most, total - begin)
+            _move(segment.address(round_number, rank), source + begin * width, count * width)
             if begin:
                 yield from self._synchronize()
             else:
                 yield from self._start("all_reduce", dtype, total, op, -1)
             if count:
                 out = flat if count == total else flat[begin : begin + count]
-                parts = list(segment.views(number, dtype, 0, count))
+                parts = list(segment.views(round_number, dtype, 0, count))
                 if self._size == 2:
-                    parts[rank] = out  # it is in the cache; the slot may not be
+                    parts[rank] = out  # the same values as in the slot, but in the cache
                 reduce_parts(op, parts, out)
 
     def _all_reduce_by_shares(self, flat: torch.Tensor, op: int) -> Collective:
-        """Each rank reduces its share of every chunk. The results travel back with the next chunk."""
+        """Each rank reduces its share of every chunk, and publishes the result in the next round."""
         rank, size, segment, dtype = self._rank, self._size, self.segment, flat.dtype
         total, width, data = flat.numel(), dtype.itemsize, flat.data_ptr()
         # A slot holds a chunk, followed by the reduced share of the previous chunk.
@@ -217,10 +220,10 @@ class Collectives:
         chunk = share * size
         previous = (0, 0)  # first element and length of the previous chunk in `flat`
         for begin in range(0, total + chunk, chunk):
-            number, count = self.round, max(0, min(chunk, total - begin))
-            slot, source = segment.address(number, rank), data + begin * width
+            round_number, count = self.round, max(0, min(chunk, total - begin))
+            slot, source = segment.address(round_number, rank), data + begin * width
             own, end = (min(count, s * share) * width for s in (rank, rank + 1))
-            _move(slot, source, own)  # everything but its own share
+            _move(slot, source, own)  # everything except its own share
             _move(slot + end, source + end, count * width - end)
             if begin:
                 yield from self._synchronize()
@@ -230,28 +233,28 @@ class Collectives:
                 first, last = (min(previous[1], s * share) for s in (r, r + 1))
                 _move(
                     data + (previous[0] + first) * width,
-                    segment.address(number, r) + chunk * width,
+                    segment.address(round_number, r) + chunk * width,
                     (last - first) * width,
                 )
             first, last = (min(count, s * share) for s in (rank, rank + 1))
             if last > first:
-                parts = list(segment.views(number, dtype, first, last))
+                parts = list(segment.views(round_number, dtype, first, last))
                 parts[rank] = flat[begin + first : begin + last]
-                out = segment.views(number + 1, dtype, chunk, chunk + last - first)[rank]
+                out = segment.views(round_number + 1, dtype, chunk, chunk + last - first)[rank]
                 reduce_parts(op, parts, out)
             previous = (begin, count)
 
     def reduce_scatter(
         self, pieces: Sequence[torch.Tensor], out: torch.Tensor, op: int
     ) -> Collective:
-        """Reduce `pieces`, one for each rank and all of one size, and give each rank its own in `out`."""
+        """Reduce `pieces` over the ranks: piece r goes to `out` of rank r. All pieces have one size."""
         rank, size, segment, dtype = self._rank, self._size, self.segment, out.dtype
         piece, width = out.numel(), dtype.itemsize
         data = [each.data_ptr() for each in pieces]
         most = self._slot_bytes // (size * width) & -16
         for begin in range(0, max(1, piece), most):
-            number, count = self.round, min(most, piece - begin)
-            slot = segment.address(number, rank)
+            round_number, count = self.round, min(most, piece - begin)
+            slot = segment.address(round_number, rank)
             for r in range(size):
                 _move(slot + r * most * width, data[r] + begin * width, count * width)
             if begin:
@@ -259,11 +262,11 @@ class Collectives:
             else:
                 yield from self._start("reduce_scatter", dtype, piece, op, -1)
             if count:
-                parts = segment.views(number, dtype, rank * most, rank * most + count)
+                parts = segment.views(round_number, dtype, rank * most, rank * most + count)
                 reduce_parts(op, parts, out[begin : begin + count])
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Collective:
-        """Copy `flat` of group rank `root` into that of all ranks."""
+        """Copy `flat` of group rank `root` to `flat` of all ranks."""
         is_root = root == self._rank
         outputs = [] if is_root else [(root, flat)]
         yield from self._copy("broadcast", flat if is_root else None, outputs, flat, root)
@@ -280,25 +283,30 @@ class Collectives:
         like: torch.Tensor,
         root: int,
     ) -> Collective:
-        """Publish `source`, if any, and copy from the ranks of `outputs`. `like` has dtype and size."""
+        """Write `source` to the slot, if not None, and copy the slots of other ranks to `outputs`.
+
+        Args:
+            outputs: `(rank, tensor)` for each rank to copy from.
+            like: A tensor with the dtype and size that all ranks copy.
+        """
         rank, segment, total, most = self._rank, self.segment, like.nbytes, self._slot_bytes
         data = source.data_ptr() if source is not None else 0
         targets = [(r, output.data_ptr()) for r, output in outputs]
         for begin in range(0, max(1, total), most):
-            number, size_bytes = self.round, min(most, total - begin)
+            round_number, size_bytes = self.round, min(most, total - begin)
             if source is not None:
-                _move(segment.address(number, rank), data + begin, size_bytes)
+                _move(segment.address(round_number, rank), data + begin, size_bytes)
             if begin:
                 yield from self._synchronize()
             else:
                 yield from self._start(kind, like.dtype, like.numel(), 0, root)
             for r, target in targets:
-                _move(target + begin, segment.address(number, r), size_bytes)
+                _move(target + begin, segment.address(round_number, r), size_bytes)
 
 
 @functools.lru_cache(maxsize=1024)
 def _signature(kind: str, dtype: torch.dtype, count: int, op: int, root: int) -> int:
-    """A call as one 64-bit integer, to compare between ranks."""
+    """A call as one 64-bit integer, for the comparison between ranks."""
     signature = KINDS.index(kind)
     for bits, value in (
         (_DTYPE_BITS, _DTYPE_INDEX[dtype]),

@@ -1,9 +1,9 @@
 """`shm`: the process group of the backend, and its registration with torch.
 
-It extends `torch.distributed` by a process group in Python (see torch's `PyProcessGroup.hpp`). The
-collectives that training needs run in shared memory. Everything else runs on a Gloo group beside it: reduce,
-gather, scatter, all-to-all, send, receive; sparse and CUDA tensors; sums of bool. The choice depends only on
-the operation, the device, the layout and the dtype, so all ranks choose alike.
+A process group in Python (see torch's `PyProcessGroup.hpp`). The collectives that training needs run in
+shared memory. Each group also has a Gloo group for everything else: reduce, gather, scatter, all-to-all,
+send, receive; sparse and CUDA tensors; sums of bool. The choice depends only on the operation, the device,
+the layout and the dtype, so all ranks make the same choice.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -40,7 +40,7 @@ _OLD_NAMES = {
     "all_to_all_single": "alltoall_base",
 }
 _Tensors = Sequence[torch.Tensor]
-_Plan = tuple[Collective, _Tensors] | None
+_Plan = tuple[Collective, _Tensors] | None  # a collective and its outputs; None for Gloo
 
 
 def register() -> None:
@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def _create(options: Any, _: Any) -> Any:
-    """Make a group: a `ShmGroup`, or Gloo's if the ranks cannot share memory. torch calls it."""
+    """Called by torch. Makes a `ShmGroup`, or a Gloo group if the ranks cannot share memory."""
     store, rank, size = options.store, options.group_rank, options.group_size
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options.timeout)
     if set_sequence_number := torch_private.find(_SET_SEQUENCE_NUMBER):
@@ -69,8 +69,8 @@ def _create(options: Any, _: Any) -> Any:
 def _in_memory(plan: Callable[..., _Plan]) -> Any:
     """Make an operation of the group from a method that plans it.
 
-    The method returns the collective to run and its outputs, or None to leave the call to Gloo. Gloo also
-    takes torch's short forms without options, such as `group.allreduce(tensor)`.
+    The method returns the collective to run and its outputs, or None if Gloo must do the call. Gloo also does
+    calls in torch's short forms without options, such as `group.allreduce(tensor)`.
     """
     name = plan.__name__
 
@@ -94,18 +94,16 @@ def _in_memory(plan: Callable[..., _Plan]) -> Any:
 
 
 class ShmGroup(dist.ProcessGroup):
-    """A process group of ranks that share memory.
+    """A process group of ranks that share memory. All its ranks call all operations in the same order.
 
     Attributes:
-        queue: the collectives in memory that are not over.
-
-    Collective: every operation, all ranks of the group, in the same order.
+        queue: the unfinished collectives in shared memory.
     """
 
     def __init__(self, options: Any, segment: Segment, gloo: dist.ProcessGroupGloo) -> None:
         self._rank, self._size = options.group_rank, options.group_size
         super().__init__(self._rank, self._size)  # type: ignore[call-arg] # the constructor for subclasses
-        # Gloo's operations by name: those of this object would call its own methods again.
+        # Gloo's operations are called through another object: those of `self` would call the methods below.
         self._gloo = dist.ProcessGroup(options.store, self._rank, self._size)
         set_default: Any = torch_private.find(_SET_DEFAULT)  # `_create` has found both
         register_backend: Any = torch_private.find(_REGISTER)
@@ -125,9 +123,8 @@ class ShmGroup(dist.ProcessGroup):
     def share_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Keep DDP's buckets of these parameters' gradients in shared memory from now on.
 
-        A view of a gradient that is not torch's, such as numpy's, must not outlive the next reduction.
-
-        Collective: all ranks of the group, between the same operations.
+        All ranks of the group must call it, between the same operations. The next reduction makes numpy views
+        of gradients invalid.
         """
         self._collectives.buckets.add_parameters(parameters)
 
@@ -156,7 +153,7 @@ class ShmGroup(dist.ProcessGroup):
             return None
         buckets = self._collectives.buckets
         if len(tensors) == 1 and _is_flat(tensors[0]):
-            bucket_id = buckets.find(tensors[0])  # first, because it may move the tensor
+            bucket_id = buckets.find(tensors[0])  # before `_flat`, because it may move the tensor
             return self._collectives.all_reduce(_flat(tensors[0]), op, bucket_id), tensors
         bucket_id = 0 if buckets.active else None
 
@@ -269,9 +266,9 @@ class ShmGroup(dist.ProcessGroup):
     def all_to_all_single(self, *args: Any) -> _Plan:
         return None
 
-    # C++ callers (functional collectives, DTensor) look these operations up by either name. If they find
-    # none, torch runs Gloo's while it holds the interpreter lock, which can deadlock with a thread of Gloo.
-    # For the same reason `all_to_all_single` has a method although Gloo does it.
+    # C++ callers (functional collectives, DTensor) look up these operations by the old or the new name. If
+    # they find neither, torch runs Gloo's operation while it holds the interpreter lock, which can deadlock
+    # with a thread of Gloo. For this reason `all_to_all_single` is a method here although Gloo runs it.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     _allgather_base = all_gather_single
@@ -285,16 +282,16 @@ def _refuse(wrong: bool, why: str) -> None:
 
 
 def _check_pieces(pieces: _Tensors, own: torch.Tensor, count: int) -> None:
-    _refuse(len(pieces) != count, f"{len(pieces)} tensors for {count} ranks")
+    _refuse(len(pieces) != count, f"got {len(pieces)} tensors for {count} ranks")
     for piece in pieces:
-        _refuse(piece.dtype != own.dtype, "tensors of several dtypes")
-        _refuse(piece.numel() != own.numel(), "tensors of several sizes")
+        _refuse(piece.dtype != own.dtype, "the tensors must have one dtype")
+        _refuse(piece.numel() != own.numel(), "the tensors must have one size")
 
 
 def _check_whole(whole: torch.Tensor, piece: torch.Tensor, count: int) -> None:
-    _refuse(whole.dtype != piece.dtype, "tensors of several dtypes")
+    _refuse(whole.dtype != piece.dtype, "the tensors must have one dtype")
     wrong = whole.numel() != piece.numel() * count
-    _refuse(wrong, f"{whole.numel()} elements for {count} pieces of {piece.numel()}")
+    _refuse(wrong, f"got {whole.numel()} elements for {count} ranks with {piece.numel()} each")
 
 
 def _in_cpu_memory(tensors: _Tensors) -> bool:

@@ -1,8 +1,7 @@
 """The shared memory of a group: a header of 64-bit counters, and two slots of data for each rank.
 
-The memory is an anonymous file (`memfd_create`). It has no name, so nothing is left behind however its
-processes end, and the size of /dev/shm does not limit it. Group rank 0 creates it; the others open it
-through /proc.
+The memory is an anonymous file (`memfd_create`). It has no name, so the kernel frees it however the processes
+end, and the size of /dev/shm does not limit it. Group rank 0 creates it; the others open it through /proc.
 
 Memory order: a rank writes its slot first and its counter in the header second. A rank that sees the counter
 also sees the slot, because x86-64 reorders neither stores with stores nor loads with loads, and an aligned
@@ -28,12 +27,14 @@ from paceline.machine import process_status, start_ticks
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PAGE_BYTES = 4096
-_COLUMNS = 9  # of the header: one 64-bit cell for each rank
-_TOTAL_BYTES = 32 << 20  # limit for all slots of a group, as far as the smallest slot size allows
+_COLUMNS = 9  # of the header; a column has one 64-bit cell for each rank
+_TOTAL_BYTES = 32 << 20  # for all slots of a group; more only if slots have their smallest size
 _SLOT_BYTES = (64 << 10, 2 << 20)  # smallest and largest slot
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # x86-64 system call, shared between processes
 _syscall = ctypes.CDLL(None).syscall  # releases the interpreter lock during the call
-_MAX_VIEWS = 256  # cached tensor views; creating one takes longer than reading a small slot
+_MAX_VIEWS = (
+    256  # limit of cached tensor views; creating a view takes longer than reading a small slot
+)
 
 
 class SharedMemoryUnavailable(Exception):
@@ -44,7 +45,7 @@ def slot_bytes(size: int) -> int:
     """The size of one slot in a group of `size` ranks."""
     least, most = _SLOT_BYTES
     if size == 2:
-        return most // 2  # each rank reads one slot, which then stays in the cache of its core
+        return most // 2  # a slot of this size stays in the cache of the core that reads it
     return max(least, min(most, _TOTAL_BYTES // (2 * size) & -_PAGE_BYTES))
 
 
@@ -58,7 +59,7 @@ class Segment:
     Attributes:
         rounds: the last round that each rank has reached, in rank order. See `collectives`.
         status: 0 while a rank takes part; 1 after it left; 2 + r after it failed because of rank r.
-        signatures: what each rank called, for even and for odd rounds.
+        signatures: the collective that each rank called, as an integer, for even and for odd rounds.
         bucket_ids: the shared bucket that each rank reduces, for even and for odd rounds; 0 for none.
         slot_bytes: size of one slot. Each rank has one slot for even and one for odd rounds.
     """
@@ -68,7 +69,7 @@ class Segment:
         self.rank = rank
         self.size = size
         self.slot_bytes = slot_bytes(size)
-        # The first 8 bytes of the header hold the mark of `_create`.
+        # The first 8 bytes of the header hold the token of `_create`.
         header = memoryview(memory)[: _header_bytes(size)].cast("q")
         columns = [header[1 + n * size : 1 + (n + 1) * size] for n in range(_COLUMNS)]
         self.rounds, self.status, self._pids, self._start_times, self._sleeping = columns[:5]
@@ -82,25 +83,26 @@ class Segment:
         self._pids[rank] = os.getpid()
         self._start_times[rank] = start_ticks(os.getpid()) or 0
 
-    def address(self, number: int, rank: int) -> int:
-        """The address of the slot of `rank` for round `number`."""
-        return self._base + self._slot_offset(number, rank)
+    def address(self, round_number: int, rank: int) -> int:
+        """The address of the slot of `rank` for round `round_number`."""
+        return self._base + self._slot_offset(round_number, rank)
 
-    def _slot_offset(self, number: int, rank: int) -> int:
-        return ((number & 1) * self.size + rank) * self.slot_bytes
+    def _slot_offset(self, round_number: int, rank: int) -> int:
+        return ((round_number & 1) * self.size + rank) * self.slot_bytes
 
     def views(
-        self, number: int, dtype: torch.dtype, first: int, last: int
+        self, round_number: int, dtype: torch.dtype, first: int, last: int
     ) -> Sequence[torch.Tensor]:
-        """Elements `first` to `last` of all slots for round `number`, in rank order."""
-        key = (number & 1, dtype, first, last)
+        """Elements `first` to `last` of all slots for round `round_number`, in rank order."""
+        key = (round_number & 1, dtype, first, last)
         found = self._views.get(key)
         if found is None:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             count, width = last - first, dtype.itemsize
             offsets = [
-                self._data + self._slot_offset(number, r) + first * width for r in range(self.size)
+                self._data + self._slot_offset(round_number, r) + first * width
+                for r in range(self.size)
             ]
             found = [
                 torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
@@ -109,14 +111,14 @@ class Segment:
             self._views[key] = found
         return found
 
-    def sleep(self, number: int, timeout_s: float) -> None:
-        """Sleep on a futex until all ranks have reached round `number`, a wake-up, or the timeout.
+    def sleep(self, round_number: int, timeout_s: float) -> None:
+        """Sleep on a futex until all ranks have reached round `round_number`, a wake-up, or the timeout.
 
-        A wake-up can be missed, because x86-64 may reorder a store with a later load; hence the timeout.
+        The timeout is necessary: x86-64 may reorder a store with a later load, so a wake-up can be missed.
         """
         expected = ctypes.c_uint32(self._wake_count[0] & 0xFFFFFFFF)
         self._sleeping[self.rank] = 1
-        if min(self.rounds) < number:
+        if min(self.rounds) < round_number:
             limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
             _syscall(_FUTEX, self._wake_address, _FUTEX_WAIT, expected, ctypes.byref(limit))
         self._sleeping[self.rank] = 0
@@ -140,7 +142,7 @@ class Segment:
 
 
 def open_segment(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Segment:
-    """Map the same memory on all ranks of a group. All ranks of the group call it once.
+    """Map the same memory on all ranks of a group. All its ranks must call it, once.
 
     Raises:
         SharedMemoryUnavailable: on all ranks, if any rank cannot map it.
@@ -178,7 +180,7 @@ def _refuse_unsupported() -> None:
 
 
 def _host_id() -> str:
-    """Equal for processes that can see each other's memory: boot id and pid namespace."""
+    """Boot id and pid namespace: equal for processes that can open each other's files in /proc."""
     return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -188,11 +190,11 @@ def _create(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
     try:
         os.ftruncate(descriptor, _total_bytes(size))
         memory = mmap.mmap(descriptor, _total_bytes(size))
-        mark = secrets.token_bytes(8)
-        memory[:8] = mark
+        token = secrets.token_bytes(8)
+        memory[:8] = token
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        store.set("memory", f"{path} {mark.hex()} {_host_id()}")
-        # The descriptor must stay open until all ranks have opened it. The memory lives as long as a mapping.
+        store.set("memory", f"{path} {token.hex()} {_host_id()}")
+        # Keep the descriptor open until all ranks have opened it. After that, their mappings keep the memory.
         store.wait([f"opened/{rank}" for rank in range(1, size)], timeout)
     finally:
         os.close(descriptor)
@@ -206,18 +208,18 @@ def _open(store: dist.Store, size: int, timeout: timedelta) -> mmap.mmap:
         found = store.get("memory").decode()
         if found == "none":
             raise SharedMemoryUnavailable("rank 0 could not create the memory")
-        path, mark, host_id = found.split(" ", 2)
+        path, token, host_id = found.split(" ", 2)
         _refuse_unsupported()
         if host_id != _host_id():
             raise SharedMemoryUnavailable(
-                "on another host than rank 0, or in a container of its own"
+                "it is on another host than rank 0, or in a container of its own"
             )
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             memory = mmap.mmap(descriptor, _total_bytes(size))
         finally:
             os.close(descriptor)
-        if memory[:8] != bytes.fromhex(mark):
+        if memory[:8] != bytes.fromhex(token):
             raise SharedMemoryUnavailable("the file opened is not the memory of rank 0")
         return memory
     finally:

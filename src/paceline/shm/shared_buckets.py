@@ -1,8 +1,9 @@
-"""Gradient buckets in memory that all ranks of a group have mapped: their sum needs no copy in or out.
+"""Gradient buckets in memory that all ranks of a group have mapped, so gradients are not copied to be summed.
 
 `UntypedStorage._share_fd_cpu_`, which `share_memory_()` calls, moves a storage to shared memory in place, so
-DDP's bucket and all gradients that are views of it follow. The other ranks open its file descriptor through
-/proc. The memory comes from /dev/shm, has no name there, and lives as long as a rank has it mapped.
+DDP's bucket and the gradients that are views of it use the new memory. The other ranks open its file
+descriptor through /proc. The memory counts as use of /dev/shm. It has no name there and is freed with its
+last mapping.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -24,8 +25,10 @@ from paceline import torch_private
 from paceline.log import logger
 from paceline.shm.segment import Segment
 
-MIN_BYTES = 64 << 10  # smaller tensors fit the slots, which takes one synchronization fewer
-_CHUNK_BYTES = 1 << 20  # of a sum; stays in the cache until it is written to all ranks' buckets
+MIN_BYTES = 64 << 10  # smaller tensors go through the slots, which needs one synchronization fewer
+_CHUNK_BYTES = (
+    1 << 20
+)  # reduced at once; the sum stays in the cache until it is written to all buckets
 Parts = list[Sequence[torch.Tensor]]
 
 
@@ -38,7 +41,7 @@ class _OwnBucket:
 
 
 class SharedBuckets:
-    """The buckets that this rank shares, and those of the other ranks that it has mapped.
+    """The shared buckets of this rank, and the mapped buckets of the other ranks.
 
     Attributes:
         active: whether `add_parameters` was called; the same on all ranks.
@@ -47,23 +50,23 @@ class SharedBuckets:
     def __init__(self, segment: Segment) -> None:
         self.active = False
         self._segment = segment
-        # `find` runs where a collective is issued, the other methods where one is carried out.
+        # `find` runs in the thread that issues a collective, the other methods in the thread that runs it.
         self._lock = threading.Lock()
         self._parameters: list[weakref.ref[torch.Tensor]] = []
-        self._own: dict[int, _OwnBucket] = {}  # by the identity of the storage
+        self._own: dict[int, _OwnBucket] = {}  # by the address of the storage object
         self._last_id = 0
         self._mapped: dict[tuple[tuple[int, ...], torch.dtype], Parts | None] = {}
 
     def add_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Share the storages of these parameters' gradients when they are reduced next."""
+        """Move the storages of these parameters' gradients to shared memory at their next reduction."""
         self.active = True
         self._parameters = [p for p in self._parameters if p() is not None]
         self._parameters += [weakref.ref(p) for p in parameters]
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """The id of the shared bucket that `tensor` is; 0 if it is none, None if nothing is shared.
+        """The id of this shared bucket; 0 if `tensor` is not one, None if this group shares no buckets.
 
-        A bucket that is reduced for the first time is moved to shared memory here.
+        Moves the bucket to shared memory if it is reduced for the first time.
         """
         if not self.active:
             return None
@@ -92,8 +95,8 @@ class SharedBuckets:
         except RuntimeError as error:
             self._parameters.clear()
             logger.warning(
-                "/dev/shm has no room for %d bytes of gradients, so they are copied to be summed "
-                "(in a container: --shm-size=...): %s",
+                "/dev/shm has no room for %d bytes of gradients, so gradients are copied to be summed, "
+                "which is slower (in a container, start it with a larger --shm-size): %s",
                 storage.nbytes(),
                 str(error).partition("\n")[0],
             )
@@ -104,7 +107,7 @@ class SharedBuckets:
         return own
 
     def _forget_freed(self) -> None:
-        """Unmap what belongs to storages of this rank that were freed, as after a rebuild of buckets."""
+        """Unmap the buckets whose storage on this rank was freed, as after DDP rebuilt its buckets."""
         rank = self._segment.rank
         for identity, own in list(self._own.items()):
             if own.storage.expired():
@@ -113,7 +116,7 @@ class SharedBuckets:
                     del self._mapped[key]
 
     def is_known(self, ids: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Whether these buckets have been reduced together before; the same on all ranks."""
+        """Whether these buckets have been mapped, or could not be mapped; the same on all ranks."""
         with self._lock:
             return (ids, dtype) in self._mapped
 
@@ -128,7 +131,7 @@ class SharedBuckets:
             return next(own.descriptor for own in self._own.values() if own.id == bucket_id)
 
     def map(self, descriptors: Sequence[int], dtype: torch.dtype, count: int) -> Parts | None:
-        """Map the buckets of all ranks, each of `count` elements; None if that fails."""
+        """Map the buckets of all ranks, each of `count` elements; None if this rank cannot."""
         segment, width = self._segment, dtype.itemsize
         share = (-(-count // segment.size) + 15) & -16
         first, last = (min(count, r * share) for r in (segment.rank, segment.rank + 1))
@@ -147,7 +150,7 @@ class SharedBuckets:
         return parts
 
     def keep(self, ids: tuple[int, ...], dtype: torch.dtype, parts: Parts | None) -> None:
-        """Remember the mapped parts, or that a rank could not map a bucket."""
+        """Keep the mapped parts; None if a rank could not map a bucket."""
         with self._lock:
             self._mapped[ids, dtype] = parts
 

@@ -1,8 +1,9 @@
-"""The collectives of a group in the order of issue, and the threads that run them.
+"""The unfinished collectives of a group, in the order of issue, and the threads that run them.
 
-A blocking call runs the queue itself. An asynchronous call tries for a moment, which is enough if the other
-ranks are already there. What is left is run by the thread that waits for it, and by a background thread, so
-that groups whose collectives are issued in different orders on different ranks do not deadlock.
+A blocking call runs the queue until its collective is finished. An asynchronous call runs it for a short
+time, which is enough if the other ranks have already called. After that, a background thread and any thread
+that waits run the queue. Without the background thread, two groups would deadlock if ranks issue their
+collectives in different orders.
 """
 
 from __future__ import annotations
@@ -29,18 +30,16 @@ from paceline.errors import (
 )
 from paceline.shm.collectives import CallMismatch, Collective, Collectives
 
-_LEFT, _FAILED = (
-    1,
-    2,
-)  # values of `Segment.status`; the second plus the rank that caused the failure
+# Values of `Segment.status`. For a failure, the rank that caused it is added.
+_LEFT, _FAILED = 1, 2
 _MAX_SPINS = 40  # polls before a rank sleeps, if each rank has a core: about 0.3 ms
-_SOON_S = 0.3e-3
-_SLEEP_S = (2e-3, 20e-3)  # first, later
-_CHECK_PEERS_S = 0.05  # interval at which a waiting rank checks whether the others live
+_SOON_S = 0.3e-3  # if the other ranks arrive within this time, spinning pays
+_SLEEP_S = (2e-3, 20e-3)  # longest sleep: at first, and after some sleeps
+_CHECK_PEERS_S = 0.05  # interval at which a waiting rank checks whether the others are alive
 
 
 class ShmWork(dist.Work):
-    """One collective in the queue: what torch calls a work."""
+    """One collective in the queue."""
 
     def __init__(
         self,
@@ -70,14 +69,14 @@ class ShmWork(dist.Work):
         return True
 
     def get_future(self) -> Any:
-        """A future of the output tensors. DDP waits for nothing else."""
+        """A future of the output tensors. DDP waits only for this future."""
         with self._queue.lock:
             if self._future is None:
                 future: torch.futures.Future[Any] = torch.futures.Future()
                 if self.is_success():
                     future.set_result(self._outputs)
                     self._future = future
-                else:  # C++ code that waits sees only an exception raised in a callback
+                else:  # C++ code gets an error only if a callback raises it
                     self._source, self._future = future, future.then(self._result_or_error)
         if self.done:
             self.complete_future()
@@ -97,13 +96,13 @@ class ShmWork(dist.Work):
         return self._outputs
 
     def is_completed(self) -> bool:
-        """Whether it is over, successful or not."""
+        """Whether it is finished, with or without an error."""
         if not self.done:
             self._queue.advance()
         return self.done
 
     def is_success(self) -> bool:
-        """Whether it is over and the result is there."""
+        """Whether it is finished without an error."""
         return self.done and self.error is None
 
     def exception(self) -> BaseException | None:
@@ -131,9 +130,9 @@ class ShmWork(dist.Work):
 
 
 class WorkQueue:
-    """The works of one group that are not over, first issued first.
+    """The unfinished works of one group, in the order of issue.
 
-    Raises, in `submit` and `finish` (all are also RuntimeErrors):
+    `submit` and `finish` raise, all as RuntimeErrors too:
         PeerFailed: a rank died, left, or gave up.
         CollectiveTimeout: a rank did not arrive within the timeout.
         RankDisagreement: the ranks called different collectives, or with different tensors.
@@ -152,10 +151,10 @@ class WorkQueue:
         self._collectives = collectives
         self._segment = collectives.segment
         self._ranks = ranks
-        self._waiting_since = 0.0  # 0 while this rank does not wait for the others
+        self._waiting_since = 0.0  # since when this rank waits for the others; 0 if it does not
         self._max_spins = self._spins = _MAX_SPINS if spin else 1
         self._works: deque[ShmWork] = deque()
-        self._finished: deque[ShmWork] = deque()  # futures still to be completed, without the lock
+        self._finished: deque[ShmWork] = deque()  # their futures must be completed without the lock
         self._inference_mode = torch.inference_mode()  # one object, because creating one is slow
         self._error: BaseException | None = None
         self._wake = threading.Event()
@@ -172,7 +171,7 @@ class WorkQueue:
         *,
         blocking: bool,
     ) -> ShmWork:
-        """Issue a collective. If `blocking`, it is over on return."""
+        """Issue a collective. If `blocking`, it is finished on return."""
         work = ShmWork(self, collective, outputs, timeout_s)
         with self.lock:
             if self._error is not None:
@@ -192,11 +191,11 @@ class WorkQueue:
 
     @property
     def num_waiting(self) -> int:
-        """The number of works that are not over."""
+        """The number of unfinished works."""
         return len(self._works)
 
     def waiting(self) -> list[dict[str, Any]]:
-        """The works that are not over, as entries of torch's flight recorder."""
+        """The unfinished works, as entries of torch's flight recorder."""
         now, now_ns = time.monotonic(), time.time_ns()
         return [
             work.recorder_entry(now_ns - int((now - work.issued) * 1e9))
@@ -204,12 +203,13 @@ class WorkQueue:
         ]
 
     def finish(self, work: ShmWork, timeout_s: float) -> None:
-        """Run the queue until `work` is over."""
+        """Run the queue until `work` is finished."""
         if timeout_s > 0:
             work.timeout_s = time.monotonic() - work.issued + timeout_s
         self._run(work, brief=False)
 
     def _run(self, work: ShmWork, *, brief: bool) -> None:
+        """Run the queue until `work` is finished. With `brief`, return when it would have to sleep."""
         polls, checked = 0, time.monotonic()
         while not work.done:
             if self.advance():
@@ -239,7 +239,9 @@ class WorkQueue:
                     self._pop(head)
                 except CallMismatch as error:
                     self._fail(self._disagreement(error.args[0]), self._segment.rank)
-                except BaseException as error:  # an interrupt, too, leaves the ranks out of step
+                except (
+                    BaseException
+                ) as error:  # after a KeyboardInterrupt, too, the ranks are out of step
                     self._fail(error, self._segment.rank)
                     if not isinstance(error, Exception):
                         raise
@@ -251,7 +253,7 @@ class WorkQueue:
         return progressed
 
     def _adapt_spinning(self) -> None:
-        """Spin longer if the others came soon, else less."""
+        """Spin longer if the others arrived soon, otherwise shorter."""
         now = time.monotonic()
         if self._waiting_since:
             soon = now - self._waiting_since < _SOON_S
@@ -267,7 +269,7 @@ class WorkQueue:
         self._finished.append(work)
 
     def _fail(self, error: BaseException, culprit: int) -> None:
-        """Give up this group. Called with the lock held."""
+        """Fail all works and this group. The caller holds the lock."""
         self._error = error
         self._segment.status[self._segment.rank] = _FAILED + culprit
         while self._works:
@@ -276,17 +278,17 @@ class WorkQueue:
             self._pop(self._works[0])
 
     def _check_peers(self, now: float) -> None:
-        """Give up if a rank that this one waits for is gone, or after the timeout."""
+        """Fail if a rank that this rank waits for has died or left, or after the timeout."""
         with self.lock:
             if not self._works:
                 return
             segment, waited_s = self._segment, now - self._works[0].issued
-            number = segment.rounds[segment.rank]
-            missing = [r for r in range(segment.size) if segment.rounds[r] < number]
+            round_number = segment.rounds[segment.rank]
+            missing = [r for r in range(segment.size) if segment.rounds[r] < round_number]
             for rank in missing:
                 status, state = segment.status[rank], segment.process_state(rank)
-                # It may have arrived, finished and left since `missing` was read.
-                if (status or state == "dead") and segment.rounds[rank] < number:
+                # It may have arrived, finished and left after `missing` was computed.
+                if (status or state == "dead") and segment.rounds[rank] < round_number:
                     self._fail(self._peer_failure(rank, status), rank)
                     break
             else:
@@ -343,7 +345,7 @@ class WorkQueue:
     def _wake_thread(self) -> None:
         with self.lock:
             if self._thread is None and not self._closed:
-                # It holds a weak reference, so that it does not keep an unused group alive.
+                # The thread holds only a weak reference to the queue, so that unused groups are freed.
                 self._thread = threading.Thread(
                     target=_serve,
                     args=(weakref.ref(self), self._wake),
@@ -367,14 +369,16 @@ class WorkQueue:
         return not self._closed
 
     def close(self) -> None:
-        """Leave the group. Ranks that still wait for this one get a `PeerFailed`."""
+        """Leave the group. Ranks that still wait for this rank raise `PeerFailed`."""
         if os.getpid() != self._pid:
-            return  # a forked child has the memory but is no rank
+            return  # a forked child has the memory mapped but is not a rank
         rank = self._segment.rank
         # A signal handler may have interrupted the thread that holds the lock.
         held = self.lock.acquire(timeout=1)
         if not self._closed and self._error is None:
-            error = PeerFailed("this rank left.", where=self._where(), rank=self._ranks[rank])
+            error = PeerFailed(
+                "this rank has left the group.", where=self._where(), rank=self._ranks[rank]
+            )
             if held:
                 self._fail(error, rank)
             self._error = error
@@ -407,6 +411,6 @@ _queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Stop the threads before the interpreter ends: one that then asks for its lock aborts the process."""
+    """Stop the threads before the interpreter ends. Later, a thread that needs its lock would abort."""
     for queue in list(_queues):
         queue.close()

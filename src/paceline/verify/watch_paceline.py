@@ -33,7 +33,7 @@ def install(progress: Progress) -> None:
     watch = _Watch(progress)
     register_optimizer_step_pre_hook(watch.before_update)
     loader: Any = Loader
-    loader.gave = watch.giving(Loader.gave)
+    loader.record_delivered = watch.giving(Loader.record_delivered)
     kind: Any = Training
     kind.__init__ = watch.making(Training.__init__)
     kind.steps = watch.stepping(Training.steps)
