@@ -139,7 +139,7 @@ def _refused(job: Job) -> tuple[str, dict[str, tuple[str, int]], list[str]]:
     copied, _ = _copied(job, "plain")
     results = {}
     for how, owner, name, replacement in (
-        ("no access", SharedBuckets, "map", lambda *_: None),
+        ("no access", SharedBuckets, "map_buckets", lambda *_: None),
         ("no room", torch.UntypedStorage, "_share_fd_cpu_", full),
     ):
         original = getattr(owner, name)

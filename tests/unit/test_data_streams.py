@@ -204,7 +204,7 @@ def test_workers_that_read_different_streams_are_found(
     with pytest.raises(DataError, match="different length"):
         _everything(batches, epochs=1)
     batches.close()
-    paceline.log._said.clear()
+    paceline.log._shown.clear()
     with caplog.at_level(logging.WARNING, logger="paceline"):
         batches = Batches(job, ByChance(0, 1), global_batch=2, workers=2)
         _everything(batches, epochs=1)

@@ -62,7 +62,7 @@ class Part:
         seen: number of samples of the step that the reader read: all of them, or with `shard` the rank's own.
         micros: `(places, batch)` of each of this rank's micro-batches.
         ghost: a batch of one sample, if this rank may need ghosts in this step; else None.
-        mark: digest of the first sample that the reader read in the epoch.
+        first_digest: digest of the first sample that the reader read in the epoch.
     """
 
     seen: int
@@ -128,7 +128,7 @@ class StreamReader:
         self.errors = errors
         self._dataset = dataset
         self._plan = plan
-        self._randomness = sample_randomness
+        self._sample_randomness = sample_randomness
         self._collate = collate or default_collate
 
     def parts(
@@ -174,7 +174,7 @@ class StreamReader:
         with self._keeping_globals():
             if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
                 set_epoch(epoch)
-            if self._randomness:
+            if self._sample_randomness:
                 # Place -1 is for draws before the first sample. They are equal on all ranks and workers.
                 seed_globals(rng.key(seed, rng.SAMPLE, epoch, -1))
             if self.sharded:
@@ -203,7 +203,7 @@ class StreamReader:
                 if keep and stream.place % plan.size == plan.rank:
                     places.append(stream.place)
                     items.append(item)
-                if stream.last_item is _MISSING and self._randomness:
+                if stream.last_item is _MISSING and self._sample_randomness:
                     stream.first_digest = digest(item)
                 stream.last_item = item
                 stream.place += stream.stride
@@ -212,7 +212,7 @@ class StreamReader:
         return places, items, seen
 
     def _keys(self, stream: _OpenStream, stop: int, seed: int, epoch: int) -> Iterator[int] | None:
-        if not self._randomness:
+        if not self._sample_randomness:
             return None
         places = np.arange(stream.place, stop, stream.stride, dtype=np.int64)
         return iter(sample_keys((seed, rng.SAMPLE, epoch), places))
@@ -235,7 +235,7 @@ class StreamReader:
             micros = tuple(
                 (
                     tuple(places[at : at + size]),
-                    self._collated(items[at : at + size], places[at : at + size]),
+                    self._collate_items(items[at : at + size], places[at : at + size]),
                 )
                 for at in range(0, len(items), size)
             )
@@ -247,7 +247,7 @@ class StreamReader:
         if sample is _MISSING:  # no item of this shard has been read yet
             place = stream.place
             with self._keeping_globals():
-                if self._randomness:
+                if self._sample_randomness:
                     seed_globals(rng.key(seed, rng.SAMPLE, epoch, place))
                 sample = stream.peeked = self._next(stream)
         if sample is _MISSING:  # this shard is empty; shard 0 has the first sample of the stream
@@ -255,44 +255,44 @@ class StreamReader:
             self._read(other, 1, seed, epoch, keep=False)
             sample = stream.last_item = other.last_item
         with self._keeping_globals():
-            return None if sample is _MISSING else self._collated([sample], [place])
+            return None if sample is _MISSING else self._collate_items([sample], [place])
 
-    def _collated(self, items: list[Any], places: list[int]) -> Any:
+    def _collate_items(self, items: list[Any], places: list[int]) -> Any:
         try:
             return self._collate(items)
         except Exception as error:
             raise self.errors.not_collated(places, error) from error
 
     def _keeping_globals(self) -> contextlib.AbstractContextManager[None]:
-        if self._randomness and self.errors.worker is None:
+        if self._sample_randomness and self.errors.worker is None:
             return keep_globals()
         return contextlib.nullcontext()
 
 
 def digest(item: Any) -> int:
     """A hash in [0, 2^62) of the tensors, arrays and plain values of a sample. Other values are ignored."""
-    whole = hashlib.blake2b(digest_size=8)
-    _feed(whole, item)
-    return int.from_bytes(whole.digest(), "little") >> 2
+    hasher = hashlib.blake2b(digest_size=8)
+    _feed(hasher, item)
+    return int.from_bytes(hasher.digest(), "little") >> 2
 
 
-def _feed(whole: hashlib.blake2b, item: Any) -> None:
+def _feed(hasher: hashlib.blake2b, item: Any) -> None:
     if isinstance(item, torch.Tensor):
         if item.layout is torch.strided and not item.is_quantized:
             flat = item.detach().cpu().contiguous().reshape(-1)
-            whole.update(flat.view(torch.uint8).numpy().tobytes())
+            hasher.update(flat.view(torch.uint8).numpy().tobytes())
     elif isinstance(item, np.ndarray):
         if not item.dtype.hasobject:
-            whole.update(item.tobytes())
+            hasher.update(item.tobytes())
     elif isinstance(item, bool | int | float | str | bytes):
-        whole.update(repr(item).encode())
+        hasher.update(repr(item).encode())
     elif isinstance(item, tuple | list):
         for part in item:
-            _feed(whole, part)
+            _feed(hasher, part)
     elif isinstance(item, dict):
         for name, part in item.items():
-            _feed(whole, name)
-            _feed(whole, part)
+            _feed(hasher, name)
+            _feed(hasher, part)
 
 
 @dataclass

@@ -48,12 +48,13 @@ from paceline.job.preemption import notice
 from paceline.machine import usable_cores
 
 _PREFETCH = 2  # batches per worker; torch's default
-_EXIT_WAIT_S = 1.0  # longest wait for the exit of a worker whose connection broke
+_EXIT_WAIT_S = 1.0  # longest wait for the exit of a worker that is ending
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 _SHUT_DOWN = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers"
 
 _pools: weakref.WeakSet[Workers] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_pools.clear)  # workers belong to the process that started them
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,10 @@ class Workers:
     def kill(self) -> None:
         """Kill the processes."""
         for process in self._processes:
-            # The SIGCHLD handler raises for processes that are killed here too.
+            # The SIGCHLD handler raises for processes that are killed here too, at the latest in the join.
             with contextlib.suppress(RuntimeError, DataError):
                 process.kill()
+                process.join(_EXIT_WAIT_S)
 
     def _death_error(self, worker: int, code: int) -> DataError:
         how, why, fix = _exit_cause(code)

@@ -182,7 +182,7 @@ class Collectives:
         """Map these buckets of all ranks, on all ranks. Keep None if any rank could not."""
         buckets = self.buckets
         descriptors = yield from self._gather_number(buckets.descriptor(key[self._rank]))
-        parts = buckets.map(descriptors, dtype, count)
+        parts = buckets.map_buckets(descriptors, dtype, count)
         mapped = yield from self._gather_number(int(parts is not None))
         buckets.keep(key, dtype, parts if all(mapped) else None)
 
@@ -196,9 +196,9 @@ class Collectives:
         """Each rank reduces the whole tensor."""
         rank, segment, dtype = self._rank, self.segment, flat.dtype
         total, width, source = flat.numel(), dtype.itemsize, flat.data_ptr()
-        most = self._slot_bytes // width
-        for begin in range(0, max(1, total), most):
-            round_number, count = self.round, min(most, total - begin)
+        max_count = self._slot_bytes // width
+        for begin in range(0, max(1, total), max_count):
+            round_number, count = self.round, min(max_count, total - begin)
             _move(segment.address(round_number, rank), source + begin * width, count * width)
             if begin:
                 yield from self._synchronize()
@@ -251,18 +251,20 @@ class Collectives:
         rank, size, segment, dtype = self._rank, self._size, self.segment, out.dtype
         piece, width = out.numel(), dtype.itemsize
         data = [each.data_ptr() for each in pieces]
-        most = self._slot_bytes // (size * width) & -16
-        for begin in range(0, max(1, piece), most):
-            round_number, count = self.round, min(most, piece - begin)
+        max_count = self._slot_bytes // (size * width) & -16
+        for begin in range(0, max(1, piece), max_count):
+            round_number, count = self.round, min(max_count, piece - begin)
             slot = segment.address(round_number, rank)
             for r in range(size):
-                _move(slot + r * most * width, data[r] + begin * width, count * width)
+                _move(slot + r * max_count * width, data[r] + begin * width, count * width)
             if begin:
                 yield from self._synchronize()
             else:
                 yield from self._start("reduce_scatter", dtype, piece, op, -1)
             if count:
-                parts = segment.views(round_number, dtype, rank * most, rank * most + count)
+                parts = segment.views(
+                    round_number, dtype, rank * max_count, rank * max_count + count
+                )
                 reduce_parts(op, parts, out[begin : begin + count])
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Collective:
@@ -289,11 +291,11 @@ class Collectives:
             outputs: `(rank, tensor)` for each rank to copy from.
             like: A tensor with the dtype and size that all ranks copy.
         """
-        rank, segment, total, most = self._rank, self.segment, like.nbytes, self._slot_bytes
+        rank, segment, total, slot_bytes = self._rank, self.segment, like.nbytes, self._slot_bytes
         data = source.data_ptr() if source is not None else 0
         targets = [(r, output.data_ptr()) for r, output in outputs]
-        for begin in range(0, max(1, total), most):
-            round_number, size_bytes = self.round, min(most, total - begin)
+        for begin in range(0, max(1, total), slot_bytes):
+            round_number, size_bytes = self.round, min(slot_bytes, total - begin)
             if source is not None:
                 _move(segment.address(round_number, rank), data + begin, size_bytes)
             if begin:

@@ -130,7 +130,9 @@ class SharedBuckets:
         with self._lock:
             return next(own.descriptor for own in self._own.values() if own.id == bucket_id)
 
-    def map(self, descriptors: Sequence[int], dtype: torch.dtype, count: int) -> Parts | None:
+    def map_buckets(
+        self, descriptors: Sequence[int], dtype: torch.dtype, count: int
+    ) -> Parts | None:
         """Map the buckets of all ranks, each of `count` elements; None if this rank cannot."""
         segment, width = self._segment, dtype.itemsize
         share = (-(-count // segment.size) + 15) & -16
