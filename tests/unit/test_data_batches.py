@@ -33,7 +33,7 @@ from paceline import torch_private
 from paceline.data.batches import Batches
 from paceline.data.evaluation import evaluation_batches
 from paceline.data.plan import Permutation, Position
-from paceline.data.workers import Workers
+from paceline.data.workers import Workers, _kill_all
 from paceline.errors import ConfigError, DataError, SampleError, StepError
 from paceline.job import rng
 from paceline.job.job import Job
@@ -329,6 +329,20 @@ def test_closed_batches_are_not_kept_by_the_job_and_end_without_torchs_private_n
     del batches, step
     gc.collect()
     assert kept() is None
+
+
+def test_a_forked_child_that_exits_does_not_end_the_workers(job: Job) -> None:
+    batches = Batches(job, Pids(), global_batch=2, workers=1)
+    next(iter(next(batches.iterate(Position(0), epochs=9))))
+    child = os.fork()
+    if not child:
+        _kill_all()  # runs when the interpreter exits
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    (worker,) = multiprocessing.active_children()
+    worker.join(0.2)
+    assert worker.exitcode is None
+    batches.close()
 
 
 # Errors
