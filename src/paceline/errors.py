@@ -11,13 +11,13 @@
     |   |-- LossError                the loss is not a scalar sum
     |   `-- CountError               counts that are negative, wrong, or sum to 0
     |-- NonFinite                    NaN or infinity in a loss or gradient
-    |-- GradientError                parameters that would silently not be trained together
+    |-- GradientError                parameters that would not be trained, or not equally
     |-- EvaluationError              a validation that did not see each sample once
     |-- CheckpointError              a checkpoint that cannot be written or read
     |   `-- SaveFailed               the storage failed; exit code 74
     |-- Desync                       replicas that are no longer equal; exit code 70
     |-- RankDisagreement (RuntimeError)   ranks hold different values of what must be equal
-    |-- PeerFailed (RuntimeError)    another rank failed first; this one only follows
+    |-- PeerFailed (RuntimeError)    another rank failed first, so this one cannot go on
     `-- CollectiveTimeout (RuntimeError)  a rank did not arrive in time
 
 Facts are attributes; the text is rendered from them, in four parts, and a part that is not known is
@@ -41,7 +41,7 @@ class PacelineError(Exception):
     """Base of all errors of Paceline. Facts that a caller may test on are attributes.
 
     Attributes:
-        exit_code: What a rank that ends of this error exits with.
+        exit_code: exit code of a rank that this error ends.
     """
 
     exit_code = 1
@@ -57,8 +57,8 @@ class PacelineError(Exception):
         self.facts = facts
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached for names that are no ordinary attribute. `facts` itself may be missing while
-        # an instance is being unpickled.
+        # Python calls this only for names that it does not find otherwise. `facts` itself may be missing
+        # while an instance is being unpickled.
         facts = self.__dict__.get("facts", {})
         if name in facts:
             return facts[name]
@@ -117,7 +117,7 @@ class NonFinite(PacelineError):
 
 
 class GradientError(PacelineError):
-    """Parameters that would silently not be trained, or not together (`parameters`)."""
+    """Parameters that would not be trained, or not equally on all ranks (`parameters`)."""
 
 
 class EvaluationError(PacelineError):
@@ -145,7 +145,7 @@ class RankDisagreement(PacelineError, RuntimeError):
 
 
 class PeerFailed(PacelineError, RuntimeError):
-    """Another rank failed first; this one only follows (`rank` that failed)."""
+    """Another rank failed first, so this rank cannot go on (`rank`: the one that failed)."""
 
 
 class CollectiveTimeout(PacelineError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Test code that runs on several ranks: `run_ranks`, faults as data, and one number for a state.
+"""Test code that runs on several ranks: `run_ranks`, faults as data, and digests.
 
     def _total(job, x):
         return paceline.job.collectives.sum_numbers(job, [x * (job.rank + 1)])
@@ -37,8 +37,8 @@ DEADLINE_S = 60.0
 class Fault:
     """A fault to inject on `rank` in `step`, where the script calls `inject` with `phase`.
 
-    Args:
-        kind: "raise"; "kill" (SIGKILL); "exit" (status 3); "stop" (SIGSTOP); "stall", in a sleep.
+    Attributes:
+        kind: "raise"; "kill" (SIGKILL); "exit" (status 3); "stop" (SIGSTOP); "stall" (sleeps for an hour).
         phase: a word that the script chooses, such as "backward"; "" if it calls `inject` at one point.
     """
 
@@ -63,7 +63,8 @@ def run_ranks(
     """Call `function(job, *args)` on `nproc` ranks; their results in rank order.
 
     Raises:
-        the first original error of a rank; LaunchFailed if one was killed or late.
+        The first original error of a rank.
+        LaunchFailed: a rank was killed, or the deadline passed.
     """
     return spawn(
         function, *args, nproc=nproc, seed=seed, timeout_s=timeout_s, deadline_s=deadline_s

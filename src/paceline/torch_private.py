@@ -84,7 +84,7 @@ NAMES = (
     # data
     PrivateName(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
-        why="DataLoader ends its workers when its iterator is collected, which a traceback can prevent",
+        why="DataLoader ends its workers when its iterator is deleted; a traceback can keep the iterator",
         since="2.11",
         without="loader workers are killed instead of asked to end",
     ),
@@ -97,7 +97,7 @@ NAMES = (
     ),
     PrivateName(
         "torch.distributed.Reducer._reset_state",
-        why="DDP cannot be told otherwise that no backward follows a forward",
+        why="no public call tells DDP that no backward follows a forward",
         since="2.11",
         without="a forward without a backward inside a step may break DDP's reduction",
     ),
@@ -109,7 +109,7 @@ NAMES = (
     ),
     PrivateName(
         "torch.distributed.Reducer._get_zeros_like_grad_buckets",
-        why="only the buckets tell which parameters a DDP that was not made by paceline.ddp waits for",
+        why="which parameters a user's own DistributedDataParallel waits for is stored in its buckets only",
         since="2.11",
         without="parameters frozen or unfrozen after DistributedDataParallel(...) are not named",
     ),
@@ -122,12 +122,11 @@ NAMES = (
     # checkpoint
     PrivateName(
         "torch.Tensor._version",
-        why="tells whether a tensor was changed while it was copied in the background; no public name does",
+        why="no public name tells whether a tensor was changed while it was copied in the background",
         since="2.11",
         without="a change of parameters during a save is not noticed",
     ),
-    # training
-    # watch: read by flight_recorder.py, which runs in each rank before torch is imported, with getattr
+    # watch: flight_recorder.py does not use `find`, because it must not import torch
     PrivateName(
         "torch._C._distributed_c10d._dump_fr_trace",
         why="the only way to read the flight recorder of a running rank",
@@ -184,7 +183,6 @@ NAMES = (
         )
         for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher")
     ),
-    # doctor
 )
 
 _BY_PATH = {name.path: name for name in NAMES}

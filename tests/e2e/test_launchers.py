@@ -360,7 +360,7 @@ def test_the_end_of_one_rank_of_a_step_is_told_to_the_others(
     first = {
         "raise": "ValueError: bad sample 17",
         "exit": "StepError: rank 1 left the training loop after step 5",
-        "unleft": "StepError: its process ended without leaving the job",
+        "unleft": "StepError: the process ended without leaving the job",
     }[how]
     followers = [
         line for line in done.err.splitlines() if "PeerFailed: rank 1 failed first" in line

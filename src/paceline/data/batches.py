@@ -121,7 +121,7 @@ class Batches:
                 self._loader = LocalLoader(job, self._plan, samples)
         self._threads = ComputeThreads(job, workers)
         self._workers = workers
-        self._unregister: Callable[[], None] | None = None
+        self._unregister: Callable[[], object] | None = None
         self._audited = False
 
     @property

@@ -304,7 +304,7 @@ def _identity(result: Any) -> Any:
 def _init_worker(worker: int) -> None:
     """Runs first in each worker."""
     del worker
-    notice.outlive()
+    notice.ignore_in_worker()
     gc.freeze()
     if sys.platform == "linux":
         parent = multiprocessing.parent_process()

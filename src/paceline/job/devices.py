@@ -25,14 +25,17 @@ def choose_device(asked: str | torch.device | None, info: environment.RankInfo) 
     try:
         device = torch.device(asked)
     except RuntimeError as error:
-        raise ConfigError(f"no such device: {asked!r}.", fix='"cpu", "cuda" or "xpu".') from error
+        raise ConfigError(
+            f"no such device: {asked!r}.", fix='use "cpu", "cuda" or "xpu".'
+        ) from error
     if device.type == "cpu":
         return device
     module = torch.get_device_module(device)
     count = module.device_count() if module.is_available() else 0
     if count == 0:
         raise ConfigError(
-            f"device {device.type!r} was asked for, but none is visible to this process."
+            f"device {device.type!r} was asked for, but none is visible to this process.",
+            fix="check the driver and CUDA_VISIBLE_DEVICES, or pass device='cpu'.",
         )
     # A scheduler may show each rank only its own device, which is then number 0.
     own = info.local_rank if count > 1 else 0
@@ -54,7 +57,7 @@ def choose_backend(asked: str | None, device: torch.device, info: environment.Ra
     memory uses Gloo and logs a warning.
 
     Raises:
-        ConfigError: torch was built without it.
+        ConfigError: the installed torch does not have the backend.
     """
     shm.register()
     asked = asked or os.environ.get("PACELINE_BACKEND")
@@ -63,13 +66,7 @@ def choose_backend(asked: str | None, device: torch.device, info: environment.Ra
         asked = by_device.get(device.type, "shm" if info.one_host else "gloo")
     for part in asked.split(","):
         name = part.rpartition(":")[2]
-        available = {
-            "nccl": dist.is_nccl_available,
-            "mpi": dist.is_mpi_available,
-            "gloo": dist.is_gloo_available,
-            "xccl": dist.is_xccl_available,
-        }.get(name, lambda name=name: dist.is_backend_available(name))
-        if not available():
+        if not dist.is_backend_available(name):
             raise ConfigError(
                 f"this build of torch {torch.__version__} has no backend {name!r}.",
                 fix="build torch from source against the cluster's MPI, or leave `backend` out."

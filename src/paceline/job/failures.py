@@ -1,4 +1,4 @@
-"""Failure propagation: a rank that fails, or leaves a loop early, tells its peers through the store.
+"""Failure propagation: a rank that fails, or leaves a loop early, informs its peers through the store.
 
 Collectives only report that a connection broke. A failing rank therefore writes a mark to the store before
 it closes its connections, and its peers read the mark and name that rank. An exception that reaches the top
@@ -31,11 +31,11 @@ _QUESTIONS = "questions"
 _PASSED = "passed"
 
 _POLL_S = 0.005
-_GRACE_S = 1.0  # ranks usually come to the same place within this time
-_ANSWER_S = 0.25
-_IDLE_S = 1.0
+_GRACE_S = 1.0  # before asking absent ranks, because most come within this time
+_ANSWER_S = 0.25  # interval at which the thread writes this rank's step while a rank asks
+_IDLE_S = 1.0  # interval at which the thread checks whether a rank asks
 _LATE_S = 5.0  # limits how late another rank may be for the same `break`
-_LINGER_S = 1.0
+_LINGER_S = 1.0  # limits how long rank 0 keeps its store for ranks that have not read the mark
 
 _ENDED_A_JOB = "_paceline_ended_a_job"
 
@@ -86,17 +86,12 @@ class Peers:
             return
         self._lingered = True
         keys = [f"{_READ}/{rank}" for rank in range(self._world_size)]
-        deadline = time.monotonic() + _LINGER_S
-        while not self._store.check(keys) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        self._wait_for(keys, _LINGER_S)
 
     def failure(self, *, wait_s: float = 0.0) -> PeerFailed | None:
         """The error to raise because another rank failed first; None if none is known."""
-        deadline = time.monotonic() + wait_s
-        while not self._store.check([_FAILED]):
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(_POLL_S)
+        if not self._wait_for([_FAILED], wait_s):
+            return None
         mark = json.loads(self._store.get(_FAILED))
         if mark["rank"] == self._rank:
             return None
@@ -116,7 +111,7 @@ class Peers:
             return None  # rank 0 has ended, and the store with it
 
     def new_loop(self) -> int:
-        """Begin a training loop, or end one: the number of the loop. All ranks count alike."""
+        """The number of a new loop. Each rank calls it when a training loop begins and when it ends."""
         self.passed = 0  # before the number: the thread reads them in the opposite order
         self._loop += 1
         return self._loop
@@ -137,7 +132,8 @@ class Peers:
         others = {rank: f"left after step {s}" for rank, s in enumerate(steps) if s != step}
         for rank, passed in missing.items():
             others[rank] = f"went on after step {passed}" if passed >= step else "did not"
-        for rank, what in others.items():
+        if others:
+            rank, what = next(iter(others.items()))
             raise StepError(
                 f"rank {self._rank} left the training loop after step {step}, rank {rank} {what}.",
                 where=rank_location(self._rank, self._world_size, step=step),
@@ -149,13 +145,13 @@ class Peers:
     def exchange(
         self, name: str, value: Any, step: int, *, loop: int, timeout_s: float
     ) -> tuple[list[Any], dict[int, int]]:
-        """Give a value to all ranks and get theirs. A rank that comes alone gets an answer.
+        """Give a value to all ranks and get theirs. If only some ranks call it, they learn who is missing.
 
-        Three calls of the store if all ranks come within a moment.
+        Takes three calls of the store if all ranks call it at about the same time.
 
         Args:
-            name: used once.
-            value: anything that JSON can carry.
+            name: a name that is used once.
+            value: anything that JSON can represent.
             step: ranks that pass this step of `loop` without giving a value are missing.
 
         Returns:
@@ -178,7 +174,7 @@ class Peers:
         return True
 
     def _missing(self, keys: list[str], step: int, loop: int, deadline: float) -> dict[int, int]:
-        """Ask ranks how far they are until all have come, or some are known not to come."""
+        """Ask the absent ranks for their step until all have come or some cannot come any more."""
         all_answered_at = deadline
         self._store.add(_QUESTIONS, 1)
         try:
@@ -228,10 +224,10 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 class ExceptHook:
-    """`sys.excepthook` of a job of several processes: tell the peers, show the error, end the process.
+    """`sys.excepthook` of a job of several processes: inform the peers, show the error, end the process.
 
-    After the job has failed it acts only on the error that ended the job; a program that caught that error
-    goes on as if it had never joined.
+    After the job has failed, the hook acts only on the error that ended the job. For other errors of a
+    program that caught that one, it only calls the previous hook.
 
     Attributes:
         peers: of the current job; None between jobs.
@@ -260,7 +256,7 @@ class ExceptHook:
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else code)
 
     def mark_failed(self, error: BaseException) -> None:
-        """Tell the peers, if the job has not been left."""
+        """Inform the peers, if the job has not been left."""
         if self.peers is not None:
             self.peers.mark_failed(error)
 
@@ -290,7 +286,7 @@ def uninstall_excepthook() -> None:
 
 
 def detach_excepthook(error: BaseException) -> None:
-    """The job was ended by `error`: the hook keeps nothing of it, and ends the process only for `error`."""
+    """Release the job, which `error` ended. From now on the hook ends the process only for `error`."""
     if _installed is not None:
         _installed.peers = None
         error.__dict__[_ENDED_A_JOB] = True  # setattr fails for a frozen dataclass

@@ -62,7 +62,8 @@ class Job:
         failed: whether an error ends the job.
         preempted: the preemption that ends the job, if one does.
         threads_chosen: whether Paceline chose the number of threads; False if the user did.
-        left_loop: step at which a training loop was left early, and whether it was updated.
+        left_loop: the step in which this rank left a training loop early, and whether its update was
+            done; None if it left none.
 
     Collective: as the methods say.
     """
@@ -99,7 +100,7 @@ class Job:
         """The ranks that samples are split over. Collective: none."""
         return DataAxis(self.rank, self.world_size, self.group, self.control)
 
-    def on_leave(self, action: Callable[[], None]) -> Callable[[], None]:
+    def on_leave(self, action: Callable[[], None]) -> Callable[[], object]:
         """Call `action` when this rank leaves the job, also after an error. The last one runs first.
 
         Returns:
@@ -110,7 +111,8 @@ class Job:
         """
         number = next(self._action_numbers)
         self._leave_actions[number] = action
-        return functools.partial(_remove, self._leave_actions, number)
+        # Not a lambda: the result must not keep the job alive.
+        return functools.partial(self._leave_actions.pop, number, None)
 
     def set_variable(self, name: str, value: str) -> None:
         """Set an environment variable until the job is left, unless the user has set it.
@@ -136,7 +138,7 @@ class Job:
         if error is None or self.preempted is not None or clean:
             self.leave()
             return
-        # The user's own collectives break too if a peer fails.
+        # A peer's failure also breaks collectives that the user called without Paceline.
         cause = self._peer_failure_behind(error) if isinstance(error, RuntimeError) else None
         self.abandon(error)
         if cause is not None:
@@ -158,7 +160,7 @@ class Job:
                 self._leave_actions.popitem()[1]()
             self.settle()
             if self.control is not None:
-                self._wait_for_all(self.control)
+                self._wait_for_all_ranks(self.control)
         except BaseException as error:
             self.abandon(error)
             raise
@@ -167,7 +169,7 @@ class Job:
         self._close()
         failures.uninstall_excepthook()
 
-    def _wait_for_all(self, group: dist.ProcessGroup) -> None:
+    def _wait_for_all_ranks(self, group: dist.ProcessGroup) -> None:
         try:
             dist.barrier(group=group)
         except RuntimeError as error:
@@ -202,7 +204,7 @@ class Job:
         # A thread of ours or of Gloo that takes the lock of a finished interpreter aborts the process; and
         # ranks that still wait for this one need to know why it ended.
         self.abandon(
-            StepError("its process ended without leaving the job (`with paceline.join() as job`).")
+            StepError("the process ended without leaving the job (`with paceline.join() as job`).")
         )
 
     def reraise(self, error: BaseException) -> NoReturn:
@@ -223,10 +225,10 @@ class Job:
         return self.peers.failure_behind_broken_collective()
 
     def settle(self) -> None:
-        """Wait for the other ranks if this rank left a training loop early; call it before a collective.
+        """Wait for the other ranks if this rank left a training loop early; called before collectives.
 
         Raises:
-            StepError: another rank continues the loop; it would wait for this one for ever.
+            StepError: another rank continues the loop, and would wait for this rank for ever.
 
         Collective: all ranks if one of them left a loop early; else none.
         """
@@ -251,9 +253,7 @@ class Job:
     def refuse_if_left(self) -> None:
         """Raise StepError if the job has been left. Collective: none."""
         if not self.alive:
-            raise StepError(
-                "this job has been left.", fix="keep what uses it inside the `with` block."
-            )
+            raise StepError("this job has been left.", fix="use it only inside the `with` block.")
 
     def _close(self) -> None:
         global _current
@@ -305,28 +305,24 @@ def join(
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s must be more than 0, got {timeout_s}.")
     info = environment.read(os.environ)
-    chosen = choose_device(device, info)
-    names = choose_backend(backend, chosen, info)
-    job = Job(info, chosen, seed=seed, timeout_s=timeout_s)
+    own_device = choose_device(device, info)
+    chosen_backend = choose_backend(backend, own_device, info)
+    job = Job(info, own_device, seed=seed, timeout_s=timeout_s)
     try:
-        if chosen.type != "cpu":
-            torch.get_device_module(chosen).set_device(chosen)
+        if own_device.type != "cpu":
+            torch.get_device_module(own_device).set_device(own_device)
         else:
             keep_freed_memory(os.environ)
         _choose_threads(job)
         _seed_everything(seed)
         current_step.step = 0
         if info.world_size > 1:
-            _connect(job, info, names)
+            _connect(job, info, chosen_backend)
     except BaseException as error:
         job.abandon(error)
         raise
     _current = weakref.ref(job)
     return job
-
-
-def _remove(actions: dict[int, Callable[[], None]], number: int) -> None:
-    actions.pop(number, None)
 
 
 def current() -> Job | None:

@@ -17,8 +17,9 @@ from typing import Any
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
-# A scheduler that signals every process of a job reaches a rank twice: directly and through the launcher.
-_ONE_NOTICE_S = 1.0
+# Signals within this time count as one. A scheduler that signals every process of a job reaches a rank twice:
+# directly and through the launcher.
+_SAME_SIGNAL_S = 1.0
 
 
 class Preempted(SystemExit):
@@ -94,8 +95,8 @@ class Notice:
             # Not SIGTERM: the main thread may be in native code, and Python handlers do not interrupt that.
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def outlive(self) -> None:
-        """In a helper process of a rank: ignore the signals, because the rank needs it to finish a step.
+    def ignore_in_worker(self) -> None:
+        """Ignore the signals in a loader worker, because its rank needs it to finish a step.
 
         The second SIGTERM ends the process. The user's own handlers stay.
         """
@@ -116,7 +117,7 @@ class Notice:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._came_at is not None:
-            if now - self._came_at < _ONE_NOTICE_S:
+            if now - self._came_at < _SAME_SIGNAL_S:
                 return
         elif self._watchers:
             self._came_at = now

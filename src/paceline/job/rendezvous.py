@@ -1,8 +1,8 @@
 """Rendezvous: all ranks connect to one torch `Store`. A front to `torch.distributed.TCPStore`.
 
 torchrun and `paceline run` host the store in the launcher; a user's MASTER_ADDR names one. Without either,
-ranks of one host find it through a notice: a file that rank 0 writes, and keeps locked while it waits.
-torch's own server listens on all interfaces, so ours gets a socket that is bound already.
+ranks of one host find it through a port file, which rank 0 writes and keeps locked while it waits.
+torch's server would listen on all interfaces, so it gets a socket that is bound to one address already.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed, name_ran
 from paceline.job.environment import RankInfo
 from paceline.machine import launching_process
 
-_ALL_MET = "all met"
-_GRACE_S = 0.5
+_MISSING = "missing"  # the key of the ranks that did not come; [] if all came
+_GRACE_S = 0.5  # for ranks to read who is missing before the store ends with rank 0
 _joins = itertools.count()
 
 
@@ -46,9 +46,9 @@ def meet(info: RankInfo, *, timeout_s: float) -> dist.Store:
     with contextlib.ExitStack() as until_all_met:
         if info.master is None and info.rank == 0:
             store = serve("127.0.0.1", 0, info.world_size, timeout)
-            until_all_met.enter_context(_notice(info, store.port))
+            until_all_met.enter_context(_port_file(info, store.port))
         elif info.master is None:
-            store = _connect(info, "127.0.0.1", _read_notice(info, timeout), timeout)
+            store = _connect(info, "127.0.0.1", _read_port_file(info, timeout), timeout)
         else:
             host, _, port = info.master.rpartition(":")
             hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -58,14 +58,14 @@ def meet(info: RankInfo, *, timeout_s: float) -> dist.Store:
                 store = _connect(info, host, int(port), timeout)
         # An agent may keep its store over restarts; without a prefix a restarted rank reads the addresses
         # of dead ones (seen with torchrun of torch 2.13). The same holds for a second join of a process.
-        own = dist.PrefixStore(f"paceline/{info.restarts}{_nth_join()}", store)
+        prefixed = dist.PrefixStore(f"paceline/{info.restarts}{_nth_join()}", store)
         if info.rank == 0:
-            _wait_for_ranks(own, info, timeout_s)
+            _wait_for_ranks(prefixed, info, timeout_s)
     if info.rank == 0:
-        own.set(_ALL_MET, "[]")
+        prefixed.set(_MISSING, "[]")
     else:
-        _wait_for_rank0(own, info, timeout_s)
-    return own
+        _wait_for_rank0(prefixed, info, timeout_s)
+    return prefixed
 
 
 def _nth_join() -> str:
@@ -122,10 +122,8 @@ def _wait_for_ranks(store: dist.Store, info: RankInfo, timeout_s: float) -> None
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys, start=1) if not store.check([key])]
-        store.set(_ALL_MET, json.dumps(missing))
-        time.sleep(
-            _GRACE_S
-        )  # the store ends with this process; the waiting ranks read who is missing
+        store.set(_MISSING, json.dumps(missing))
+        time.sleep(_GRACE_S)
         raise _absent(info, missing, timeout_s) from error
 
 
@@ -133,8 +131,8 @@ def _wait_for_rank0(store: dist.Store, info: RankInfo, timeout_s: float) -> None
     try:
         store.set(f"met/{info.rank}", "")
         # Rank 0 writes which ranks are missing; its wait may have begun only when this rank came.
-        store.wait([_ALL_MET], timedelta(seconds=timeout_s + _GRACE_S))
-        missing = json.loads(store.get(_ALL_MET))
+        store.wait([_MISSING], timedelta(seconds=timeout_s + _GRACE_S))
+        missing = json.loads(store.get(_MISSING))
     except dist.DistNetworkError as error:
         raise PeerFailed(
             "rank 0 ended before all ranks had met.",
@@ -152,7 +150,7 @@ def _absent(info: RankInfo, missing: list[int], timeout_s: float) -> CollectiveT
     return CollectiveTimeout(
         f"{name_ranks(missing)} of {info.world_size} did not come within {timeout_s:g} s.",
         where=rank_location(info.rank, info.world_size),
-        why="it ended before it joined, is still busy, or was never started.",
+        why="the rank ended before it called `join`, has not called it yet, or was never started.",
         fix=f"see the log of rank {missing[0]}; call `join` before slow preparations, or raise "
         "`timeout_s`.",
         missing=missing,
@@ -161,9 +159,9 @@ def _absent(info: RankInfo, missing: list[int], timeout_s: float) -> CollectiveT
 
 
 @contextlib.contextmanager
-def _notice(info: RankInfo, port: int) -> Iterator[None]:
-    """Tell the ranks of this job on this host that the store is at `port`."""
-    path = _path_of_notice(info)
+def _port_file(info: RankInfo, port: int) -> Iterator[None]:
+    """Write the file in which the ranks of this job on this host find the store's port."""
+    path = _port_file_path(info)
     with _exclusive_lock(path.parent):
         _remove_stale(path.parent)
         handle, scratch = tempfile.mkstemp(dir=path.parent)
@@ -179,19 +177,19 @@ def _notice(info: RankInfo, port: int) -> Iterator[None]:
         os.close(handle)
 
 
-def _read_notice(info: RankInfo, timeout: timedelta) -> int:
-    path = _path_of_notice(info)
+def _read_port_file(info: RankInfo, timeout: timedelta) -> int:
+    path = _port_file_path(info)
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError), path.open() as file:
-            # An unlocked notice was left by an earlier job that was killed.
+            # An unlocked file was left by an earlier job that was killed.
             if _is_locked(file.fileno()):
                 return int(file.read())
         time.sleep(0.01)
     raise CollectiveTimeout(
         f"rank 0 did not open a store within {timeout.total_seconds():g} s.",
         where=rank_location(info.rank, info.world_size),
-        why=f"it ended before it joined, or {path.parent} is another folder for it (containers).",
+        why=f"rank 0 ended before it joined, or sees another {path.parent} (as in another container).",
         fix="see the log of rank 0; or export MASTER_ADDR=127.0.0.1 and a free MASTER_PORT.",
         missing=[0],
         waited_s=timeout.total_seconds(),
@@ -223,7 +221,7 @@ def _exclusive_lock(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _path_of_notice(info: RankInfo) -> Path:
+def _port_file_path(info: RankInfo) -> Path:
     key = f"{info.launcher} {info.job_key or launching_process('hydra_')} {info.restarts}"
     return _private_folder() / hashlib.sha256(key.encode()).hexdigest()[:32]
 

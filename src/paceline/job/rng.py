@@ -87,9 +87,8 @@ def snapshot(device: torch.device) -> torch.Tensor:
 def digests(device: torch.device) -> dict[str, int]:
     """A checksum of the state of each global generator that must be equal on all ranks, by its name.
 
-    These are Python's and NumPy's, which `join` seeds equally, and torch's CPU generator unless `device`
-    is the
-    CPU: there dropout draws from it, and each rank has its own micro-batches.
+    These are the generators of Python and NumPy, and torch's CPU generator if `device` is not the CPU. On
+    the CPU, dropout draws from torch's generator, so its state differs between ranks.
     """
     _, words, *rest = np.random.get_state(legacy=True)
     states: dict[str, Any] = {

@@ -61,7 +61,7 @@ class Report:
             except OSError as error:
                 raise ConfigError(
                     f"the folder {folder} cannot be made: {error.strerror}.",
-                    fix="report to a folder that rank 0 may write to.",
+                    fix="choose a folder that rank 0 may write to.",
                 ) from error
         if progress:
             self._progress = Progress()
@@ -92,9 +92,8 @@ class Report:
             return
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                values[name] = (
-                    value.detach().clone()
-                )  # it is read later, and the program may change it in between
+                # It is read later, and the program may change it in between.
+                values[name] = value.detach().clone()
         if step in self._pending:
             self._pending[step][2].update(values)
         else:

@@ -25,13 +25,13 @@ class StepTotal:
 class StepLoss:
     """The mean loss of a step: the sum over the samples (or tokens) of all ranks, divided by their number.
 
-    `training.log` takes it as it is and writes the value when the ranks have exchanged it, at no cost.
-    `float()` exchanges it now.
+    `training.log` takes it without waiting, and writes the value when the ranks have exchanged it with a
+    control word. `float()` exchanges it at once.
 
     Attributes:
         step: the number of the step.
 
-    Collective: none to hold it; `float()` by all ranks, at the same point.
+    Collective: `float()` must be called by all ranks, at the same point.
     """
 
     __slots__ = ("_count", "_job", "_loop", "_sum", "_value", "step")
@@ -57,7 +57,7 @@ class StepLoss:
         return self._value
 
     def _exchanged(self, peers: Peers, loss: float, count: float) -> list[tuple[float, float]]:
-        """Sum and count of each data rank, through the store: a rank that asks alone gets an answer."""
+        """Sum and count of each data rank, through the store, so that a single caller gets an error."""
         own = [self._job.data.rank, loss, count]
         everyone, missing = peers.exchange(
             f"loss/{self._loop}/{self.step}",
@@ -71,7 +71,7 @@ class StepLoss:
                 f"{name_ranks(missing)} did not ask for the loss of step {self.step}.",
                 where=self._job.where(step=self.step),
                 why="`float(step.loss)` adds up what all ranks hold.",
-                fix="ask on every rank, then print on one; or call `training.log(loss=step.loss)`.",
+                fix="call `float()` on every rank and print on one; or call `training.log(loss=step.loss)`.",
                 step=self.step,
             )
         # Ranks with the same data rank hold the same samples.
