@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from paceline import torch_private
-from paceline.audit import evidence, watch_data
+from paceline.audit import evidence, record_data
 from paceline.audit.audit import judge
 from paceline.audit.evidence import RankLog, Run, RunPlan
+from paceline.audit.loss_weight import loss_weight
 from paceline.audit.progress import Progress
 from paceline.audit.record import digest, exact_parts
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import collectives
 from paceline.audit.rules.devices import devices
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, outliers
-from paceline.audit.weight import loss_weight
 
 
 def run(mode: Any, *ranks: list[dict[str, Any]], hung: bool = False) -> Run:
@@ -179,7 +179,7 @@ def test_without_private_names_of_torch_loaders_still_work(
     events: list[dict[str, Any]] = []
     recorder: Any = SimpleNamespace(write=lambda k, **facts: events.append({"k": k, **facts}))
     try:
-        watch_data.install(Progress(plan, recorder, 0))
+        record_data.install(Progress(plan, recorder, 0))
         assert [len(batch) for batch in DataLoader(range(6), 4)] == [4, 2]
     finally:
         torch_private.find.cache_clear()

@@ -1,8 +1,8 @@
-"""The audit of a script that does not use paceline: three runs, one judgement from each rule.
+"""The audit of a script that does not use paceline: three runs, and one judgement for each rule.
 
 Such a script fixes the batch size of a rank, so runs of 1 and N processes train on different data and cannot
 be compared. The reference is therefore a run whose ranks all get the batches of the run of one process. An
-ordinary run shows shards, order, coverage and drift.
+ordinary run shows the script's own shards, order and coverage, and whether its ranks drift apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _J = TypeVar("_J")
 
 @dataclass(frozen=True)
 class AuditResult:
-    """The judgements at one number of processes, by the names of the rules."""
+    """The judgements at one number of processes, by the name of the rule."""
 
     case: Case
     judgements: dict[str, Judgement] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class AuditResult:
 
     @property
     def faults(self) -> dict[str, FaultFound]:
-        """The faults."""
+        """The rules that found a fault."""
         return self._of(FaultFound)
 
     @property
@@ -76,19 +76,23 @@ class AuditResult:
                 "",
             ]
         runs = [self.case.solo, self.case.ordinary, self.case.replay]
-        steps = [f"{run.name} ({run.steps} steps)" for run in runs if run is not None]
-        lines.append(f"compared: {', '.join(steps)}")
-        right = [f"  {name}: {each.evidence}" for name, each in self._of(NoFault).items()]
-        open_ = [f"  {name}: {each.why}" for name, each in self.not_judged.items()]
-        if right:
-            lines += [f"no fault ({len(right)}):", *right]
-        if open_:
-            lines += [f"could not be judged ({len(open_)}):", *open_]
+        names = [f"{run.name} ({run.steps} steps)" for run in runs if run is not None]
+        lines.append(f"compared: {', '.join(names)}")
+        sound = [f"  {name}: {each.evidence}" for name, each in self._of(NoFault).items()]
+        unknown = [f"  {name}: {each.why}" for name, each in self.not_judged.items()]
+        if sound:
+            lines += [f"no fault ({len(sound)}):", *sound]
+        if unknown:
+            lines += [f"could not be judged ({len(unknown)}):", *unknown]
         return lines
 
 
 def audit(solo: Run, world_size: int, execute: Execute, folder: Path, steps: int) -> AuditResult:
-    """Judge a script at one number of processes, given its run of one.
+    """Judge a script at one number of processes, given its solo run.
+
+    Args:
+        execute: Runs the script as planned.
+        folder: Where the runs write.
 
     Raises:
         Refused: a run of the script failed, and no rule found a fault.
@@ -98,7 +102,7 @@ def audit(solo: Run, world_size: int, execute: Execute, folder: Path, steps: int
     mode, why = _replay_mode(solo, ordinary)
     replay = None
     if ordinary.hung:
-        why = "the run hung, so there is no run to compare it with."
+        why = "the ordinary run hung, so the batches of one process were not replayed."
     elif mode is not None:
         plan = RunPlan(folder / f"{mode}-{world_size}", mode, world_size, steps, solo.plan.folder)
         run = execute(plan)
@@ -128,11 +132,11 @@ def judge(case: Case) -> dict[str, Judgement]:
 
 def _judge(rule: Rule, case: Case) -> Judgement:
     if not rule.works_with_join and any(log.first("join") for log in case.ranks):
-        return NotJudged("ranks with fewer batches shadow the collectives of the others (Join).")
+        return NotJudged("ranks without batches repeat the collectives of the others (Join).")
     try:
         return rule.judge(case)
     except Exception as error:
-        # An unforeseen script must not turn a bug of one rule into a fault, or hide the other judgements.
+        # A bug of one rule must neither be reported as a fault nor hide the other judgements.
         return NotJudged(
             f"this rule failed on the evidence, which is a bug of paceline: {error!r}."
         )
@@ -141,12 +145,12 @@ def _judge(rule: Rule, case: Case) -> Judgement:
 def _refuse_other_steps(case: Case) -> None:
     """Refuse a script whose number of steps depends on the number of processes.
 
-    A loader's shard is shorter on more processes; the replay makes up for that.
+    Shards are shorter on more processes, so only a replay or a script without loaders can show this.
 
     Raises:
         Refused: with both numbers.
     """
-    wanted = case.solo.plan.steps  # a loader that is built again afterwards may give one more batch
+    wanted = case.solo.plan.steps  # a loader that is built later may cause one more step
     alone = min(wanted, case.solo.steps)
     together = min(wanted, (case.replay or case.ordinary).steps)
     if alone != together and (case.replay is not None or not case.ranks[0].training_loaders):
@@ -161,7 +165,7 @@ def _refuse_other_steps(case: Case) -> None:
 
 
 def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
-    """Whether the ranks get the whole batches of the solo run or a part each; else why neither."""
+    """The mode of the replay; None and the reason if no replay is possible."""
     batch = _first_batch(solo.ranks[0])
     alone = _size(batch)
     each = [_size(_first_batch(log)) for log in ordinary.ranks]
@@ -172,7 +176,7 @@ def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
     if sum(size or 0 for size in each) == alone:
         if batch.get("ids") and len(batch["ids"]) != batch["size"]:
             return None, "the first dimension of a batch is not its samples."
-        return "dealt", ""
+        return "divided", ""
     sizes = ", ".join(map(str, each))
     return None, f"one process trains on batches of {alone}, the ranks on batches of {sizes}."
 

@@ -1,4 +1,4 @@
-"""What a run of the script is for, and what its ranks recorded. Nothing here judges."""
+"""The plan of a run of the script, and the events that its ranks recorded."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, Literal
 _VARIABLE = "PACELINE_VERIFY"
 
 # The data that the ranks get:
-#   solo      one process, the script's own; its batches are kept for the other runs
-#   ordinary  several processes, the script's own
-#   mirrored  each rank gets the batches of the solo run, so every quantity must be that of one process
-#   dealt     the batches of the solo run are split among the ranks, for scripts that do the same
-Mode = Literal["solo", "ordinary", "mirrored", "dealt"]
+#   solo      one process with the data of the script; its batches are saved for the replays
+#   ordinary  several processes with the data of the script
+#   mirrored  a replay: each rank gets the batches of the solo run, so all results must equal those of it
+#   divided   a replay: each rank gets a part of each batch of the solo run, for scripts that divide theirs
+Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 
 Event = dict[str, Any]
 
-SENDS_BUFFERS = "DDP's broadcast of buffers"
+BUFFER_BROADCAST = "DDP's broadcast of buffers"
 
 _SPANS = ("collective", "backward", "forward")
 
@@ -33,7 +33,7 @@ class RunPlan:
     Attributes:
         folder: Where its ranks write.
         steps: Optimizer steps after which its training loaders end.
-        solo: The folder of the run whose batches a mirrored or dealt run replays.
+        solo: The folder of the run whose batches a mirrored or divided run replays.
         bitwise: Whether paceline's reproducible mode is turned on.
     """
 
@@ -47,7 +47,7 @@ class RunPlan:
     @property
     def replays(self) -> bool:
         """Whether the ranks get the batches of the solo run."""
-        return self.mode in ("mirrored", "dealt")
+        return self.mode in ("mirrored", "divided")
 
     def to_environment(self) -> dict[str, str]:
         """The plan as an environment variable for the ranks."""
@@ -94,28 +94,29 @@ class RankLog:
 
     @property
     def open_span(self) -> Event | None:
-        """The collective or backward that this rank never left."""
+        """The collective, backward or DDP forward that this rank entered and did not leave."""
         inside: list[Event] = []
         for event in self.of(*_SPANS, *(f"{kind}-end" for kind in _SPANS)):
             if event["k"].endswith("-end"):
                 inside.pop()
             elif event["k"] == "forward":
                 # DDP broadcasts buffers at its beginning; the rest of it waits for no other rank.
-                inside.append({**event, "op": SENDS_BUFFERS} if event.get("sends_buffers") else {})
+                broadcasts = event.get("sends_buffers")
+                inside.append({**event, "op": BUFFER_BROADCAST} if broadcasts else {})
             else:
                 inside.append(event)
-        return inside[-1] or None if inside else None
+        return (inside[-1] or None) if inside else None
 
     @property
     def training_forwards(self) -> list[Event]:
-        """The forwards of training, in order."""
+        """The ends of forwards with gradient of models in training mode, in order."""
         return [event for event in self.of("forward-end") if event["trains"]]
 
     @property
     def updates(self) -> list[list[Event]]:
-        """For each update: its backwards, then what follows them up to the next backward.
+        """The events of each update: its backwards, then all other events before the next backward.
 
-        Gradients that were set to zero before an update belong to none.
+        A backward after `zero_grad` begins a new update.
         """
         found: list[list[Event]] = []
         after_zero = True
@@ -129,14 +130,6 @@ class RankLog:
                 found[-1].append(event)
             elif found:
                 found[-1].append(event)
-        return found
-
-    def laps(self, loader: str) -> dict[int, list[Event]]:
-        """The batches of a loader, by pass."""
-        found: dict[int, list[Event]] = {}
-        for event in self.of("batch"):
-            if event["loader"] == loader:
-                found.setdefault(event["lap"], []).append(event)
         return found
 
     @cached_property
@@ -165,7 +158,7 @@ class Run:
         returncode: The exit code of the launcher.
         output: The end of what the script and the launcher printed.
         hung: Whether it was stopped because no rank made progress.
-        out_of_time: Whether it was stopped because its time was over.
+        out_of_time: Whether it was stopped because it ran longer than `--timeout`.
     """
 
     plan: RunPlan

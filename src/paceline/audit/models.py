@@ -11,13 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.audit.record import Recorder, digest, plain, user_line
 from paceline.parallel.modules import unwrap
 
-_APART = 100
+# The first number of models that are first called outside of training. A rank may call such a model alone;
+# the numbers of the other models must not depend on it.
+_FIRST_UNTRAINED = 100
 
 
 class Models:
     """The models that were called, numbered in the order of their first call in training.
 
-    Models that are first called outside of training, maybe on one rank only, get numbers from `_APART` on.
+    Models that are first called outside of training get numbers from `_FIRST_UNTRAINED` on.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -28,7 +30,7 @@ class Models:
         self._added: dict[int, str] = {}
         self._reduced: dict[int, torch.nn.Parameter] = {}
         self._reported: set[str] = set()
-        self._there: set[int] = set()
+        self._present_at_wrap: set[int] = set()
         self.wrapped: list[DistributedDataParallel] = []
         torch_module.register_module_parameter_registration_hook(self._note_parameter)
         torch_module.register_module_module_registration_hook(self._note_module)
@@ -37,10 +39,10 @@ class Models:
         """The model's number; a new one at its first call."""
         inner = unwrap(root)
         if id(inner) not in self._roots:
-            apart = not trains and not any(unwrap(model) is inner for model in self.wrapped)
-            others = sum((number >= _APART) == apart for number, _ in self._roots.values())
-            self._roots[id(inner)] = (_APART * apart + others, inner)
-            self._introduce(root, inner)
+            untrained = not trains and not any(unwrap(model) is inner for model in self.wrapped)
+            others = sum((n >= _FIRST_UNTRAINED) == untrained for n, _ in self._roots.values())
+            self._roots[id(inner)] = (_FIRST_UNTRAINED * untrained + others, inner)
+            self._record_model(inner)
         number = self._roots[id(inner)][0]
         if trains:
             self._trained.add(number)
@@ -48,20 +50,19 @@ class Models:
 
     def is_trained(self, number: int) -> bool:
         """Whether a model has been called in training."""
-        return number < _APART or number in self._trained
+        return number < _FIRST_UNTRAINED or number in self._trained
 
     def all(self) -> dict[int, torch.nn.Module]:
         """Every model by its number, unwrapped."""
         return dict(self._roots.values())
 
-    def watched(self) -> dict[int, torch.nn.Module]:
-        """Models that were called or wrapped."""
-        known = [inner for _, inner in self._roots.values()]
-        known += [m for m in map(unwrap, self.wrapped) if id(m) not in self._roots]
-        return dict(enumerate(known))
+    def called_or_wrapped(self) -> list[torch.nn.Module]:
+        """Every model that was called or wrapped in DDP, unwrapped."""
+        called = [inner for _, inner in self._roots.values()]
+        return called + [m for m in map(unwrap, self.wrapped) if id(m) not in self._roots]
 
     def name_of(self, parameter: torch.nn.Parameter) -> str:
-        """Such as `1.weight`, or `model 1: 1.weight` for another model than the first."""
+        """The name of a parameter: `1.weight` in the first model, `model 1: 1.weight` in the second."""
         if id(parameter) not in self._names:
             for number, inner in self._roots.values():
                 for name, each in inner.named_parameters():
@@ -69,7 +70,7 @@ class Models:
         return self._names.get(id(parameter), f"a tensor of shape {list(parameter.shape)}")
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The present gradients, by name."""
+        """The current gradients, by name."""
         return {
             self.name_of(p): plain(p.grad).cpu()
             for _, inner in self._roots.values()
@@ -84,7 +85,7 @@ class Models:
         for name, parameter in model.module.named_parameters():
             if parameter.requires_grad or name in ignored:
                 self._reduced[id(parameter)] = parameter
-            self._there.add(id(parameter))
+            self._present_at_wrap.add(id(parameter))
 
     def report_unreduced(self) -> None:
         """Record trained parameters that DDP did not know when it was built."""
@@ -94,17 +95,13 @@ class Models:
                 if parameter.requires_grad and not known:
                     self._reported.add(name)
                     at = self._added.get(id(parameter), "") or user_line()
-                    frozen = id(parameter) in self._there
+                    frozen = id(parameter) in self._present_at_wrap
                     self._recorder.write("unreduced", name=name, at=at, frozen=frozen)
 
-    def _introduce(self, root: torch.nn.Module, inner: torch.nn.Module) -> None:
+    def _record_model(self, inner: torch.nn.Module) -> None:
         self._recorder.write(
             "model",
-            m=self._roots[id(inner)][0],
             at=user_line(),
-            type=type(inner).__name__,
-            ddp=ddp_of(root) is not None,
-            devices=sorted({str(p.device) for p in inner.parameters()}),
             sharded=any(hasattr(p, "to_local") for p in inner.parameters()),
             buffers=[name for name, buffer in inner.named_buffers() if buffer.is_floating_point()],
         )
@@ -126,10 +123,10 @@ def ddp_of(root: torch.nn.Module) -> DistributedDataParallel | None:
 
 
 def parameter_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Each parameter's digest by name."""
+    """The digest of each parameter, by name."""
     return {name: digest(parameter) for name, parameter in model.named_parameters()}
 
 
 def buffer_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Each floating-point buffer's digest by name."""
+    """The digest of each floating-point buffer, by name."""
     return {name: digest(b) for name, b in model.named_buffers() if b.is_floating_point()}

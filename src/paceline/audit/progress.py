@@ -1,7 +1,8 @@
-"""How many steps the script has made, and how it ends after the wanted number.
+"""Counts the steps of the script, and ends it after the wanted number.
 
-Then its training loaders end and stay empty, so that evaluation and saving are recorded too. The script is
-ended when it starts to train again. A script without loaders is ended in its next optimizer step.
+After the last wanted step the training loaders end and stay empty, so that evaluation and saving are recorded
+too. The script is ended when it starts to train again. A script without loaders is ended in its next
+optimizer step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from paceline.audit.record import Recorder
 # A loop that ignores the end of its loader is ended after this many further steps.
 _GRACE_STEPS = 2
 # A loop that restarts an empty loader is ended after this many passes.
-_EMPTY_LAPS = 1000
+_MAX_EMPTY_PASSES = 1000
 
 
 class Enough(SystemExit):
@@ -20,7 +21,7 @@ class Enough(SystemExit):
 
 
 class Progress:
-    """The state that the watchers of one rank share.
+    """The state that the hooks of one rank share.
 
     Attributes:
         steps: Rounds of updates; one round is one update of each optimizer.
@@ -36,11 +37,11 @@ class Progress:
         self.ends_by_itself = False
         self.training_loaders: set[str] = set()
         self._last_loader: str | None = None
-        self._fed = False
+        self._got_batch = False  # since the latest step
         self._evaluating = False
-        self._round: set[int] = set()
+        self._round: set[int] = set()  # the optimizers that have stepped in this round
         self._evaluated_after = plan.folder / "evaluated-after"
-        self._empty_laps = 0
+        self._empty_passes = 0
 
     @property
     def is_over(self) -> bool:
@@ -48,24 +49,24 @@ class Progress:
         return self.steps >= self.plan.steps
 
     def gave_batch(self, loader: str) -> None:
-        """A loader has given a batch to the script."""
-        self._last_loader, self._fed = loader, True
+        """Note that a loader has given a batch to the script."""
+        self._last_loader, self._got_batch = loader, True
 
     def went_backward(self) -> None:
-        """The latest batch is used for training."""
+        """Note a backward: the latest batch is used for training."""
         self._evaluating = False
         if self._last_loader is not None:
             self.training_loaders.add(self._last_loader)
 
     @property
     def evaluation(self) -> int | None:
-        """The number of the present evaluation; None in training."""
+        """The number of the current evaluation; None in training."""
         return self.evaluations if self._evaluating else None
 
     def begins_evaluation(self, *, of_trained: bool) -> bool:
-        """A forward without gradient: whether it is the first since training.
+        """Note a forward without gradient, and return whether it begins an evaluation.
 
-        On a training batch, the forward of a model that is not trained (a teacher) belongs to the training.
+        A forward of a model that is not trained (a teacher) on a training batch belongs to the training.
         """
         if not of_trained and not self._evaluating and self._last_loader in self.training_loaders:
             return False
@@ -73,7 +74,7 @@ class Progress:
         self._evaluating = True
         self.evaluations += begins
         if begins and self.is_over:
-            # A file, because an evaluation on one rank must end the other ranks too.
+            # In a file, because after an evaluation on one rank the other ranks must end too.
             self._evaluated_after.touch()
         return begins
 
@@ -83,7 +84,7 @@ class Progress:
         return self.steps + 1 if begins else self.steps
 
     def stepped(self, optimizer: object) -> None:
-        """An optimizer has stepped.
+        """Note a step of an optimizer.
 
         Raises:
             Enough: the wanted steps are done, and there is no loader to end the loop.
@@ -93,19 +94,19 @@ class Progress:
             self._round.add(id(optimizer))
             return
         self.steps, self._round = number, {id(optimizer)}
-        late = not self._fed or self.steps > self.plan.steps + _GRACE_STEPS
-        if self.is_over and late and not self.ends_by_itself:
+        must_end = not self._got_batch or self.steps > self.plan.steps + _GRACE_STEPS
+        if self.is_over and must_end and not self.ends_by_itself:
             self.end()
-        self._fed = False
+        self._got_batch = False
 
     def begins_again(self) -> None:
-        """The script starts another pass over a training loader after the wanted steps.
+        """Note that the script starts another pass over a training loader after the wanted steps.
 
         Raises:
             Enough: a rank of this host has evaluated since then.
         """
-        self._empty_laps += 1
-        if self._evaluated_after.exists() or self._empty_laps > _EMPTY_LAPS:
+        self._empty_passes += 1
+        if self._evaluated_after.exists() or self._empty_passes > _MAX_EMPTY_PASSES:
             self.end()
 
     def end(self) -> None:
@@ -114,5 +115,5 @@ class Progress:
         Raises:
             Enough: always.
         """
-        self.recorder.write("enough", steps=self.steps)
+        self.recorder.write("enough")
         raise Enough

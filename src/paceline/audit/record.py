@@ -1,11 +1,12 @@
-"""Writes the events of a rank: one JSON line for each, in one file for each rank.
+"""Writes the events of a rank to its own file, one JSON line for each event.
 
-"k" is the kind of event, "at" the line of the user's source that caused it. Each line is flushed, so that
-the last events before a hang or a kill can be read.
+"k" is the kind of event, "at" the line of the user's source that caused it, "s" the number of completed
+steps. Each line is flushed, so the file contains the last events before a hang or a kill.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,8 +23,8 @@ import torch
 
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", "<string>")
 _STDLIB = os.path.dirname(os.__file__) + os.sep
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_CHILD_MAY_WRITE = frozenset({"fetch"})
+_PACELINE = str(Path(__file__).parents[1]) + os.sep
+# Attributes of a dataset are searched for random generators up to this depth.
 _MAX_DEPTH = 3
 
 
@@ -34,19 +35,19 @@ class Recorder:
         self._folder, self._rank = folder, rank
         self._pid = os.getpid()
         self._file = self._open(f"rank{rank}.jsonl")
-        os.register_at_fork(after_in_child=self._in_child)
+        os.register_at_fork(after_in_child=self._open_child_file)
 
     def write(self, kind: str, **facts: Any) -> None:
         """Write one event."""
-        if self.in_child and kind not in _CHILD_MAY_WRITE:
-            return
+        if os.getpid() != self._pid and kind != "fetch":
+            return  # a fork of the rank, such as a loader worker
         self._file.write(json.dumps({"k": kind, **facts}, default=str) + "\n")
 
     @contextmanager
     def span(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
-        """Write an event at the beginning and at the end; the end has the entries of the dict.
+        """Write an event at the beginning and one at the end, which has the entries of the yielded dict.
 
-        If there is no end, the rank was inside when it was stopped.
+        If the end is missing, the rank was stopped inside the span.
         """
         self.write(kind, **facts)
         found: dict[str, Any] = {}
@@ -58,16 +59,11 @@ class Recorder:
         finally:
             self.write(f"{kind}-end", **found)
 
-    @property
-    def in_child(self) -> bool:
-        """Whether this process is a fork of the rank."""
-        return os.getpid() != self._pid
-
-    def _in_child(self) -> None:
+    def _open_child_file(self) -> None:
         self._file = self._open(f"child{self._rank}-{os.getpid()}.jsonl")
 
     def _open(self, name: str) -> TextIO:
-        # Open for the life of the process; buffering=1 flushes each line.
+        # buffering=1 flushes each line.
         return open(self._folder / name, "a", buffering=1)
 
 
@@ -90,16 +86,19 @@ def line_of(frame: FrameType, line: int | None = None) -> str:
     return f"{name}:{frame.f_lineno if line is None else line}{where}"
 
 
+@functools.cache
 def is_user_code(filename: str) -> bool:
     """Whether a source file belongs to the user and not to a library."""
-    return not filename.startswith((_OURS, _STDLIB)) and not any(x in filename for x in _LIBRARIES)
+    return not filename.startswith((_PACELINE, _STDLIB)) and not any(
+        x in filename for x in _LIBRARIES
+    )
 
 
 def digest(value: Any) -> str:
-    """16 hex digits for the content of a sample, a batch or a tensor."""
+    """A hash of the content of a sample, a batch or a tensor, as 16 hex digits."""
     content = hashlib.sha256()
     for leaf in leaves(value):
-        _feed(content, leaf)
+        _update(content, leaf)
     return content.hexdigest()[:16]
 
 
@@ -119,12 +118,12 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The dense local tensor of any tensor."""
+    """The local part of a DTensor, a dense copy of a sparse tensor, or the tensor itself; detached."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return (local if local.layout is torch.strided else local.to_dense()).detach()
 
 
-def _feed(content: Any, leaf: Any) -> None:
+def _update(content: Any, leaf: Any) -> None:
     if isinstance(leaf, torch.Tensor):
         content.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
         flat = plain(leaf).cpu().contiguous().reshape(-1)
@@ -153,33 +152,24 @@ def random_states(holder: Any = None) -> dict[str, str]:
     states = {"torch": digest(torch.get_rng_state()), "random": digest(repr(random.getstate()))}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        states["numpy"] = digest(
-            repr(numpy.random.get_state(legacy=False)["state"]["key"].tobytes())
-        )
-        states["numpy"] += str(numpy.random.get_state(legacy=False)["state"]["pos"])
+        states["numpy"] = digest(numpy.random.get_state())
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = digest(torch.cuda.get_rng_state())
-    states.update(_held(holder, "dataset", 0))
+    states.update(_states_inside(holder, "dataset", 0))
     return states
 
 
-def _held(holder: Any, name: str, depth: int) -> dict[str, str]:
-    """The states of the generators in an object and in the objects it holds."""
+def _states_inside(holder: Any, name: str, depth: int) -> dict[str, str]:
+    """The digests of the generators in an object and in its attributes, by their path."""
     state = _generator_state(holder)
     if state is not None:
         return {name: digest(state)}
     found: dict[str, str] = {}
-    if depth < _MAX_DEPTH and is_open(holder):
+    is_closed = isinstance(holder, type | ModuleType | torch.Tensor | torch.nn.Module)
+    if depth < _MAX_DEPTH and hasattr(holder, "__dict__") and not is_closed:
         for key, value in vars(holder).items():
-            found.update(_held(value, f"{name}.{key}", depth + 1))
+            found.update(_states_inside(value, f"{name}.{key}", depth + 1))
     return found
-
-
-def is_open(holder: Any) -> bool:
-    """Whether an object may hold generators."""
-    return hasattr(holder, "__dict__") and not isinstance(
-        holder, type | ModuleType | torch.Tensor | torch.nn.Module
-    )
 
 
 def _generator_state(value: Any) -> Any:

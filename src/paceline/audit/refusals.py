@@ -1,4 +1,4 @@
-"""Runs that failed before they can be judged: one sentence each, with the cause if it is known."""
+"""Refuses runs that failed and cannot be judged, with the cause if it is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Refused(PacelineError):
 
 
 def refuse(run: Run) -> None:
-    """Raise if a run did not end like a training.
+    """Raise if a run did not train to its end.
 
     Raises:
         Refused: with the cause and a fix.
@@ -30,7 +30,7 @@ def refuse(run: Run) -> None:
                 fix="start processes with subprocess or torch.multiprocessing.",
             )
     if run.hung:
-        raise _refused(run, _stuck(run), fix="give it more time with --hang-after.")
+        raise _refused(run, _hang(run), fix="give it more time with --hang-after.")
     if run.out_of_time:
         raise _refused(
             run,
@@ -38,11 +38,15 @@ def refuse(run: Run) -> None:
             fix="give it more time with --timeout, or fewer steps with --steps.",
         )
     failed = [log for log in run.ranks if _failed(log, run.plan.steps)]
-    if failed or (run.returncode and not all(_watched(log, run.plan.steps) for log in run.ranks)):
+    if failed or (
+        run.returncode and not all(_made_all_steps(log, run.plan.steps) for log in run.ranks)
+    ):
         _refuse_failed(run, failed)
     if run.steps == 0:
-        raise _nothing(run)
-    silent = [log.rank for log in run.ranks if not log.ended and not _watched(log, run.plan.steps)]
+        raise _no_step(run)
+    silent = [
+        log.rank for log in run.ranks if not log.ended and not _made_all_steps(log, run.plan.steps)
+    ]
     if silent:
         raise _refused(
             run,
@@ -59,7 +63,7 @@ def refuse_early_exit(run: Run) -> None:
     """
     for log in run.ranks:
         exits = log.of("exit")
-        # Only up to the exit, which also leaves the pass.
+        # The exit itself leaves the pass, so later events do not count.
         until = log.events.index(exits[0]) if exits else len(log.events)
         passes = [
             e
@@ -74,7 +78,7 @@ def refuse_early_exit(run: Run) -> None:
                 run,
                 f"{who} exits after {log.steps} of {run.plan.steps} steps, in {run.name}.",
                 where=exits[0]["at"],
-                why="sys.exit() ends it during its training.",
+                why="sys.exit() was called during the training.",
                 fix=f"let the training reach its end, or use --steps {log.steps}."
                 if log.steps
                 else "let the training reach its end.",
@@ -82,11 +86,11 @@ def refuse_early_exit(run: Run) -> None:
 
 
 def _failed(log: RankLog, steps: int) -> bool:
-    return log.first("failed") is not None and not _watched(log, steps)
+    return log.first("failed") is not None and not _made_all_steps(log, steps)
 
 
-def _watched(log: RankLog, steps: int) -> bool:
-    """Whether the wanted steps were made. A failure after them may come from the missing batches."""
+def _made_all_steps(log: RankLog, steps: int) -> bool:
+    """Whether the wanted steps were made. The loaders are empty then, which may make the script fail."""
     return log.steps >= steps
 
 
@@ -124,7 +128,7 @@ def _wants_gpu(log: RankLog) -> bool:
     return inside or at_start
 
 
-def _nothing(run: Run) -> Refused:
+def _no_step(run: Run) -> Refused:
     none = [log for log in run.ranks if log.steps == 0]
     who = "the script" if len(none) == len(run.ranks) else f"rank {none[0].rank}"
     backwards = any(log.of("backward") for log in none)
@@ -134,20 +138,20 @@ def _nothing(run: Run) -> Refused:
             run,
             f"{who} never took an optimizer step in {run.name}.",
             where=loads[0]["at"],
-            why="it loaded a state there, which may be the one that the run before saved at its end.",
+            why="it loaded a state there, which the previous run may have saved at its end.",
             fix="turn off resuming or saving during verification.",
         )
     return _refused(
         run,
         f"{who} never took an optimizer step in {run.name}.",
-        why="it runs backwards, but no torch.optim.Optimizer steps."
+        why="it called backward, but stepped no torch.optim.Optimizer."
         if backwards
-        else "it ran no backward.",
+        else "it called no backward.",
         fix="give `paceline verify` a script that trains, with its arguments after `--`.",
     )
 
 
-def _stuck(run: Run) -> str:
+def _hang(run: Run) -> str:
     parts = []
     for log in run.ranks:
         span = log.open_span

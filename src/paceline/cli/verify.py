@@ -12,15 +12,12 @@ from paceline.launch.prescan import ScriptError, check_script
 
 HELP = "check that a script trains the same on 1 and on several processes"
 
-_USAGE_ERROR = 2
+_USAGE_ERROR, _REFUSED = 2, 3
 _MAX_RANKS = 64
 
 
 def main(argv: Sequence[str]) -> int:
-    """Verify a script: 0 if it is sound, 1 if a fault was found, 2 for wrong usage, 3 if it failed.
-
-    Collective: none; it starts processes of its own.
-    """
+    """Verify a script. Returns 0 if it is sound, 1 for a fault, 2 for wrong usage, 3 if the script failed."""
     own, script = list(argv), []
     if "--" in own:
         split = own.index("--")
@@ -33,9 +30,9 @@ def main(argv: Sequence[str]) -> int:
     except (ConfigError, ScriptError) as error:
         print(f"paceline verify: {error}", file=sys.stderr)
         return _USAGE_ERROR
-    # Torch is imported here, so that --help does not wait for it.
+    # Imported here, because these modules import torch, and --help must not wait for it.
     from paceline.audit.refusals import Refused
-    from paceline.verify.session import FAILED, VerifyOptions, verify
+    from paceline.verify.session import VerifyOptions, verify
 
     options = VerifyOptions(
         script=[*(["-m"] if given.module else []), given.script, *script],
@@ -49,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         result = verify(options, lambda line: print(f"verify: {line}", file=sys.stderr))
     except Refused as refused:
-        _print_refusal(refused, FAILED, as_json=given.json)
-        return FAILED
+        _print_refusal(refused, as_json=given.json)
+        return _REFUSED
     except KeyboardInterrupt:
         return 130
     if given.json:
@@ -60,10 +57,10 @@ def main(argv: Sequence[str]) -> int:
     return result.exit_code
 
 
-def _print_refusal(refused: PacelineError, exit_code: int, *, as_json: bool) -> None:
+def _print_refusal(refused: PacelineError, *, as_json: bool) -> None:
     if as_json:
         parts = {name: getattr(refused, name) for name in ("what", "where", "why", "fix", "output")}
-        print(json.dumps({"kind": "refused", **parts, "exit_code": exit_code}, indent=1))
+        print(json.dumps({"kind": "refused", **parts, "exit_code": _REFUSED}, indent=1))
     else:
         for line in refused.output:
             print(f"  | {line}")
@@ -71,7 +68,7 @@ def _print_refusal(refused: PacelineError, exit_code: int, *, as_json: bool) -> 
 
 
 def _counts(text: str) -> list[int]:
-    """The numbers of processes, 1 first: the others are compared with it."""
+    """The numbers of processes in order; 1 is always first, because the others are compared with it."""
     try:
         counts = sorted({1, *(int(word) for word in text.split(","))})
     except ValueError:
@@ -108,10 +105,15 @@ def _parser() -> argparse.ArgumentParser:
         "--steps", type=int, default=20, metavar="N", help="optimizer steps to watch (20)"
     )
     parser.add_argument(
-        "--bitwise", action="store_true", help="turn reproducible mode on and compare bitwise"
+        "--bitwise",
+        action="store_true",
+        help="turn reproducible mode on and compare bitwise (scripts that use paceline)",
     )
     parser.add_argument(
-        "--rtol", type=float, metavar="X", help="allowed relative difference (0.001)"
+        "--rtol",
+        type=float,
+        metavar="X",
+        help="allowed relative difference (0.001; scripts that use paceline)",
     )
     parser.add_argument(
         "--hang-after",

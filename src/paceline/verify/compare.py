@@ -1,9 +1,9 @@
 """Compares runs of a script that uses paceline: the same training on 1 and on N processes. Pure.
 
-Compared in the order of the script: the weights at the start; of each step its samples, loss and gradient;
-the evaluations; and, between the ranks of one run, every weight after every step. With `bitwise`, digests of
-all gradients, weights and buffers are compared too. Only the first difference is reported: all later ones
-follow from it.
+The runs are compared in the order of the script: the weights at the start, then samples, loss and gradient of
+each step, and the evaluations. The ranks of one run must have equal weights after every step. With
+`bitwise`, digests of all gradients, weights and buffers are compared too. Only the first difference is
+reported, because it may cause all later ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from paceline.audit.evidence import Event, Run
 # Relative difference that is allowed for losses, gradient norms and scores. In float32 the examples stay
 # below a tenth of it for 20 steps; a wrong sample or weight causes a hundred times as much.
 RTOL = 1e-3
-# A loss that passes through zero is compared with its largest value so far, times this.
+# A difference is relative to the size of the number, or to this part of the largest one so far if that is
+# more: a loss near zero has a large relative rounding error.
 _FLOOR = 1e-3
 _MAX_IDS = 5
 _KINDS = {"paceline-start": "start", "paceline-step": "step", "evaluated": "evaluation"}
@@ -43,15 +44,15 @@ _WHY = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that differs.
+    """The first difference.
 
     Attributes:
-        step: Steps that its training had completed, or the step in which it differs.
+        step: The step in which the runs differ, from 1; for an evaluation the step before it; 0 at the start.
         quantity: A key of `_WHY`.
-        name: Of the parameter or the score.
+        name: The name of the parameter or the score.
         counts: The numbers of processes of the two runs; for "parameter of ranks" the two ranks.
-        values: The value of each; for a tensor its norm, or its digest if the norms are equal.
-        relative: The relative difference; None for what has no size.
+        values: The two values. For a tensor its norms, or its sums or digests if the norms are equal.
+        relative: The relative difference; None for samples and missing tensors.
     """
 
     step: int
@@ -89,7 +90,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared, what was equal, and the first difference."""
+    """The result: which runs were compared, which quantities were equal, and the first difference."""
 
     verdict: Literal["sound", "fault", "refused"]
     compared: str
@@ -211,14 +212,14 @@ def _why_not_comparable(one: list[Point], other: list[Point], count: int, others
     for x, y in zip(one, other, strict=True):
         if (x.kind, x.training, x.step) != (y.kind, y.training, y.step):
             return (
-                f"after step {x.step} the script continues with another part ({x.kind}) with "
-                f"{_processes(count)} than with {others} ({y.kind})."
+                f"after step {x.step} the script continues with: {x.kind} on {_processes(count)}, "
+                f"{y.kind} on {others}."
             )
     return ""
 
 
 def _not_judged(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], list[str]]:
-    """Why values need not be equal within rounding; the same for scores alone."""
+    """Why losses and gradients may differ by more than rounding, and why evaluations alone may."""
     values, scores = [], []
     logs = [log for run in runs for log in run.ranks]
     if any(e["drew"] for log in logs for e in log.of("forward-end") if e["trains"]):
@@ -226,7 +227,7 @@ def _not_judged(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], lis
             "losses and gradients: the forward draws random numbers (dropout), and the micro-batches of a "
             "step depend on the number of processes. With --bitwise they do not."
         )
-    # Of the last run: one process has nothing to synchronise.
+    # From the last run, because one process does not synchronise.
     norms = {training["batchnorm"] for training in runs[-1].ranks[0].of("training")}
     if "local" in norms:
         values.append(
@@ -250,7 +251,7 @@ def _not_judged(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], lis
 
 
 class _Search:
-    """Looks for the first difference between pairs of points.
+    """Finds the differences between pairs of points.
 
     Args:
         rtol: Relative difference that is allowed; 0 for bitwise comparison.
@@ -333,7 +334,10 @@ class _Search:
         name: str = "",
         floor: float | None = None,
     ) -> Iterator[Difference]:
-        """A number, relative to its size or to `floor`, by default a part of the largest one so far."""
+        """The difference of two numbers, relative to the larger one or to `floor` if that is more.
+
+        By default, `floor` is the part `_FLOOR` of the largest number of this quantity so far.
+        """
         self._times[quantity] += 1
         if floor is None:
             key = at.training, quantity
@@ -355,7 +359,7 @@ class _Search:
         *,
         rtol: float | None,
     ) -> Iterator[Difference]:
-        """Tensors by name: [digest, norm, sum] each. With `rtol` None only the names must be equal."""
+        """The differences of tensors, [digest, norm, sum] each; of their names only if `rtol` is None."""
         for name in [*one, *(name for name in other if name not in one)]:
             if name not in one or name not in other:
                 present = [each[name][1] if name in each else None for each in (one, other)]
@@ -382,7 +386,7 @@ class _Search:
                 y = event["values"].get(name, math.nan)
                 floor = 0.0
                 if self._rtol and _is_share(x, samples) and _is_share(y, samples):
-                    # Rounding may move one sample to the other side of a decision.
+                    # Rounding may change the prediction for one sample.
                     floor = 1 / (samples * self._rtol)
                 pair = float(x), float(y)
                 yield from self._number(a, counts, "evaluation", pair, name=name, floor=floor)

@@ -1,8 +1,8 @@
-"""What `paceline verify` installs in each rank before the user's script: it records what the script does.
+"""Records what the user's script does. `paceline verify` installs it in each rank before the script starts.
 
-The launcher's worker installs it (`PACELINE_BEFORE`), in verification runs only. Where torch has a global
-hook, that hook is used; other functions (loaders, collectives, clipping, loading) are wrapped before the
-script imports them.
+The variable `PACELINE_BEFORE` names this module, and the launcher's worker calls `install`. Global hooks of
+torch are used where they exist. Other functions (loaders, collectives, clipping, loading) are replaced by
+recording functions before the script imports them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from paceline.audit import watch_collectives, watch_data, watch_loop, watch_training
+from paceline.audit import record_collectives, record_data, record_loop, record_training
 from paceline.audit.evidence import RunPlan
 from paceline.audit.models import Models, buffer_digests
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder, is_user_code, line_of, user_line
-from paceline.audit.watch_changes import Changes
-from paceline.verify import watch_paceline
+from paceline.audit.weight_tracer import WeightTracer
+from paceline.verify import record_paceline
 
 _SEED = 20_260
 
@@ -38,35 +38,34 @@ class Control(Protocol):
 
 
 def install(control: Control) -> None:
-    """Watch this rank."""
+    """Install all hooks in this rank."""
     plan = RunPlan.from_environment()
     rank = int(os.environ["RANK"])
     recorder = Recorder(plan.folder, rank)
     recorder.write(
         "start",
-        rank=rank,
         host=socket.gethostname(),
         cores=sorted(os.sched_getaffinity(0)),
         cuda_devices=torch.cuda.device_count(),
     )
     if plan.mode != "ordinary":
-        # Gives a script without a seed the same start in these runs; its own seed comes later.
+        # A script that sets no seed then draws the same numbers in these runs.
         random.seed(_SEED)
     _disable_compilation(recorder)
     progress = Progress(plan, recorder, rank)
     models = Models(recorder)
-    changes = Changes(progress, models)
-    watch_training.install(progress, models, changes)
-    watch_loop.install(progress, models, changes)
-    watch_data.install(progress)
-    watch_collectives.install(progress)
-    watch_paceline.install(progress)
+    tracer = WeightTracer(progress, models)
+    record_training.install(progress, models, tracer)
+    record_loop.install(progress, models, tracer)
+    record_data.install(progress)
+    record_collectives.install(progress)
+    record_paceline.install(progress)
     os.register_at_fork(before=lambda: _record_fork(recorder))
-    _record_end(recorder, progress, models, control)
+    _record_end(recorder, models, control)
 
 
 def _disable_compilation(recorder: Recorder) -> None:
-    """Have `torch.compile` run its functions eagerly: a graph cannot contain the watchers' hooks."""
+    """Make compiled functions run eagerly, because a compiled graph cannot contain the hooks."""
     compile_ = torch.compile
 
     @functools.wraps(compile_)
@@ -76,7 +75,7 @@ def _disable_compilation(recorder: Recorder) -> None:
         return compile_(*args, **kwargs)
 
     torch.compile = eager
-    # torch warns of module hooks under torch.compile at each call; a script may turn that into an error.
+    # torch warns about module hooks under torch.compile at each call; a script may turn that into an error.
     warnings.filterwarnings(
         "ignore", message=r"Using `torch.compile\(module\)` when there are global"
     )
@@ -95,13 +94,13 @@ def _record_fork(recorder: Recorder) -> None:
         frame = frame.f_back
 
 
-def _record_end(recorder: Recorder, progress: Progress, models: Models, control: Control) -> None:
-    """Record how the script ends; an end without a record is a kill or `os._exit`."""
+def _record_end(recorder: Recorder, models: Models, control: Control) -> None:
+    """Record how the script ends. If nothing is recorded, it was killed or called `os._exit`."""
     send, exit_ = control.send, sys.exit
 
     def recording_send(event: dict[str, Any]) -> bool:
         if event.get("event") in ("failed", "exit", "interrupted"):
-            recorder.write("failed", steps=progress.steps, **event)
+            recorder.write("failed", **event)
         return send(event)
 
     def recording_exit(code: object = None) -> NoReturn:
@@ -110,7 +109,7 @@ def _record_end(recorder: Recorder, progress: Progress, models: Models, control:
 
     def at_exit() -> None:
         buffers = {number: buffer_digests(model) for number, model in models.all().items()}
-        recorder.write("end", steps=progress.steps, buffers=buffers)
+        recorder.write("end", buffers=buffers)
 
     control.send = recording_send  # type: ignore[method-assign]
     sys.exit = recording_exit

@@ -1,4 +1,4 @@
-"""One verification: runs the script under `paceline run` at each number of processes, then judges."""
+"""Runs the script with `paceline run` at each number of processes, then compares or audits the runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.verify.compare import compare
 SOUND, FAULT, FAILED = 0, 1, 3
 
 _POLL_S = 0.25
-# How long the launcher may take to end its ranks.
+# How long the launcher may take to end its ranks after SIGTERM.
 _END_S = 20.0
 # A rank that waits in a collective wakes now and then; it uses less CPU time than this.
 _BUSY_S = 1.0
@@ -34,7 +34,7 @@ _OUTPUT_CHARS = 200_000
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What is verified, and how.
+    """The options of `paceline verify`.
 
     Attributes:
         script: The script and its arguments, or "-m", a module and its arguments.
@@ -42,7 +42,7 @@ class VerifyOptions:
         steps: Optimizer steps to watch.
         bitwise: Whether paceline's reproducible mode is turned on and bits are compared.
         rtol: Relative difference that is allowed otherwise; None for the default of `compare`.
-        hang_after_s: A run is hung if no rank writes or computes for so long.
+        hang_after_s: A run is hung if for this time no rank records an event or uses the CPU.
         timeout_s: The longest time for one run.
     """
 
@@ -65,7 +65,7 @@ class VerifyResult:
 
 
 def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyResult:
-    """Run the script at every number of processes, and judge. `announce` gets a line for each run.
+    """Run the script at every number of processes, and judge it. `announce` gets a line for each run.
 
     Raises:
         Refused: the script itself failed.
@@ -86,7 +86,7 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
         else:
             audits = [audit(solo, count, run, folder, options.steps) for count in counts]
             result = _result_of_audits(options, audits)
-        return _with_notes(result, solo)
+        return _with_compile_note(result, solo)
 
 
 def _compare(
@@ -96,7 +96,7 @@ def _compare(
     run: Callable[[RunPlan], Run],
     folder: Path,
 ) -> VerifyResult:
-    """A script that uses paceline: the same training at every number of processes."""
+    """Compare the runs of a script that uses paceline."""
     runs = [solo]
     for count in counts:
         plan = replace(
@@ -110,7 +110,7 @@ def _compare(
 
 
 def _result_of_audits(options: VerifyOptions, audits: list[AuditResult]) -> VerifyResult:
-    """Any other script: the faults at any number of processes."""
+    """The result for a script that does not use paceline: one audit for each number of processes."""
     lines: list[str] = []
     faults: set[str] = set()
     not_judged: set[str] = set()
@@ -129,8 +129,8 @@ def _result_of_audits(options: VerifyOptions, audits: list[AuditResult]) -> Veri
     return VerifyResult(FAULT if faults else SOUND, [*lines, last], facts)
 
 
-def _with_notes(result: VerifyResult, solo: Run) -> VerifyResult:
-    """Add what verification changed in the script, before the last line of the report."""
+def _with_compile_note(result: VerifyResult, solo: Run) -> VerifyResult:
+    """Add a note before the last line of the report if torch.compile was turned off."""
     compiled = solo.ranks[0].first("compile")
     if compiled is None:
         return result
@@ -172,7 +172,7 @@ def _run(plan: RunPlan, options: VerifyOptions) -> Run:
 
 
 def _wait(launcher: subprocess.Popen[bytes], plan: RunPlan, options: VerifyOptions) -> str:
-    """Wait for the end, and return "hung" or "out of time" if it did not come."""
+    """Wait until the launcher ends (returns ""), the run is "hung" or the run is "out of time"."""
     started = progressed = time.monotonic()
     last_size = -1
     last_cpu_s: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.audit.evidence import SENDS_BUFFERS, Event, RankLog
+from paceline.audit.evidence import BUFFER_BROADCAST, Event, RankLog
 from paceline.audit.rules.rule import (
     Case,
     FaultFound,
@@ -33,10 +33,10 @@ def collectives(case: Case) -> Judgement:
         failed = [log for log in case.ranks if log.first("failed")]
         if absent and failed and not all(_failed_in_collective(log) for log in failed):
             return NotJudged("the script failed before its end.")
-        # Calls of one kind at different lines: the extra call may have met another one of its kind.
+        # Earlier calls at different lines: the extra call was paired with another call of its kind.
         while number and len({own[number - 1]["at"] for own in each}) > 1:
             number -= 1
-        return _uneven(case, each, number)
+        return _fault(case, each, number)
     for calls_of_all in zip(*each, strict=True):
         lines = {call["at"] for call in calls_of_all}
         if len(lines) > 1 and calls_of_all[0]["op"] == "all_reduce":
@@ -48,9 +48,9 @@ def collectives(case: Case) -> Judgement:
 
 
 def _sequence(log: RankLog, world_size: int, steps: int | None) -> list[Event]:
-    """The collectives of all ranks that a rank entered, those of DDP included.
+    """The collectives over all ranks that this rank entered, including those of DDP.
 
-    With `steps`, only up to the first pass after that step: the harness ends each rank in one of those.
+    With `steps`, only those before the first pass after that step; verification ends the rank in such a pass.
     """
     found = []
     forward_syncs = False
@@ -64,7 +64,7 @@ def _sequence(log: RankLog, world_size: int, steps: int | None) -> list[Event]:
                 break
         elif event["k"] == "forward":
             if event.get("sends_buffers"):
-                found.append({**event, "op": SENDS_BUFFERS})
+                found.append({**event, "op": BUFFER_BROADCAST})
         elif event["k"] == "forward-end":
             forward_syncs = bool(event["trains"] and event["sync"])
         elif event["k"] == "collective" and event["group"] == list(range(world_size)):
@@ -76,17 +76,17 @@ def _sequence(log: RankLog, world_size: int, steps: int | None) -> list[Event]:
 
 
 def _is_busy(log: RankLog) -> bool:
-    """Whether a rank had not ended and waited for nothing: it might have come, with more time."""
+    """Whether a rank was running and in no collective: with more time it might have entered one."""
     return not log.ended and log.open_span is None and log.first("failed") is None
 
 
 def _failed_in_collective(log: RankLog) -> bool:
-    """Whether a rank failed inside a collective, as it does when a peer has gone."""
+    """Whether a rank failed inside a collective, which happens when another rank has ended."""
     last = log.of("collective-end", "backward-end", "forward-end")[-1:]
     return bool(last and last[0].get("raised"))
 
 
-def _uneven(case: Case, each: list[list[Event]], number: int) -> FaultFound:
+def _fault(case: Case, each: list[list[Event]], number: int) -> FaultFound:
     calls = [own[number] if number < len(own) else None for own in each]
     ranks = _ranks_with_extra_call(each, calls, number)
     call = calls[ranks[0]]
@@ -115,7 +115,7 @@ def _ranks_with_extra_call(
     each: list[list[Event]], calls: list[Event | None], number: int
 ) -> list[int]:
     keys = [_key(call) for call in calls]
-    # A rank with an extra call meets the others again with its next call.
+    # The next call of a rank with an extra call is the call that the other ranks are in.
     extra = [
         rank
         for rank, own in enumerate(each)
@@ -123,11 +123,11 @@ def _ranks_with_extra_call(
         and (number + 1 >= len(own) or _key(own[number + 1]) in keys)
         and keys.count(keys[rank]) < len(each)
     ]
-    # DDP reduces on every rank by itself; the call on the other side comes from the script.
+    # Every rank takes part in DDP's reduction, so the extra call is the one of the script.
     manual = [rank for rank, call in enumerate(calls) if call and call["k"] == "collective"]
     if manual and any(call and call["k"] == "backward" for call in calls):
         extra = manual
-    # DDP broadcasts buffers in a forward; an evaluation on one rank only enters that alone.
+    # DDP broadcasts buffers in a forward; in an evaluation on one rank, only that rank does.
     sending = [rank for rank, call in enumerate(calls) if call and call["k"] == "forward"]
     if 0 < len(sending) < len(each):
         extra = sending

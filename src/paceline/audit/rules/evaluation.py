@@ -14,7 +14,7 @@ _EQUAL = 1e-4
 _METRIC_VALUES = 16
 _REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 
-# One reduced value in the run of one process, and the same call on several.
+# One call that reduces small values: in the run of one process, and in the replay.
 Pair = tuple[Event, Event]
 
 
@@ -92,7 +92,7 @@ def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any
     """
     found: dict[tuple[int, str, int], list[list[Any]]] = {}
     for rank, log in enumerate(ranks):
-        batch: Event = {"loader": "", "lap": 0, "ids": None}
+        batch: Event = {"loader": "", "pass_number": 0, "ids": None}
         model: int | None = None
         for event in log.of("batch", "forward-end"):
             if event["k"] == "batch":
@@ -105,7 +105,7 @@ def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any
                 if batch["ids"] and model is not None:
                     continue  # the next part of a batch that is given in parts
                 model = event["m"] if batch["loader"] else None
-                key = (event["evaluation"], batch["loader"], batch["lap"])
+                key = (event["evaluation"], batch["loader"], batch["pass_number"])
                 found.setdefault(key, [[] for _ in ranks])[rank] += batch["ids"] or event["rows"]
     return found
 
@@ -148,7 +148,7 @@ def metrics(case: Case) -> Judgement:
     if unclear is not None:
         return NotJudged(
             f"the value that is reduced at {unclear['at']} is neither that of one process nor a mean over "
-            "each rank's samples: a time, a random number, or a mean of the means of batches."
+            "each rank's samples. It may be a time, a random number, or a mean of the means of batches."
         )
     parts = []
     if judged:

@@ -10,16 +10,17 @@ import torch
 from paceline.audit.evidence import Event, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 
-# Rounding and BatchNorm stay below; a wrong factor is 2 or more.
+# Rounding and BatchNorm change the ratio by less; a wrong factor is 2 or more.
 _EQUAL = 0.02
-# How near a ratio must be to N or 1/N to be called that factor.
+# A ratio whose relative distance to N or 1/N is smaller counts as that factor.
 _NEAR_FACTOR = 0.05
-# Cosine between both gradients: below, they differ in more than a factor.
+# Below this cosine the two gradients differ by more than a factor.
 _SAME_DIRECTION = 0.98
+# Two losses whose total weights differ by less, relatively, have the same weight.
 _SAME_WEIGHT = 0.01
 
 
-def scale(case: Case) -> Judgement:
+def gradient_scale(case: Case) -> Judgement:
     """The gradient of N ranks on the samples of one process is N or 1/N times that of one."""
     run = case.replay
     why = case.why_no_replay if run is None else _why_not_comparable(case, run.ranks)
@@ -43,7 +44,7 @@ def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool)
 
 
 def _scale_by_weight(case: Case, why: str) -> Judgement:
-    """If samples cannot be replayed: compare the total weight of the samples of step 1."""
+    """Compare the total weight of the samples of step 1, for samples that cannot be replayed."""
     alone = _total_weight(case.solo.ranks, case.solo.plan.folder)
     together = _total_weight(case.ranks, case.ordinary.plan.folder)
     if not alone or not together:
@@ -234,6 +235,6 @@ def _mean_fault(pair: tuple[Event, Event], ranks: list[int], step: int) -> Fault
 
 
 RULES = (
-    Rule(name="gradient N times too large or small", judge=scale, order=50),
+    Rule(name="gradient N times too large or small", judge=gradient_scale, order=50),
     Rule(name="mean of means", judge=mean_of_means, order=51),
 )

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from paceline.audit.evidence import Event, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 
-# As many forwards must have drawn from equal states before dropout counts as equal.
+# The first forwards of each rank, whose random states are compared.
 _FORWARDS = 3
 
 
@@ -27,7 +27,7 @@ def set_epoch(case: Case) -> Judgement:
             return NotJudged("the script made one pass over its training data.")
         judged = True
         for before, after in pairwise(passes):
-            same = _same_order(log, name, before["lap"], after["lap"])
+            same = _same_order(log, name, before["pass_number"], after["pass_number"])
             if same or (same is None and has_epoch and before["epoch"] == after["epoch"]):
                 return _same_epoch(loader, before, after, has_epoch=has_epoch, seen=bool(same))
     if judged:
@@ -38,7 +38,7 @@ def set_epoch(case: Case) -> Judgement:
 def _same_epoch(
     loader: Event, before: Event, after: Event, *, has_epoch: bool, seen: bool
 ) -> FaultFound:
-    passes = f"passes {before['lap'] + 1} and {after['lap'] + 1}"
+    passes = f"passes {before['pass_number'] + 1} and {after['pass_number'] + 1}"
     return FaultFound(
         what="every epoch has the same order"
         + (f": the sampler's epoch stays {after['epoch']}." if has_epoch else "."),
@@ -56,10 +56,10 @@ def _same_epoch(
 
 def _same_order(log: RankLog, name: str, one: int, other: int) -> bool | None:
     """Whether two passes began with the same samples in the same order; None if too few were seen."""
-    laps = log.laps(name)
+    batches = [event for event in log.of("batch") if event["loader"] == name]
     a, b = (
-        [event["ids"] or event.get("content") for event in laps.get(lap, [])]
-        for lap in (one, other)
+        [e["ids"] or e.get("content") for e in batches if e["pass_number"] == number]
+        for number in (one, other)
     )
     common = min(len(a), len(b))
     if common < 2:
@@ -70,23 +70,23 @@ def _same_order(log: RankLog, name: str, one: int, other: int) -> bool | None:
 
 
 def _training_passes(log: RankLog, name: str) -> list[Event]:
-    """The passes over a loader with a backward, without those that only read the first batch."""
+    """The passes over a loader with a backward, except passes that were left after one batch."""
     batches: Counter[int] = Counter()
     trained: set[int] = set()
     last: Event | None = None
     for event in log.of("batch", "backward"):
         if event["k"] == "batch":
             last = event
-            batches[event["lap"]] += event["loader"] == name
+            batches[event["pass_number"]] += event["loader"] == name
         elif last is not None and last["loader"] == name:
-            trained.add(last["lap"])
-    ended = {event["lap"] for event in log.of("pass-end") if event["loader"] == name}
+            trained.add(last["pass_number"])
+    ended = {event["pass_number"] for event in log.of("pass-end") if event["loader"] == name}
     return [
         event
         for event in log.of("iter")
         if event["loader"] == name
-        and event["lap"] in trained
-        and (batches[event["lap"]] > 1 or event["lap"] in ended)
+        and event["pass_number"] in trained
+        and (batches[event["pass_number"]] > 1 or event["pass_number"] in ended)
     ]
 
 
@@ -100,7 +100,7 @@ def same_augmentation(case: Case) -> Judgement:
                 firsts.setdefault((log.rank, event["worker"]), event)
     if not firsts:
         if not all(log.fetches for log in case.ranks):
-            return NotJudged("the loading of the samples was not seen.")
+            return NotJudged("the loading of the samples was not recorded.")
         return NoFault("loading a sample draws no random numbers from a shared generator.")
     for (one, first), (other, second) in combinations(firsts.items(), 2):
         same = [

@@ -57,7 +57,7 @@ def no_sync_too_late(case: Case) -> Judgement:
         what="`no_sync` is around the backward only, so every micro-batch reduces the gradients.",
         at=late[0]["at"],
         step=late[0]["s"] + 1,
-        why="DDP reads it in the forward. The result is right, but no communication is saved.",
+        why="DDP reads the setting in the forward. The result is correct, but no communication is saved.",
         fix="put the forward inside `with model.no_sync():` too.",
         evidence=f"{len(late)} of {len(log.of('backward'))} backwards ran under `no_sync` and still "
         "reduced the gradients",

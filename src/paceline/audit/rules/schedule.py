@@ -5,16 +5,16 @@ from __future__ import annotations
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 
-# Rates between two steps are interpolated linearly.
+# Relative difference of equal rates; rates between two steps are interpolated linearly.
 _EQUAL = 0.02
-# As many steps must have the rate of a later part of the epoch.
+# A fault needs at least this many steps with the rate of a later part of the epoch.
 _MIN_EARLY = 3
-# Calls per update on N ranks over those of one process; at least this ratio is suspicious.
+# A fault needs at least this many times the calls per update of one process.
 _MORE_CALLS = 1.5
 
 
 def schedule(case: Case) -> Judgement:
-    """The learning rates of N ranks are those of one process N times further on."""
+    """The learning rate of N ranks at step s is that of one process at step N * s."""
     solo, log = case.solo.ranks[0], case.ranks[0]
     if not log.of("schedule"):
         return NoFault("no schedule was stepped.")
@@ -49,13 +49,13 @@ def schedule(case: Case) -> Judgement:
         why=f"it is stepped {together:.3g} times per update, and {alone:.3g} times with one process, but "
         "its length is the number of updates of one rank.",
         fix="step it once for each optimizer step.",
-        evidence=f"in {early} steps the learning rate was that of one process {case.world_size} times "
-        "further on",
+        evidence=f"in {early} steps the learning rate was that of one process at {case.world_size} times "
+        "the position in the epoch",
     )
 
 
 def _calls(log: RankLog) -> int:
-    """The calls of the schedule before the last update; empty passes come after it."""
+    """The calls of the schedule before the last update, because empty passes follow it."""
     events = log.of("schedule", "step")
     last = max((number for number, event in enumerate(events) if event["k"] == "step"), default=0)
     return sum(event["k"] == "schedule" for event in events[:last])

@@ -8,11 +8,11 @@ from typing import Any
 from paceline.audit.evidence import Event, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 
-# A larger share of common samples than the padding of a sampler can cause.
+# The padding of a sampler causes a smaller share of common samples.
 _OVERLAP = 0.1
-# A few samples in common may be equal by chance or by padding.
+# Fewer common samples may be due to chance or to padding.
 _MIN_COMMON = 3
-# Fewer inputs are no evidence about a loop without loaders.
+# A loop without loaders is judged only if each rank ran at least this many forwards.
 _MIN_FORWARDS = 3
 
 
@@ -39,10 +39,13 @@ def _overlap(case: Case, *, sharded: bool) -> Judgement:
         read = [_samples_read(log, name, case.world_size) for log in case.ranks]
         if not all(read):
             return NotJudged(
-                "the reading of the samples was not seen: workers not forked, or hidden by torch."
+                "the loading of the samples was not recorded: the workers are not forked, or torch lacks a "
+                "private name."
             )
         if any(map(_known_by_few_labels, read)):
-            return NotJudged("random changes of the samples hide which of them the ranks read.")
+            return NotJudged(
+                "the samples change at random, so it is unknown which of them the ranks read."
+            )
         repeated = sum(len(each) - len(set(each)) for each in read)
         if repeated > case.world_size and any(each != read[0] for each in read):
             return NotJudged(
@@ -147,7 +150,9 @@ def _samples_read(log: RankLog, name: str, world_size: int) -> list[Any]:
     drew = any(event["drew"] for event in fetches)
     parts = [event["labels"] if drew else event["contents"] for event in fetches]
     if log.loaders[name]["iterable"]:
-        first_pass = [p for event, p in zip(fetches, parts, strict=True) if event["lap"] == 0]
+        first_pass = [
+            p for event, p in zip(fetches, parts, strict=True) if event["pass_number"] == 0
+        ]
         found = [part for each in first_pass for part in each if part]
         return found if drew else _up_to_first_repeated(found)
     contents: dict[Any, str] = {}
@@ -155,14 +160,16 @@ def _samples_read(log: RankLog, name: str, world_size: int) -> list[Any]:
         if event["ids"] and len(event["ids"]) == len(each):
             contents.update(zip(event["ids"], each, strict=True))
     # A persistent worker does not know its pass; the rank's process does.
-    given = [e["ids"] or [] for e in log.of("batch") if e["loader"] == name and e["lap"] == 0]
+    given = [
+        e["ids"] or [] for e in log.of("batch") if e["loader"] == name and e["pass_number"] == 0
+    ]
     whole = log.loaders[name]["root_samples"]
     share = None if whole is None else -(-whole // world_size)
     return [(i, contents[i]) for ids in given for i in ids if i in contents][:share]
 
 
 def _up_to_first_repeated(parts: list[str]) -> list[str]:
-    """An endless iterable has begun again where it gives a sample twice."""
+    """The samples before the first repeated one, where an endless iterable begins again."""
     seen: set[str] = set()
     for number, part in enumerate(parts):
         if part in seen:

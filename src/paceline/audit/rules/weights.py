@@ -96,7 +96,7 @@ def _different(each: list[Digests], step: int) -> list[str]:
 def _equal_at_use(befores: list[Digests], step: int, names: list[str]) -> bool:
     """Whether weights that differed after an update were equal again in the next forward."""
     if not all(step in each for each in befores):
-        return True  # the last update, whose end was not seen
+        return True  # no forward followed the last update
     return all(len({each[step].get(name) for each in befores}) == 1 for name in names)
 
 

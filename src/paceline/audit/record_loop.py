@@ -14,11 +14,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.audit import replay
+from paceline.audit.loss_weight import loss_weight
 from paceline.audit.models import Models, buffer_digests, ddp_of, parameter_digests
 from paceline.audit.progress import Progress
 from paceline.audit.record import digest, leaves, random_states, user_line
-from paceline.audit.watch_changes import Changes
-from paceline.audit.weight import loss_weight
+from paceline.audit.weight_tracer import WeightTracer
 from paceline.parallel.modules import unwrap
 
 # Set before each forward of the solo run and of its replay, so that their dropout is the same.
@@ -26,30 +26,30 @@ _FORWARD_SEED = 7_000_003
 _MAX_ROWS = 512
 
 
-def install(progress: Progress, models: Models, changes: Changes) -> None:
+def install(progress: Progress, models: Models, tracer: WeightTracer) -> None:
     """Record forwards and backwards."""
-    watch = _Watch(progress, models, changes)
-    register_module_forward_pre_hook(watch.before_forward)
-    register_module_forward_hook(watch.after_forward, always_call=True)
-    DistributedDataParallel.__init__ = watch.wrapping(DistributedDataParallel.__init__)  # type: ignore[method-assign]
-    torch.autograd.backward = watch.backward(torch.autograd.backward)
+    hooks = _Hooks(progress, models, tracer)
+    register_module_forward_pre_hook(hooks.before_forward)
+    register_module_forward_hook(hooks.after_forward, always_call=True)
+    DistributedDataParallel.__init__ = hooks.wrap_ddp_init(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+    torch.autograd.backward = hooks.wrap_backward(torch.autograd.backward)
 
 
-class _Watch:
-    def __init__(self, progress: Progress, models: Models, changes: Changes) -> None:
-        self._progress, self._models, self._changes = progress, models, changes
-        self._away = ExitStack()
+class _Hooks:
+    def __init__(self, progress: Progress, models: Models, tracer: WeightTracer) -> None:
+        self._progress, self._models, self._tracer = progress, models, tracer
+        self._pause = ExitStack()
         self._recorder = progress.recorder
         self._building = 0
         self._root: torch.nn.Module | None = None
         self._facts: dict[str, Any] = {}
         self._forwards = 0
-        self._looked_at: dict[int, int] = {}
+        self._digested_in: dict[int, int] = {}  # step of the latest digests, by model
 
     def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._root is None and self._is_model(module):
             self._root = module
-            self._away.enter_context(self._changes.paused())
+            self._pause.enter_context(self._tracer.paused())
             self._begin(module, inputs)
         if self._root is not None and module is unwrap(self._root):
             # Inside DDP's forward, after its broadcast of the buffers.
@@ -59,7 +59,7 @@ class _Watch:
         if module is not self._root:
             return
         self._root = None
-        self._away.close()
+        self._pause.close()
         drew = [k for k, v in random_states().items() if v != self._facts["random"].get(k)]
         self._recorder.write("forward-end", drew=drew, **self._facts)
 
@@ -73,7 +73,7 @@ class _Watch:
         of_trained = self._models.is_trained(number)
         if not torch.is_grad_enabled() and self._progress.begins_evaluation(of_trained=of_trained):
             replay.same_weights(self._progress, self._models)
-        if trains and self._seeds():
+        if trains and self._sets_seed():
             torch.manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
         tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
@@ -89,24 +89,22 @@ class _Watch:
         }
         if tensors:
             self._facts["rows"] = [digest(row) for row in tensors[0][:_MAX_ROWS]]
-        if trains and self._looked_at.get(number) != self._progress.steps:
-            self._looked_at[number] = self._progress.steps
+        if trains and self._digested_in.get(number) != self._progress.steps:
+            self._digested_in[number] = self._progress.steps
             self._facts["params"] = parameter_digests(unwrap(module))
             self._facts["devices"] = sorted({str(p.device) for p in module.parameters()})
             self._facts["cores"] = sorted(os.sched_getaffinity(0))
         self._recorder.write(
             "forward",
-            m=number,
             at=self._facts["at"],
             s=self._progress.steps,
-            trains=trains,
             sends_buffers=wrapper is not None and bool(wrapper.will_sync_module_buffers()),  # type: ignore[no-untyped-call]
         )
 
-    def _seeds(self) -> bool:
+    def _sets_seed(self) -> bool:
         return self._progress.plan.mode != "ordinary" and not self._progress.ends_by_itself
 
-    def wrapping(self, init: Callable[..., None]) -> Callable[..., None]:
+    def wrap_ddp_init(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def watched(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             self._building += 1
@@ -114,13 +112,13 @@ class _Watch:
                 init(model, *args, **kwargs)
             finally:
                 self._building -= 1
-            self._recorder.write("ddp", at=user_line(), broadcast_buffers=model.broadcast_buffers)
+            self._recorder.write("ddp", at=user_line())
             self._models.wrap(model)
-            self._changes.start()
+            self._tracer.start()
 
         return watched
 
-    def backward(self, backward: Callable[..., None]) -> Callable[..., None]:
+    def wrap_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(backward)
         def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
             losses = [t for t in leaves(tensors) if isinstance(t, torch.Tensor)]
@@ -132,13 +130,10 @@ class _Watch:
                     at=user_line(),
                     s=self._progress.steps,
                     forwards=self._forwards,
-                    loss=float(losses[0].detach())
-                    if len(losses) == 1 and losses[0].numel() == 1
-                    else None,
                     weight=asdict(weight) if weight else None,
                     sync=[model.require_backward_grad_sync for model in self._models.wrapped],
                 ),
-                self._changes.paused(),
+                self._tracer.paused(),
             ):
                 backward(tensors, *args, **kwargs)
             if self._progress.steps == 0 and not self._models.wrapped:

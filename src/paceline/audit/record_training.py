@@ -1,4 +1,4 @@
-"""Records what changes the weights: optimizers, clipping, the scaler, schedules, loaded states."""
+"""Records the calls that change weights: optimizers, clipping, the scaler, schedules, loaded states."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from torch.optim.optimizer import (
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.record import digest, plain, user_line
-from paceline.audit.watch_changes import Changes
+from paceline.audit.weight_tracer import WeightTracer
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
-def install(progress: Progress, models: Models, changes: Changes) -> None:
-    """Watch optimizers and the calls around them."""
-    watch = _Watch(progress, models, changes)
-    register_optimizer_step_pre_hook(watch.before_step)
-    register_optimizer_step_post_hook(watch.after_step)
+def install(progress: Progress, models: Models, tracer: WeightTracer) -> None:
+    """Record optimizer steps and the calls around them."""
+    hooks = _Hooks(progress, models, tracer)
+    register_optimizer_step_pre_hook(hooks.before_step)
+    register_optimizer_step_post_hook(hooks.after_step)
     for name in _CLIPS:
-        clipping = watch.clipping(getattr(clip_grad, name))
-        setattr(clip_grad, name, clipping)
-        setattr(torch.nn.utils, name, clipping)
+        wrapped = hooks.wrap_clip(getattr(clip_grad, name))
+        setattr(clip_grad, name, wrapped)
+        setattr(torch.nn.utils, name, wrapped)
     for name in ("scale", "unscale_", "step", "update"):
-        setattr(GradScaler, name, watch.scaling(name, getattr(GradScaler, name)))
-    Optimizer.__init__ = watch.making(Optimizer.__init__)  # type: ignore[method-assign]
+        setattr(GradScaler, name, hooks.wrap_scaler_method(name, getattr(GradScaler, name)))
+    Optimizer.__init__ = hooks.wrap_optimizer_init(Optimizer.__init__)  # type: ignore[method-assign]
     schedule: Any = lr_scheduler.LRScheduler
-    schedule.__init__ = watch.building_schedule(schedule.__init__)
-    schedule.step = watch.scheduling(schedule.step)
+    schedule.__init__ = hooks.wrap_schedule_init(schedule.__init__)
+    schedule.step = hooks.wrap_schedule_step(schedule.step)
     kinds: list[tuple[Any, str]] = [(torch.nn.Module, "model"), (Optimizer, "optimizer")]
     for kind, word in kinds:
-        kind.load_state_dict = watch.loading(word, kind.load_state_dict)
-        kind.zero_grad = watch.zeroing(kind.zero_grad)
+        kind.load_state_dict = hooks.wrap_load(word, kind.load_state_dict)
+        kind.zero_grad = hooks.wrap_zero_grad(kind.zero_grad)
 
 
-class _Watch:
-    def __init__(self, progress: Progress, models: Models, changes: Changes) -> None:
-        self._progress, self._models, self._changes = progress, models, changes
+class _Hooks:
+    def __init__(self, progress: Progress, models: Models, tracer: WeightTracer) -> None:
+        self._progress, self._models, self._tracer = progress, models, tracer
         self._recorder = progress.recorder
         self._scaler: GradScaler | None = None
         self._unscaled: set[int] = set()  # optimizers, since the scaler's last update
@@ -60,7 +60,7 @@ class _Watch:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._changes.stop()
+        self._tracer.stop()
         self._models.report_unreduced()
         gradients = {
             self._models.name_of(p): p.grad
@@ -71,7 +71,6 @@ class _Watch:
         self._recorder.write(
             "step",
             s=self._progress.number_of(optimizer),
-            optimizer=type(optimizer).__name__,
             at=user_line(),
             lrs=[float(group["lr"]) for group in optimizer.param_groups],
             base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
@@ -93,9 +92,9 @@ class _Watch:
         number = self._progress.number_of(optimizer)
         self._recorder.write("stepped", s=number, params=digests)
         self._progress.stepped(optimizer)
-        self._changes.start()
+        self._tracer.start()
 
-    def clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(clip)
 
         @functools.wraps(clip)
@@ -104,7 +103,7 @@ class _Watch:
             result = clip(parameters, *args, **kwargs)
             given = signature.bind(parameters, *args, **kwargs).arguments
             if math.isinf(float(given.get("max_norm", 0.0))):
-                return result  # it measures the norm and clips nothing
+                return result  # this call only measures the norm
             self._recorder.write(
                 "clip",
                 at=user_line(),
@@ -128,7 +127,7 @@ class _Watch:
             return 1.0
         return self._scaler.get_scale()
 
-    def making(self, init: Callable[..., None]) -> Callable[..., None]:
+    def wrap_optimizer_init(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
@@ -136,7 +135,7 @@ class _Watch:
 
         return watched
 
-    def scaling(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_scaler_method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def watched(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
             if not scaler.is_enabled():
@@ -156,31 +155,28 @@ class _Watch:
 
         return watched
 
-    def building_schedule(self, init: Callable[..., None]) -> Callable[..., None]:
+    def wrap_schedule_init(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def watched(*args: Any, **kwargs: Any) -> None:
             outermost, self._is_building_schedule = not self._is_building_schedule, True
             try:
-                init(*args, **kwargs)  # which calls step()
+                init(*args, **kwargs)  # it calls step()
             finally:
                 self._is_building_schedule = not outermost
 
         return watched
 
-    def scheduling(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_schedule_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def watched(schedule: Any, *args: Any, **kwargs: Any) -> Any:
             result = step(schedule, *args, **kwargs)
             if not self._is_building_schedule:
-                rates = [float(group["lr"]) for group in schedule.optimizer.param_groups]
-                self._recorder.write(
-                    "schedule", at=user_line(), type=type(schedule).__name__, lrs=rates
-                )
+                self._recorder.write("schedule", at=user_line())
             return result
 
         return watched
 
-    def zeroing(self, zero: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_zero_grad(self, zero: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(zero)
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._recorder.write("zero")
@@ -188,16 +184,16 @@ class _Watch:
 
         return watched
 
-    def loading(self, word: str, load: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_load(self, word: str, load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
-        def watched(target: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
             outermost, self._loading = not self._loading, True
             try:
-                result = load(target, *args, **kwargs)
+                result = load(*args, **kwargs)
             finally:
                 self._loading = not outermost
             if outermost:
-                self._recorder.write("load", at=user_line(), what=word, type=type(target).__name__)
+                self._recorder.write("load", at=user_line(), what=word)
             return result
 
         return watched

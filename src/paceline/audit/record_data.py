@@ -19,7 +19,7 @@ from paceline.audit import replay
 from paceline.audit.progress import Progress
 from paceline.audit.record import digest, exact_parts, leaves, random_states, user_line
 
-_OURS = str(Path(__file__).parents[1])
+_PACELINE = str(Path(__file__).parents[1])
 _NEXT_INDEX = "torch.utils.data.dataloader._BaseDataLoaderIter._next_index"
 _FETCHERS = (
     "torch.utils.data._utils.fetch._MapDatasetFetcher",
@@ -28,15 +28,15 @@ _FETCHERS = (
 
 
 def install(progress: Progress) -> None:
-    """Watch loaders and the datasets behind them."""
-    watch = _Watch(progress)
-    DataLoader.__iter__ = watch.iterating(DataLoader.__iter__)  # type: ignore[method-assign]
-    DataLoader.__len__ = watch.length(DataLoader.__len__)  # type: ignore[method-assign]
+    """Record the batches of loaders, and the samples that their workers load."""
+    hooks = _Hooks(progress)
+    DataLoader.__iter__ = hooks.wrap_iter(DataLoader.__iter__)  # type: ignore[method-assign]
+    DataLoader.__len__ = hooks.wrap_len(DataLoader.__len__)  # type: ignore[method-assign]
     torch_private.wrap(_NEXT_INDEX, _recording_index)
     for path in _FETCHERS:
         fetcher = torch_private.find(path)
         if fetcher is not None:
-            fetcher.fetch = watch.fetching(fetcher.fetch)
+            fetcher.fetch = hooks.wrap_fetch(fetcher.fetch)
 
 
 def _recording_index(next_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -49,7 +49,7 @@ def _recording_index(next_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return watched
 
 
-class _Watch:
+class _Hooks:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._recorder = progress.recorder
@@ -57,36 +57,37 @@ class _Watch:
         self._of_dataset: dict[int, str] = {}
         self._kept: list[Any] = []
         self._places: Counter[str] = Counter()
-        self._laps: Counter[str] = Counter()
+        self._passes: Counter[str] = Counter()
         self._replayed = replay.training_loaders(progress.plan)
 
-    def iterating(self, begin: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrap_iter(self, begin: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(begin)
         def watched(loader: DataLoader[Any]) -> Any:
-            if sys._getframe(1).f_code.co_filename.startswith(_OURS):
+            if sys._getframe(1).f_code.co_filename.startswith(_PACELINE):
                 return begin(loader)
             name = self._name(loader)
-            lap = self._laps[name]
-            self._laps[name] += 1
+            pass_number = self._passes[name]
+            self._passes[name] += 1
             sampler = _sampler(loader)
             self._recorder.write(
                 "iter",
                 loader=name,
                 at=user_line(),
-                lap=lap,
+                pass_number=pass_number,
                 s=self._progress.steps,
                 epoch=getattr(sampler, "epoch", None),
             )
             if self.is_over(name):
                 self._progress.begins_again()
-                return _Given(self, name, lap, iter(()), None)
+                return _RecordedIterator(self, name, pass_number, iter(()))
             if name in self._replayed:
-                return _Given(self, name, lap, replay.batches(self._progress, name, lap), None)
-            return _Given(self, name, lap, begin(loader), loader)
+                replayed = replay.batches(self._progress, name, pass_number)
+                return _RecordedIterator(self, name, pass_number, replayed)
+            return _RecordedIterator(self, name, pass_number, begin(loader), loader)
 
         return watched
 
-    def length(self, count: Callable[[Any], int]) -> Callable[[Any], int]:
+    def wrap_len(self, count: Callable[[Any], int]) -> Callable[[Any], int]:
         self._count = count
 
         @functools.wraps(count)
@@ -96,41 +97,38 @@ class _Watch:
 
         return watched
 
-    def given(self, name: str, lap: int, number: int, index: Any, dataset: Any, batch: Any) -> None:
+    def record_batch(
+        self, name: str, pass_number: int, number: int, index: Any, dataset: Any, batch: Any
+    ) -> None:
         """Record a batch before the script gets it."""
         self._progress.gave_batch(name)
         self._recorder.write(
             "batch",
             loader=name,
-            lap=lap,
-            number=number,
+            pass_number=pass_number,
             ids=_root_ids(dataset, index),
             size=_size(batch),
             content=digest(batch),
             s=self._progress.steps,
         )
         if self._progress.plan.mode == "solo" and not self._progress.is_over:
-            replay.keep_batch(self._progress, name, lap, number, batch)
+            replay.keep_batch(self._progress, name, pass_number, number, batch)
 
-    def passed(self, name: str, lap: int) -> None:
-        """Record the end of a pass."""
-        self._recorder.write("pass-end", loader=name, lap=lap)
+    def record_pass(self, kind: str, name: str, pass_number: int) -> None:
+        """Record the end of a pass ("pass-end"), or that the script left it before ("pass-left")."""
+        self._recorder.write(kind, loader=name, pass_number=pass_number)
 
-    def left(self, name: str, lap: int) -> None:
-        """Record that the script left a pass before its end."""
-        self._recorder.write("pass-left", loader=name, lap=lap)
-
-    def run_out(self, frame: FrameType) -> None:
-        """End a script that calls `next()`: only a loop handles the end of a loader."""
+    def end_if_called_by_next(self, frame: FrameType) -> None:
+        """End a script that calls `next()`, because only a loop handles StopIteration."""
         instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
         if not instruction.startswith(("FOR_ITER", "YIELD", "SEND")):
             self._progress.end()
 
     def is_over(self, name: str) -> bool:
-        """Whether this loader must end now."""
+        """Whether this is a training loader, and the wanted steps are done."""
         return self._progress.is_over and name in self._progress.training_loaders
 
-    def fetching(self, fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def wrap_fetch(self, fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         @functools.wraps(fetch)
         def watched(fetcher: Any, index: Any) -> Any:
             name = self._of_dataset.get(id(fetcher.dataset))
@@ -138,7 +136,7 @@ class _Watch:
                 return fetch(fetcher, index)
             seen: list[Any] = []
             collate = fetcher.collate_fn
-            fetcher.collate_fn = _showing(collate, seen)
+            fetcher.collate_fn = _keeping_samples(collate, seen)
             before = random_states(fetcher.dataset)
             try:
                 return fetch(fetcher, index)
@@ -165,7 +163,7 @@ class _Watch:
             "fetch",
             loader=name,
             worker=worker.id if worker else None,
-            lap=max(self._laps[name] - 1, 0),
+            pass_number=max(self._passes[name] - 1, 0),
             ids=_root_ids(fetcher.dataset, index),
             contents=[digest(sample) for sample in samples],
             labels=[exact_parts(sample) for sample in samples],
@@ -176,7 +174,9 @@ class _Watch:
     def _name(self, loader: DataLoader[Any]) -> str:
         """The loader's name, equal in all runs: the line of its first use, and a number."""
         if id(loader) not in self._names:
-            self._kept.append(loader)  # so that no other object gets its id
+            self._kept.append(
+                loader
+            )  # a loader that is deleted would free its id for another object
             at = user_line()
             name = f"{re.sub(r'[^A-Za-z0-9]+', '-', at)}-{self._places[at]}"
             self._places[at] += 1
@@ -196,15 +196,11 @@ class _Watch:
             "sharding": {n: getattr(sampler, n) for n in settings if hasattr(sampler, n)},
             "takes_epoch": hasattr(loader.dataset, "set_epoch") or hasattr(sampler, "set_epoch"),
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-            "drop_last": loader.drop_last,
-            "workers": loader.num_workers,
             "iterable": isinstance(loader.dataset, IterableDataset),
             "dataset": type(loader.dataset).__name__,
             "samples": len(loader.dataset) if sized else None,  # type: ignore[arg-type]
             "root_samples": len(_root(loader.dataset)) if sized else None,
             "batches": self._length(loader),
-            "forked": loader.multiprocessing_context is None
-            or loader.multiprocessing_context.get_start_method() == "fork",
         }
 
     def _length(self, loader: DataLoader[Any]) -> int | None:
@@ -214,53 +210,56 @@ class _Watch:
             return None  # an iterable dataset
 
 
-def _showing(collate: Callable[[Any], Any], seen: list[Any]) -> Callable[[Any], Any]:
-    def shown(data: Any) -> Any:
+def _keeping_samples(collate: Callable[[Any], Any], seen: list[Any]) -> Callable[[Any], Any]:
+    def collate_and_keep(data: Any) -> Any:
         seen.append(data)
         return collate(data)
 
-    return shown
+    return collate_and_keep
 
 
-class _Given:
-    """A loader's iterator that records its batches."""
+class _RecordedIterator:
+    """An iterator that records its batches. `loader` is None if the batches do not come from a loader."""
 
     def __init__(
-        self, watch: _Watch, name: str, lap: int, inner: Iterator[Any], loader: Any
+        self,
+        hooks: _Hooks,
+        name: str,
+        pass_number: int,
+        inner: Iterator[Any],
+        loader: DataLoader[Any] | None = None,
     ) -> None:
-        self._watch, self._name, self._lap = watch, name, lap
+        self._hooks, self._name, self._pass_number = hooks, name, pass_number
         self._inner, self._loader = inner, loader
         self._number = 0
         self._ended = False
 
     def __del__(self) -> None:
         if not self._ended and not sys.is_finalizing():
-            self._watch.left(self._name, self._lap)
+            self._hooks.record_pass("pass-left", self._name, self._pass_number)
 
-    def __iter__(self) -> _Given:
+    def __iter__(self) -> _RecordedIterator:
         return self
 
     def __next__(self) -> Any:
         try:
-            if self._watch.is_over(self._name):
-                self._watch.run_out(sys._getframe(1))
+            if self._hooks.is_over(self._name):
+                self._hooks.end_if_called_by_next(sys._getframe(1))
                 raise StopIteration
             batch = next(self._inner)
         except StopIteration:
             self._ended = True
-            self._watch.passed(self._name, self._lap)
+            self._hooks.record_pass("pass-end", self._name, self._pass_number)
             raise
-        indices = (
-            self._inner.__dict__.get("_paceline_indices") if self._loader is not None else None
-        )
+        indices = getattr(self._inner, "_paceline_indices", None)
         index = indices.popleft() if indices else None
         dataset = None if self._loader is None else self._loader.dataset
-        self._watch.given(self._name, self._lap, self._number, index, dataset, batch)
+        self._hooks.record_batch(self._name, self._pass_number, self._number, index, dataset, batch)
         self._number += 1
         return batch
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_inner"], name)

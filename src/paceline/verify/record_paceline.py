@@ -1,7 +1,7 @@
-"""Records what a script that uses paceline does: steps, samples, losses, gradients, weights, scores.
+"""Records the steps of a script that uses paceline: samples, losses, gradients, weights, scores.
 
-Its checkpoints, reports and exports go to the folder of the run: a verification must not resume from the
-user's training, or write over it.
+Its checkpoints, reports and exports are written to the folder of the run: a verification must neither resume
+from the user's checkpoints nor overwrite them.
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ from paceline.training.training import Training
 
 _BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
-Sketch = list[Any]
+_Summary = list[Any]
 
 
 def install(progress: Progress) -> None:
-    """Watch every `Training`."""
-    watch = _Watch(progress)
-    register_optimizer_step_pre_hook(watch.before_update)
+    """Record every `Training` and every evaluation."""
+    hooks = _Hooks(progress)
+    register_optimizer_step_pre_hook(hooks.before_update)
     loader: Any = Loader
-    loader.record_delivered = watch.giving(Loader.record_delivered)
+    loader.record_delivered = hooks.wrap_record_delivered(Loader.record_delivered)
     kind: Any = Training
-    kind.__init__ = watch.making(Training.__init__)
-    kind.steps = watch.stepping(Training.steps)
-    kind._commit = watch.committing(Training._commit)
-    kind.report = watch.elsewhere("report", Training.report)
-    kind.export = watch.elsewhere("export", Training.export)
+    kind.__init__ = hooks.wrap_init(Training.__init__)
+    kind.steps = hooks.wrap_steps(Training.steps)
+    kind._commit = hooks.wrap_commit(Training._commit)
+    kind.report = hooks.redirect("report", Training.report)
+    kind.export = hooks.redirect("export", Training.export)
     store: Any = manager.Checkpoints
-    store.__init__ = watch.elsewhere("checkpoints", store.__init__, resume="auto")
+    store.__init__ = hooks.redirect("checkpoints", store.__init__, resume="auto")
     modules: list[Any] = [evaluation, trainer]
-    evaluated = watch.evaluating(evaluation.evaluate)
+    evaluated = hooks.wrap_evaluate(evaluation.evaluate)
     for module in modules:
         module.evaluate = evaluated
 
 
-class _Watch:
+class _Hooks:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._recorder = progress.recorder
         self._ids: list[int] = []
         self._numbers: dict[int, int] = {}
-        self._gradients: dict[int, Sketch] = {}
-        self._places = 0
+        self._gradients: dict[int, _Summary] = {}
+        self._num_redirected = 0
 
-    def giving(self, gave: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(gave)
+    def wrap_record_delivered(self, record_delivered: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(record_delivered)
         def watched(loader: Loader, ids: torch.Tensor) -> None:
             self._ids += ids.tolist()
-            gave(loader, ids)
+            record_delivered(loader, ids)
 
         return watched
 
-    def making(self, init: Callable[..., None]) -> Callable[..., None]:
+    def wrap_init(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
         def watched(training: Training, *args: Any, **kwargs: Any) -> None:
             self._progress.ends_by_itself = True
-            # The ranks are compared here in each step; the training's own check would stop the run.
+            # `verify` compares the ranks itself; the check of the training would stop the run.
             kwargs.pop("desync_also", None)
             kwargs["desync_every"] = 0
             if self._progress.plan.bitwise:
@@ -87,7 +87,7 @@ class _Watch:
 
         return watched
 
-    def stepping(self, steps: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    def wrap_steps(self, steps: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         @functools.wraps(steps)
         def watched(
             training: Training, epochs: int | None = None, *, until: int | None = None
@@ -107,7 +107,7 @@ class _Watch:
 
         return watched
 
-    def committing(self, commit: Callable[..., None]) -> Callable[..., None]:
+    def wrap_commit(self, commit: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(commit)
         def watched(training: Training, step: Any, *args: Any, **kwargs: Any) -> None:
             loss, count = step._local_loss()
@@ -133,7 +133,7 @@ class _Watch:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._gradients[id(parameter)] = sketch(parameter.grad)
+                    self._gradients[id(parameter)] = _summary(parameter.grad)
 
     def _gradients_by_name(self, training: Training) -> dict[str, Any]:
         return {
@@ -142,25 +142,27 @@ class _Watch:
             if id(parameter) in self._gradients
         }
 
-    def _parameters(self, training: Training) -> dict[str, Sketch]:
-        return {name: sketch(parameter) for name, parameter in _named(training)}
+    def _parameters(self, training: Training) -> dict[str, _Summary]:
+        return {name: _summary(parameter) for name, parameter in _named(training)}
 
-    def elsewhere(self, what: str, call: Callable[..., Any], **forced: Any) -> Callable[..., Any]:
-        """A function that takes a folder or file; it gets one in the folder of the run instead."""
+    def redirect(self, what: str, call: Callable[..., Any], **forced: Any) -> Callable[..., Any]:
+        """Replace the path that a function or constructor takes by one in the folder of the run."""
 
         @functools.wraps(call)
         def watched(target: Any, path: Any = None, *args: Any, **kwargs: Any) -> Any:
             path = kwargs.pop("folder", kwargs.pop("path", path))
             if path is not None:
-                self._places += 1
-                path = self._progress.plan.folder / f"{what}-{self._places}" / Path(path).name
+                self._num_redirected += 1
+                path = (
+                    self._progress.plan.folder / f"{what}-{self._num_redirected}" / Path(path).name
+                )
                 if what != "checkpoints":
                     path.parent.mkdir(parents=True, exist_ok=True)
             return call(target, path, *args, **kwargs | forced)
 
         return watched
 
-    def evaluating(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(evaluate)
         def watched(*args: Any, **kwargs: Any) -> Any:
             result = evaluate(*args, **kwargs)
@@ -179,9 +181,9 @@ def _named(training: Training) -> Iterator[tuple[str, torch.nn.Parameter]]:
             yield (f"model {number}: {name}" if number else name), parameter
 
 
-def _buffers(training: Training) -> dict[str, Sketch]:
+def _buffers(training: Training) -> dict[str, _Summary]:
     return {
-        f"model {number}: {name}" if number else name: sketch(buffer)
+        f"model {number}: {name}" if number else name: _summary(buffer)
         for number, model in enumerate(training.models)
         for name, buffer in unwrap(model).named_buffers()
         if buffer.is_floating_point()
@@ -189,13 +191,13 @@ def _buffers(training: Training) -> dict[str, Sketch]:
 
 
 def _batchnorm(layers: list[torch.nn.Module]) -> str:
-    """Over what the model normalises its batches: "local", "synchronised" or ""."""
+    """ "local" if BatchNorm normalises over one rank, "synchronised" if over all, "" without BatchNorm."""
     if any(isinstance(layer, SyncBatchNorm) for layer in layers):
         return "synchronised"
     return "local" if any(isinstance(layer, _BATCHNORMS) for layer in layers) else ""
 
 
-def sketch(tensor: torch.Tensor) -> Sketch:
+def _summary(tensor: torch.Tensor) -> _Summary:
     """The digest, the norm and the sum of a tensor. Collective for a DTensor: all ranks that hold it."""
     whole = tensor.detach()
     whole = plain(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)

@@ -15,8 +15,8 @@ from torch.distributed.algorithms.join import Join
 from paceline.audit.progress import Progress
 from paceline.audit.record import leaves, user_line
 
-# Every rank of the group calls these, unlike sends and receives.
-COLLECTIVES = (
+# Sends and receives are not in this list: not every rank of the group calls them.
+_COLLECTIVES = (
     "all_reduce",
     "reduce",
     "broadcast",
@@ -40,13 +40,14 @@ _MAX_VALUES = 16
 
 def install(progress: Progress) -> None:
     """Record the collectives of torch.distributed."""
-    watch = _Watch(progress)
-    for name in COLLECTIVES:
+    hooks = _Hooks(progress)
+    for name in _COLLECTIVES:
         original = getattr(c10d, name)
-        watched = watch.calling(name, original)
+        watched = hooks.wrap_collective(name, original)
         setattr(c10d, name, watched)
         setattr(dist, name, watched)
-    initialise = watch.initialising(c10d.init_process_group)
+    initialise = hooks.wrap_init_process_group(c10d.init_process_group)
+    c10d.init_process_group = dist.init_process_group = initialise
     enter = Join.__enter__
 
     def entering(join: Join) -> Any:
@@ -54,16 +55,15 @@ def install(progress: Progress) -> None:
         return enter(join)  # type: ignore[no-untyped-call]
 
     Join.__enter__ = entering  # type: ignore[method-assign]
-    c10d.init_process_group = dist.init_process_group = initialise
 
 
-class _Watch:
+class _Hooks:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._recorder = progress.recorder
         self._inside = False
 
-    def calling(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_collective(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(call)
 
         @functools.wraps(call)
@@ -83,7 +83,6 @@ class _Watch:
                     evaluation=self._progress.evaluation,
                     group=_ranks(given.get("group")),
                     reduce=str(given.get("op", "SUM")).rsplit(".", 1)[-1],
-                    dtype=str(tensors[0].dtype) if tensors else "",
                     shape=list(tensors[0].shape) if tensors else [],
                     items=_items(given.get("obj")),
                     values=_values([given["tensor"]] if "tensor" in given else []),
@@ -97,7 +96,7 @@ class _Watch:
 
         return watched
 
-    def initialising(self, initialise: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_init_process_group(self, initialise: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(initialise)
         def watched(*args: Any, **kwargs: Any) -> Any:
             backend = args[0] if args else kwargs.get("backend")
@@ -115,7 +114,7 @@ def _ranks(group: Any) -> list[int]:
 
 
 def _items(value: Any) -> int:
-    """The number of numbers and texts in an object."""
+    """How many numbers and texts an object contains."""
     return sum(x.numel() if isinstance(x, torch.Tensor) else 1 for x in leaves(value))
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-_PASS_ON = frozenset({"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"})
-_MEAN, _SUM = 1, 2
-_NOTHING = torch.empty(0)
+_WITHOUT_EFFECT = frozenset(
+    {"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"}
+)
+_MEAN, _SUM = 1, 2  # values of `_saved_reduction`
+_EMPTY = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,8 @@ def loss_weight(loss: torch.Tensor) -> LossWeight | None:
     try:
         return _walk(loss.grad_fn, 1.0)
     except AttributeError:
-        return (
-            None  # torch documents the `_saved_` attributes of nodes, but not which node has which
-        )
+        # torch documents the `_saved_` attributes of nodes, but not which node has which.
+        return None
 
 
 def _walk(node: Any, factor: float) -> LossWeight | None:
@@ -53,7 +54,7 @@ def _walk(node: Any, factor: float) -> LossWeight | None:
             # A penalty was added to the loss; the first reduction is the one over samples.
             first = _walk(node.next_functions[0][0], factor)
             return first or _walk(node.next_functions[1][0], factor)
-        elif name not in _PASS_ON:
+        elif name not in _WITHOUT_EFFECT:
             return _reduction(node, name, factor)
         node = node.next_functions[0][0]
     return None
@@ -76,7 +77,7 @@ def _reduction(node: Any, name: str, factor: float) -> LossWeight | None:
 def _terms(node: Any) -> float:
     # With class weights, the total is the sum of the weights and not a number of samples.
     by_class = getattr(node, "_saved_weight", None) is not None
-    if not by_class and getattr(node, "_saved_total_weight", _NOTHING).numel() == 1:
+    if not by_class and getattr(node, "_saved_total_weight", _EMPTY).numel() == 1:
         total = float(node._saved_total_weight)  # targets that are not ignored; 0 for sums
         if total:
             return total
