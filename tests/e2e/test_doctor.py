@@ -34,7 +34,7 @@ def test_one_process_examines_this_host(tmp_path: Path) -> None:
     assert done.code == 0, done.out + done.err
     lines = done.out.splitlines()
     assert any(line.startswith("ok    versions: paceline") for line in lines)
-    assert any("all-reduce: 16 MiB over 2 ranks are right" in line for line in lines)
+    assert any("all-reduce: 16 MiB over 2 ranks, correct sum" in line for line in lines)
     assert any(f"folder: {tmp_path / 'runs'}" in line for line in lines)
     assert list((tmp_path / "runs").iterdir()) == []
 
@@ -111,24 +111,24 @@ def test_two_hosts_are_one_report(tmp_path: Path, two_hosts: None) -> None:
     assert levels["network"] == levels["all-reduce"] == {"ok"}
     links = told["facts"]["links"]
     assert [(link["from"], link["to"]) for link in links] == [(0, 1), (1, 0)]
-    assert {link["ends"]["address"] for link in links} == set(HOSTS.values())
-    assert any(", by cable." in finding["what"] for finding in told["findings"])
+    assert {link["endpoint"]["address"] for link in links} == set(HOSTS.values())
+    assert any(", over cable." in finding["what"] for finding in told["findings"])
 
 
 @pytest.mark.slow
-def test_a_name_that_leads_to_loopback_is_found_with_its_cure(
+def test_a_name_that_resolves_to_loopback_is_found_with_its_fix(
     tmp_path: Path, two_hosts: None
 ) -> None:
     names = subprocess.run(
         ["getent", "ahosts", os.uname().nodename], capture_output=True, text=True
     )
     if not all(line.startswith(("127.", "::1")) for line in names.stdout.splitlines()):
-        pytest.skip("this host's name leads to an address of its own")
+        pytest.skip("this host's name resolves to an address of its own")
     done = _on_both(tmp_path)
     assert [each.code for each in done] == [1, 1], done
     told = next(_told(each) for each in done if each.out.startswith("[0] {"))
     levels = _levels(told)
     assert "fail" in levels["host name"] & levels["all-reduce"]
     assert levels["network"] == {"ok"}
-    cures = {finding["cure"] for finding in told["findings"] if finding["name"] == "host name"}
-    assert cures == {"set GLOO_SOCKET_IFNAME=cable, or correct /etc/hosts."}
+    fixes = {finding["fix"] for finding in told["findings"] if finding["name"] == "host name"}
+    assert fixes == {"set GLOO_SOCKET_IFNAME=cable, or correct /etc/hosts."}

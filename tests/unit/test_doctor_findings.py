@@ -1,4 +1,4 @@
-"""Findings from recorded facts, and the way from one host to another over loopback."""
+"""Findings from recorded facts, and the link from one host to another over loopback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.machine import cgroup_folders
 GIB = 1 << 30
 KEY = "k" * 64
 
-# What two hosts with a GPU for each of two ranks said, the node's own interface being eth0.
+# Facts of a host with two ranks and two GPUs, whose interface is eth0.
 HOST: dict[str, Any] = {
     "rank": 0,
     "local_rank": 0,
@@ -53,11 +53,11 @@ HOST: dict[str, Any] = {
 LINK: dict[str, Any] = {
     "from": 0,
     "to": 2,
-    "ends": {"address": "10.0.0.2", "ephemeral": 41000, "fixed": 29501},
+    "endpoint": {"address": "10.0.0.2", "ephemeral": 41000, "fixed": 29501},
     "fixed": "",
     "ephemeral": "",
     "from_address": "10.0.0.1",
-    "name_leads_to": ["10.0.0.2"],
+    "resolved": ["10.0.0.2"],
     "latency_s": 1e-4,
     "clock_s": 0.001,
     "bytes_per_s": 1e9,
@@ -74,7 +74,7 @@ def _two_hosts() -> dict[str, Any]:
         facts["interfaces"]["eth0"] = facts["names"]["addresses"] = [f"10.0.0.{rank // 2 + 1}"]
         ranks.append(facts)
     there = copy.deepcopy(LINK)
-    back = there | {"from": 2, "to": 0, "from_address": "10.0.0.2", "name_leads_to": ["10.0.0.1"]}
+    back = there | {"from": 2, "to": 0, "from_address": "10.0.0.2", "resolved": ["10.0.0.1"]}
     reduce = [dict(REDUCE) for _ in ranks]
     return {"ranks": ranks, "links": [there, back], "reduce": reduce, "shared": None}
 
@@ -91,19 +91,19 @@ def test_two_sound_hosts_are_ok_on_every_subject() -> None:
     assert all(finding.what.endswith(".") for finding in findings)
     network = next(finding.what for finding in findings if finding.name == "network")
     assert network == (
-        "2 of 2 ways between hosts work, 0.10 to 0.10 ms, 1.00 GB/s to 1.00 GB/s, by eth0."
+        "2 of 2 links between hosts work, 0.10 to 0.10 ms, 1.00 GB/s to 1.00 GB/s, over eth0."
     )
 
 
-# Where in the facts, what stands there, and the one finding that this makes.
+# A path in the facts, its new value, and the level and text of the one finding that results.
 CHANGES = [
     ("ranks.2.versions.torch", "2.12.0", "fail", "torch differs: 2.13.0 on a, 2.12.0 on b."),
     ("ranks.2.versions.driver", "560.0", "warn", "driver differs: 570.1 on a, 560.0 on b."),
     ("ranks.1.device.missing", True, "fail", "a shows 2 GPUs to 2 ranks."),
     ("ranks.1.device.uuid", "u0", "fail", "ranks of a share a GPU."),
     ("ranks.0.device.used", 20 * GIB, "warn", "GPU 0 of a has 20.0 GiB in use already."),
-    ("ranks.0.cores", 1, "warn", "a gives 1 core of 16 to 2 ranks."),
-    ("ranks.0.memory_kills", 2, "warn", "2 processes died for memory in the container of a."),
+    ("ranks.0.cores", 1, "warn", "a has 1 usable core of 16 for 2 ranks."),
+    ("ranks.0.memory_kills", 2, "warn", "2 processes ran out of memory in the container of a."),
     (
         "ranks.2.shm_size",
         64 << 20,
@@ -114,25 +114,25 @@ CHANGES = [
         "ranks.2.names.addresses",
         ["127.0.1.1"],
         "fail",
-        "the name b leads to 127.0.1.1 on b; over several hosts Gloo would connect to itself.",
+        "the name b resolves to 127.0.1.1 on b; over several hosts Gloo would connect to itself.",
     ),
     (
         "ranks.0.port_owner",
         "pid 812 (python old.py), started 3 h ago",
         "warn",
-        "port 29500, torch's usual one, is held on a by pid 812 (python old.py), started 3 h ago.",
+        "port 29500, torch's usual one, is in use on a by pid 812 (python old.py), started 3 h ago.",
     ),
     (
         "ranks.0.ephemeral_ports",
         [60000, 60100],
         "warn",
-        "the kernel of a chooses from 100 ports alone.",
+        "a has only 100 ephemeral ports.",
     ),
     (
         "links.1.ephemeral",
         "timed out",
         "fail",
-        "b cannot reach a at 10.0.0.2:41000 (a port of the kernel's choice): timed out.",
+        "b cannot reach a at 10.0.0.2:41000 (an ephemeral port): timed out.",
     ),
     (
         "links.0.fixed",
@@ -142,10 +142,10 @@ CHANGES = [
     ),
     ("links.0.clock_s", -90.0, "warn", "the clocks of a and b differ by 90.0 s."),
     (
-        "links.0.name_leads_to",
+        "links.0.resolved",
         ["127.0.1.1"],
         "warn",
-        "on a the name b leads to 127.0.1.1, which is not b's.",
+        "on a the name b resolves to 127.0.1.1, which is not an address of b.",
     ),
     ("reduce.3.right", False, "fail", "the sum is wrong."),
     ("reduce.2.error", "bang\nmore", "fail", "it failed: bang"),
@@ -153,7 +153,7 @@ CHANGES = [
         "ranks.2.variables",
         {"NCCL_SOCKET_IFNAME": "ib0"},
         "warn",
-        "b: NCCL_SOCKET_IFNAME=ib0 fits no interface.",
+        "b: NCCL_SOCKET_IFNAME=ib0 matches no interface.",
     ),
     (
         "ranks.0.variables",
@@ -177,13 +177,13 @@ CHANGES = [
         "ranks.0.variables",
         {"CUDA_VISIBLE_DEVICES": "0,1,2"},
         "warn",
-        "a: CUDA_VISIBLE_DEVICES=0,1,2 lists 3, torch sees 2.",
+        "a: CUDA_VISIBLE_DEVICES=0,1,2 lists 3 GPUs, torch sees 2.",
     ),
     (
         "ranks.0.variables",
         {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
         "warn",
-        "a: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each collective with another one.",
+        "a: TORCH_DISTRIBUTED_DEBUG=DETAIL adds a check to each collective, which costs speed.",
     ),
     (
         "ranks.0.folder",
@@ -210,7 +210,7 @@ def test_each_fault_makes_one_finding(where: str, value: Any, level: str, what: 
     place[last] = value
     wrong = _wrong(found)
     assert [(finding.level, finding.what) for finding in wrong] == [(level, what)]
-    assert wrong[0].cure
+    assert wrong[0].fix
 
 
 def test_a_name_that_leads_to_loopback_first_is_a_fault_only_for_several_hosts() -> None:
@@ -218,7 +218,7 @@ def test_a_name_that_leads_to_loopback_first_is_a_fault_only_for_several_hosts()
     names: dict[str, Any] = found["ranks"][2]["names"]
     names["addresses"] = ["127.0.1.1", "10.0.0.2"]  # Gloo takes the first one
     (wrong,) = _wrong(found)
-    assert (wrong.level, wrong.cure) == (
+    assert (wrong.level, wrong.fix) == (
         "fail",
         "set GLOO_SOCKET_IFNAME=eth0, or correct /etc/hosts.",
     )
@@ -231,8 +231,8 @@ def test_a_name_that_leads_to_loopback_first_is_a_fault_only_for_several_hosts()
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        ({"GLOO_SOCKET_IFNAME": "lo"}, "a: GLOO_SOCKET_IFNAME=lo reaches no other host."),
-        ({"NCCL_SOCKET_IFNAME": "^eth"}, "a reaches b by eth0, but NCCL_SOCKET_IFNAME=^eth."),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, "a: GLOO_SOCKET_IFNAME=lo cannot reach other hosts."),
+        ({"NCCL_SOCKET_IFNAME": "^eth"}, "a reaches b through eth0, but NCCL_SOCKET_IFNAME=^eth."),
     ],
 )
 def test_an_interface_that_does_not_reach_the_peers(values: dict[str, str], what: str) -> None:
@@ -254,7 +254,9 @@ def test_a_run_folder_that_a_host_does_not_share() -> None:
     for rank in (0, 2):
         found["ranks"][rank]["folder"] = {"path": "/runs", "bytes_per_s": 1e9, "free": GIB}
     found["shared"] = [True, True, False, False]
-    assert [f.what for f in _wrong(found)] == ["/runs on b does not show what rank 0 wrote there."]
+    assert [f.what for f in _wrong(found)] == [
+        "/runs on b does not have the file that rank 0 wrote."
+    ]
 
 
 def test_the_need_of_loaders_is_held_against_shm_and_cores() -> None:
@@ -269,10 +271,10 @@ def test_the_need_of_loaders_is_held_against_shm_and_cores() -> None:
     assert "may need 32.0 GiB" in wrong[1].what  # 2 ranks x 8 workers x 2 batches ahead x 1 GiB
 
 
-def test_an_error_of_the_all_reduce_gets_the_cure_of_the_table() -> None:
+def test_an_error_of_the_all_reduce_gets_the_fix_of_the_table() -> None:
     found = _two_hosts()
     found["reduce"][0] = {"error": "Gloo connectFullMesh failed with: remote=[127.0.0.1]:1"}
-    assert "GLOO_SOCKET_IFNAME" in _wrong(found)[0].cure
+    assert "GLOO_SOCKET_IFNAME" in _wrong(found)[0].fix
 
 
 def test_containers_of_one_name_are_told_apart() -> None:
@@ -289,8 +291,8 @@ def test_what_is_wrong_comes_first_and_what_is_well_once(
     found["ranks"][2]["memory_kills"] = 1
     doctor._print(judge(found, Need()), found, 0, as_json=False)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "warn  memory: 1 process died for memory in the container of b."
-    assert lines[1].startswith("      cure: ")
+    assert lines[0] == "warn  memory: 1 process ran out of memory in the container of b."
+    assert lines[1].startswith("      fix: ")
     assert "ok    devices: a: 2 x H. (and 1 more)" in lines
     assert len([line for line in lines if "devices" in line]) == 1
 
@@ -316,21 +318,21 @@ def test_interfaces_are_named_as_gloo_and_nccl_do(variable: str, value: str, fit
 def test_a_way_between_hosts_is_measured() -> None:
     listener = Listener("127.0.0.1", KEY)
     try:
-        link = measure(listener.ends, KEY, "localhost")
+        link = measure(listener.endpoint, KEY, "localhost")
     finally:
         listener.close()
     assert (link["fixed"], link["ephemeral"], link["from_address"]) == ("", "", "127.0.0.1")
-    assert 29500 <= listener.ends["fixed"] <= 29550
+    assert 29500 <= listener.endpoint["fixed"] <= 29550
     assert 0 < link["latency_s"] < 1
     assert abs(link["clock_s"]) < 1
     assert link["bytes_per_s"] > 1e6
-    assert "127.0.0.1" in link["name_leads_to"]
+    assert "127.0.0.1" in link["resolved"]
 
 
 def test_who_does_not_know_the_key_gets_no_answer() -> None:
     listener = Listener("127.0.0.1", KEY)
     try:
-        link = measure(listener.ends, "w" * 64, "localhost")
+        link = measure(listener.endpoint, "w" * 64, "localhost")
     finally:
         listener.close()
     assert link["ephemeral"]
@@ -340,10 +342,10 @@ def test_who_does_not_know_the_key_gets_no_answer() -> None:
 def test_a_port_that_nobody_opened_is_a_fact() -> None:
     listener = Listener("127.0.0.1", KEY)
     listener.close()
-    link = measure(listener.ends, KEY, "no-such-host.invalid")
+    link = measure(listener.endpoint, KEY, "no-such-host.invalid")
     assert "refused" in link["fixed"]
     assert "refused" in link["ephemeral"]
-    assert link["name_leads_to"] == []
+    assert link["resolved"] == []
 
 
 def test_no_host_is_asked_by_two_in_one_round() -> None:

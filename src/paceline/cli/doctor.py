@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _print(findings: list[Finding], found: dict[str, Any], code: int, *, as_json: bool) -> None:
     if as_json:
-        told = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({"findings": told, "facts": found, "exit_code": code}, indent=1))
+        plain = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"findings": plain, "facts": found, "exit_code": code}, indent=1))
         return
     for finding in sorted(findings, key=lambda f: ("fail", "warn", "ok").index(f.level)):
         alike = [f for f in findings if (f.level, f.name) == ("ok", finding.name)]
@@ -57,8 +57,8 @@ def _print(findings: list[Finding], found: dict[str, Any], code: int, *, as_json
             continue  # an ok finding is printed for the first host only
         more = f" (and {len(alike) - 1} more)" if alike[1:] and finding is alike[0] else ""
         print(f"{finding.level:<5} {finding.name}: {finding.what}{more}")
-        if finding.cure:
-            print(f"      cure: {finding.cure}")
+        if finding.fix:
+            print(f"      fix: {finding.fix}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Links from each host to each other host, by plain sockets: reachability, latency, rate and clock offset.
+"""Links from each host to each other host, with plain sockets: reachability, latency, rate and clock offset.
 
 Each host listens on the address that leads to the others, on a port that the kernel chooses and on one of the
 range that firewalls usually open. A client must send the job's key. Uses no torch and no pickle.
@@ -22,27 +22,30 @@ _IO_S = 30.0
 _PINGS = 20
 _SIZES = {b"s": 1 << 20, b"l": 32 << 20}  # the large one only if the link is fast enough
 _CHUNK = 1 << 20
-_MOMENT_S = 0.2
-# Limits clients at one time; others wait.
-_AT_ONCE = 32
-_PAUSE_S = 0.01
+_SLOW_S = 0.2
+_MAX_CLIENTS = 32  # at one time; others wait
+_PAUSE_S = 0.01  # after a failed accept
 _KEY_CHARS = 64
 _PING = b"p"
 
 
 class Listener:
-    """This host's end of the links, while it is open."""
+    """Answers the measurements of other hosts until it is closed.
+
+    Attributes:
+        endpoint: the address, and the two ports: "ephemeral" and "fixed"; None if it could not listen there.
+    """
 
     def __init__(self, address: str, key: str) -> None:
         self._key = key.encode()
         self._open = True
-        self._room = threading.Semaphore(_AT_ONCE)
+        self._slots = threading.Semaphore(_MAX_CLIENTS)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         free = next((s for p in range(*FIREWALL_PORTS) if (s := _listen(address, p))), None)
         chosen = _listen(address, 0)
         self._sockets = [s for s in (chosen, free) if s is not None]
-        self.ends: Facts = {
+        self.endpoint: Facts = {
             "address": address,
             "ephemeral": chosen.getsockname()[1] if chosen else None,
             "fixed": free.getsockname()[1] if free else None,
@@ -57,12 +60,12 @@ class Listener:
             with contextlib.suppress(OSError):
                 listening.shutdown(socket.SHUT_RDWR)  # wakes accept()
             listening.close()
-        for _ in range(2):  # a thread that accepts may have started another one
+        for _ in range(2):  # a thread that accepts may have started another thread
             for thread in self._threads:
                 thread.join(_IO_S)
 
-    def _start(self, work: Callable[[socket.socket], None], way: socket.socket) -> None:
-        thread = threading.Thread(target=work, args=(way,), daemon=True)
+    def _start(self, work: Callable[[socket.socket], None], connection: socket.socket) -> None:
+        thread = threading.Thread(target=work, args=(connection,), daemon=True)
         with self._lock:
             thread.start()
             self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
@@ -74,7 +77,7 @@ class Listener:
             except OSError:
                 time.sleep(_PAUSE_S)  # closed, the peer has left, or too many files are open
                 continue
-            self._room.acquire()
+            self._slots.acquire()
             self._start(self._serve, peer)
 
     def _serve(self, peer: socket.socket) -> None:
@@ -89,25 +92,27 @@ class Listener:
                         _receive(peer, _CHUNK)
                     peer.sendall(struct.pack("d", time.time()))
         finally:
-            self._room.release()
+            self._slots.release()
 
 
-def measure(ends: Facts, key: str, host: str) -> Facts:
-    """Measure the link from here to another host's `ends`, and resolve its name here."""
-    link: Facts = {"name_leads_to": addresses_of(host)}
+def measure(endpoint: Facts, key: str, host: str) -> Facts:
+    """Measure the link from here to another host's `endpoint`, and resolve its name here."""
+    link: Facts = {"resolved": addresses_of(host)}
     for kind in ("fixed", "ephemeral"):
-        if ends[kind] is None:
+        if endpoint[kind] is None:
             link[kind] = "the peer could not listen there"
             continue
         try:
-            with socket.create_connection((ends["address"], ends[kind]), _CONNECT_S) as way:
-                link["from_address"] = way.getsockname()[0]
+            with socket.create_connection(
+                (endpoint["address"], endpoint[kind]), _CONNECT_S
+            ) as connection:
+                link["from_address"] = connection.getsockname()[0]
                 link[kind] = ""
-                way.settimeout(_IO_S)
-                way.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                way.sendall(key.encode())
+                connection.settimeout(_IO_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.sendall(key.encode())
                 if kind == "ephemeral":
-                    link |= _speed(way)
+                    link |= _speed(connection)
         except OSError as error:
             link[kind] = str(error) or type(error).__name__
     return link
@@ -118,20 +123,20 @@ def rounds(size: int, me: int) -> Iterator[int]:
     return ((me + step) % size for step in range(1, size))
 
 
-def _speed(way: socket.socket) -> Facts:
+def _speed(connection: socket.socket) -> Facts:
     pings = []
     for _ in range(_PINGS):
-        there, back, told = _ask(way, _PING)
-        # Assume that the peer read its clock half way.
-        pings.append((back - there, told - (there + back) / 2))
+        sent, received, their_clock = _ask(connection, _PING)
+        # Assume that the peer read its clock in the middle.
+        pings.append((received - sent, their_clock - (sent + received) / 2))
     rate = 0.0
     for request, size in _SIZES.items():
         began = time.perf_counter()
-        way.sendall(request + bytes(size))
-        _receive(way, 8)
+        connection.sendall(request + bytes(size))
+        _receive(connection, 8)
         took = time.perf_counter() - began
         rate = size / took
-        if took > _MOMENT_S:
+        if took > _SLOW_S:
             break
     pings.sort()
     return {
@@ -141,11 +146,11 @@ def _speed(way: socket.socket) -> Facts:
     }
 
 
-def _ask(way: socket.socket, request: bytes) -> tuple[float, float, float]:
-    there = time.time()
-    way.sendall(request)
-    told: float = struct.unpack("d", _receive(way, 8))[0]
-    return there, time.time(), told
+def _ask(connection: socket.socket, request: bytes) -> tuple[float, float, float]:
+    sent = time.time()
+    connection.sendall(request)
+    their_clock: float = struct.unpack("d", _receive(connection, 8))[0]
+    return sent, time.time(), their_clock
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
@@ -162,18 +167,18 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def address_towards(host: str, port: int) -> tuple[str, str]:
-    """This host's address on the way to another one, and that one's."""
+    """This host's address for connections to `host`, and the address of `host`."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing
         return probe.getsockname()[0], probe.getpeername()[0]
 
 
-def _receive(way: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int) -> bytes:
     data = bytearray(size)
     view = memoryview(data)
     while view:
-        count = way.recv_into(view)
+        count = connection.recv_into(view)
         if count == 0:
             raise ConnectionError("the peer closed the connection")
         view = view[count:]

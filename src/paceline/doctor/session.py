@@ -84,17 +84,17 @@ def _links(store: dist.Store, info: RankInfo, ranks: list[Facts], hosts: list[in
     seen = _exchange(store, info, "address", [mine, master])
     if info.rank not in hosts:
         return []
-    # Rank 0 listens on the address that the others use; its own name may lead to loopback there.
+    # Rank 0 listens on the address that the others use; there, its own name may resolve to loopback.
     address = next(seen[h][1] for h in hosts if h != 0) if info.rank == 0 else mine
     listener = Listener(address, key)
     links = []
     try:
-        store.set(f"ends/{info.rank}", json.dumps(listener.ends))
+        store.set(f"endpoint/{info.rank}", json.dumps(listener.endpoint))
         for number, peer in enumerate(rounds(len(hosts), hosts.index(info.rank))):
             rank = hosts[peer]
-            ends = json.loads(store.get(f"ends/{rank}"))
-            link = measure(ends, key, ranks[rank]["host"])
-            links.append(link | {"from": info.rank, "to": rank, "ends": ends})
+            endpoint = json.loads(store.get(f"endpoint/{rank}"))
+            link = measure(endpoint, key, ranks[rank]["host"])
+            links.append(link | {"from": info.rank, "to": rank, "endpoint": endpoint})
             store.set(f"round/{number}/{info.rank}", "")
             store.wait([f"round/{number}/{host}" for host in hosts], timedelta(seconds=_TIMEOUT_S))
     finally:
@@ -145,7 +145,8 @@ def _try(store: dist.Store, info: RankInfo, backend: str, device: torch.device) 
     def attempt() -> None:
         try:
             with _group(store, info, backend, device):
-                found.update(_timed_reduce(info.rank, info.world_size, device), error="")
+                found.update(_timed_reduce(info.rank, info.world_size, device))
+                del found["error"]
         except (RuntimeError, ValueError) as error:
             found["error"] = str(error)
 
@@ -153,7 +154,7 @@ def _try(store: dist.Store, info: RankInfo, backend: str, device: torch.device) 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(_DEADLINE_S)
-    return {name: value for name, value in found.items() if value != ""}
+    return dict(found)  # the thread may still run
 
 
 @contextlib.contextmanager

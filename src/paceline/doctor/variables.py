@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.doctor.facts import Facts
 
-# Any value but 0 costs speed; they often remain set after a search for a fault.
+# Any value but 0 costs speed. They often remain set after debugging.
 _COSTLY = {
     "NCCL_P2P_DISABLE": "GPUs of one host talk through the host's memory",
     "NCCL_SHM_DISABLE": "ranks of one host talk through the network",
@@ -15,24 +15,24 @@ _COSTLY = {
 
 
 def judge_variables(host: Facts, *, several_hosts: bool) -> Iterator[tuple[str, str]]:
-    """Problems with the variables of a host's first rank, each with its cure."""
+    """Problems with the variables of a host's first rank, each with its fix."""
     variables: dict[str, str] = host["variables"]
     names = list(host["interfaces"])
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = variables.get(variable)
         if value and not any(interface_fits(variable, value, name) for name in names):
-            cure = f"name one of {', '.join(names)}, or unset it."
-            yield f"{variable}={value} fits no interface.", cure
+            fix = f"name one of {', '.join(names)}, or unset it."
+            yield f"{variable}={value} matches no interface.", fix
         elif value == "lo" and several_hosts:
-            cure = "name the interface that reaches the other hosts."
-            yield f"{variable}=lo reaches no other host.", cure
-    for variable, price in _COSTLY.items():
+            fix = "name the interface that reaches the other hosts."
+            yield f"{variable}=lo cannot reach other hosts.", fix
+    for variable, cost in _COSTLY.items():
         if variables.get(variable, "0") not in ("", "0"):
-            yield f"{variable}={variables[variable]}: {price}.", "unset it unless it is needed."
+            yield f"{variable}={variables[variable]}: {cost}.", "unset it unless it is needed."
     if variables.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
         yield (
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL checks each collective with another one.",
-            "unset it when the fault is found.",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL adds a check to each collective, which costs speed.",
+            "unset it after debugging.",
         )
     if variables.get("NCCL_IB_DISABLE", "0") not in ("", "0") and host["infiniband"]:
         yield (
@@ -52,7 +52,7 @@ def judge_variables(host: Facts, *, several_hosts: bool) -> Iterator[tuple[str, 
     listed = [word for word in shown.split(",") if word.strip()]
     if len(listed) > host["gpus"]:
         yield (
-            f"CUDA_VISIBLE_DEVICES={shown} lists {len(listed)}, torch sees {host['gpus']}.",
+            f"CUDA_VISIBLE_DEVICES={shown} lists {len(listed)} GPUs, torch sees {host['gpus']}.",
             "list GPUs that `nvidia-smi -L` shows, each once.",
         )
 
