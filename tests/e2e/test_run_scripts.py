@@ -170,7 +170,7 @@ BAD = [
     ("--nproc-per-node=x good.py", 2, "--nproc-per-node must be a number, and is 'x'"),
     ("--nnodes=2 --node-rank=5 good.py", 2, "--node-rank is 5, and there are 2 nodes"),
     ("--nnodes=2 --node-rank=-1 good.py", 2, "--node-rank is -1, and there are 2 nodes"),
-    ("--nnodes=2 --rdzv-endpoint=a:b good.py", 2, "--rdzv-endpoint is no address: 'a:b'"),
+    ("--nnodes=2 --rdzv-endpoint=a:b good.py", 2, "--rdzv-endpoint is not an address: 'a:b'"),
     ("--no-such good.py", 2, "unrecognized arguments: --no-such"),
     ("", 2, "training_script"),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.launch.options import read
+from paceline.launch.options import read_options
 from paceline.launch.prescan import ScriptError, check_script, early_count
 from paceline.machine import cgroup_quota, usable_cores
 
@@ -78,7 +78,7 @@ def test_scripts_that_are_not_there(tmp_path: Path) -> None:
 )
 def test_options_that_cannot_be(words: str) -> None:
     with pytest.raises(ConfigError):
-        read(words.split())
+        read_options(words.split())
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ def test_options_that_cannot_be(words: str) -> None:
     ],
 )
 def test_one_node_binds_its_own_store(words: str, address: tuple[str, int] | None) -> None:
-    options = read(words.split())
+    options = read_options(words.split())
     assert options.address == address
     assert options.notes == ()
 
 
 def test_reading_options_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    read(["--nproc-per-node=2", "t.py"])
+    read_options(["--nproc-per-node=2", "t.py"])
     assert "OMP_NUM_THREADS" not in os.environ
 
 

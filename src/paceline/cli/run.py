@@ -20,5 +20,5 @@ def main(argv: Sequence[str]) -> NoReturn:
     code = run_launcher(argv)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # All is closed. Taking torch down in order would take another third of a second.
+    # Everything is closed. The regular shutdown of torch would take another third of a second.
     os._exit(code)

@@ -13,15 +13,13 @@ import sys
 from collections.abc import Sequence
 
 from paceline.errors import ConfigError
-from paceline.launch.local_ranks import LocalRanks, environment_of_ranks
+from paceline.launch.local_ranks import LocalRanks, choose_threads, environment_of_ranks
 from paceline.launch.output import Consoles
 from paceline.launch.prescan import ScriptError, early_count
-from paceline.machine import usable_cores
 
 __all__ = ["run"]
 
 USAGE_ERROR = 2
-_CPP_LOG_LEVEL = "FATAL"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -37,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         local_ranks = LocalRanks(Consoles.of_this_process())
         if (count := early_count(argv, os.environ)) is not None:
-            local_ranks.start(count, environment_of_ranks(_early_threads(count)))
+            local_ranks.start(count, environment_of_ranks(choose_threads(count)[0]))
         return _launch(argv, local_ranks)
     except ConfigError as error:
         print(f"paceline: {error}", file=sys.stderr)
@@ -46,29 +44,25 @@ def run(argv: Sequence[str]) -> int:
         print(error, end="", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130  # before the scripts had begun
+        return 130  # the scripts had not begun yet
     finally:
         if local_ranks is not None:
             local_ranks.close()
 
 
-def _early_threads(count: int) -> str | None:
-    if "OMP_NUM_THREADS" in os.environ and os.environ.get("PACELINE_THREADS") != "auto":
-        return None
-    return str(max(1, usable_cores() // count))
-
-
 def _launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
-    # The collector only slows the import down. At its import torch also reads how much its native code may
-    # log: for a store whose other end has left, that would be twenty lines of addresses in the launcher.
-    collects = gc.isenabled()
+    # The garbage collector only slows this import down.
+    collects_garbage = gc.isenabled()
     gc.disable()
-    level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", _CPP_LOG_LEVEL)
+    # torch reads this when it is imported. By default, it would make the launcher print twenty lines of
+    # addresses if the process that serves a store has ended.
+    user_has_set_level = "TORCH_CPP_LOG_LEVEL" in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         from paceline.launch.session import launch
     finally:
-        if level is _CPP_LOG_LEVEL:
+        if not user_has_set_level:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
-        if collects:
+        if collects_garbage:
             gc.enable()
     return launch(argv, local_ranks)

@@ -1,7 +1,7 @@
 """torch's elastic agent with our ranks: started early, stopped cleanly, and diagnosed when they fail.
 
-A front to `LocalElasticAgent`, which keeps rendezvous, rank assignment, restarts, file timers and health
-checks. Its documented methods for starting, watching and stopping processes are replaced.
+A front to `LocalElasticAgent`, which does rendezvous, rank assignment, restarts, file timers and health
+checks. This file replaces its documented methods that start, watch and stop processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.machine import read_memory
 from paceline.watch.crash import Fact, FirstFailure, find_first_failure
 from paceline.watch.rank_state import last_call
 
-# How long preempted ranks of other nodes may need the store: all stop after the same step.
+# How long preempted ranks of other nodes may still need the store. All ranks stop after the same step.
 _PREEMPTED_WAIT_S = 5.0
 
 
@@ -47,16 +47,16 @@ class RankSettings:
 
     Args:
         script: The script and its arguments, as worker.py takes them.
-        environment: What each rank's environment has besides what torch's agent sets.
+        environment: Variables of each rank in addition to those of torch's agent.
         start: Starts the processes of a round.
         announce: Called with the worker group when a round begins.
-        logs: Where torch's log options send output; None for the consoles alone.
+        logs: The log files that torch's options ask for; None for the consoles alone.
         shown: Local ranks whose output the consoles show; None for all.
         prefix: Template of the line prefix (`TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE`).
         grace_s: How long ranks may take to end when a peer failed.
         signal_grace_s: The same when the launcher got a signal.
         interval_s: How often the ranks are checked.
-        log_dir: Where a failed job leaves its report; None for the temporary folder.
+        log_dir: Where the report of a failed job is written; None for the temporary folder.
         watch: Finds hangs; None if the ranks are not Python.
         spares: Whether to keep interpreters ready for a restart.
     """
@@ -77,12 +77,12 @@ class RankSettings:
 
 
 class Agent(LocalElasticAgent):
-    """Runs the rounds of one node.
+    """Runs the ranks of one node, again after each restart. A round is the time between two restarts.
 
     Attributes:
-        verdict: On the last round that failed.
-        interrupted_at: Where a rank was that ended by KeyboardInterrupt.
-        preempted: Whether the ranks ended to be started again.
+        verdict: The first failure of the last round that failed.
+        interrupted_at: Where the first rank was that ended by KeyboardInterrupt; empty if there is none.
+        preempted: Whether the ranks asked that the job be started again.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Agent(LocalElasticAgent):
         self._exchange: NodeExchange | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # The store of the last round ends with the last reference to it.
+        # The store of the last round closes its port when the last reference to it is gone.
         self._store = None
         worker_group.store = None
         if self._local_ranks.announced and not self._local_ranks.ranks:
@@ -126,7 +126,7 @@ class Agent(LocalElasticAgent):
         self._settings.announce(worker_group)
 
     def _exit_barrier(self) -> None:
-        # torch's own barrier would wait for launchers whose ranks were stopped.
+        # torch's own barrier would also wait for launchers that have stopped their ranks and will not come.
         if self.preempted:
             self._wait_for_nodes(_PREEMPTED_WAIT_S)
         else:
@@ -163,15 +163,15 @@ class Agent(LocalElasticAgent):
                     stream.console = None
         for worker in worker_group.workers:
             script = dict(self._settings.script, env=environments[worker.local_rank])
-            for words in ("argv", "command"):
-                if words in script:
-                    script[words] = macros.substitute(script[words], str(worker.local_rank))
+            for key in ("argv", "command"):
+                if key in script:
+                    script[key] = macros.substitute(script[key], str(worker.local_rank))
             self._local_ranks.run(worker.local_rank, worker.global_rank, script)
         return {rank.local_rank: rank.pid for rank in ranks}
 
     def _environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
         spec = group.spec
-        # torch builds the same where it starts its own processes, out of reach for a subclass.
+        # torch sets the same variables in `_start_workers`, which this class replaces.
         environment: dict[str, Any] = {
             "RANK": worker.global_rank,
             "GROUP_RANK": group.group_rank,
@@ -183,7 +183,7 @@ class Agent(LocalElasticAgent):
             "ROLE_WORLD_SIZE": worker.role_world_size,
             "MASTER_ADDR": group.master_addr,
             "MASTER_PORT": group.master_port,
-            # Equal on all nodes, also on one that joined later: ranks meet under this number.
+            # Equal on all nodes, also on one that joined later: the ranks use it in the keys of their store.
             "TORCHELASTIC_RESTART_COUNT": self._nodes.round if self._nodes else self._restarts,
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
@@ -195,7 +195,7 @@ class Agent(LocalElasticAgent):
         return self._settings.environment | environment
 
     def _connect_logs(self, logs: LogsSpecs, environments: dict[int, dict[str, str]]) -> None:
-        """Apply torch's log options: files, tees and filters; adds the error files to `environments`."""
+        """Apply torch's log options: files, tees and filters. Also adds the error files to `environments`."""
         spec = self._worker_group.spec
         layout = logs.reify(environments)
         failures: list[str] = []
@@ -207,15 +207,15 @@ class Agent(LocalElasticAgent):
                 )
             failures.append(text)
 
-        for side, paths, tees, filtered, words in (
+        for index, paths, tees, filtered, filters_name in (
             (0, layout.stdouts, layout.tee_stdouts, "filtered_stdout", "duplicate_stdout_filters"),
             (1, layout.stderrs, layout.tee_stderrs, "filtered_stderr", "duplicate_stderr_filters"),
         ):
-            # Not every torch that we support has filters.
-            filters = getattr(spec, words, None)
+            # Older versions of torch have no filters.
+            filters = getattr(spec, filters_name, None)
             matches = LogFile(getattr(layout, filtered), failed) if filters else None
             for rank in self._local_ranks.ranks:
-                stream = rank.streams[min(side, len(rank.streams) - 1)]
+                stream = rank.streams[min(index, len(rank.streams) - 1)]
                 path = paths[rank.local_rank]
                 tee = rank.local_rank in tees and tees[rank.local_rank] != os.devnull
                 if path not in ("", os.devnull):
@@ -241,7 +241,7 @@ class Agent(LocalElasticAgent):
         for number in self._signals.take_for_ranks():
             ranks.forward_signal(number)
         if self._remaining_restarts > 0:
-            ranks.kill_frozen()  # without a restart, somebody may still continue them
+            ranks.kill_frozen()  # without restarts they are kept: the user may still resume them
             if self._settings.spares:
                 ranks.keep_spares()
         if ranks.failing:
@@ -254,7 +254,7 @@ class Agent(LocalElasticAgent):
             self.preempted = ranks.preempted
             ranks.clean_up()
             if self._exchange is not None:
-                # Ranks of other nodes may fail for want of these.
+                # Ranks of other nodes may fail because these have ended.
                 self._exchange.publish_facts(ranks.facts())
             ranks.report_daemons()
             ranks.forget()
@@ -276,16 +276,16 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _all_nodes_done(self) -> bool:
-        """Whether no node needs this launcher any more; all of its ranks have ended well.
+        """Whether the ranks of all nodes have ended; those of this node have ended well.
 
-        Running ranks of other nodes may wait for these, and then have to be told that they have ended.
+        Ranks of other nodes may wait for ranks of this node. Their launchers then need the facts of this one.
         """
         try:
             if self._exchange is None or self._local_ranks.preempted or self._exchange.all_done():
                 return True
         except RuntimeError:
-            return self._nodes is None  # otherwise torch's loop finds that the rendezvous is lost
-        # If nothing tells whether the other nodes live, torch's timeout is the limit.
+            return self._nodes is None  # otherwise torch's loop notices that the rendezvous is lost
+        # torch's static and etcd rendezvous do not notice lost nodes, so torch's timeout is the limit.
         ended_at = max(rank.ended_at for rank in self._local_ranks.ranks)
         return self._nodes is None and time.time() - ended_at > self._exit_barrier_timeout
 
@@ -394,13 +394,13 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.UNHEALTHY if may_restart else WorkerState.FAILED)
 
     def _node_waits(self) -> bool:
-        """Whether the ranks were stopped for a node that wants to join, and for nothing else."""
+        """Whether a node wants to join, and this launcher has received no signal."""
         return not self._signals.received and self._nodes is not None and self._nodes.node_waits()
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         if not self._local_ranks.ranks:
             return
-        # Nothing has failed, a node wants to join: a training saves before it ends.
+        # torch calls this if a node wants to join. No rank has failed, so a training may save first.
         self._local_ranks.say("paceline: a node joins: all ranks stop, and begin again with it\n")
         self._end_ranks(signal.SIGTERM, self._settings.signal_grace_s, may_save=True)
         self.preempted = False

@@ -1,6 +1,6 @@
-"""The report of a failed job, a folder: verdict, last output, stacks, collectives, versions.
+"""Writes the report of a failed job, a folder: verdict, last output, stacks, collectives, versions.
 
-Environment variables are included if their names show that they are settings of the job, and never secrets.
+It includes environment variables that are settings of the job by their name, except possible secrets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from paceline.launch.local_ranks import Rank
 from paceline.watch.crash import Fact
 
-_KEPT = 10  # reports in the temporary folder; each may have a megabyte of stacks and logs
+_KEPT_REPORTS = 10  # in the temporary folder; each may have a megabyte of stacks and logs
 _PREFIXES = (
     *("CUDA_", "GLOO_", "KMP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PACELINE_", "PET_"),
     *("PYTHON", "RANK", "SLURM_", "TORCH", "WORLD_SIZE"),
@@ -66,12 +66,11 @@ def _folder(log_dir: str | None) -> str:
     private.mkdir(mode=0o700, exist_ok=True)
     if private.stat().st_uid != os.getuid() or private.is_symlink():
         return tempfile.mkdtemp(prefix="paceline-failure-")  # another user took the name
-    # Apart from the files by which ranks meet, which lie in the private folder itself.
-    home = private / "reports"
-    home.mkdir(exist_ok=True)
-    for old in sorted(home.iterdir())[: -_KEPT + 1]:
+    reports = private / "reports"
+    reports.mkdir(exist_ok=True)
+    for old in sorted(reports.iterdir())[: -_KEPT_REPORTS + 1]:
         shutil.rmtree(old, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=home)
+    return tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=reports)
 
 
 def _versions() -> dict[str, str]:

@@ -33,9 +33,9 @@ class Control:
         self._file = os.fstat(fd).st_ino
         self._probe = probe
         self._lock = threading.Lock()
-        # What to run; None if the launcher ended before it sent that.
+        # The script to run; None if the launcher ended before it sent one.
         self.scripts: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        # Handlers of the launcher's requests, by their "do"; called in the listening thread.
+        # Handlers of the launcher's requests, by the value of "do"; called in the listening thread.
         self.handlers: dict[str, Callable[[dict[str, Any]], Any]] = {"run": self.scripts.put}
         if probe is not None:
             for word in probe.REQUESTS:
@@ -53,7 +53,7 @@ class Control:
                 if self._is_ours():
                     self._socket.sendall(line)
                 elif self._probe is None or event["event"] in self.handlers:
-                    return False  # only events that end the rank are worth the file
+                    return False  # the probe's memory has room for events that end the rank, not for answers
                 else:
                     self._probe.leave(line)
         except OSError:
@@ -61,7 +61,7 @@ class Control:
         return True
 
     def _is_ours(self) -> bool:
-        # A script may have closed all files; the number may then be another file's, such as Gloo's.
+        # If the script has closed all files, another one, such as a socket of Gloo, may have this number.
         try:
             return os.fstat(self._socket.fileno()).st_ino == self._file
         except OSError:
@@ -78,7 +78,7 @@ class Control:
                 return  # closed by the script at this moment
             if not data:
                 self.scripts.put(None)
-                return  # the launcher is gone; its guard (guard.py) kills this rank and its children
+                return  # the launcher has ended; its guard (guard.py) kills this rank and its children
             *lines, received = (received + data).split(b"\n")
             for line in lines:
                 request = json.loads(line)

@@ -1,8 +1,8 @@
-"""A process that outlives the launcher by a moment and kills what a killed launcher leaves behind.
+"""A process that kills the remaining ranks when the launcher has ended, even if the launcher was killed.
 
-Reads lines `+<group>` and `-<group>` from standard input. At the end of input, which the kernel sends however
-the launcher ends, it kills the remaining process groups: ranks with their loader workers and children.
-Started by file name, standard library only.
+It reads lines `+<group>` and `-<group>` from standard input. The kernel closes this input however the
+launcher ends. The guard then kills the remaining process groups: ranks and all processes that they started.
+It is started by file name and imports the standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 def main() -> None:
-    """Guard until the end of input."""
+    """Read process groups until the end of input, then kill them."""
     groups: set[int] = set()
     for line in sys.stdin:
         group = int(line[1:])

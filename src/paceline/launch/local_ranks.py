@@ -1,7 +1,7 @@
 """The ranks of this host: started early, sent their script, watched, stopped, and cleaned up.
 
-torch's agent (agent.py) decides when; this file imports no torch, because ranks are started before torch is
-imported. It collects the facts about failures; `watch.crash` judges them.
+torch's agent (agent.py) decides when each of these happens. This file does not import torch, because ranks
+are started before the launcher imports it. It collects the facts about failures; `watch.crash` judges them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 from paceline.job.preemption import REQUEUE
 from paceline.launch.output import Console, Consoles, Pump, Stream
+from paceline.machine import usable_cores
 from paceline.watch.crash import Error, Fact
 from paceline.watch.probe import Probe
 
@@ -33,22 +34,22 @@ WORKER = Path(__file__).with_name("worker.py")
 _GUARD = Path(__file__).with_name("guard.py")
 
 _SEND_TIMEOUT_S = 30.0
-# A rank that lost its peer may report first; the report of the cause follows within this time.
+# A rank that lost its peer may report before the rank that caused it; the cause reports within this time.
 _SETTLE_S = 0.5
 _KILLED_S = 10.0
 _GROUP_GRACE_S = 1.0
-# How long the reader of our output may pause at the end of the job, and after a signal.
+# How long the reader of our output may pause at the end of the job, and the same after a signal.
 _STALLED_S = 30.0
 _STALLED_SIGNAL_S = 2.0
-_STATE_S = 0.3  # for running ranks to report their state after a failure
+_STATE_S = 0.3  # how long running ranks may take to report their state after a failure
 _SPARES_AFTER_S = 3.0  # starting spare interpreters earlier would slow down the ranks
 _FROZEN_S = 1.0  # a debugger or a profiler may stop a rank for a moment
 # Collectives that torch's flight recorder keeps in each rank: more than one step has.
 _RECORDED_COLLECTIVES = "256"
 _PROBE_BYTES = 1 << 20
-_EVENT_BYTES = 8 << 20  # the most that one event may have
+_EVENT_BYTES = 8 << 20  # longest event
 
-# The fields of each event of worker.py, which are checked: a script may write anything into the socket.
+# The fields of each event of worker.py. They are checked: a script may write anything into the socket.
 _FAILED: dict[str, Any] = {"time": (int, float), "step": int, "kinds": list, "shown": bool}
 _FAILED |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
 _EVENTS: dict[str, dict[str, Any]] = {
@@ -102,10 +103,10 @@ class Rank:
         self._received = b""
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(_SEND_TIMEOUT_S)
-        # Its probe writes here (watch/probe.py): memory, which can be read whatever the rank does.
+        # Its probe (watch/probe.py) writes to this memory, so we can read it even if the rank is stuck.
         self._probe = os.memfd_create("paceline-probe")
         self._probe_text = ""
-        self._heard_probe = False
+        self._read_probe_events = False
         self.streams: list[Stream] = []
         self._terminals: list[tuple[Stream, Console]] = []
         out, err = self._open_streams(consoles, prefix, terminal)
@@ -138,10 +139,10 @@ class Rank:
         self._watch_end()
 
     def _open_streams(self, consoles: Consoles, prefix: bytes, terminal: bool) -> tuple[int, int]:
-        """The rank's ends of its outputs; the launcher's become `self.streams`, output first."""
+        """The rank's ends of its standard output and error; the launcher's ends become `self.streams`."""
         if terminal and consoles.out is consoles.err and consoles.out.is_terminal:
             fd = self._open_stream(consoles.out, prefix, terminal=True)
-            return fd, fd  # one terminal, as in a shell, which keeps the order of the two
+            return fd, fd  # one terminal for both, as in a shell, keeps their order
         return (
             self._open_stream(consoles.out, prefix, terminal=terminal and consoles.out.is_terminal),
             self._open_stream(consoles.err, prefix, terminal=terminal and consoles.err.is_terminal),
@@ -151,7 +152,7 @@ class Rank:
         if terminal:
             ours, theirs = os.openpty()
             modes = termios.tcgetattr(theirs)
-            modes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once
+            modes[1] &= ~termios.OPOST  # only the real terminal must turn \n into \r\n
             termios.tcsetattr(theirs, termios.TCSANOW, modes)
         else:
             ours, theirs = os.pipe2(os.O_CLOEXEC)
@@ -176,7 +177,7 @@ class Rank:
 
     def send(self, request: Mapping[str, Any]) -> None:
         """Send a request to worker.py; an ended rank ignores it."""
-        # An error: it has ended, or is stopped for so long that the socket is full.
+        # An error means: it has ended, or it has been stopped for so long that the socket is full.
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(request).encode() + b"\n")
 
@@ -186,11 +187,11 @@ class Rank:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """Its latest answer to `explain`; empty before."""
+        """Its latest answer to the request `explain`; empty if there is none."""
         return self.answers.get("explain", {})
 
     def probed(self) -> str:
-        """What the rank's probe wrote: a line, then perhaps stacks."""
+        """What the rank's probe wrote: one line of JSON, then stacks if the GIL was held."""
         if self._probe >= 0:
             self._probe_text = os.pread(self._probe, _PROBE_BYTES, 0).decode(errors="replace")
         return self._probe_text
@@ -205,16 +206,16 @@ class Rank:
     @property
     def failed(self) -> bool:
         """Whether it has failed, or is about to end because of an error."""
-        # A preempted rank did not fail. Its peers may for want of it, and are judged then.
+        # A preempted rank did not fail. Its peers may fail because they lost it; they are judged then.
         return self.returncode not in (None, 0, REQUEUE) or self.leaving
 
     @property
     def leaving(self) -> bool:
-        """Whether it has reported an error, and is flushing its files."""
+        """Whether it has reported an error and will end by itself."""
         return any(event["event"] == "failed" for event in list(self.events))
 
     def watch_freeze(self, now: float) -> bool:
-        """Whether it is stopped by SIGSTOP; notes since when. `now` is monotonic."""
+        """Whether it is stopped by SIGSTOP; also sets `frozen_at`. `now` is monotonic."""
         import psutil
 
         frozen = False
@@ -225,10 +226,10 @@ class Rank:
         return frozen
 
     def send_signal(self, number: int, *, stops: bool = True) -> None:
-        """Signal the rank's own process; its children are its own affair.
+        """Send a signal to the rank's own process, not to its children.
 
         Args:
-            stops: Whether its end is the launcher's doing from now on.
+            stops: Whether the rank's end no longer counts as a failure, because the launcher stopped it.
         """
         if self.poll() is None:
             if stops:
@@ -243,7 +244,7 @@ class Rank:
     def close(self) -> None:
         """Close the sockets and files of an ended rank."""
         self._pump.unwatch(self._socket.fileno(), self._socket.close)
-        self.probed()  # for later readers
+        self.probed()  # later calls return this text
         os.close(self._probe)
         self._probe = -1
 
@@ -251,10 +252,10 @@ class Rank:
         """Read all events that the rank has sent; in the pump's thread only."""
         while self._read_some():
             continue
-        if self.returncode is not None and not self._heard_probe:
-            # A script that closes all files leaves the rank no other way to report.
-            self._heard_probe = True
-            self._take(self.probed().encode().splitlines())
+        if self.returncode is not None and not self._read_probe_events:
+            # If the script has closed all files, the rank can only report through the probe's memory.
+            self._read_probe_events = True
+            self._add_events(self.probed().encode().splitlines())
 
     def _read_some(self) -> bool:
         fd = self._socket.fileno()
@@ -271,11 +272,11 @@ class Rank:
             return False
         *lines, rest = (self._received + data).split(b"\n")
         self._received = rest if len(rest) <= _EVENT_BYTES else b""
-        self._take(lines)
+        self._add_events(lines)
         self._changed()
         return True
 
-    def _take(self, lines: Sequence[bytes]) -> None:
+    def _add_events(self, lines: Sequence[bytes]) -> None:
         for event in filter(None, map(read_event, lines)):
             if event["event"] in Probe.REQUESTS:
                 self.answers[event["event"]] = event
@@ -283,11 +284,11 @@ class Rank:
                 self.events.append(event)
 
     def _watch_end(self) -> None:
-        # The time of death decides which rank was first, so it is not left to polling.
+        # The time of its end decides which rank was first, and polling would be too late.
         try:
             fd = os.pidfd_open(self.pid)
         except OSError:
-            return  # an old kernel; `wait_change` polls
+            return  # the kernel has no pidfd_open: `wait_change` polls
 
         def ended() -> None:
             self._pump.unwatch(fd, lambda: os.close(fd))
@@ -297,7 +298,7 @@ class Rank:
         self._pump.watch(fd, ended)
 
     def fact(self) -> Fact:
-        """How it ended, as far as is known."""
+        """How it ended, as far as known."""
         error, exit_place, at, step = None, None, self.ended_at, 0
         for event in list(self.events):
             if event["event"] in ("raised", "failed"):
@@ -378,8 +379,8 @@ class LocalRanks:
     ) -> None:
         """Start `count` processes, which import torch and wait for `run`.
 
-        With `terminal`, local rank 0 has a terminal if the launcher has one: progress bars need it, and
-        only one rank may draw.
+        With `terminal`, local rank 0 has a terminal if the launcher has one. Progress bars need a terminal,
+        and only one rank may draw them.
         """
 
         def start_all(preload: str) -> list[Rank]:
@@ -410,7 +411,7 @@ class LocalRanks:
         self.ranks, self._spares = self._spares or start_all("torch"), []
 
     def keep_spares(self) -> None:
-        """Once the scripts have run for a while, start the interpreters of the next restart."""
+        """Start the interpreters of the next restart, when the scripts have run for 3 s."""
         if not self._spares and time.monotonic() - self._script_began > _SPARES_AFTER_S:
             self._spares = self._start_all("more")
 
@@ -422,7 +423,7 @@ class LocalRanks:
         self._clean_up(spares)
 
     def run(self, local_rank: int, rank: int, script: Mapping[str, Any]) -> None:
-        """Tell a started process its global rank, and what to run."""
+        """Send a started process its global rank and its script."""
         self.ranks[local_rank].rank = rank
         self.ranks[local_rank].has_script = True
         self.ranks[local_rank].send({"do": "run", **script})
@@ -440,7 +441,7 @@ class LocalRanks:
         self._changed.set()
 
     def kill_frozen(self) -> None:
-        """Kill ranks that are stopped by SIGSTOP, for which the others would wait for ever.
+        """Kill ranks that are stopped by SIGSTOP, because the others would wait for them for ever.
 
         If every rank is stopped, assume a deliberate suspension and do nothing.
         """
@@ -448,7 +449,7 @@ class LocalRanks:
         frozen = [rank for rank in self.ranks if rank.watch_freeze(now)]
         for rank in frozen if len(frozen) < len(self.ranks) else ():
             if rank.frozen_at is not None and now - rank.frozen_at >= _FROZEN_S:
-                rank.frozen_s = _FROZEN_S  # its failure, and not the launcher's doing
+                rank.frozen_s = _FROZEN_S  # this end counts as a failure of the rank
                 rank.send_signal(signal.SIGKILL, stops=False)
 
     @property
@@ -475,9 +476,10 @@ class LocalRanks:
     def stop(
         self, number: int, *, grace_s: float, hurry: Callable[[], bool], may_save: bool
     ) -> None:
-        """End all ranks: by this signal, and by SIGKILL after the grace or when `hurry()`.
+        """End all ranks: send this signal, then SIGKILL after `grace_s` seconds.
 
         Args:
+            hurry: Returns True if SIGKILL has to be sent at once.
             may_save: Whether a training may save a checkpoint before it ends.
         """
         for rank in self.ranks:
@@ -497,7 +499,7 @@ class LocalRanks:
     def settle(
         self, enough: Callable[[Sequence[Fact]], bool], *, hurry: Callable[[], bool]
     ) -> None:
-        """Wait a moment for the reports of other failures, until the facts are `enough`."""
+        """Wait up to half a second for the reports of other failures, or until `enough(facts)`."""
         deadline = time.monotonic() + _SETTLE_S
         while time.monotonic() < deadline and not self.done and not enough(self.facts()):
             self.wait_change(0.02)
@@ -558,7 +560,7 @@ class LocalRanks:
 
     def _tell_guard(self, line: str) -> None:
         assert self._guard.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody killed it
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed
             self._guard.stdin.write(line.encode())
 
     def facts(self) -> list[Fact]:
@@ -616,8 +618,8 @@ class LocalRanks:
 
 
 def end_groups(groups: Sequence[int]) -> None:
-    """End what ended ranks left behind; helper processes that end by themselves have a moment."""
-    # multiprocessing's resource tracker ignores SIGTERM, and first gives back shared memory.
+    """End the processes that ended ranks left behind. They have 1 s to end by themselves."""
+    # multiprocessing's resource tracker ignores SIGTERM, and frees shared memory before it ends.
     left = [group for group in groups if _signal_group(group, signal.SIGTERM)]
     deadline = time.monotonic() + _GROUP_GRACE_S
     while left and time.monotonic() < deadline:
@@ -639,6 +641,22 @@ def _signal_group(group: int, number: int) -> bool:
 def has_probe() -> bool:
     """Whether ranks have a probe and a flight recorder; `PACELINE_PROBE=0` switches them off."""
     return os.environ.get("PACELINE_PROBE") != "0"
+
+
+def choose_threads(nproc: int) -> tuple[str | None, str]:
+    """Threads of each rank, None if the user chose them, and the reason in words."""
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is not None and os.environ.get("PACELINE_THREADS") != "auto":
+        return None, f"{count_of(chosen, 'thread')} each (OMP_NUM_THREADS is set)"
+    cores = usable_cores()
+    threads = str(max(1, cores // nproc))
+    why = f"{count_of(cores, 'usable core')} / {count_of(nproc, 'rank')}"
+    return threads, f"{count_of(threads, 'thread')} each ({why})"
+
+
+def count_of(number: int | str, what: str) -> str:
+    """A number of things, such as `1 node` and `2 nodes`."""
+    return f"{number} {what}{'' if str(number) == '1' else 's'}"
 
 
 def environment_of_ranks(threads: str | None) -> dict[str, str]:

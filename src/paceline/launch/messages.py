@@ -1,7 +1,7 @@
-"""Messages about failures: from the verdict of `watch.crash` to text.
+"""The text of messages about failures, made from the verdict of `watch.crash`.
 
-Errors have the form of `errors.py`: what, where, why, fix. General causes of known errors come from the table
-of `paceline explain`, with facts of this host.
+They have the form of `errors.py`: what, where, why, fix. The causes of known errors come from the table of
+`paceline explain`, with facts of this host.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class JobInfo:
 
     Args:
         restarts: The number of restarts so far.
-        nodes: This one, and those that did not report how their ranks ended.
-        memory: The kernel's counters before and after.
+        nodes: The number of nodes that did not report how their ranks ended, and this one.
+        memory: The kernel's counters at the start of the round and now.
         calls: The collective that each rank entered last, as far as known.
-        repeated: Whether the round before had the same exception in the same step.
+        repeated: Whether the round before this one had the same exception in the same step.
     """
 
     world_size: int
@@ -39,31 +39,32 @@ class JobInfo:
 
 
 def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
-    """The end of a job: the original traceback, then the summary."""
+    """What is printed at the end of a failed job: the original traceback, then the summary."""
     original = verdict.original
     lines: list[str] = []
-    # A rank that ended with 0 has no error; a follower's shows where it was missed.
-    told = verdict.first_follower or original
-    if told.error is not None and not told.error.shown and not told.elsewhere:
-        lines += _prefixed(told.error.traceback, told.rank, info.world_size)
-    who = name_ranks(verdict.alike)
-    known = _known(told)
+    # If the cause is a rank that ended with 0, print the error of the first rank that missed it.
+    shown = verdict.first_follower or original
+    if shown.error is not None and not shown.error.shown and not shown.elsewhere:
+        lines += _prefixed(shown.error.traceback, shown.rank, info.world_size)
+    ranks = name_ranks(verdict.alike)
+    known = _known_cause(shown)
     failure = LaunchFailed(
-        f"{who} {original.how}"
+        f"{ranks} {original.how}"
         if original.left
-        else f"{who} of {info.world_size} failed: {original.how}",
+        else f"{ranks} of {info.world_size} failed: {original.how}",
         where=_where(original, several=len(verdict.alike) > 1),
         why=_why(verdict, info, known),
         fix=_fix(original, info, known),
     )
     lines += f"paceline: {failure}".splitlines()
     if verdict.followers:
-        they = "it lost its peer" if len(verdict.followers) == 1 else "they lost their peer"
-        lines.append(f"  {name_ranks(verdict.followers)} only followed: {they}.")
-    for text, ranks in _merged((fact.rank, _later(verdict, fact)) for fact in verdict.others):
-        lines.append(f"  {name_ranks(ranks)} failed {text}.")
-    if original.gave_up and (called := _merged(info.calls.items())):
-        last = "; ".join(f"{name_ranks(ranks)} {text}" for text, ranks in called)
+        reason = "it lost its peer" if len(verdict.followers) == 1 else "they lost their peer"
+        lines.append(f"  {name_ranks(verdict.followers)} only followed: {reason}.")
+    others = ((fact.rank, _later(verdict, fact)) for fact in verdict.others)
+    for text, numbers in _ranks_by_text(others):
+        lines.append(f"  {name_ranks(numbers)} failed {text}.")
+    if original.gave_up and (called := _ranks_by_text(info.calls.items())):
+        last = "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in called)
         lines.append(f"  called last: {last}.")
     if info.repeated:
         lines.append(
@@ -82,7 +83,7 @@ def _later(verdict: FirstFailure, fact: Fact) -> str:
 
 
 def render_restart(verdict: FirstFailure, info: JobInfo) -> str:
-    """One line: which rank failed how, and that the ranks begin again."""
+    """One line: which rank failed and how, and that the ranks start again."""
     original = verdict.original
     place = original.error.place if original.error is not None else original.exit_place
     return (
@@ -106,15 +107,15 @@ def _where(fact: Fact, *, several: bool) -> str:
     return ", ".join([*parts, place] if place else parts)
 
 
-def _known(fact: Fact) -> Found | None:
-    """The known cause of an error or a signal; errors of Paceline explain themselves."""
+def _known_cause(fact: Fact) -> Found | None:
+    """The entry of `paceline explain` for an error or a signal; None for errors of Paceline itself."""
     error = fact.error
     if error is not None and "paceline.errors.PacelineError" in error.kinds:
         return None
     text = fact.how if error is None else f"{error.type}: {error.message}"
-    # The text of an abort says more than its signal.
+    # The text that native code wrote when it aborted says more than the signal.
     found = recognise(fact.gave_up) or recognise(text)
-    # A follower was recognised by where its error was raised; its text adds nothing.
+    # An entry about a lost peer ("victim") adds nothing: the summary names the followers already.
     return None if found is None or found.cause.kind == "victim" else found
 
 
@@ -130,10 +131,8 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
         )
     if fact.elsewhere:
         return ""
-    if (counted := _counted(fact, info)) or fact.frozen_s:
-        return (
-            counted or "something outside the job sent SIGSTOP, and the other ranks waited for it."
-        )
+    if (cause := _cause_by_counters(fact, info)) or fact.frozen_s:
+        return cause or "something outside the job sent SIGSTOP, and the other ranks waited for it."
     if known is not None:
         return f"{known.cause.why} {facts(known.cause.facts, known.text)}".rstrip()
     if not verdict.certain and info.nodes > 1:
@@ -155,13 +154,13 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
     return "the process ended itself, by os._exit() or from native code; there was no exception."
 
 
-def _counted(fact: Fact, info: JobInfo) -> str:
-    """The cause of a rank's end by the kernel's counters; empty if they show none."""
+def _cause_by_counters(fact: Fact, info: JobInfo) -> str:
+    """The cause of a rank's end that the kernel's counters show; empty if they show none."""
     before, after = info.memory
     killed = after.killed_since(before)
     if killed and (fact.error is not None or fact.returncode == -signal.SIGKILL):
-        whom = "a process of this job" if fact.error is not None else "it"
-        return f"the kernel killed {whom} for memory: {killed}."
+        victim = "a process of this job" if fact.error is not None else "it"
+        return f"the kernel killed {victim} for memory: {killed}."
     if fact.error is not None or fact.frozen_s:
         return ""
     if fact.returncode == -signal.SIGKILL and after.kills is not None:
@@ -188,7 +187,7 @@ def _fix(fact: Fact, info: JobInfo, known: Found | None) -> str:
     return known.cause.fix if known is not None else ""
 
 
-def _merged(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
+def _ranks_by_text(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
     groups: dict[str, list[int]] = {}
     for rank, text in texts:
         groups.setdefault(text, []).append(rank)

@@ -1,9 +1,9 @@
 """Key-value exchange between the node launchers, one per restart, through the rendezvous store: JSON.
 
 After a failure each launcher publishes how its ranks ended, because a failing rank makes ranks of other nodes
-fail. In a hang each publishes the state of its ranks. The clocks of hosts are not compared: where ranks of
-two nodes failed by themselves, both failures are printed. torch does not authenticate the store, so values
-that cannot be read are ignored.
+fail. In a hang each publishes the state of its ranks. The clocks of hosts are not compared: if ranks of
+two nodes failed independently, both failures are printed. torch does not authenticate the store, so values
+that cannot be parsed are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class NodeExchange:
     """The exchange of one round of ranks.
 
     Args:
-        store: Is asked without waiting, because the heartbeats of torch's rendezvous use its client too.
+        store: It is never read with a blocking call, because torch's rendezvous sends its heartbeats through
+            the same client.
         node: The number of this node, from 0 to `nodes` - 1.
     """
 
@@ -49,7 +50,7 @@ class NodeExchange:
         self._done = False
 
     def peer_failed(self) -> bool:
-        """Whether another node has failed; asks the store every half second."""
+        """Whether another node has failed; reads the store at most twice a second."""
         now = time.monotonic()
         if now < self._next_poll:
             return False
@@ -58,7 +59,7 @@ class NodeExchange:
 
     def announce_failure(self) -> None:
         """Tell the other nodes that a rank has failed."""
-        with contextlib.suppress(RuntimeError):  # here and below: the host of the store is gone
+        with contextlib.suppress(RuntimeError):  # here and below: the host of the store has ended
             self._store.set(_FAILED, "")
 
     def exchange_facts(
@@ -82,7 +83,7 @@ class NodeExchange:
 
     def publish_facts(self, facts: Sequence[Fact]) -> None:
         """Publish how the ranks of this node ended."""
-        # The launcher of a rank's host shows its traceback.
+        # Only the launcher on a rank's own host prints its traceback.
         brief = [
             dataclasses.replace(
                 fact, error=fact.error and dataclasses.replace(fact.error, traceback=""), gave_up=""
@@ -94,10 +95,10 @@ class NodeExchange:
             self._store.set(f"facts/{self.node}", value)
 
     def all_done(self) -> bool:
-        """Note that the ranks of this node have ended well; whether those of all nodes have.
+        """Publish that the ranks of this node have ended well; returns whether those of all nodes have.
 
         Raises:
-            RuntimeError: the host of the store is gone.
+            RuntimeError: the host of the store has ended.
         """
         count = self._store.add(_DONE, 0 if self._done else 1)
         self._done = True
@@ -114,24 +115,24 @@ class NodeExchange:
         with contextlib.suppress(RuntimeError):
             while not self.all_done() and may_wait():
                 pass
-            # The host of the store leaves when the others no longer need it.
+            # The host of the store ends last, when the other launchers no longer need the store.
             count = self._store.add(_LEFT, 1)
             while count <= len(self._others) and may_wait():
                 count = self._store.add(_LEFT, 0)
 
     def states_requested(self) -> bool:
-        """Whether another launcher has asked for the state of all ranks."""
+        """Whether another launcher has asked for the states of all ranks."""
         with contextlib.suppress(RuntimeError):
             return self._store.add(_STATE_REQUESTS, 0) > self._request
         return False
 
     def request_states(self, *, new: bool) -> None:
-        """Ask for the state of all ranks, or take up the request of another launcher."""
+        """Ask all launchers for the states of their ranks, or join the request of another launcher."""
         with contextlib.suppress(RuntimeError):
             self._request = self._store.add(_STATE_REQUESTS, int(new))
 
     def publish_states(self, states: Sequence[State]) -> None:
-        """Answer the request for this node."""
+        """Publish the states of this node's ranks."""
         answer = {"request": self._request, "states": [dataclasses.asdict(s) for s in states]}
         with contextlib.suppress(RuntimeError):
             self._store.set(f"states/{self.node}", json.dumps(answer))
@@ -181,5 +182,5 @@ def _read_state(read: dict[str, Any]) -> State:
 
 def _read_fact(read: dict[str, Any]) -> Fact:
     error = read["error"] and Error(**read["error"] | {"kinds": tuple(read["error"]["kinds"])})
-    at = {"time": float(read["time"]), "within_s": math.inf}  # by another clock
+    at = {"time": float(read["time"]), "within_s": math.inf}  # the clock of another host
     return Fact(**read | {"error": error, "elsewhere": True} | at)

@@ -27,14 +27,12 @@ from torch.distributed.run import (
 
 from paceline.errors import ConfigError
 from paceline.launch.hang_watch import HangWatch
-from paceline.launch.local_ranks import LocalRanks, has_probe
-from paceline.launch.rendezvous import is_loopback
-from paceline.machine import usable_cores
+from paceline.launch.local_ranks import LocalRanks, count_of, has_probe
+from paceline.launch.rendezvous import C10D_PORT, is_loopback
 
 GRACE_S = 5.0
 SIGNAL_GRACE_S = 30.0
 _DEFAULT_PORT = 29500
-_C10D_PORT = 29400
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,14 @@ class LaunchOptions:
 
     def watch(self, local_ranks: LocalRanks) -> HangWatch | None:
         """Detects hangs and stragglers; None if that is switched off or the ranks are not Python."""
-        args = self.args
-        if not has_probe() or (args.no_python and not args.run_path):
+        if not has_probe() or not self.is_python:
             return None
-        return HangWatch(local_ranks, after_s=args.hang_after, ends=args.on_hang == "end")
+        return HangWatch(local_ranks, after_s=self.args.hang_after, ends=self.args.on_hang == "end")
+
+    @property
+    def is_python(self) -> bool:
+        """Whether the ranks run a Python script; --run-path overrides --no-python, as in torch."""
+        return not self.args.no_python or self.args.run_path
 
     @property
     def grace_s(self) -> tuple[float, float]:
@@ -83,7 +85,7 @@ class LaunchOptions:
             return is_loopback(self.address[0])
         endpoint = self.config.rdzv_endpoint
         return self.config.rdzv_backend in ("c10d", "static") and is_loopback(
-            parse_rendezvous_endpoint(endpoint, _C10D_PORT)[0]
+            parse_rendezvous_endpoint(endpoint, C10D_PORT)[0]
         )
 
     @property
@@ -92,13 +94,13 @@ class LaunchOptions:
         if self.address is not None:
             return ""
         low, high = self.config.min_nodes, self.config.max_nodes
-        nodes = _count(high, "node") if low == high else f"{low} to {high} nodes"
+        nodes = count_of(high, "node") if low == high else f"{low} to {high} nodes"
         endpoint = self.config.rdzv_endpoint
         if self.config.rdzv_backend not in ("c10d", "static"):
             return f"waiting for {nodes} at {endpoint}"
-        host, port = parse_rendezvous_endpoint(endpoint, _C10D_PORT)
-        alone = " (only this host can reach it; --rdzv-endpoint names another)"
-        return f"waiting for {nodes} at {host}:{port}{alone if is_loopback(host) else ''}"
+        host, port = parse_rendezvous_endpoint(endpoint, C10D_PORT)
+        note = " (only this host can reach it; set another host with --rdzv-endpoint)"
+        return f"waiting for {nodes} at {host}:{port}{note if is_loopback(host) else ''}"
 
 
 def parser() -> ArgumentParser:
@@ -125,12 +127,12 @@ def parser() -> ArgumentParser:
         help="whether a hang is only reported or also ends the ranks, as a failure does (default: report)",
     )
     if "PET_MASTER_PORT" not in os.environ:
-        # Older torch has a number here, so the default cannot be told from a chosen port.
+        # Older torch has a number here, which could not be distinguished from a port that the user chose.
         ours.set_defaults(master_port=None)
     return ours
 
 
-def read(argv: Sequence[str]) -> LaunchOptions:
+def read_options(argv: Sequence[str]) -> LaunchOptions:
     """Parse a command line.
 
     Raises:
@@ -162,7 +164,7 @@ def _configure(args: Namespace, uses_logs: bool) -> LaunchConfig:
         given["log_dir"] = os.devnull  # otherwise torch leaves a temporary directory behind
     before = os.environ.get("OMP_NUM_THREADS")
     try:
-        # torch would set it to 1 with a warning of five lines.
+        # If it is not set, torch sets it to 1 and prints a warning of five lines.
         os.environ["OMP_NUM_THREADS"] = before or "1"
         config: LaunchConfig = config_from_args(Namespace(**given))[0]
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
@@ -179,7 +181,7 @@ def _configure(args: Namespace, uses_logs: bool) -> LaunchConfig:
 
 
 def _check_nproc(word: str) -> None:
-    """Have torch count the ranks, and say in our words what it cannot count."""
+    """Refuse a --nproc-per-node that torch cannot interpret."""
     try:
         determine_local_world_size(word)
     except (ValueError, AssertionError, RuntimeError, AttributeError) as error:
@@ -188,8 +190,8 @@ def _check_nproc(word: str) -> None:
         raise ConfigError(
             f"--nproc-per-node must be a number, and is {word!r}.",
             where="the command line, or PET_NPROC_PER_NODE",
-            why="besides numbers it takes `gpu` or `xpu`, one rank for each; `cpu`, one for each "
-            "core; and `auto`.",
+            why="other values are `gpu` and `xpu` (one rank for each device), `cpu` (one for each core) "
+            "and `auto`.",
             fix="give the number of ranks on this node, such as --nproc-per-node=2.",
         ) from error
 
@@ -198,20 +200,21 @@ def _no_device(word: str) -> ConfigError:
     kind = word.upper()
     versions = (torch.version.cuda, torch.version.hip) if word == "gpu" else (torch.version.xpu,)
     if not any(versions):
-        why, mend = (
+        why, fix = (
             "this torch was built without support for it.",
-            f"install a torch for this {kind}",
+            f"install a torch with {kind} support",
         )
-    elif word == "gpu":
-        why = "none is visible, or its driver does not answer."
-        mend = "check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
     else:
-        why, mend = "none is visible, or its driver does not answer.", "check that its driver runs"
+        why = "none is visible, or its driver does not answer."
+        is_gpu = word == "gpu"
+        fix = (
+            f"check {'`nvidia-smi` and CUDA_VISIBLE_DEVICES' if is_gpu else 'that its driver runs'}"
+        )
     return ConfigError(
         f"--nproc-per-node={word}, and torch finds no {kind} on this host.",
         where=f"host {socket.gethostname()}, torch {torch.__version__}",
         why=why,
-        fix=f"{mend}; to run without it, give a number or --nproc-per-node=cpu.",
+        fix=f"{fix}; to run without it, give a number or --nproc-per-node=cpu.",
     )
 
 
@@ -228,7 +231,7 @@ def _check(args: Namespace) -> None:
     if args.start_method != "spawn":
         raise ConfigError(
             f"--start-method={args.start_method} has no effect here.",
-            why="each rank is an interpreter of its own.",
+            why="the launcher starts a new interpreter for each rank.",
             fix="leave it out.",
         )
     if (args.duplicate_stdout_filters or args.duplicate_stderr_filters) and args.tee == "0":
@@ -240,7 +243,7 @@ def _check(args: Namespace) -> None:
     if args.no_python and not args.run_path and shutil.which(args.training_script) is None:
         raise ConfigError(
             f"there is no program {args.training_script!r}.",
-            fix="with --no-python, name an executable file or one on the PATH.",
+            fix="with --no-python, give the path of an executable file, or a name that is on PATH.",
         )
 
 
@@ -266,7 +269,7 @@ def _local_address(args: Namespace, notes: list[str]) -> tuple[str, int] | None:
         there = "is 1 node" if max_nodes == 1 else f"are {max_nodes} nodes"
         raise ConfigError(
             f"--node-rank is {args.node_rank}, and there {there}.",
-            why="nodes are numbered from 0, and the others would wait for one that does not exist.",
+            why="nodes are numbered from 0, and the others would wait for the node of the missing number.",
             fix=f"give a --node-rank from 0 to {max_nodes - 1}."
             if max_nodes > 1
             else "give --nnodes, or leave it out.",
@@ -290,39 +293,21 @@ def _local_address(args: Namespace, notes: list[str]) -> tuple[str, int] | None:
 
 def _parse_endpoint(endpoint: str) -> tuple[str, int]:
     try:
-        host, port = parse_rendezvous_endpoint(endpoint, _C10D_PORT)
+        host, port = parse_rendezvous_endpoint(endpoint, C10D_PORT)
     except ValueError as error:
         raise ConfigError(
-            f"--rdzv-endpoint is no address: {endpoint!r}.", fix="give HOST:PORT."
+            f"--rdzv-endpoint is not an address: {endpoint!r}.", fix="give HOST:PORT."
         ) from error
     return host, port
-
-
-def choose_threads(nproc: int) -> tuple[str | None, str]:
-    """Threads of each rank, None if the user chose them, and the reason in words."""
-    chosen = os.environ.get("OMP_NUM_THREADS")
-    if chosen is not None and os.environ.get("PACELINE_THREADS") != "auto":
-        return None, f"{_count(chosen, 'thread')} each (OMP_NUM_THREADS is set)"
-    cores = usable_cores()
-    threads = str(max(1, cores // nproc))
-    why = f"{_count(cores, 'usable core')} / {_count(nproc, 'rank')}"
-    return threads, f"{_count(threads, 'thread')} each ({why})"
-
-
-def _count(number: int | str, what: str) -> str:
-    return f"{number} {what}{'' if str(number) == '1' else 's'}"
 
 
 def script_of(args: Namespace) -> dict[str, Any]:
     """What the ranks run, in the form that worker.py takes."""
     words = [args.training_script, *args.training_script_args]
-    if args.run_path:
-        return {"argv": words, "script": args.training_script}
-    if args.no_python:
+    if args.no_python and not args.run_path:
         return {"command": words}
-    if args.module:
-        return {"argv": words, "module": args.training_script}
-    return {"argv": words, "script": args.training_script}
+    kind = "module" if args.module and not args.run_path else "script"
+    return {"argv": words, kind: args.training_script}
 
 
 def loopback_interface() -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""The rendezvous of the nodes, with a store of our own that is new in each round.
+"""The rendezvous of the nodes, with a new store in each round.
 
-A front to `torch.distributed.elastic.rendezvous`. torch keeps one store over restarts, so restarted ranks
-read the addresses of dead ones, and its stores listen on all interfaces. Static and etcd rendezvous of
-several nodes are torch's own. torch does not authenticate any of this, and its state between nodes is
-pickled: use it in trusted networks only.
+A front to `torch.distributed.elastic.rendezvous`. torch keeps one store over restarts, so that restarted
+ranks read the addresses of dead ones, and its stores listen on all interfaces. Several nodes with static or
+etcd rendezvous use torch's own. torch does not authenticate the nodes and exchanges pickled state between
+them: use several nodes in trusted networks only.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from paceline.launch import nodes
 _STORE_TIMEOUT = timedelta(seconds=60)
 _REBIND_S = 10.0
 _READ_TIMEOUT_S = 60
-_C10D_PORT = 29400
+C10D_PORT = 29400
 _BACKLOG = 4096
 ANY = ""
 
 
 class LocalRendezvous(RendezvousHandler):
-    """One node: each round is a new store on this node's `host`.
+    """The rendezvous of a job on one node: each round has a new store on `host`.
 
     Args:
-        host: The address to listen on, and where ranks connect.
+        host: The address that the store listens on and that the ranks connect to.
         port: 0 lets the kernel choose a free one.
     """
 
@@ -103,6 +103,17 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
 
+def _serve_store(host: str, listener: socket.socket, timeout: timedelta) -> TCPStore:
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
 def bind_store(interface: str, host: str, port: int) -> TCPStore:
     """Serve a store on one interface; its clients connect to `host`.
 
@@ -115,17 +126,9 @@ def bind_store(interface: str, host: str, port: int) -> TCPStore:
         raise ConfigError(
             f"the store of the job cannot listen on {host}:{port}: {error.strerror}.",
             why="the port is taken, or the address is not one of this host.",
-            fix="omit the port, so that a free one is used; or choose another.",
+            fix="omit the port, so that the kernel chooses a free one; or choose another.",
         ) from error
-    bound = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        bound,
-        is_master=True,
-        timeout=_STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    return _serve_store(host, listener, _STORE_TIMEOUT)
 
 
 def _listen(interface: str, port: int) -> socket.socket:
@@ -140,7 +143,7 @@ def _listen(interface: str, port: int) -> socket.socket:
 
 
 def _interface(host: str) -> str:
-    """Where to listen so that others reach it as `host`."""
+    """The address to listen on, so that other hosts can connect to `host`."""
     address = _address_of(host)
     if address is None or (address.is_loopback and not is_loopback(host)):
         # Many hosts map their own name to 127.0.1.1, which no other host can reach.
@@ -157,7 +160,7 @@ def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this is the loopback itself, not a name that resolves to it."""
+    """Whether this is `localhost` or a loopback address. Other names that resolve to one do not count."""
     if host == "localhost":
         return True
     try:
@@ -168,7 +171,7 @@ def is_loopback(host: str) -> bool:
 
 def local_address(endpoint: str) -> str | None:
     """This host's address on the network that leads to `endpoint`; None if that is unclear."""
-    host, port = parse_rendezvous_endpoint(endpoint, _C10D_PORT)
+    host, port = parse_rendezvous_endpoint(endpoint, C10D_PORT)
     if is_loopback(host):
         return "127.0.0.1"
     address = _address_of(host)
@@ -177,15 +180,15 @@ def local_address(endpoint: str) -> str | None:
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((str(address), port or _C10D_PORT))  # sends nothing
+            probe.connect((str(address), port or C10D_PORT))  # UDP: no packet is sent
         except OSError:
             return None
         found = str(probe.getsockname()[0])
     return None if ipaddress.ip_address(found).is_loopback else found
 
 
-def handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of several nodes: ours for c10d over TCP, else torch's.
+def rendezvous_of_nodes(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The rendezvous of several nodes: `NodeRendezvous` for c10d over TCP, otherwise torch's own.
 
     Raises:
         ConfigError: wrong options.
@@ -204,8 +207,8 @@ def handler(parameters: RendezvousParameters) -> RendezvousHandler:
         parameters.run_id,
         (parameters.min_nodes, parameters.max_nodes),
         RendezvousTimeout(**timeouts),
-        _whole(parameters, "keep_alive_interval"),
-        _whole(parameters, "keep_alive_max_attempt"),
+        _positive(parameters, "keep_alive_interval"),
+        _positive(parameters, "keep_alive_max_attempt"),
     )
     return nodes.NodeRendezvous.of(
         settings,
@@ -216,36 +219,31 @@ def handler(parameters: RendezvousParameters) -> RendezvousHandler:
     )
 
 
-def _whole(parameters: RendezvousParameters, key: str) -> int | None:
+def _positive(parameters: RendezvousParameters, key: str) -> int | None:
     value = parameters.get_as_int(key)
     if value is not None and value <= 0:
-        raise ConfigError(f"--rdzv-conf {key} must be a positive number, got {value}.")
+        raise ConfigError(
+            f"--rdzv-conf {key} must be a positive number, got {value}.",
+            fix=f"give a positive number, or leave out {key}.",
+        )
     return value
 
 
 def _rendezvous_store(parameters: RendezvousParameters) -> TCPStore:
     """The store at the endpoint: the node that can bind the address serves it, the others connect."""
-    host, port = parse_rendezvous_endpoint(parameters.endpoint, _C10D_PORT)
-    timeout = timedelta(seconds=_whole(parameters, "read_timeout") or _READ_TIMEOUT_S)
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, C10D_PORT)
+    timeout = timedelta(seconds=_positive(parameters, "read_timeout") or _READ_TIMEOUT_S)
     is_host = parameters.get_as_bool("is_host")
     if is_host is not False:
         listener = _claim(host, port, must=bool(is_host))
         if listener is not None:
-            bound = listener.getsockname()[1]
-            return TCPStore(
-                host,
-                bound,
-                is_master=True,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
+            return _serve_store(host, listener, timeout)
     return TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def _claim(host: str, port: int, *, must: bool) -> socket.socket | None:
-    # The node that can bind the address is its host; two agents of one host may both try. A host behind a
-    # virtual address cannot bind it, so with `must` it listens on all interfaces.
+    # The node that can bind the address serves the store; two launchers of one host may both try. A host
+    # behind a virtual address cannot bind it, so with `must` it listens on all interfaces.
     interface = _interface(host)
     if interface == ANY and not must and not _is_own_name(host):
         return None
@@ -258,7 +256,8 @@ def _claim(host: str, port: int, *, must: bool) -> socket.socket | None:
         return _listen(ANY, port)
     except OSError as error:
         raise ConfigError(
-            f"is_host is set, and {host}:{port} cannot be listened on: {error.strerror}."
+            f"is_host is set, and this host cannot listen on {host}:{port}: {error.strerror}.",
+            fix="choose a free port in --rdzv-endpoint, or set is_host on the node that has this address.",
         ) from error
 
 

@@ -26,22 +26,21 @@ from paceline.errors import ConfigError, LaunchFailed, name_ranks
 from paceline.job.preemption import REQUEUE
 from paceline.launch import signals
 from paceline.launch.agent import Agent, RankSettings
-from paceline.launch.local_ranks import LocalRanks, environment_of_ranks
+from paceline.launch.local_ranks import LocalRanks, choose_threads, environment_of_ranks
 from paceline.launch.options import (
     LaunchOptions,
-    choose_threads,
     loopback_interface,
-    read,
+    read_options,
     script_of,
 )
 from paceline.launch.prescan import check_script
-from paceline.launch.rendezvous import LocalRendezvous, handler, local_address
+from paceline.launch.rendezvous import LocalRendezvous, local_address, rendezvous_of_nodes
 
 # torch's loop sleeps this long before it calls `_monitor_workers`, which itself waits for events.
 _LOOP_S = 0.001
 UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
 
-# The launcher reports in one line what these warn of (a signal, a host that left first).
+# The launcher itself reports what these loggers warn of: a signal, or a host that ended first.
 if "LOGLEVEL" not in os.environ:
     for name in ("agent.server.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
@@ -60,10 +59,9 @@ def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
 
     Collective: one process of each node.
     """
-    options = read(argv)
+    options = read_options(argv)
     args, config = options.args, options.config
-    is_python = not args.no_python or args.run_path
-    if is_python:
+    if options.is_python:
         check_script(args.training_script, module=args.module and not args.run_path)
     threads, reason = choose_threads(config.nproc_per_node)
     bind = _numa(config)
@@ -79,8 +77,9 @@ def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
             wrap=bind or (lambda local_rank, command: command),
         )
 
-    special = args.no_python or options.uses_logs or bind is not None
-    if special or len(local_ranks.ranks) != config.nproc_per_node:
+    # Ranks that were started early have none of these settings.
+    needs_other_start = args.no_python or options.uses_logs or bind is not None
+    if needs_other_start or len(local_ranks.ranks) != config.nproc_per_node:
         local_ranks.end()
         start()
     settings = RankSettings(
@@ -105,7 +104,7 @@ def _run(options: LaunchOptions, settings: RankSettings, local_ranks: LocalRanks
     config = options.config
 
     def stuck(number: int) -> None:
-        # The main thread waits in torch's native code, perhaps for minutes.
+        # The main thread waits in native code of torch, possibly for minutes, and cannot handle the signal.
         local_ranks.say(
             f"paceline: {signal.Signals(number).name} received while torch waits for other nodes\n"
         )
@@ -113,26 +112,26 @@ def _run(options: LaunchOptions, settings: RankSettings, local_ranks: LocalRanks
         local_ranks.pump.drain(stalled_s=1.0)
         os._exit(128 + number)
 
-    inbox = signals.Signals(stuck, wake=local_ranks.wake)
-    local_ranks.signalled = lambda: bool(inbox.received)
+    received_signals = signals.Signals(stuck, wake=local_ranks.wake)
+    local_ranks.signalled = lambda: bool(received_signals.received)
     try:
         numbers = signals.parse(getattr(config, "signals_to_handle", signals.DEFAULT))
     except ValueError as error:
         raise ConfigError(f"--signals-to-handle: {error}.") from error
     forced = getattr(config, "signals_to_handle", signals.DEFAULT) != signals.DEFAULT
-    with inbox.handled(numbers, force=forced):
+    with received_signals.handled(numbers, force=forced):
         try:
             if options.waiting:
                 local_ranks.say(f"paceline: {options.waiting}\n")
-            with inbox.interruptible():
+            with received_signals.interruptible():
                 rendezvous = _rendezvous(options)
         except SignalException as error:
             return 128 + error.sigval
         except ValueError as error:
             raise ConfigError(f"the rendezvous options are not usable: {error}") from error
         except (RendezvousError, DistError) as error:
-            return _not_met(local_ranks, options, error)
-        return _run_agent(options, settings, local_ranks, rendezvous, inbox)
+            return _rendezvous_failed(local_ranks, options, error)
+        return _run_agent(options, settings, local_ranks, rendezvous, received_signals)
 
 
 def _run_agent(
@@ -140,11 +139,13 @@ def _run_agent(
     settings: RankSettings,
     local_ranks: LocalRanks,
     rendezvous: RendezvousHandler,
-    inbox: signals.Signals,
+    received_signals: signals.Signals,
 ) -> int:
     config = options.config
     assert config.logs_specs is not None
-    agent = Agent(_spec(options, rendezvous), config.logs_specs, settings, local_ranks, inbox)
+    agent = Agent(
+        _spec(options, rendezvous), config.logs_specs, settings, local_ranks, received_signals
+    )
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     stay_open = False
     try:
@@ -152,7 +153,7 @@ def _run_agent(
         events.record(agent.get_event_succeeded(), config.event_log_handler)
         if result is not None and result.is_failed():
             return agent.verdict.exit_code if agent.verdict is not None else 1
-        # A closed rendezvous would refuse the restarted job.
+        # A preempted job is started again, and a closed rendezvous would refuse it.
         stay_open = agent.preempted
         return _preempted(local_ranks) if agent.preempted else 0
     except SignalException as error:
@@ -168,7 +169,7 @@ def _run_agent(
         return 128 + error.sigval
     except (RendezvousError, DistError) as error:
         events.record(agent.get_event_failed(), config.event_log_handler)
-        return _not_met(local_ranks, options, error)
+        return _rendezvous_failed(local_ranks, options, error)
     finally:
         if not stay_open:
             rendezvous.shutdown()
@@ -182,7 +183,7 @@ def _preempted(local_ranks: LocalRanks) -> int:
     return REQUEUE
 
 
-def _not_met(local_ranks: LocalRanks, options: LaunchOptions, error: Exception) -> int:
+def _rendezvous_failed(local_ranks: LocalRanks, options: LaunchOptions, error: Exception) -> int:
     config = options.config
     text = str(error).split("\n", 1)[0]
     where = (
@@ -220,7 +221,7 @@ def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
     local = config.local_addr
     if local is None and config.rdzv_backend == "c10d" and config.rdzv_endpoint:
         local = local_address(config.rdzv_endpoint)
-    return handler(
+    return rendezvous_of_nodes(
         RendezvousParameters(
             backend=config.rdzv_backend,
             endpoint=config.rdzv_endpoint,
@@ -235,7 +236,7 @@ def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
 
 def _spec(options: LaunchOptions, rendezvous: RendezvousHandler) -> WorkerSpec:
     config = options.config
-    # Not every torch that we support has all of these.
+    # Older versions of torch do not have all of these.
     newer = {
         name: getattr(config, name)
         for name in ("duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank")
@@ -289,7 +290,7 @@ def _announcer(
         parts.append(threads)
         parts.append(f"store {group.master_addr}:{group.master_port}")
         parts.append(f"restarts {options.config.max_restarts}")
-        if options.args.no_python and not options.args.run_path:
+        if not options.is_python:
             parts.append("--no-python: a failing rank reports only its exit code")
         for note in options.notes:
             local_ranks.say(f"paceline: {note}\n")

@@ -1,8 +1,8 @@
 """The first code of a rank: imports torch, waits for the launcher's request, and runs the script.
 
-A front to what `python script.py` and `python -m module` do, with the same `__main__`, `sys.argv` and
-`sys.path`. It is started by file name and imports the standard library only: torch while the launcher imports
-it too, and paceline only if the script does.
+It runs scripts as `python script.py` and `python -m module` do, with the same `__main__`, `sys.argv` and
+`sys.path`. It is started by file name and itself needs only the standard library. It imports torch while the
+launcher imports torch too. paceline is imported only if the script imports it.
 
 No file in this folder may have the name of a module of the standard library.
 """
@@ -37,11 +37,11 @@ _TRACEBACK_CHARS = 200_000
 
 
 def _load(room: str, name: str) -> Any:
-    # By file: the folder of paceline is not always on sys.path, and the script's may hide it.
+    # By file: the folder of paceline may not be on sys.path, or the script's folder may hide it.
     module = types.ModuleType(f"paceline.{room}.{name}")
     package = os.path.dirname(os.path.dirname(__file__))
     module.__file__ = os.path.join(package, room, f"{name}.py")
-    # Under its full name, so that these files can import each other without importing paceline.
+    # The full name lets these files import each other without importing paceline.
     sys.modules[module.__name__] = module
     importlib.machinery.SourceFileLoader(module.__name__, module.__file__).exec_module(module)
     return module
@@ -61,7 +61,7 @@ _READ_AT_IMPORT = frozenset(
 
 
 def _end(request: dict[str, Any]) -> None:
-    """A peer has failed: a training must not take the coming SIGTERM for a preemption and save."""
+    """Handle `end`: a peer has failed, and a training must not treat the next SIGTERM as a preemption."""
     if preemption := sys.modules.get("paceline.job.preemption"):
         preemption.end(request)
 
@@ -79,10 +79,10 @@ def main() -> NoReturn:
     control = _control.Control(int(os.environ["PACELINE_CONTROL_FD"]), probe)
     assert control is not None
     control.handlers["end"] = _end
-    # Put there by the interpreter: this folder. The script's takes its place.
+    # The interpreter has put this folder there. `_run` puts the script's folder there.
     if not sys.flags.safe_path:
         del sys.path[0]
-    # Registered before torch and the script register theirs, hence run after them.
+    # Registered before the functions of torch and the script, so it runs after them.
     atexit.register(_finish)
     if (preload := os.environ.pop("PACELINE_PRELOAD", "torch")) != "0":
         _preload(more=preload == "more")
@@ -105,15 +105,17 @@ def main() -> NoReturn:
 
 
 def _preload(*, more: bool) -> None:
-    # Most of a rank's start is this import. If it fails, the script's own import will fail and report it.
-    # The collector would scan the growing heap a hundred times without finding anything, so it is off
-    # meanwhile, and never scans these objects later.
+    # Most of a rank's start is this import. If it fails, the script's own import fails too and reports it.
+    # The garbage collector would scan the growing heap a hundred times and find nothing, so it is off during
+    # the import, and gc.freeze() excludes these objects later.
     gc.disable()
     with contextlib.suppress(ImportError, OSError):
         import torch.distributed  # noqa: F401
 
-        if more:  # what the first step of an optimizer imports: half of the time of a restart
-            # A name of `torch_private.NAMES`; this file imports the standard library alone.
+        if (
+            more
+        ):  # the first step of an optimizer imports it, which takes half of the time of a restart
+            # The name is in `torch_private.NAMES`, which this file cannot import.
             importlib.import_module("torch._dynamo")
     gc.freeze()
     gc.enable()
@@ -131,7 +133,7 @@ def _run(script: dict[str, Any], launcher: Control) -> int:
     """Run the script to its end; returns its exit code."""
     global _interrupted
     hook = sys.excepthook
-    # Kept alive: the functions of this file need its globals.
+    # This reference keeps the module alive: the functions of this file need its globals.
     bootstrap = sys.modules["__main__"]
     # `from paceline.launch import worker` in the script gives this running file.
     sys.modules["paceline.launch.worker"] = bootstrap
@@ -140,7 +142,7 @@ def _run(script: dict[str, Any], launcher: Control) -> int:
         if script.get("module"):
             if not sys.flags.safe_path:
                 sys.path.insert(0, os.getcwd())
-            # What `python -m` itself calls; run_module() would put our __main__ back before atexit.
+            # `python -m` calls this too. run_module() would restore our __main__ before atexit functions run.
             runpy._run_module_as_main(script["module"])  # type: ignore[attr-defined]
         else:
             _run_path(script["script"])
@@ -154,8 +156,8 @@ def _run(script: dict[str, Any], launcher: Control) -> int:
         _crash(error, launcher, hook)
     else:
         return 0
-    # As in the interpreter: threads and atexit functions first, then death by the signal. Raised again,
-    # because the caught error holds the script's frames.
+    # As in the interpreter: threads and atexit functions end first, then the signal kills the process. A new
+    # error is raised, because the caught one holds the script's frames.
     _interrupted = True
     sys.excepthook = lambda *args: None
     raise KeyboardInterrupt
@@ -231,13 +233,13 @@ def _crash(error: BaseException, launcher: Control, hook: Callable[..., Any]) ->
         print(report["traceback"], file=sys.stderr)
     explain = launcher.handlers.get("explain")
     if explain is not None and report["module"].startswith("torch.distributed"):
-        explain({"do": "explain", "id": -1})  # which collective broke, and with what tensors
-    # os._exit() flushes nothing, and the last lines before a crash are the important ones. In a thread,
+        explain({"do": "explain", "id": -1})  # the collective that failed, and its tensors
+    # os._exit() flushes nothing, and the last lines before a crash are the important ones. A thread does it,
     # because a full pipe would block for ever.
     flusher = threading.Thread(target=_flush_files, daemon=True)
     flusher.start()
     flusher.join(_FLUSH_S)
-    # By name, because most scripts do not import our errors.
+    # Compared by name, because most scripts do not import paceline.errors.
     ours = any(kind.__module__ == "paceline.errors" for kind in type(error).__mro__)
     os._exit(getattr(error, "exit_code", 1) if ours else 1)
 
@@ -284,11 +286,11 @@ def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., 
     while True:
         home = getattr(hook, "__module__", "")
         if home == "torch.distributed.distributed_c10d":
-            # init_process_group() wraps the hook to add the rank; the launcher does that too.
+            # init_process_group() wraps the hook to add the rank, which the launcher does as well.
             cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
             inner = cells["old_hook"].cell_contents if "old_hook" in cells else None
         elif home == "paceline.job.failures":
-            # join()'s: it would end the process before the error is reported.
+            # The hook of join() would end the process before the error is reported.
             hook.mark_failed(error)
             inner = hook.previous
         else:
@@ -310,13 +312,12 @@ def _finish() -> None:
     """End a clean run, after all other atexit functions.
 
     With torch 2.13 and Gloo, about 1 clean run in 10 aborts while its interpreter shuts down: a thread of
-    Gloo releases the tensor of the last collective, asks for the lock of an interpreter that is gone, and
-    is ended inside C++ code. `destroy_process_group()` makes this rarer but not impossible: a group that DDP
-    has used keeps its threads. If such threads exist, the rest of the shutdown is skipped. What scripts rely
-    on is done before: threads are joined, atexit functions have run, the script's objects are finalised,
-    files are flushed.
+    Gloo releases the tensor of the last collective, needs the GIL of an interpreter that has ended, and is
+    ended inside C++ code. `destroy_process_group()` makes this rarer but not impossible: a group that DDP
+    has used keeps its threads. If such threads exist, the rest of the shutdown is skipped. Python has joined
+    threads and run atexit functions by then; this function finalises the script's objects and flushes files.
     """
-    if not _groups_run():
+    if not _has_group_threads():
         return
     _drop_script()
     _flush_files()
@@ -326,7 +327,7 @@ def _finish() -> None:
     os._exit(_status)
 
 
-def _groups_run() -> bool:
+def _has_group_threads() -> bool:
     """Whether there is a process group, or a thread that a destroyed one has left."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
@@ -334,7 +335,7 @@ def _groups_run() -> bool:
     if distributed.is_initialized():
         return True
     for thread in os.listdir("/proc/self/task"):
-        # A thread may end meanwhile.
+        # A thread may end during this loop.
         with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
             if file.read().startswith(("pt_gloo", "pt_nccl")):
                 return True
@@ -343,13 +344,13 @@ def _groups_run() -> bool:
 
 def _drop_script() -> None:
     """Finalise the script's objects, as the end of an interpreter does."""
-    # Only the script's globals hold the loader, so it shows whether they are gone.
+    # Only the script's globals hold this loader, so it exists as long as they do.
     witness = weakref.ref(sys.modules["__main__"].__dict__["__loader__"])
-    # Released first, not cleared, so that finalizers still see the globals.
+    # The globals are released, not cleared, so that finalizers still see them.
     sys.modules["__main__"] = types.ModuleType("__main__")
     gc.collect()
     for holder in gc.get_referrers(witness()) if witness() is not None else ():
-        # One of its functions is still held, for example by atexit.
+        # The globals still exist, because something, such as atexit, holds a function of the script.
         if type(holder) is dict and holder.get("__name__") == "__main__":
             for name, value in list(holder.items()):
                 if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
