@@ -51,6 +51,23 @@ def _dtypes_of_two_optimizers(job: Any) -> set[str]:
     return seen
 
 
+def _forbidden() -> str:
+    raise AssertionError("the host name was looked up in a step without an error")
+
+
+def test_a_step_without_an_error_does_not_look_up_the_host_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with paceline.join() as job:
+        training = _training(job, count="tokens")
+        monkeypatch.setattr("paceline.errors.socket.gethostname", _forbidden)
+        for step in training.steps(until=3):
+            for x, y in step:
+                loss = F.cross_entropy(training.models[0](x), y, reduction="sum")
+                step.backward(loss, count=2 * len(x))
+            step.update()
+
+
 def _schedules_that_need_a_metric(job: Any) -> str:
     model = paceline.ddp(job, nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

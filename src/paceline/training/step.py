@@ -231,9 +231,9 @@ class Step:
             )
         if self.number < context.check_losses_until:
             known = isinstance(count, int) or count.device.type == "cpu"
-            weight.check_loss(loss, int(count) if known else None, self._where())
+            weight.check_loss(loss, int(count) if known else None, self._where)
         if count != micro.count:
-            weight.check_count(count, micro.count, context.count, self._where())
+            weight.check_count(count, micro.count, context.count, self._where)
         is_single = len(self._tallies) == 1
         if not tally.is_owed or (not is_single and self._is_out_of_order(tally)):
             raise self._wrong_backward(tally)

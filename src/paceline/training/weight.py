@@ -74,7 +74,7 @@ def token_factor(
     return divisor / total
 
 
-def check_loss(loss: Any, count: int | None, where: str) -> None:
+def check_loss(loss: Any, count: int | None, where: Callable[[], str]) -> None:
     """Raise LossError unless `loss` is a scalar that can be a sum over `count` samples.
 
     A mean is recognised by the operation it came from: torch's loss functions and `mean` record it.
@@ -86,19 +86,19 @@ def check_loss(loss: Any, count: int | None, where: str) -> None:
         )
         raise LossError(
             f"the loss must be a scalar tensor, got {got}.",
-            where=where,
+            where=where(),
             fix='use reduction="sum", or sum over the samples: `loss.sum()`.',
         )
     if not loss.requires_grad:
         raise LossError(
             "the loss depends on no trainable parameter.",
-            where=where,
+            where=where(),
             fix="compute it from the model's output, outside of `torch.no_grad()`.",
         )
     if _is_mean(loss.grad_fn, count):
         raise LossError(
             "the loss is a mean over the samples; it must be their sum.",
-            where=where,
+            where=where(),
             why="a sum and its count are exact over ragged micro-batches and ranks; means are not.",
             fix='use reduction="sum"; `step.backward(loss, count=...)` divides by the count.',
         )
@@ -123,7 +123,9 @@ def _is_mean(node: Any, count: int | None) -> bool:
     return False
 
 
-def check_count(count: int | torch.Tensor, samples: int, kind: str, where: str) -> None:
+def check_count(
+    count: int | torch.Tensor, samples: int, kind: str, where: Callable[[], str]
+) -> None:
     """Raise CountError unless `count` fits a micro-batch of `samples`.
 
     A count of tokens that is a tensor on a device is not checked: reading it would wait for the device.
@@ -131,11 +133,11 @@ def check_count(count: int | torch.Tensor, samples: int, kind: str, where: str) 
     if isinstance(count, torch.Tensor) and count.device.type != "cpu" and kind == "tokens":
         return
     if not count >= 0:
-        raise CountError(f"count must be 0 or more, got {count}.", where=where, count=count)
+        raise CountError(f"count must be 0 or more, got {count}.", where=where(), count=count)
     if kind == "samples" and count != samples:
         raise CountError(
             f"count is {count}, but this micro-batch holds {samples} samples.",
-            where=where,
+            where=where(),
             fix='pass count=len(batch); to weigh by tokens, `Training(..., count="tokens")`.',
             count=count,
         )
