@@ -58,7 +58,7 @@ def sides(
             "optimizers": [optimizer.state_dict()],
         }
         checkpoints.save(job, step, content, wait=False, steady=steady, finite="models.")
-        return lambda: checkpoints.finish(job, must=True)
+        return lambda: checkpoints.finish(job, required=True)
 
     def torchs(step: int) -> Wait:
         weights, moments = get_state_dict(model, optimizer)

@@ -1,1 +1,1 @@
-"""What is kept of a training, written whole or not at all."""
+"""Checkpoints: written by all ranks, whole or absent, and read on any number of ranks."""

@@ -18,7 +18,7 @@ import torch
 from paceline.errors import CheckpointError
 
 _PLAIN = (type(None), bool, int, float, str)
-_LISTS: dict[str, Callable[[list[Any]], Any]] = {"$tuple": tuple, "$set": set}
+_FROM_LIST: dict[str, Callable[[list[Any]], Any]] = {"$tuple": tuple, "$set": set}
 
 
 def encode(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -36,7 +36,6 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, dict):
-        # The most frequent type, so it comes first and costs one pass.
         items = {
             k: _encode(v, f"{path}.{k}" if path else str(k), tensors) for k, v in value.items()
         }
@@ -100,11 +99,8 @@ def decode(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if key == "$bytes":
         return base64.b64decode(inner, validate=True)
     parts = decode(inner, tensors)
-    if key in _LISTS:
-        return _LISTS[key](parts)
-    pairs = {_hashable(k): v for k, v in parts}
+    if key in _FROM_LIST:
+        return _FROM_LIST[key](parts)
+    # JSON turns the tuples among a counter's keys into lists.
+    pairs = {tuple(k) if isinstance(k, list) else k: v for k, v in parts}
     return Counter(pairs) if key == "$counter" else pairs
-
-
-def _hashable(key: Any) -> Any:
-    return tuple(key) if isinstance(key, list) else key

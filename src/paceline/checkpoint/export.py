@@ -11,14 +11,14 @@ import torch
 
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.reader import read
-from paceline.checkpoint.store import committed, open_store, read_manifest
+from paceline.checkpoint.store import committed, flush, open_store, read_manifest
 from paceline.errors import CheckpointError, ConfigError
 
 _WRAPPERS = ("module.", "_orig_mod.")  # of torch's DDP and torch.compile
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Write weights atomically, in safetensors if the name ends with `.safetensors`. For one rank.
+    """Write weights atomically, in safetensors if the name ends with `.safetensors`. Called by one rank.
 
     Raises:
         CheckpointError: the file cannot be written; an existing one is unchanged.
@@ -30,17 +30,11 @@ def write_file(path: Path, content: Any) -> None:
             _safetensors().save_file({k: v.contiguous() for k, v in content.items()}, scratch)
         else:
             torch.save(content, scratch)
-        for each in (scratch, path.parent):
-            descriptor = os.open(each, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-            if each == scratch:
-                scratch.replace(path)
-    except (
-        OSError,
-        RuntimeError,
-        AttributeError,
-    ) as error:  # torch reports a full disk as the second
+        flush(scratch)
+        scratch.replace(path)
+        flush(path.parent)
+    # torch reports a full disk as a RuntimeError; a value without `contiguous` is an AttributeError.
+    except (OSError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be written: {error}", path=str(path)) from error
 
 
@@ -49,7 +43,7 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
 
     Args:
         path: A file, a folder of checkpoints (its newest is read), one `step-N` in it, or its URL.
-        number: Which model, for a checkpoint of several.
+        number: The index of the model, in a checkpoint of several models.
 
     Raises:
         CheckpointError: there are no weights, they are damaged, or reading them needs a pickle.
@@ -61,7 +55,7 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
         elif "://" not in name and not Path(name).is_dir():
             found = torch.load(name, map_location="cpu", weights_only=True)
         else:
-            found = _of_checkpoint(name, number)
+            found = _read_checkpoint(name, number)
     except CheckpointError:
         raise
     except Exception as error:  # torch, safetensors and file systems raise many types
@@ -83,18 +77,18 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
     return dict(found)
 
 
-def _of_checkpoint(url: str, number: int) -> Any:
+def _read_checkpoint(url: str, number: int) -> Any:
     folder, _, last = url.rstrip("/").rpartition("/")
-    chosen = int(last[5:]) if last.startswith("step-") and last[5:].isdigit() else None
-    store = open_store(url if chosen is None else folder or ".")
+    named = int(last[5:]) if last.startswith("step-") and last[5:].isdigit() else None
+    store = open_store(url if named is None else folder or ".")
     steps = committed(store)
-    step = chosen if chosen is not None else steps[-1] if steps else None
+    step = named if named is not None else steps[-1] if steps else None
     if step is None or step not in steps:
         raise CheckpointError(f"{url} holds no checkpoint of Paceline.", path=url)
     try:
         manifest = read_manifest(store, step)
-        stem = f"models.{number}."
-        state, _ = read(store, manifest, wants=lambda name: name.startswith(stem))
+        prefix = f"models.{number}."
+        state, _ = read(store, manifest, wants=lambda name: name.startswith(prefix))
     except Damaged as error:
         raise CheckpointError(
             f"step {step} in {store.root} is damaged: {error}.", path=url

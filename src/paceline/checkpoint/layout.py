@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,15 +21,13 @@ from paceline.errors import CheckpointError
 from paceline.job import collectives
 from paceline.job.job import Job
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import ReadItem
-
 # Tensors are cut into pieces of about this size, each with a digest; shares of ranks differ by less than one.
 PIECE_BYTES = 16 << 20
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 Key = tuple[str, tuple[int, ...]]  # name and offsets
 Shape = tuple[str, tuple[int, ...]]  # dtype and global shape
+Copy = tuple[Box, torch.Tensor]  # a part of a chunk, and the tensor that it is copied into
 Row = tuple[str, str, list[int], list[int], list[int]]  # name, dtype, global shape, offsets, sizes
 
 
@@ -66,7 +64,7 @@ class Planner:
     """Plans saves, and plans again only if a rank's tensors have changed their names or shapes."""
 
     def __init__(self) -> None:
-        self._signature = b""
+        self._signature = ""  # of the tensors that the layout was made for
         self._layout: Layout | None = None
 
     def plan(self, job: Job, tensors: dict[str, torch.Tensor]) -> Layout:
@@ -75,13 +73,12 @@ class Planner:
         Raises:
             CheckpointError: on all ranks: they hold different shapes, or not all parts of a tensor.
         """
-        text = repr(
+        signature = repr(
             [(n, t.shape, t.dtype, getattr(t, "placements", 0)) for n, t in tensors.items()]
         )
-        signature = hashlib.sha256(text.encode()).digest()
         changed = self._layout is None or signature != self._signature
         if any(int(t) for t in collectives.gather_tensor(job, torch.tensor([int(changed)]))):
-            self._layout = _share_out(job, tensors)
+            self._layout = _divide(job, tensors)
             self._signature = signature
         assert self._layout is not None
         return self._layout
@@ -98,7 +95,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def sharded_like(own: Any, value: Any) -> Any:
-    """This rank's shard of `value`, which all ranks hold whole, where `own` is sharded; else `value`."""
+    """Shard `value`, which all ranks hold whole, as `own` is sharded. Other values are returned unchanged."""
     whole = isinstance(value, torch.Tensor) and not is_sharded(value)
     if not is_sharded(own) or not whole or value.shape != own.shape:
         return value
@@ -116,8 +113,8 @@ def narrowed(tensor: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -
     return tensor
 
 
-def _share_out(job: Job, tensors: dict[str, torch.Tensor]) -> Layout:
-    rows, starts = _held(tensors)
+def _divide(job: Job, tensors: dict[str, torch.Tensor]) -> Layout:
+    rows, starts = _held_pieces(tensors)
     text = json.dumps(rows)
     digests = collectives.gather(job, hashlib.sha256(text.encode()).hexdigest())
     ranks_of = {digest: [r for r, d in enumerate(digests) if d == digest] for digest in digests}
@@ -138,7 +135,7 @@ def _share_out(job: Job, tensors: dict[str, torch.Tensor]) -> Layout:
     return Layout(pieces, offset, shapes)
 
 
-def _held(tensors: dict[str, torch.Tensor]) -> tuple[list[Row], dict[Key, tuple[int, ...]]]:
+def _held_pieces(tensors: dict[str, torch.Tensor]) -> tuple[list[Row], dict[Key, tuple[int, ...]]]:
     """The pieces that this rank holds, and where each starts in the local tensor."""
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
@@ -164,7 +161,12 @@ def _assigned_by_rank0(
 ) -> tuple[dict[str, Shape], list[int]]:
     """Have rank 0 assign pieces, through the store, so that no other rank receives all rows.
 
-    Returns shapes on rank 0 alone, which writes the manifest.
+    Args:
+        text: This rank's rows as JSON.
+        equal: Groups of ranks with the same rows; the first rank of each group sends them.
+
+    Returns:
+        Shapes, on rank 0 alone, which writes the manifest; the indices of the rows that this rank writes.
     """
     store = job.store
     assert store is not None
@@ -184,8 +186,8 @@ def _assigned_by_rank0(
         except CheckpointError as error:
             return {"what": error.what, "why": error.why, "fix": error.fix}
         shapes.update(found)
-        for rank, its in enumerate(indices):
-            store.set(f"{stem}/to/{rank}", json.dumps(its))
+        for rank, own in enumerate(indices):
+            store.set(f"{stem}/to/{rank}", json.dumps(own))
         return None
 
     problem = collectives.on_rank0(job, assign)
@@ -214,7 +216,7 @@ def _assign(
             key = (name, tuple(offsets))
             fact = (dtype, shape, sizes)
             if facts.setdefault(key, fact) != fact:
-                raise _differing(name, facts[key], fact, ranks[0])
+                raise _difference_error(name, facts[key], fact, ranks[0])
             holders.setdefault(key, []).extend(ranks)
     _refuse_incomplete(facts)
     size_bytes = {k: DTYPES[dtype] * math.prod(sizes) for k, (dtype, _, sizes) in facts.items()}
@@ -258,7 +260,7 @@ def _refuse_incomplete(facts: dict[Key, tuple[str, list[int], list[int]]]) -> No
             )
 
 
-def _differing(name: str, first: Any, other: Any, rank: int) -> CheckpointError:
+def _difference_error(name: str, first: Any, other: Any, rank: int) -> CheckpointError:
     return CheckpointError(
         f"{name} is {first[0]} {list(first[1])} on one rank and {other[0]} {list(other[1])} on rank {rank}.",
         fix="save values that differ between ranks under different names.",
@@ -266,12 +268,10 @@ def _differing(name: str, first: Any, other: Any, rank: int) -> CheckpointError:
     )
 
 
-def fill(
-    wanted: dict[str, torch.Tensor],
-    saved: dict[str, SavedTensor],
-    each: Callable[[SavedTensor, Chunk, list[ReadItem], Callable[[ReadItem], torch.Tensor]], None],
-) -> None:
-    """Call `each` for every saved chunk that this rank needs, with its reads and their targets."""
+def plan_reads(
+    wanted: dict[str, torch.Tensor], saved: dict[str, SavedTensor]
+) -> list[tuple[SavedTensor, Chunk, list[Copy]]]:
+    """The saved chunks that this rank needs, and for each the copies from it into `wanted`."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -296,13 +296,13 @@ def fill(
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(wanted, metadata, True)
     plan: LoadPlan = planner.create_local_plan()
-    reads: dict[MetadataIndex, list[ReadItem]] = {}
+    copies: dict[MetadataIndex, list[Copy]] = {}
     for item in plan.items:
-        reads.setdefault(item.storage_index, []).append(item)
+        source = (tuple(item.storage_offsets), tuple(item.lengths))
+        copies.setdefault(item.storage_index, []).append((source, planner.resolve_tensor(item)))
     boxes = {
         MetadataIndex(name, c.offsets): (saved[name], c)
         for name in wanted
         for c in saved[name].chunks
     }
-    for index, items in reads.items():
-        each(*boxes[index], items, planner.resolve_tensor)
+    return [(*boxes[index], found) for index, found in copies.items()]

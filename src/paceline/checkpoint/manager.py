@@ -18,7 +18,7 @@ from paceline.checkpoint import codec
 from paceline.checkpoint.layout import Planner
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.reader import read
-from paceline.checkpoint.sharing import check_shared, megabytes
+from paceline.checkpoint.sharing import check_shared
 from paceline.checkpoint.store import (
     committed,
     open_store,
@@ -31,6 +31,7 @@ from paceline.checkpoint.writer import Buffer, Outcome, Save, Staging
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import collectives, rng
 from paceline.job.job import Job
+from paceline.machine import format_bytes
 
 Resume = Literal["auto", "never", "must"]
 _AUTO_SHARE = 0.035  # largest share of the time that `every_s="auto"` spends on saving
@@ -79,21 +80,22 @@ class Checkpoints:
             known = ", ".join(get_args(Resume))
             raise ConfigError(f"resume must be one of {known}; got {resume!r}.")
         self.folder = folder
-        self.last_saved = 0  # of this training; 0 also after a return to an earlier step
+        # The step that was last saved or loaded; 0 if none, and after a return to an earlier step.
+        self.last_saved = 0
         self._store = open_store(folder)
         self._every_steps = every_steps
         self._every_epochs = every_epochs
         self._every_s = every_s
         self._keep = keep
-        self._resume_how = resume
+        self._resume_mode = resume
         self._planner = Planner()
         self._buffer = Buffer()
         self._in_flight: Save | None = None
         self._newest: int | None = None  # step of the newest checkpoint; None until it is read
         self._count = 0
         self._last_begun = time.monotonic()
-        self._stall_s = 0.0
-        self._cost_s = 0.0
+        self._stall_s = 0.0  # for which the last save stopped the training
+        self._cost_s = 0.0  # of the last save: the stall, and the processor time of its thread
 
     def is_due(self, step: int, *, epoch: int, ends_epoch: bool) -> bool:
         """Whether to save after `step`; `epoch` is the number of finished epochs.
@@ -135,8 +137,8 @@ class Checkpoints:
                 structure on all ranks. Values that are not tensors are taken from rank 0. Of a tensor that
                 several ranks hold, each rank writes a part.
             best: Keep it until another one is saved as the best.
-            wait: Return when it is saved; else `finish` tells how it ended.
-            steady: Tensors of `state` that nobody changes until `staged` has returned.
+            wait: Return when it is saved; otherwise `finish` reports an error.
+            steady: Tensors of `state` that do not change until `staged` has returned.
             finite: Prefix of the paths of tensors that must not hold NaN or infinity.
 
         Raises:
@@ -149,8 +151,7 @@ class Checkpoints:
         self.finish(job)
         began = self._last_begun = time.monotonic()
         if self._newest is None:
-            read_newest = lambda: max(committed(self._store), default=0)  # noqa: E731
-            self._newest = collectives.on_rank0(job, read_newest)
+            self._newest = collectives.on_rank0(job, lambda: max(committed(self._store), default=0))
         tree, tensors = codec.encode(state)
         tensors[f"{_RNG}{job.rank}"] = rng.snapshot(job.device)
         staging = Staging(self._planner.plan(job, tensors), tensors, steady, self._buffer)
@@ -170,7 +171,7 @@ class Checkpoints:
         )
         self._stall_s = time.monotonic() - began
         if wait:
-            self.finish(job, must=True)
+            self.finish(job, required=True)
 
     def staged(self) -> None:
         """Return when the tensors named `steady` may change again. Collective: none."""
@@ -180,7 +181,7 @@ class Checkpoints:
             self._stall_s += time.monotonic() - began
 
     def poll(self, job: Job) -> bool:
-        """Handle a save that has ended; True if it failed with an error that `finish` raises.
+        """Handle a save that has ended. Returns True if `finish` will raise its error.
 
         Collective: none.
         """
@@ -192,8 +193,8 @@ class Checkpoints:
         self.finish(job)
         return False
 
-    def finish(self, job: Job, *, must: bool = False) -> None:
-        """Wait for the save in flight. If the storage failed, warn, or raise if `must`.
+    def finish(self, job: Job, *, required: bool = False) -> None:
+        """Wait for the save in flight. If the storage failed, warn, or raise if `required`.
 
         Raises:
             SaveFailed, CheckpointError, NonFinite: see `save`.
@@ -208,7 +209,7 @@ class Checkpoints:
             self.last_saved = self._newest = save.step
             return
         error = self._error(job, save, outcome)
-        if must or not isinstance(error, SaveFailed):
+        if required or not isinstance(error, SaveFailed):
             raise error
         if job.rank == 0:
             log.logger.warning("training continues without this checkpoint: %s", error)
@@ -252,9 +253,9 @@ class Checkpoints:
         self._cost_s = self._cost_s or size_bytes / _GUESSED_BYTES_PER_S
         self._newest = None
         collectives.on_rank0(job, self._tidy)
-        passed: list[int] = []
+        damaged: list[int] = []
         while True:
-            step = collectives.on_rank0(job, lambda: self._next_to_try(passed))
+            step = collectives.on_rank0(job, lambda: self._newest_except(damaged))
             if step is None:
                 return None
             where = f"{self.folder}, before step {step + 1}"
@@ -267,7 +268,7 @@ class Checkpoints:
                 self.last_saved = step
                 self._last_begun = time.monotonic()
                 return state
-            passed.append(step)
+            damaged.append(step)
             collectives.on_rank0(job, lambda: self._set_damaged_aside(step, whys[0]))  # noqa: B023 - runs now
 
     def _read(
@@ -289,13 +290,13 @@ class Checkpoints:
             rng.restore(job.device, tensors[own])
         return state, ""
 
-    def _next_to_try(self, passed: list[int]) -> int | None:
-        left = [step for step in committed(self._store) if step not in passed]
+    def _newest_except(self, damaged: list[int]) -> int | None:
+        left = [step for step in committed(self._store) if step not in damaged]
         if left:
             return left[-1]
-        if not passed and self._resume_how != "must":
+        if not damaged and self._resume_mode != "must":
             return None
-        what = "every checkpoint is damaged" if passed else "there is no checkpoint"
+        what = "every checkpoint is damaged" if damaged else "there is no checkpoint"
         raise CheckpointError(
             f"{what} in {self.folder}.",
             fix="start anew with resume='never', which moves existing checkpoints away.",
@@ -321,15 +322,15 @@ class Checkpoints:
             if name.startswith("unfinished-"):
                 self._store.remove(name)
         settle(self._store)
-        if self._resume_how == "never":
+        if self._resume_mode == "never":
             set_aside(self._store, committed(self._store))
 
     def _prune(self) -> None:
         """Remove the oldest, but not the newest `keep` and the last marked best."""
         steps = committed(self._store)
-        doomed = steps[: -self._keep]
-        best = next((s for s in reversed(steps) if self._is_best(s)), None) if doomed else None
-        for step in doomed:
+        old = steps[: -self._keep]
+        best = next((s for s in reversed(steps) if self._is_best(s)), None) if old else None
+        for step in old:
             if step != best:
                 self._store.remove(f"step-{step}")
 
@@ -359,11 +360,11 @@ class Checkpoints:
             free = self._store.free_bytes()
         except OSError:
             free = None
-        room = "" if free is None else f", {megabytes(free)} are free"
+        available = "" if free is None else f", {format_bytes(free)} are free"
         return SaveFailed(
             f"step {step} cannot be saved in {self.folder}: {outcome.text}",
             where=where,
-            why=f"this rank writes about {megabytes(save.staging.layout.size_bytes)}{room}.",
+            why=f"this rank writes about {format_bytes(save.staging.layout.size_bytes)}{available}.",
             fix="check space and permissions; the earlier checkpoints are untouched.",
             path=str(self.folder),
             step=step,

@@ -106,6 +106,7 @@ class Manifest:
             name: [saved.dtype, saved.shape, [astuple(c) for c in saved.chunks]]
             for name, saved in self.tensors.items()
         }
+        # What follows the digest, from its closing quote on.
         text = json.dumps({"": "", **body, "tensors": rows})[len('{"": "') :]
         return f"{_HEAD}{hashlib.sha256(text.encode()).hexdigest()}{text}\n"
 

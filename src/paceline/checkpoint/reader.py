@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.checkpoint import codec, layout
 from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from paceline.checkpoint.store import Store, check_sizes, read_chunk
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import ReadItem
 
 _THREADS = 4
 
@@ -36,7 +33,6 @@ def read(
         Damaged: a digest or a size differs, or a file is missing.
         OSError: the storage failed otherwise.
     """
-    folder = manifest.folder
     check_sizes(store, manifest)
     found = {}
     for name, saved in manifest.tensors.items():
@@ -52,27 +48,16 @@ def read(
         else:
             found[name] = torch.empty(saved.shape, dtype=dtype)
     wanted = {name: t for name, t in found.items() if wants(name)}
+
+    def load(saved: SavedTensor, chunk: Chunk, copies: list[layout.Copy]) -> None:
+        data = read_chunk(store, manifest.folder, saved, chunk)
+        if data:
+            whole = torch.frombuffer(data, dtype=getattr(torch, saved.dtype)).view(chunk.sizes)
+            for (offsets, sizes), target in copies:
+                target.copy_(layout.narrowed(whole, offsets, sizes))
+
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        jobs = []
-
-        def each(
-            saved: SavedTensor,
-            chunk: Chunk,
-            items: list[ReadItem],
-            target: Callable[[ReadItem], torch.Tensor],
-        ) -> None:
-            def work() -> None:
-                data = read_chunk(store, folder, saved, chunk)
-                if not data:
-                    return
-                box = torch.frombuffer(data, dtype=getattr(torch, saved.dtype)).view(chunk.sizes)
-                for item in items:
-                    part = layout.narrowed(box, item.storage_offsets, item.lengths)
-                    target(item).copy_(part)
-
-            jobs.append(pool.submit(work))
-
-        layout.fill(wanted, manifest.tensors, each)
-        for job in jobs:
-            job.result()
+        reads = layout.plan_reads(wanted, manifest.tensors)
+        for future in [pool.submit(load, *read) for read in reads]:
+            future.result()
     return codec.decode(manifest.tree, found), found

@@ -1,6 +1,6 @@
 """Checks at the start that all ranks can write to a folder, see each other's files, and have enough space.
 
-Without it, a folder that the ranks do not share would be found hours later, when it is read.
+Otherwise a folder that the ranks do not share would be noticed hours later, when it is read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from paceline.checkpoint.store import Store
 from paceline.errors import RankDisagreement, SaveFailed, rank_location
 from paceline.job import collectives
 from paceline.job.job import Job
+from paceline.machine import format_bytes
 
 _SEEN_WITHIN_S = 5.0  # clients of a file server may cache for a while that a file does not exist
 
@@ -31,13 +32,13 @@ def check_shared(job: Job, store: Store, folder: str, size_bytes: int) -> None:
         store.write(own, [token.encode()])
         free = store.free_bytes()
         if job.rank == 0 and free is not None and free < size_bytes:
-            why = f"a save takes {megabytes(size_bytes)} and {megabytes(free)} are free"
+            why = f"a save takes {format_bytes(size_bytes)} and {format_bytes(free)} are free"
     except OSError as error:
         why = f"{type(error).__name__}: {error}"
     try:
         answers = collectives.gather(job, [why, token])
         _refuse_unwritable(job, folder, [rank_why for rank_why, _ in answers])
-        _refuse_apart(job, store, folder, [rank_token for _, rank_token in answers])
+        _refuse_different(job, store, folder, [rank_token for _, rank_token in answers])
     finally:
         with contextlib.suppress(OSError):  # it may not exist
             store.remove(own)
@@ -54,10 +55,12 @@ def _refuse_unwritable(job: Job, folder: str, whys: list[str]) -> None:
             )
 
 
-def _refuse_apart(job: Job, store: Store, folder: str, tokens: list[str]) -> None:
-    """Each rank reads what the next one wrote; if there are two folders, some rank finds nothing."""
-    other = (job.rank + 1) % job.world_size
-    seen = collectives.gather(job, _appears(store, f"probe-{other}", tokens[other].encode()))
+def _refuse_different(job: Job, store: Store, folder: str, tokens: list[str]) -> None:
+    """Each rank reads what the next one wrote. If there are two folders, a rank finds nothing."""
+    following = (job.rank + 1) % job.world_size
+    seen = collectives.gather(
+        job, _appears(store, f"probe-{following}", tokens[following].encode())
+    )
     if all(seen):
         return
     fix = "give all ranks the same folder; take a time in its name once, before the ranks start."
@@ -81,8 +84,3 @@ def _appears(store: Store, path: str, content: bytes) -> bool:
         if time.monotonic() > until:
             return False
         time.sleep(0.2)
-
-
-def megabytes(size_bytes: int) -> str:
-    """A size as text in messages."""
-    return f"{size_bytes / 1e6:,.1f} MB"

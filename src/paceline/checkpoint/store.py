@@ -24,7 +24,7 @@ from typing import Any
 from paceline.checkpoint.manifest import NAME, Chunk, Damaged, Manifest, SavedTensor, parse
 
 _FOLDER = re.compile(r"(step|rollback)-(\d+)", re.ASCII)
-_lock = threading.RLock()
+_remote_lock = threading.RLock()
 
 
 class Store:
@@ -79,15 +79,15 @@ class Store:
 
     def seal(self, folder: str) -> None:
         """Turn the scratch folder, which now has a manifest, into `folder`."""
-        self._flush(self.scratch(folder))
+        flush(self._path(self.scratch(folder)))
         os.rename(self._path(self.scratch(folder)), self._path(folder))
-        self._flush("")
+        flush(self.root)
 
     def rename(self, old: str, new: str) -> None:
         """Rename a folder; creates the parent of the new name."""
         os.makedirs(os.path.dirname(self._path(new)), exist_ok=True)
         os.rename(self._path(old), self._path(new))
-        self._flush("")
+        flush(self.root)
 
     def remove(self, path: str) -> None:
         """Remove a file or a folder; a checkpoint is never seen in part."""
@@ -108,12 +108,14 @@ class Store:
         facts = os.statvfs(self.root)
         return facts.f_bavail * facts.f_frsize
 
-    def _flush(self, path: str) -> None:
-        descriptor = os.open(self._path(path), os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+
+def flush(path: str | Path) -> None:
+    """Flush a local file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -123,7 +125,7 @@ def _storage_errors() -> Iterator[None]:
     Some file systems have one connection, which instances and threads share.
     """
     try:
-        with _lock:
+        with _remote_lock:
             yield
     except OSError:
         raise
@@ -197,6 +199,7 @@ class RemoteStore(Store):
         for attempt in range(3):
             try:
                 self._fs.makedirs(folder, exist_ok=True)
+                return
             except Exception:  # another rank may have created a part of the path
                 self._fs.invalidate_cache()
                 if attempt == 2 and not self._fs.isdir(folder):
@@ -246,16 +249,19 @@ def unused_name(store: Store, stem: str) -> str:
 
 def set_aside(store: Store, steps: Iterable[int]) -> str:
     """Move the folders of these steps into a new folder `before-N`, and return its name."""
-    place = unused_name(store, "before")
+    folder = unused_name(store, "before")
     for step in steps:
-        store.rename(f"step-{step}", f"{place}/step-{step}")
-    return place
+        store.rename(f"step-{step}", f"{folder}/step-{step}")
+    return folder
 
 
 def settle(store: Store) -> tuple[list[int], str]:
-    """Set aside what a `rollback-N` supersedes, and rename that to `step-N`; the steps, and where they are.
+    """Set aside the checkpoints that `rollback-N` supersedes, and rename it to `step-N`.
 
     If it is interrupted at any point, `folders` gives the same checkpoints as before, and it can be repeated.
+
+    Returns:
+        The superseded steps, and the folder that now holds them.
     """
     step, name = next(reversed(folders(store).items()), (0, ""))
     if not name.startswith("rollback-"):
@@ -268,13 +274,13 @@ def settle(store: Store) -> tuple[list[int], str]:
                 superseded.append(int(match[2]))
             else:
                 store.remove(other)  # never committed
-    place = set_aside(store, sorted(superseded))
+    folder = set_aside(store, sorted(superseded))
     store.rename(name, f"step-{step}")
-    return sorted(superseded), place
+    return sorted(superseded), folder
 
 
 def commit(store: Store, manifest: Manifest) -> None:
-    """Write the manifest, and make its folder a checkpoint. For one rank, after all have written.
+    """Write the manifest, and make its folder a checkpoint. Called by one rank, after all have written.
 
     Raises:
         OSError: the manifest cannot be written, or files of other ranks are not visible here.
@@ -282,7 +288,7 @@ def commit(store: Store, manifest: Manifest) -> None:
     scratch = store.scratch(manifest.folder)
     for name, size in manifest.files.items():
         if store.size(f"{scratch}/{name}") != size:
-            raise OSError(f"{name} has another size here than on the rank that has written it")
+            raise OSError(f"{name} has another size here than on the rank that wrote it")
     for name in set(store.names(scratch)) - set(manifest.files):
         store.remove(f"{scratch}/{name}")  # left by a killed process that had more ranks
     store.write(f"{scratch}/{NAME}", [manifest.render().encode()])
@@ -294,7 +300,7 @@ def read_manifest(store: Store, step: int, folder: str = "") -> Manifest:
 
     Raises:
         Damaged: it is missing or does not match its digest.
-        CheckpointError: it is refused; see `parse`.
+        CheckpointError: `parse` refuses it.
     """
     folder = folder or folders(store).get(step, f"step-{step}")
     path = f"{folder}/{NAME}"

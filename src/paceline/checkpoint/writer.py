@@ -30,7 +30,7 @@ from paceline.job.job import Job
 from paceline.torch_private import find
 
 _POLL_S = 0.005
-_NICE = 19  # gives way to the training threads on a busy core
+_NICE = 19  # the lowest priority: the training's threads come first on a busy core
 
 
 class Buffer:
@@ -92,19 +92,19 @@ class Staging:
     def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
         source = piece.of(tensor)
         if source.numel():
-            place = self.bytes[piece.offset : piece.offset + piece.size_bytes]
-            place.view(piece.dtype).view(source.shape).copy_(source)
+            target = self.bytes[piece.offset : piece.offset + piece.size_bytes]
+            target.view(piece.dtype).view(source.shape).copy_(source)
 
     def finish(self) -> None:
         """Copy the steady tensors. Called by the thread of the save."""
-        side = contextlib.nullcontext()
+        on_stream = contextlib.nullcontext()
         if self._event is not None:
             module = torch.get_device_module(self.device)
             stream = module.Stream(self.device)
             stream.wait_event(self._event)
-            side = module.stream(stream)
+            on_stream = module.stream(stream)
         try:
-            with side, torch.no_grad():
+            with on_stream, torch.no_grad():
                 for piece, tensor in self._late:
                     self._copy(piece, tensor)
             for (piece, tensor), version in zip(self._late, self._versions, strict=True):
@@ -127,9 +127,7 @@ class Staging:
                 # A finite sum proves that all values are finite, and allocates nothing. It may overflow, so
                 # an infinite one proves nothing.
                 total = values.sum(dtype=torch.float64)
-                if not bool(torch.isfinite(total)) and not bool(
-                    torch.isfinite(values.float()).all()
-                ):
+                if not total.isfinite() and not values.float().isfinite().all():
                     return piece.name
         return None
 
@@ -140,7 +138,7 @@ def _identity(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """A number that every change in place increments; always 0 if torch does not tell."""
+    """A number that every change in place increments; always 0 if this torch does not have it."""
     counter = find("torch.Tensor._version")
     return 0 if counter is None else int(counter.__get__(local(tensor)))
 
@@ -170,7 +168,7 @@ class Save:
     Args:
         number: The number of the save in this job, equal on all ranks.
         folder: Its name once it is committed, equal on all ranks.
-        tree: The values as JSON; those of rank 0 are written.
+        tree: The values for JSON; those of rank 0 are written.
         finite: Prefix of the names of tensors that must be finite; "" checks none.
         waited: Whether the caller waits for it; the thread then keeps its priority.
         prune: Applies retention; called on rank 0 after the commit.
@@ -233,6 +231,8 @@ class Save:
             self.outcome = self._conclude(self._write_own())
         except _Cancelled:
             return
+        except TimeoutError as error:
+            self.outcome = Outcome(kind="other", text=str(error))
         except RuntimeError as error:  # the job's store ended with rank 0
             self.outcome = Outcome(kind="other", text=f"the job's store is gone: {error}")
         self.cost_s = time.thread_time() - began
@@ -301,7 +301,7 @@ class Save:
             if self._cancel.wait(pause_s):
                 raise _Cancelled
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the ranks did not write within {self._timeout_s:g} s.")
+                raise TimeoutError(f"not all ranks have written within {self._timeout_s:g} s")
             pause_s = min(2 * pause_s, 0.1)
 
     def _commit(self, acks: list[dict[str, Any]]) -> Outcome:
@@ -309,15 +309,15 @@ class Save:
             if ack["kind"] != "saved":
                 return Outcome(kind=ack["kind"], text=ack["text"], rank=rank)
         try:
-            settle(self._store)  # of the save before, if that could not
+            settle(self._store)  # finishes the rollback of an earlier save that could not
             commit(self._store, self._manifest(acks))
         except OSError as error:
             return Outcome(kind="disk", text=f"{type(error).__name__}: {error}")
         try:
-            steps, place = settle(self._store)
+            steps, folder = settle(self._store)
             if steps:
                 text = "step %d supersedes the checkpoints of steps %s, which are now in %s."
-                log.logger.info(text, self.step, ", ".join(map(str, steps)), place)
+                log.logger.info(text, self.step, ", ".join(map(str, steps)), folder)
             self._prune()
         except OSError as error:
             log.logger.warning("step %d is saved, but older ones stay: %s", self.step, error)

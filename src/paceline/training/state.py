@@ -67,7 +67,7 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
     """Refuse a state that does not fit these models and optimizers. Changes nothing.
 
     Raises:
-        CheckpointError: other parameters, shapes or groups; not a state; or a newer version.
+        CheckpointError: the parameters, shapes, groups or the version differ.
     """
     version = saved.get("version")
     if version not in (1, _VERSION):
@@ -133,14 +133,14 @@ def load_weights(model: torch.nn.Module, path: str | Path, *, number: int = 0) -
     _load_model(model, weights)
 
 
-def _own_name(model: torch.nn.Module) -> Callable[[str], str]:
+def _name_cleaner(model: torch.nn.Module) -> Callable[[str], str]:
     """A function that removes from a name the parts that DDP and `torch.compile` add inside `model`."""
     added = []
     for path, module in model.named_modules(remove_duplicate=False):
         if unwrap(module) is not module:
-            stem = f"{path}." if path else ""
+            prefix = f"{path}." if path else ""
             inner = next(name for name, _ in module.named_children())
-            added.append((f"{stem}{inner}.", stem))
+            added.append((f"{prefix}{inner}.", prefix))
     added.reverse()  # the innermost first
 
     def clean(name: str) -> str:
@@ -154,13 +154,13 @@ def _own_name(model: torch.nn.Module) -> Callable[[str], str]:
 
 def _state_of(model: torch.nn.Module) -> dict[str, Any]:
     model = unwrap(model)
-    clean = _own_name(model)
+    clean = _name_cleaner(model)
     return {clean(name): value for name, value in model.state_dict().items()}
 
 
 def _load_model(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
     model = unwrap(model)
-    clean, values = _own_name(model), _without_compiled(values)
+    clean, values = _name_cleaner(model), _without_compiled(values)
     model.load_state_dict(
         {name: sharded_like(own, values[clean(name)]) for name, own in model.state_dict().items()}
     )
@@ -176,7 +176,7 @@ def _parameter_names(models: Models) -> dict[int, tuple[str, torch.Tensor]]:
     names: dict[int, tuple[str, torch.Tensor]] = {}
     for number, model in enumerate(models):
         model = unwrap(model)
-        clean = _own_name(model)
+        clean = _name_cleaner(model)
         for name, p in model.named_parameters():
             names.setdefault(id(p), (f"{number}.{clean(name)}", p))
     return names
@@ -190,7 +190,7 @@ def _group_names(
     for group in optimizer.param_groups:
         found = []
         for p in group["params"]:
-            # A parameter that no model holds is known by its place only.
+            # A parameter outside of the models is named by its position.
             found.append(names[id(p)][0] if id(p) in names else f"parameter.{count}")
             count += 1
         groups.append(found)
@@ -227,5 +227,5 @@ def _check_shapes(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
 
 def _shape(value: Any) -> str:
     if value is None:
-        return "nothing of that name"
+        return "no such name"
     return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
