@@ -128,6 +128,12 @@ NAMES = (
     ),
     # watch: flight_recorder.py does not use `find`, because it must not import torch
     PrivateName(
+        "torch._C._distributed_c10d._dump_nccl_trace",
+        why="the only way to read the flight recorder of NCCL in a running rank; only in builds with NCCL",
+        since="2.11",
+        without="hangs in collectives of NCCL are explained by stacks alone",
+    ),
+    PrivateName(
         "torch._C._distributed_c10d._dump_fr_trace",
         why="the only way to read the flight recorder of a running rank",
         since="2.11",

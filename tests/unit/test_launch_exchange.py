@@ -150,7 +150,7 @@ def test_facts_count_though_the_store_ends_afterwards() -> None:
     store = HashStore()
     NodeExchange(PrefixStore("a", store), 1, 2).publish_facts([fact(1, 80.0)])
     found, silent = NodeExchange(Ending("a", store), 0, 2).exchange_facts([], lambda: False)
-    assert [(fact.rank, fact.time, fact.within_s) for fact in found] == [(1, 80.0, math.inf)]
+    assert [(fact.rank, fact.time, fact.clock_error_s) for fact in found] == [(1, 80.0, math.inf)]
     assert silent == 0
 
 

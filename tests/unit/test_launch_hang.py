@@ -15,8 +15,9 @@ from typing import Any, cast
 import pytest
 
 from paceline.launch.hang_watch import Activity, HangWatch
-from paceline.watch.hang import Hang, judge
-from paceline.watch.processes import Process, is_ending, look
+from paceline.watch import flight_recorder
+from paceline.watch.hang import Hang, find_hang
+from paceline.watch.processes import Process, is_ending, read_process
 from paceline.watch.rank_state import (
     Call,
     State,
@@ -43,7 +44,7 @@ def rank(number: int, *calls: Call, **more: Any) -> State:
 
 
 def verdict(*states: State, world: int = 4) -> Hang:
-    found = judge(states, world, 10.0)
+    found = find_hang(states, world, 10.0)
     assert found is not None
     assert len(found.text.splitlines()) <= 10
     return found
@@ -231,11 +232,11 @@ def test_what_the_recorder_does_not_know() -> None:
 
 def test_what_is_no_hang() -> None:
     fresh = call(since_s=0.2)
-    assert judge([rank(0, fresh), absent()], 2, 10.0) is None
-    assert judge([rank(0, idle_s=3.0), rank(1, idle_s=12.0)], 2, 10.0) is None
-    assert judge([rank(0, busy=True), rank(1)], 2, 10.0) is None
-    assert judge([rank(0)], 1, 10.0) is None  # one process may wait for whatever it likes
-    assert judge([rank(0, where=LOADER)], 1, 10.0) is not None
+    assert find_hang([rank(0, fresh), absent()], 2, 10.0) is None
+    assert find_hang([rank(0, idle_s=3.0), rank(1, idle_s=12.0)], 2, 10.0) is None
+    assert find_hang([rank(0, busy=True), rank(1)], 2, 10.0) is None
+    assert find_hang([rank(0)], 1, 10.0) is None  # one process may wait for whatever it likes
+    assert find_hang([rank(0, where=LOADER)], 1, 10.0) is not None
 
 
 def test_many_states_are_cut_to_ten_lines() -> None:
@@ -394,7 +395,7 @@ def test_whether_a_dead_main_thread_is_the_end_of_its_process() -> None:
             assert child.stdout is not None
             assert child.stdout.readline() == b"up\n"
             deadline = time.monotonic() + 20
-            while (found := look(child.pid)) is not None and found.state != "Z":
+            while (found := read_process(child.pid)) is not None and found.state != "Z":
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert is_ending(child.pid) == want, text
@@ -424,21 +425,21 @@ def test_only_the_last_seconds_count_and_the_look_before_them() -> None:
 
 def test_processes_below_a_rank_count_from_when_they_are_seen() -> None:
     script = process(0.0)
-    # What a worker used before it was looked at says nothing of these seconds.
+    # What a worker used before its first sample does not count.
     assert not seen((t, [script, *[process(9.0, pid=41)] * (t > 1)], 7) for t in range(5)).busy(4.0)
     assert seen((t, [script, *[process(9.0 + t, pid=41)] * (t > 1)], 7) for t in range(5)).busy(4.0)
     assert seen((t, [script, *[process(9.0 + t, pid=41)] * (t < 3)], 7) for t in range(5)).busy(4.0)
 
 
-def test_who_was_not_watched_does_not_stand_still() -> None:
+def test_a_rank_that_was_not_watched_long_enough_is_busy() -> None:
     assert seen([(4.0, [process(0.0)], 7)]).busy(4.0)
     assert seen((t, [process(0.0)], 7) for t in (3.9, 4.0)).busy(4.0)
 
 
 def test_a_launcher_that_did_not_run_has_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, crew = 100.0, Silent()
+    now, local_ranks = 100.0, Silent()
     monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
-    watch = HangWatch(cast(Any, crew), after_s=0, ends=False)
+    watch = HangWatch(cast(Any, local_ranks), after_s=0, ends=False)
     for _ in range(8):
         watch.look(1)
         now += 0.5
@@ -449,7 +450,7 @@ def test_a_launcher_that_did_not_run_has_not_watched(monkeypatch: pytest.MonkeyP
 
 
 class Silent:
-    """A crew of one rank, as far as a watch looks at it."""
+    """Local ranks with one idle rank, as far as `HangWatch` uses them."""
 
     def __init__(self) -> None:
         self.ranks = [self]
@@ -465,6 +466,9 @@ class Silent:
         )
 
 
+WORLD = "torch.distributed.distributed_c10d._world"
+
+
 class Asked(Silent):
     """One of two ranks. Rank 0 waits in a collective; both are idle until they are asked."""
 
@@ -477,28 +481,41 @@ class Asked(Silent):
         self.answer: dict[str, Any] = {}
 
     def ask(self, number: int, *_: Any) -> None:
-        self.cpu_s += 1.0  # reading its source file, for one
+        self.cpu_s += 1.0  # for example, to read its source file
         stack = [("/a/train.py", 5 + self.rank, "step")]
         entries = [entry()] if self.rank == 0 else []
-        told = {"entries": entries, "groups": {"0": [0, 1]}, "entered": {}, "step": 0}
-        self.answer = {"id": number, "threads": [{"name": "main", "stack": stack}], **told}
+        table = {"entries": entries, "groups": {"0": [0, 1]}, "entered": {}, "missing": [WORLD]}
+        threads = [{"name": "main", "stack": stack}]
+        self.answer = {"id": number, "threads": threads, "step": 0, **table}
 
 
 def test_answering_the_launcher_does_not_make_a_rank_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     now, ranks, said = 100.0, [Asked(0), Asked(1)], []
-    crew: Any = types.SimpleNamespace(ranks=ranks, say=said.append)
+    local_ranks: Any = types.SimpleNamespace(ranks=ranks, say=said.append)
     monkeypatch.setattr("paceline.launch.hang_watch.time.monotonic", lambda: now)
     monkeypatch.setattr(
-        "paceline.watch.processes.look", lambda pid: process(ranks[pid].cpu_s, pid=pid)
+        "paceline.watch.processes.read_process", lambda pid: process(ranks[pid].cpu_s, pid=pid)
     )
     monkeypatch.setattr("paceline.watch.processes.descendants", lambda pid: [])
-    watch = HangWatch(crew, after_s=2.0, ends=False)
+    watch = HangWatch(local_ranks, after_s=2.0, ends=False)
     watch._stragglers = types.SimpleNamespace(look=lambda *_: False, begin=lambda: None)  # type: ignore[assignment]
     while not said:
         watch.look(2)
         now += 0.5
         assert now < 110
-    assert said[0].startswith("hang: rank 0 "), said
+    # Both ranks lack a private name of torch: one warning.
+    assert (
+        said[0]
+        == f"paceline: torch has no {WORLD}: reports of hangs do not name the ranks of a group\n"
+    )
+    assert said[1].startswith("hang: rank 0 "), said
+
+
+def test_a_rank_reports_names_that_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flight_recorder.table()["missing"] == []
+    monkeypatch.delattr(WORLD)
+    assert flight_recorder.table()["missing"] == [WORLD]
+    assert flight_recorder.table()["groups"] == {}
 
 
 @pytest.mark.parametrize(
@@ -507,11 +524,11 @@ def test_answering_the_launcher_does_not_make_a_rank_busy(monkeypatch: pytest.Mo
 def test_the_patience_follows_the_usual_step(
     after_s: float | None, step_s: float, patience_s: float
 ) -> None:
-    crew: Any = Silent()
-    watch = HangWatch(crew, after_s=after_s, ends=False)
+    local_ranks: Any = Silent()
+    watch = HangWatch(local_ranks, after_s=after_s, ends=False)
     watch.look(1)
     for number in range(1, 6):
-        crew.counts = (number, number)
-        watch._moved -= step_s  # as if so much time had passed since the last collective
-        watch._look_at(crew, watch._moved + step_s)
-    assert watch._patience == pytest.approx(patience_s, rel=0.01)
+        local_ranks.counts = (number, number)
+        watch._progress_at -= step_s  # as if so much time had passed since the last collective
+        watch._sample(local_ranks, watch._progress_at + step_s)
+    assert watch._patience_s == pytest.approx(patience_s, rel=0.01)

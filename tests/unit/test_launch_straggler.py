@@ -25,9 +25,9 @@ from paceline.watch.straggler import (
     Straggler,
     Suspect,
     describe,
+    find_straggler,
     find_suspects,
-    judge,
-    profiled,
+    profiled_blocks,
     read_steps,
 )
 
@@ -225,9 +225,9 @@ def judged(
         profiles[rank] = Profile(ends[first - 1] - 10**7, [*spent, (waiting, "", 0.01)])
     (found_suspect,) = find_suspects(found)
     assert found_suspect.rank == 1
-    if not profiled(found_suspect, profiles):
+    if not profiled_blocks(found_suspect, profiles):
         return None
-    return judge(found_suspect, profiles)
+    return find_straggler(found_suspect, profiles)
 
 
 @pytest.mark.parametrize("shows_waiting", [True, False])  # DDP waits within a backward
@@ -278,21 +278,21 @@ def test_many_small_waits_are_seen_in_the_profile() -> None:
         rank: Profile(BEGIN_NS, [(name, "", s * 0.01) for name, s in spent.items()] * 900)
         for rank, spent in shares.items()
     }
-    told = judge(one, profiles)
+    told = find_straggler(one, profiles)
     assert told is not None
     assert told.factor == pytest.approx(1.43, rel=0.02)
     # Asynchronous waits add up to much as well, but the profile does not show them.
     (one,) = find_suspects(arrivals(slow(1.08), 60, ops=buckets(10)))
     same = Profile(BEGIN_NS, [("backward", "", 9.0)])
-    assert judge(one, {0: same, 1: same}) is None
+    assert find_straggler(one, {0: same, 1: same}) is None
 
 
 def test_a_profile_needs_whole_steps_of_all_ranks() -> None:
     one = Suspect(1, read_steps(arrivals(slow(2.0), 60), "0"))
     long, short = (Profile(BEGIN_NS, [("data", "", seconds)]) for seconds in (12.0, 0.9))
-    assert len(profiled(one, {0: long, 1: long})) > 40
+    assert len(profiled_blocks(one, {0: long, 1: long})) > 40
     for profiles in ({1: long}, {0: long, 1: short}, {0: short, 1: long}):
-        assert profiled(one, profiles) == []
+        assert profiled_blocks(one, profiles) == []
 
 
 BEFORE = HostSample(

@@ -231,7 +231,7 @@ def test_a_restart_is_one_line() -> None:
 def test_what_ranks_called_last_is_said_where_native_code_gave_up() -> None:
     said = "what(): op.preamble.length <= op.nbytes. 44 vs 12."
     facts = [
-        fact(0, 1.0, returncode=-6, gave_up=said),
+        fact(0, 1.0, returncode=-6, abort_message=said),
         *(fact(n, 1.1, error=lost_peer()) for n in (1, 2, 3)),
     ]
     verdict = find_first_failure(facts)

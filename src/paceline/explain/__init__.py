@@ -1,1 +1,1 @@
-"""Known messages, what caused them and what cures them: the table, its reader, and facts of this host."""
+"""Known error messages: a table of their causes and fixes, its reader, and facts about this host."""

@@ -10,11 +10,11 @@ _PORT = re.compile(r"port:? ?(\d{1,5})\b|[\w\]]:(\d{1,5})\b")
 
 
 def facts(name: str | None, line: str) -> str:
-    """The sentence of the function that an entry names; empty if there is none."""
-    return (
-        {"port_owner": _port_owner, "memory": _memory, "shared_memory": _shared_memory}[name](line)
-        if name
-        else ""
+    """The sentence that the function called `name` returns for a line of a log; empty if `name` is None."""
+    if name is None:
+        return ""
+    return {"port_owner": _port_owner, "memory": _memory, "shared_memory": _shared_memory}[name](
+        line
     )
 
 

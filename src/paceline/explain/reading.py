@@ -25,8 +25,8 @@ _MAX_ERRORS = 50
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TRACEBACK = b"Traceback (most recent call last):"
 _EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::|\s*$)")
-# These only pass on an error that has its own traceback.
-_CARRIERS = re.compile(rb".*(?:ChildFailedError|: Caught \w+ in )")
+# These repeat an error that has its own traceback.
+_WRAPPERS = re.compile(rb".*(?:ChildFailedError|: Caught \w+ in )")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Reading:
 
 @cache
 def causes() -> tuple[Cause, ...]:
-    """The table."""
+    """The entries of causes.toml, in their order."""
     text = Path(__file__).with_name("causes.toml").read_text(encoding="utf-8")
     return tuple(Cause(**{**c, "says": tuple(c["says"])}) for c in tomllib.loads(text)["cause"])
 
@@ -99,7 +99,7 @@ def read(stream: BinaryIO) -> Reading:
     open_entries, found, tracebacks, lines = list(causes()), [], _Tracebacks(), 0
     for first, block in _blocks(stream):
         for cause in list(open_entries):
-            hit = _first(cause, block, first)
+            hit = _first_message(cause, block, first)
             if hit is not None:
                 found.append(hit)
                 open_entries.remove(cause)
@@ -125,16 +125,16 @@ def _blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield number, rest
 
 
-def _first(cause: Cause, block: bytes, first: int) -> Found | None:
+def _first_message(cause: Cause, block: bytes, first_line: int) -> Found | None:
     start = 0
     while span := cause.search(block, start):
         begin = block.rfind(b"\n", 0, span[0]) + 1
         end = block.find(b"\n", span[1])
         end = len(block) if end < 0 else end
         line = block[begin:end]
-        # If a line matches two entries, the upper one counts.
+        # If a line matches two entries, the earlier entry counts.
         if next(other for other in causes() if other.search(line)) is cause:
-            number = first + block.count(b"\n", 0, begin)
+            number = first_line + block.count(b"\n", 0, begin)
             return Found(cause, number, _shown(line, span[0] - begin))
         start = end
     return None
@@ -175,6 +175,6 @@ class _Tracebacks:
 
     def first_unknown(self) -> tuple[int, str] | None:
         for number, body in self._errors:
-            if not _CARRIERS.match(body) and not any(cause.search(body) for cause in causes()):
+            if not _WRAPPERS.match(body) and not any(cause.search(body) for cause in causes()):
                 return number, _shown(body, 0)
         return None

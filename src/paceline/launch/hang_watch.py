@@ -1,4 +1,4 @@
-"""Collects on this node the evidence that watch/hang.py judges, and prints the verdict.
+"""Collects the states of the ranks of this node for `watch/hang.py`, and prints the hangs that it finds.
 
 Reads the beats of the ranks (watch/probe.py) and their process states twice a second. It asks all ranks for
 their stacks and collectives only if one of them makes no progress. straggler_watch.py handles slow ranks.
@@ -18,8 +18,9 @@ from typing import Any
 from paceline.launch.local_ranks import LocalRanks, Rank
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.straggler_watch import StragglerWatch
+from paceline.torch_private import NAMES
 from paceline.watch import processes
-from paceline.watch.hang import Hang, judge
+from paceline.watch.hang import Hang, find_hang
 from paceline.watch.processes import Process
 from paceline.watch.rank_state import (
     HELD_S,
@@ -33,14 +34,14 @@ from paceline.watch.rank_state import (
 
 HANG_AFTER_S = 10.0
 _STEPS = 10  # as many median steps without progress, if that is longer
-_LOOK_S = 0.5
-_SOON_S = 0.05
-_ANSWER_S = 0.8
+_INTERVAL_S = 0.5  # between two checks
+_SOON_S = 0.05  # the same, while answers are awaited
+_ANSWER_S = 0.8  # for the answers of the ranks
 _OTHERS_S = 2.5  # for the answers of the other nodes' launchers
 _ENDING_S = 15.0  # for which a process may take to exit; if it takes longer, the kernel holds it
 _BUSY = 0.03  # of a core
 _BUSY_BYTES_S = 16 << 10
-_KEPT = 20
+_KEPT = 20  # latest steps
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class Sample:
 class Activity:
     """The recent activity of one rank.
 
-    Sample times are seconds for which the launcher has watched the ranks, so that a launcher that was paused
-    itself does not take its ranks for idle.
+    Sample times are seconds during which the launcher has watched the ranks. After a pause of the launcher
+    itself, its ranks therefore do not look idle.
     """
 
-    counts: tuple[int, int] = (0, 0)
+    counts: tuple[int, int] = (0, 0)  # collectives entered, and over
     since: float = 0.0  # when a collective was last entered or over
     beat: dict[str, Any] = field(default_factory=dict)
     samples: deque[Sample] = field(default_factory=deque)
@@ -119,48 +120,48 @@ class HangWatch:
         self._local_ranks = local_ranks
         self._after_s = after_s
         self._ends = ends
-        self._said: set[tuple[object, ...]] = set()
-        # With several nodes, each launcher judges the states of all ranks.
+        self._reported: set[object] = set()  # keys of hangs, and missing names of torch
+        # With several nodes, each launcher has the states of all ranks.
         self.exchange: NodeExchange | None = None
-        self._asked = 0
+        self._request = 0  # the number of the latest request to the ranks
         self._stragglers = StragglerWatch(local_ranks)
         self._next = 0.0
-        self._looked, self._watched_s = time.monotonic(), 0.0
+        self._checked_at, self._watched_s = time.monotonic(), 0.0
         self._begin([])
 
     def _begin(self, pids: list[int]) -> None:
-        """A round begins."""
+        """Forget the ranks of the previous round."""
         self._pids = pids
         self._ask_next = self._deadline = self._others_until = 0.0
         self._seen: dict[int, Activity] = {}
         self._steps: deque[float] = deque(maxlen=_KEPT)
-        self._moved = time.monotonic()
+        self._progress_at = time.monotonic()
         self._alarmed = False
         self._stragglers.begin()
 
     def look(self, world_size: int) -> Hang | None:
-        """Check the ranks and report what is wrong; the hang that has to end the round, or None."""
+        """Check the ranks and report a hang. Returns the hang if it has to end the round."""
         now = time.monotonic()
         if now < self._next:
             return None
-        self._next = now + _LOOK_S
-        self._watched_s += min(now - self._looked, 2 * _LOOK_S)
-        unwatched_s = max(0.0, now - self._looked - 2 * _LOOK_S)
-        self._looked = now
+        self._next = now + _INTERVAL_S
+        passed_s = now - self._checked_at
+        watched_s = min(passed_s, 2 * _INTERVAL_S)
+        self._checked_at, self._watched_s = now, self._watched_s + watched_s
         for seen in self._seen.values():
-            seen.since += unwatched_s
+            seen.since += passed_s - watched_s
         pids = [rank.pid for rank in self._local_ranks.ranks]
         if pids != self._pids:
             self._begin(pids)
         alive = [rank for rank in self._local_ranks.ranks if rank.returncode is None]
         for rank in alive:
-            self._look_at(rank, now)
+            self._sample(rank, now)
         if self._stragglers.look(now, alive, sum(seen.counts[0] for seen in self._seen.values())):
             self._next = now + _SOON_S
         if self._after_s == 0:
             return None
         if self._deadline:
-            if now < self._deadline and any(r.answer.get("id") != self._asked for r in alive):
+            if now < self._deadline and any(r.answer.get("id") != self._request for r in alive):
                 self._next = now + _SOON_S
                 return None
             self._deadline = 0.0
@@ -171,13 +172,13 @@ class HangWatch:
         if asked or (now >= self._ask_next and self._suspicious(alive, now)):
             if self.exchange is not None:
                 self.exchange.request_states(new=not asked)
-            self._asked += 1
+            self._request += 1
             self._deadline = now + _ANSWER_S
-            self._ask_next = now + self._patience
+            self._ask_next = now + self._patience_s
             self._next = now + _SOON_S
             for rank in alive:
                 if self._seen[rank.local_rank].state not in ("T", "Z"):
-                    rank.ask(self._asked)
+                    rank.ask(self._request)
         return None
 
     def finish(self, world_size: int) -> Hang | None:
@@ -186,14 +187,14 @@ class HangWatch:
         return self._conclude(time.monotonic(), world_size) if self._others_until else None
 
     @property
-    def _patience(self) -> float:
-        """How long the ranks may make no progress, in seconds."""
+    def _patience_s(self) -> float:
+        """Seconds without progress before a hang is reported."""
         if self._after_s is not None:
             return self._after_s
         usual_s = statistics.median(self._steps) if self._steps else 0.0
         return max(HANG_AFTER_S, _STEPS * usual_s)
 
-    def _look_at(self, rank: Rank, now: float) -> None:
+    def _sample(self, rank: Rank, now: float) -> None:
         seen = self._seen.setdefault(rank.local_rank, Activity(since=now))
         beat = read_beat(rank.probed())
         if beat:
@@ -202,64 +203,67 @@ class HangWatch:
             if counts != seen.counts:
                 seen.counts, seen.since = counts, now
                 if counts[1]:
-                    self._steps.append(now - self._moved)
-                self._moved = now
+                    self._steps.append(now - self._progress_at)
+                self._progress_at = now
                 if self._alarmed:
                     self._alarmed = False
                     self._local_ranks.say("paceline: the ranks make progress again\n")
-        found = processes.look(rank.pid)
+        found = processes.read_process(rank.pid)
         seen.state = found.state if found is not None else ""
         if found is None:
             return
         if seen.ending is None and found.state == "Z" and processes.is_ending(rank.pid):
             seen.ending = self._watched_s
         if self._deadline:
-            return  # a rank that answers us uses the CPU and reads files for that
-        # Only if it matters, since finding them reads all processes of the host.
+            return  # to answer, a rank uses the CPU and reads files
+        # Only if the rank is idle, since finding its descendants reads all processes of the host.
         below = processes.descendants(rank.pid) if now - seen.since > 1 else ()
-        all_ = [found, *filter(None, map(processes.look, below))]
-        seen.add(self._watched_s, all_, seen.beat.get("at"), window_s=self._window)
+        tree = [found, *filter(None, map(processes.read_process, below))]
+        seen.add(self._watched_s, tree, seen.beat.get("at"), window_s=self._window_s)
 
     @property
-    def _window(self) -> float:
-        return max(1.2, self._patience / 2)
+    def _window_s(self) -> float:
+        return max(1.2, self._patience_s / 2)
 
     def _suspicious(self, alive: Sequence[Rank], now: float) -> bool:
-        all_ = [self._seen[rank.local_rank] for rank in alive]
-        if any(seen.ending is not None and seen.busy(self._window) for seen in all_):
+        activities = [self._seen[rank.local_rank] for rank in alive]
+        if any(seen.ending is not None and seen.busy(self._window_s) for seen in activities):
             return False  # its exit code will be known soon
-        still = [seen for seen in all_ if now - seen.since >= self._patience]
-        if any(seen.counts[0] > seen.counts[1] for seen in still):
+        idle = [seen for seen in activities if now - seen.since >= self._patience_s]
+        if any(seen.counts[0] > seen.counts[1] for seen in idle):
             return True
-        # One rank may load or compute alone without a collective; all ranks do not.
-        return bool(still) and len(still) == len(alive)
+        # Some ranks may load or compute without a collective, but not all of them.
+        return bool(idle) and len(idle) == len(alive)
 
     def _conclude(self, now: float, world_size: int) -> Hang | None:
         states = [self._state(rank, now) for rank in self._local_ranks.ranks]
-        speaks = self.exchange is None or self.exchange.node == 0
+        is_first_node = self.exchange is None or self.exchange.node == 0
         if self.exchange is not None:
             if not self._others_until:
                 self.exchange.publish_states(states)
                 self._others_until = now + _OTHERS_S
             others, complete = self.exchange.collect_states()
             if not complete and now < self._others_until:
-                self._next = now + 0.05
+                self._next = now + _SOON_S
                 return None
             self._others_until = 0.0
             states += others
-        hang = judge(states, world_size, self._patience - _LOOK_S)
+        hang = find_hang(states, world_size, self._patience_s - _INTERVAL_S)
         if hang is None:
             return None
         ours = any(rank.rank in hang.culprits for rank in self._local_ranks.ranks)
-        if not (speaks or ours):
+        if not (is_first_node or ours):
             return None
-        if hang.key not in self._said:
-            self._said.add(hang.key)
-            self._local_ranks.say(hang.text)
+        self._report(hang.key, hang.text)
         if not hang.alarm:
             return None
         self._alarmed = True
         return hang if self._ends and ours else None
+
+    def _report(self, key: object, text: str) -> None:
+        if key not in self._reported:
+            self._reported.add(key)
+            self._local_ranks.say(text)
 
     def _state(self, rank: Rank, now: float) -> State:
         host, pid = socket.gethostname(), rank.pid
@@ -269,11 +273,17 @@ class HangWatch:
         late = now - seen.beat.get("time", now) > HELD_S
         # The stacks of faulthandler prove that the GIL is held; a beat may be late for other reasons.
         dump = read_dump(rank.probed()) if late and seen.state not in ("T", "D", "Z") else []
-        told: dict[str, Any] = {"entered": {}, "where": read_place(seen.beat.get("place", ""), cwd)}
-        answered = answer.get("id") == self._asked and "threads" in answer
+        reported: dict[str, Any] = {
+            "entered": {},
+            "where": read_place(seen.beat.get("place", ""), cwd),
+        }
+        answered = answer.get("id") == self._request and "threads" in answer
         if answered:
+            for name in NAMES:
+                if name.path in answer["missing"]:
+                    self._report(name, f"paceline: torch has no {name.path}: {name.without}\n")
             main = answer["threads"][0]
-            told |= {
+            reported |= {
                 "where": read_stack(main["stack"], cwd),
                 "call": main.get("call", ""),
                 "peer": main.get("peer"),
@@ -282,18 +292,18 @@ class HangWatch:
                 "calls": read_calls(answer["entries"], answer["groups"], time.time()),
             }
         elif dump:
-            told["where"] = read_stack(dump, cwd)
+            reported["where"] = read_stack(dump, cwd)
         return State(
             rank=rank.rank,
             host=host,
             pid=pid,
             state=seen.state,
-            busy=seen.busy(self._window),
+            busy=seen.busy(self._window_s),
             idle_s=now - seen.since,
             held=bool(dump),
             entering=not answered and not late and seen.counts[0] > seen.counts[1],
             answered=answered,
-            workers=processes.describe_workers(pid, cwd) if told["where"].loader else (),
+            workers=processes.describe_workers(pid, cwd) if reported["where"].loader else (),
             kernel=processes.waits_in(pid) if seen.state == "D" else "",
-            **told,
+            **reported,
         )

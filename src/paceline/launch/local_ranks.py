@@ -321,7 +321,7 @@ class Rank:
             hung=self.hung,
             frozen_s=self.frozen_s,
             step=step,
-            gave_up=abort.decode(errors="replace"),
+            abort_message=abort.decode(errors="replace"),
             stopped=self.stopped_at is not None and (at == 0.0 or at > self.stopped_at),
         )
 

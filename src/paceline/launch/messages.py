@@ -63,7 +63,7 @@ def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
     others = ((fact.rank, _later(verdict, fact)) for fact in verdict.others)
     for text, numbers in _ranks_by_text(others):
         lines.append(f"  {name_ranks(numbers)} failed {text}.")
-    if original.gave_up and (called := _ranks_by_text(info.calls.items())):
+    if original.abort_message and (called := _ranks_by_text(info.calls.items())):
         last = "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in called)
         lines.append(f"  called last: {last}.")
     if info.repeated:
@@ -77,7 +77,7 @@ def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
 
 
 def _later(verdict: FirstFailure, fact: Fact) -> str:
-    if verdict.tells_apart(fact):
+    if verdict.is_certainly_before(fact):
         return f"later: {fact.how}"
     return f"too, perhaps earlier (the clocks of the hosts are not compared): {fact.how}"
 
@@ -114,7 +114,7 @@ def _known_cause(fact: Fact) -> Found | None:
         return None
     text = fact.how if error is None else f"{error.type}: {error.message}"
     # The text that native code wrote when it aborted says more than the signal.
-    found = recognise(fact.gave_up) or recognise(text)
+    found = recognise(fact.abort_message) or recognise(text)
     # An entry about a lost peer ("victim") adds nothing: the summary names the followers already.
     return None if found is None or found.cause.kind == "victim" else found
 

@@ -86,7 +86,9 @@ class NodeExchange:
         # Only the launcher on a rank's own host prints its traceback.
         brief = [
             dataclasses.replace(
-                fact, error=fact.error and dataclasses.replace(fact.error, traceback=""), gave_up=""
+                fact,
+                error=fact.error and dataclasses.replace(fact.error, traceback=""),
+                abort_message="",
             )
             for fact in facts
         ]
@@ -182,5 +184,5 @@ def _read_state(read: dict[str, Any]) -> State:
 
 def _read_fact(read: dict[str, Any]) -> Fact:
     error = read["error"] and Error(**read["error"] | {"kinds": tuple(read["error"]["kinds"])})
-    at = {"time": float(read["time"]), "within_s": math.inf}  # the clock of another host
+    at = {"time": float(read["time"]), "clock_error_s": math.inf}  # the clock of another host
     return Fact(**read | {"error": error, "elsewhere": True} | at)

@@ -1,8 +1,8 @@
-"""Collects on this node the evidence that watch/straggler.py judges, and prints the verdict.
+"""Collects the evidence for `watch/straggler.py` on this node, and prints the stragglers that it finds.
 
 About once a second each rank reports when it entered its latest collectives (watch/probe.py). If one of them
-seems to be late in every step, all ranks sample their stacks for some steps. One request is under way at a
-time, so a rank that cannot answer is not asked again.
+seems to be late in every step, all ranks sample their stacks for some steps. There is one request at a time,
+so a rank that cannot answer is not asked again.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ from paceline.watch.straggler import (
     Profile,
     Straggler,
     describe,
+    find_straggler,
     find_suspects,
-    judge,
-    profiled,
+    profiled_blocks,
 )
 
-_INTERVAL_S = 1.0, 3.0  # between two requests; the second where steps have few collectives
+_INTERVAL_S = 1.0, 3.0  # between two requests; the second if there were few collectives
 _FEW = 8  # collectives of each rank between two requests
 _KEPT = 1024  # collectives of each rank
-_PROFILE_S = 0.4, 300.0
-_ANSWER_S = 2.0
+_PROFILE_S = 0.4, 300.0  # length of a profile: shortest and longest
+_ANSWER_S = 2.0  # for the answers of the ranks
 _REST_S = 1.0, 600.0  # between two profiles of one suspect: doubles from the first to the second
 
 
 class StragglerWatch:
-    """Looks for a rank that the others wait for, in one round after the other."""
+    """Looks for ranks of this node that the others wait for."""
 
     def __init__(self, local_ranks: LocalRanks) -> None:
         self._local_ranks = local_ranks
-        self._said: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()  # rank and phase
         self._number = 0
         self.begin()
 
     def begin(self) -> None:
-        """A round begins: forget the ranks of the last one."""
+        """Forget the ranks of the previous round."""
         self._arrivals: dict[int, dict[Key, tuple[int, int]]] = {}
-        self._request = ""  # that is under way
+        self._request = ""  # the current one: "arrivals" or "profile"; empty if there is none
         self._seconds = self._asked_at = 0.0
         self._entered = 0
-        self._suspect = -1
-        self._host: HostSample | None = None
+        self._suspect = -1  # the rank that is profiled
+        self._host: HostSample | None = None  # at the beginning of the profile
         self._rest: dict[int, tuple[float, float]] = {}  # by suspect: until when, and how long
 
     def look(self, now: float, alive: Sequence[Rank], entered: int) -> bool:
-        """Take in answers, print what they show, and ask again; whether to look again soon.
+        """Handle answers, report a straggler, and ask again. Returns whether to call it again soon.
 
         Args:
             now: Monotonic, in seconds.
-            alive: The ranks of this node that run.
-            entered: How many collectives they have entered, together.
+            alive: The ranks of this node that still run.
+            entered: The number of collectives that they have entered together.
         """
         if len(alive) < 2:
             return False
         if self._request:
             if any(rank.answers.get(self._request, {}).get("id") != self._number for rank in alive):
                 return now < self._asked_at + self._seconds + _ANSWER_S
-            self._take(now, alive)
+            self._handle_answers(now, alive)
         elif entered > self._entered:
             interval_s = _INTERVAL_S[entered - self._entered < _FEW * len(alive)]
             if now >= self._asked_at + interval_s:
@@ -81,7 +81,7 @@ class StragglerWatch:
             since_ns = max(at_ns for at_ns, _ in arrivals.values()) if arrivals else 0
             rank.ask(self._number, request, since=since_ns, **more)
 
-    def _take(self, now: float, alive: Sequence[Rank]) -> None:
+    def _handle_answers(self, now: float, alive: Sequence[Rank]) -> None:
         answers = {rank.rank: rank.answers[self._request] for rank in alive}
         for rank, answer in answers.items():
             arrivals = self._arrivals.setdefault(rank, {})
@@ -98,17 +98,17 @@ class StragglerWatch:
                 if "spent" in answer
             }
             suspects = [suspect for suspect in suspects if suspect.rank == self._suspect]
-            enough = bool(suspects) and bool(profiled(suspects[0], profiles))
+            enough = bool(suspects) and bool(profiled_blocks(suspects[0], profiles))
             if suspects and not enough and 2 * self._seconds <= _PROFILE_S[1]:
                 self._profile(2 * self._seconds, now, alive)
                 return
             _, rest_s = self._rest.get(self._suspect, (0.0, _REST_S[0] / 2))
             rest_s = min(2 * rest_s, _REST_S[1])
             self._rest[self._suspect] = (now + rest_s, rest_s)
-            found = judge(suspects[0], profiles) if enough else None
-            if found is not None and (found.rank, found.phase) not in self._said:
-                self._said.add((found.rank, found.phase))
-                self._say(found, alive)
+            found = find_straggler(suspects[0], profiles) if enough else None
+            if found is not None and (found.rank, found.phase) not in self._reported:
+                self._reported.add((found.rank, found.phase))
+                self._report(found, alive)
             return
         for suspect in suspects:
             if now >= self._rest.get(suspect.rank, (0.0, 0.0))[0]:
@@ -121,7 +121,7 @@ class StragglerWatch:
         self._host = sample_host([rank.pid for rank in alive])
         self._ask("profile", now, alive, seconds=self._seconds)
 
-    def _say(self, found: Straggler, alive: Sequence[Rank]) -> None:
+    def _report(self, found: Straggler, alive: Sequence[Rank]) -> None:
         assert self._host is not None
         pid = next(rank.pid for rank in alive if rank.rank == found.rank)
         cwd = os.getcwd()
@@ -131,6 +131,6 @@ class StragglerWatch:
             where = f"{script[0][2]}() at {where}"
         if found.phase == "data" and (workers := describe_workers(pid, cwd)):
             where += f", waiting for a loader worker: {'; '.join(workers[:2])}"
-        who = f"host {socket.gethostname()}, pid {pid}"
+        process = f"host {socket.gethostname()}, pid {pid}"
         after = sample_host([rank.pid for rank in alive])
-        self._local_ranks.say(describe(found, who, where, self._host, after, pid))
+        self._local_ranks.say(describe(found, process, where, self._host, after, pid))

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 _WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
 
-# The time of an error is the rank's own, the time of an end is the launcher's, which may be this late.
-_SEEN_LATE_S = 0.5
+# The rank itself reports the time of an error. The launcher notices an end up to this much later.
+_NOTICED_LATE_S = 0.5
 
-# The traceback has the whole message; Gloo's is a paragraph.
+# Of the message, in one line of the report; the traceback has all of it.
 _HOW_CHARS = 160
 
 
@@ -47,16 +47,16 @@ class Fact:
     """What became of one rank.
 
     Args:
-        time: Of the error, otherwise of the end, in seconds since the epoch.
+        time: When the error was raised, otherwise when the rank ended, in seconds since the epoch.
         returncode: As in subprocess: negative for a signal; None while it runs.
         exit_place: Where the script called sys.exit(); None if it did not.
         stopped: The launcher stopped it, so its end is not a failure.
         hung: The launcher stopped it because it blocked the others.
-        frozen_s: For how long SIGSTOP had stopped it when the launcher killed it for that; otherwise 0.
+        frozen_s: How long SIGSTOP had stopped it when the launcher killed it for that; otherwise 0.
         step: The training step of the error; 0 if unknown.
-        gave_up: What native code wrote when it aborted; empty if nothing.
+        abort_message: What native code wrote when it aborted; empty if nothing.
         elsewhere: The launcher of another node reported this.
-        within_s: Uncertainty of `time`, compared with the clocks of other hosts.
+        clock_error_s: Uncertainty of `time`, compared with the clocks of other hosts.
     """
 
     rank: int
@@ -70,9 +70,9 @@ class Fact:
     hung: bool = False
     frozen_s: float = 0.0
     step: int = 0
-    gave_up: str = ""
+    abort_message: str = ""
     elsewhere: bool = False
-    within_s: float = 0.0
+    clock_error_s: float = 0.0
 
     @property
     def failed(self) -> bool:
@@ -120,7 +120,7 @@ class FirstFailure:
 
     Args:
         original: Why the job ended: a failure, or a rank that exited while the others needed it.
-        alike: All ranks that failed in the same way, including the original's.
+        alike: All ranks that failed in the same way, including that of `original`.
         followers: Ranks that failed because they lost a peer.
         others: Ranks that failed by themselves, later, and in another way.
         certain: False if all ranks that failed here are followers.
@@ -135,7 +135,7 @@ class FirstFailure:
     first_follower: Fact | None = None
 
     def repeats(self, before: FirstFailure) -> bool:
-        """Whether the round before ended with the same exception in the same step."""
+        """Whether the previous round ended with the same exception in the same step."""
         this, last = self.original, before.original
         return (
             this.error is not None
@@ -144,18 +144,18 @@ class FirstFailure:
             and (this.error.type, this.error.place) == (last.error.type, last.error.place)
         )
 
-    def tells_apart(self, fact: Fact) -> bool:
-        """Whether this failure certainly came after the original, by the clocks of their hosts."""
+    def is_certainly_before(self, fact: Fact) -> bool:
+        """Whether the original failure came before this one, whatever the error of their hosts' clocks."""
         first = self.original
-        within_s = fact.within_s + first.within_s if fact.host != first.host else 0.0
-        return fact.time - first.time >= within_s
+        error_s = fact.clock_error_s + first.clock_error_s if fact.host != first.host else 0.0
+        return fact.time - first.time >= error_s
 
     @property
     def exit_code(self) -> int:
         """What `paceline run` exits with."""
         code = self.original.returncode
         if not code or self.original.hung or (self.original.error is not None and code < 0):
-            return 1  # also if it was stopped before it had ended
+            return 1  # also if the launcher stopped it before it ended
         return 128 - code if code < 0 else code
 
 
@@ -166,8 +166,8 @@ def find_first_failure(facts: Iterable[Fact]) -> FirstFailure | None:
     if not failures:
         return None
     causes = [fact for fact in failures if not fact.follows]
-    latest = failures[0].time + failures[0].within_s + _SEEN_LATE_S
-    left = [] if causes else [f for f in in_time if f.left and f.time - f.within_s <= latest]
+    latest = failures[0].time + failures[0].clock_error_s + _NOTICED_LATE_S
+    left = [] if causes else [f for f in in_time if f.left and f.time - f.clock_error_s <= latest]
     original = (causes or left or failures)[0]
     alike = left or [fact for fact in failures if fact.how == original.how]
     rest = [fact for fact in failures if fact.how != original.how]

@@ -1,7 +1,8 @@
 """Reads the collectives of this rank: torch's flight recorder, and the `shm` backend's own table.
 
-Runs in each rank and is loaded by file name: the standard library alone. It imports neither torch nor
-torch_private.py, which lists the private names used here; without them there are no entries.
+Runs in each rank and is loaded by file name: the standard library alone. The private names of torch used here
+are in `torch_private.NAMES`. `torch_private.find` would import torch, so they are looked up here, in loaded
+modules only. Without them there are no entries; `table` names those that are missing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from collections.abc import Iterable
 from typing import Any
 
 _ENTRIES = 64  # latest entries that are reported, besides those that are not over
+_DUMP_NCCL = "torch._C._distributed_c10d._dump_nccl_trace"  # only in builds of torch with NCCL
+_DUMP = "torch._C._distributed_c10d._dump_fr_trace"
+_WORLD = "torch.distributed.distributed_c10d._world"
 _KEYS = (
     *("profiling_name", "process_group", "collective_seq_id", "is_p2p", "input_sizes"),
     *("input_dtypes", "state", "retired", "time_created_ns"),
@@ -47,15 +51,20 @@ def table() -> dict[str, Any]:
     return {
         "entries": [*({key: entry.get(key) for key in _KEYS} for entry in kept), *in_memory],
         "groups": {
-            name: sorted(_world().pg_group_ranks.get(group, ()))
+            name: sorted(_loaded(_WORLD).pg_group_ranks.get(group, ()))
             for group, name in _group_names().items()
         },
         "entered": {name: queue.entered for name, queue in _shm_queues()},
+        "missing": [
+            path
+            for path in (_DUMP, _WORLD)
+            if "torch.distributed" in sys.modules and _loaded(path) is None
+        ],
     }
 
 
 def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
-    """Collectives entered since then: group, number, ns since the epoch, elements."""
+    """Collectives entered after `since_ns`: group, number, ns since the epoch, elements."""
     found = [
         (
             entry["process_group"][0],
@@ -75,21 +84,20 @@ def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
 
 
 def _dumps(*, entries: bool) -> Iterable[dict[str, Any]]:
-    module = sys.modules.get("torch._C._distributed_c10d")
-    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
-        dump = getattr(module, name, None)
+    for dump in map(_loaded, (_DUMP_NCCL, _DUMP)):
         if dump is not None:
             # Without stacks, and not only what is active. As JSON it takes twice as long.
             yield pickle.loads(dump(entries, False, False))
 
 
-def _world() -> Any:
-    module = sys.modules.get("torch.distributed.distributed_c10d")
-    return getattr(module, "_world", None)
+def _loaded(path: str) -> Any:
+    """An attribute of a module; None if the module is not loaded or lacks it."""
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
 
 
 def _group_names() -> dict[Any, str]:
-    world = _world()
+    world = _loaded(_WORLD)
     return dict(world.pg_names) if world is not None else {}
 
 

@@ -23,7 +23,7 @@ class Hang:
     """A diagnosis.
 
     Args:
-        alarm: No rank makes progress; otherwise the others only wait for a busy rank.
+        alarm: Whether no rank makes progress; otherwise the others wait for a busy rank.
         culprits: The ranks that the others wait for; all of them if that is unknown.
         text: At most ten lines.
         key: Equal for the same situation.
@@ -35,21 +35,21 @@ class Hang:
     key: tuple[object, ...]
 
 
-def judge(states: Sequence[State], world_size: int, after_s: float) -> Hang | None:
+def find_hang(states: Sequence[State], world_size: int, after_s: float) -> Hang | None:
     """The diagnosis; None if no rank has waited for `after_s` and nothing else is wrong."""
     states = sorted(states, key=lambda state: state.rank)
     alive = [state for state in states if state.returncode is None]
     inside = [(state, state.waiting.since_s) for state in alive if state.waiting is not None]
     waiting = [state for state, since_s in inside if since_s >= after_s]
     if waiting:
-        return _judge_collective(states, waiting)
+        return _explain_collective(states, waiting)
     if inside or any(state.idle_s < after_s for state in alive):
         return None
-    return _judge_others(states, world_size)
+    return _explain_others(states, world_size)
 
 
-def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang:
-    call = _head(states, waiting)
+def _explain_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang:
+    call = _collective_to_report(states, waiting)
     differing = _differing(states, call)
     if differing:
         return _render_differing(states, differing)
@@ -57,12 +57,11 @@ def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang
     inside = [s for s in states if s.entering or s.number(call.group) >= call.number]
     absent = [state for state in states if state.rank in members and state not in inside]
     remote = sorted(set(members) - {state.rank for state in states})
-    stuck = [state for state in waiting if _is_at(state.waiting, call)]
+    stuck = [state for state in waiting if _is_same(state.waiting, call)]
     lines = _waiters(stuck, call)
-    lines += _grouped(absent, lambda state: f"not entered it: {_doing(state)}", "has", "have")
+    lines += _grouped(absent, lambda state: f"not entered it: {_activity(state)}", "has", "have")
     others = [state for state in waiting if state not in stuck and state not in absent]
-    for group, members_of in _by(others, _waits_text).items():
-        lines.append(_verb(members_of, f"{'wait' if len(members_of) > 1 else 'waits'} in {group}"))
+    lines += _grouped(others, lambda state: f"in {_collective_text(state)}", "waits", "wait")
     if remote:
         lines.append(f"{name_ranks(remote)}: on other nodes, whose launchers have not answered")
     crossed = [state for state in absent if state.waiting is not None]
@@ -70,7 +69,7 @@ def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang
         why = "two groups were entered in different orders, so each side waits for the other."
         fix = "use the groups in the same order on all ranks."
     elif absent:
-        why, fix = _cause(absent, stuck)
+        why, fix = _why_and_fix(absent, stuck)
     elif remote:
         why, fix = "all ranks of this node have entered it; a rank on another node has not.", ""
     else:
@@ -84,10 +83,10 @@ def _judge_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang
     return _hang(alarm, absent or stuck, lines, why, fix, key)
 
 
-def _head(states: Sequence[State], waiting: Sequence[State]) -> Call:
-    """The collective to report: preferably one that a rank outside of any collective has not entered."""
+def _collective_to_report(states: Sequence[State], waiting: Sequence[State]) -> Call:
+    """Preferably one that a rank outside of any collective has not entered."""
 
-    def rank_of(call: Call) -> tuple[int, float]:
+    def priority(call: Call) -> tuple[int, float]:
         absent = [
             state
             for state in states
@@ -98,11 +97,11 @@ def _head(states: Sequence[State], waiting: Sequence[State]) -> Call:
         return (0 if free else 1 if absent else 2, -call.since_s)
 
     calls = [state.waiting for state in waiting if state.waiting is not None]
-    return min(calls, key=rank_of)
+    return min(calls, key=priority)
 
 
 def _differing(states: Sequence[State], call: Call) -> dict[int, Call]:
-    """By rank, the first collective of the group, up to this one, that differs between ranks."""
+    """The first collective of the group, up to `call`, that differs between ranks; by rank."""
     by_number: dict[int, dict[int, Call]] = defaultdict(dict)
     for state in states:
         for other in state.calls:
@@ -110,7 +109,7 @@ def _differing(states: Sequence[State], call: Call) -> dict[int, Call]:
                 by_number[other.number][state.rank] = other
     for number in sorted(by_number):
         calls = by_number[number].values()
-        # A collective that ended with other tensors on some ranks may be intended.
+        # If a collective ended although the tensors differ, this may be intended.
         kinds = {one.kind for one in calls if one.name in _ALIKE and number == call.number}
         if len({one.name for one in calls}) > 1 or len(kinds) > 1:
             return by_number[number]
@@ -123,27 +122,29 @@ def _render_differing(states: Sequence[State], calls: dict[int, Call]) -> Hang:
     groups: dict[str, list[State]] = defaultdict(list)
     for rank, call in sorted(calls.items()):
         state = at[rank]
-        text = f"{_name(call, state)}{_at(state)}" if not call.over else _name(call, state)
+        text = _call_text(call, state) + ("" if call.over else _at(state))
         groups[text].append(state)
-    by_size = sorted(groups.items(), key=lambda item: -len(item[1]))
+    largest_first = sorted(groups.items(), key=lambda item: -len(item[1]))
     lines: list[str] = []
-    for text, members in by_size:
+    for text, members in largest_first:
         inside = all(not calls[state.rank].over for state in members)
         verb = ("waits in" if len(members) == 1 else "wait in") if inside else "called"
-        after = f", now in {_waits_text(members[0])}" if not inside and members[0].waiting else ""
+        after = (
+            f", now in {_collective_text(members[0])}" if not inside and members[0].waiting else ""
+        )
         if not lines:
             verb = f"{_have(members)} waited {members[0].idle_s:.0f} s in" if inside else verb
-        lines.append(_verb(members, f"{verb} {text}{after}"))
+        lines.append(_with_ranks(members, f"{verb} {text}{after}"))
     names = {call.name for call in calls.values()}
     if len(names) > 1:
         why = f"the ranks called different collectives as number {number} of this group."
     else:
         why = "the ranks called the same collective with different tensors."
-    minority = by_size[-1][1]
+    minority = largest_first[-1][1]
     return _hang(True, minority, lines, why, _SAME_ORDER, (number, *sorted(names)))
 
 
-def _judge_others(states: Sequence[State], world_size: int) -> Hang | None:
+def _explain_others(states: Sequence[State], world_size: int) -> Hang | None:
     """No rank is in a collective that the flight recorder knows."""
     alive = [state for state in states if state.returncode is None]
     loading = [state for state in alive if state.where.loader]
@@ -155,18 +156,18 @@ def _judge_others(states: Sequence[State], world_size: int) -> Hang | None:
     rest = [state for state in alive if state not in stuck]
     lines = _grouped(
         stuck,
-        lambda state: f"waited {state.idle_s:.0f} s in {_waits_for(state)}{_at(state)}",
+        lambda state: f"waited {state.idle_s:.0f} s in {_torch_call_text(state)}{_at(state)}",
         "has",
         "have",
     )
     if rest and not stuck:
         lines.append(f"no rank has made progress for {min(s.idle_s for s in rest):.0f} s")
     ended = [state for state in states if state.returncode is not None]
-    lines += _grouped([*rest, *ended], _doing, ":", ":")
+    lines += _grouped([*rest, *ended], _activity, ":", ":")
     if rest:
-        why, fix = _cause(rest, stuck)
+        why, fix = _why_and_fix(rest, stuck)
     elif ended:
-        why, fix = _cause(ended, stuck)
+        why, fix = _why_and_fix(ended, stuck)
     elif all(state.where.waits == stuck[0].where.waits for state in stuck):
         why = f"all ranks are in {stuck[0].where.waits}, and none gets an answer."
         fix = "check that they name the same peers and can reach each other."
@@ -181,23 +182,25 @@ def _judge_others(states: Sequence[State], world_size: int) -> Hang | None:
 
 def _waiters(stuck: Sequence[State], call: Call) -> list[str]:
     lines = []
-    for text, members in _by(stuck, lambda s: f"{_name(s.waiting or call, s)}{_at(s)}").items():
+    for text, members in _group_by(stuck, _collective_text).items():
         seconds = min((s.waiting or call).since_s for s in members)
         step = f", in step {members[0].step}" if members[0].step else ""
-        lines.append(_verb(members, f"{_have(members)} waited {seconds:.0f} s in {text}{step}"))
+        lines.append(
+            _with_ranks(members, f"{_have(members)} waited {seconds:.0f} s in {text}{step}")
+        )
     return lines
 
 
-def _waits_text(state: State) -> str:
+def _collective_text(state: State) -> str:
     assert state.waiting is not None
-    return f"{_name(state.waiting, state)}{_at(state)}"
+    return f"{_call_text(state.waiting, state)}{_at(state)}"
 
 
-def _waits_for(state: State) -> str:
+def _torch_call_text(state: State) -> str:
     return state.where.waits + (f" with rank {state.peer}" if state.peer is not None else "")
 
 
-def _name(call: Call, state: State) -> str:
+def _call_text(call: Call, state: State) -> str:
     notes = [call.kind] if call.kind else []
     if state.where.gradients and not call.over:
         notes.insert(0, "gradients")
@@ -206,7 +209,7 @@ def _name(call: Call, state: State) -> str:
     return f"{call.name} #{call.number}" + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _is_at(call: Call | None, other: Call) -> bool:
+def _is_same(call: Call | None, other: Call) -> bool:
     return call is not None and (call.group, call.number) == (other.group, other.number)
 
 
@@ -218,7 +221,7 @@ def _at(state: State) -> str:
     return f" at {_place(state)}" if state.where.script else ""
 
 
-def _doing(state: State) -> str:
+def _activity(state: State) -> str:
     """What a rank does that the others wait for."""
     if state.returncode is not None:
         return f"ended with exit code {state.returncode}"
@@ -230,11 +233,11 @@ def _doing(state: State) -> str:
     if state.state == "Z":
         return "its main thread has ended, and other threads run on (state Z)"
     if state.waiting is not None:
-        return f"in {_waits_text(state)}"
+        return f"in {_collective_text(state)}"
     function = state.where.script[0][2] if state.where.script else ""
     text = f"{function}(){_at(state)}" if function.isidentifier() else _at(state).strip()
     text = text or ("not in the script" if state.answered else "it does not report where")
-    called = _waits_for(state) if state.where.waits else state.call
+    called = _torch_call_text(state) if state.where.waits else state.call
     text += f", in {called}" if called else ""
     if state.where.loader:
         text += f", waiting for a loader worker{_workers(state)}"
@@ -247,7 +250,7 @@ def _workers(state: State) -> str:
     return f": {'; '.join(state.workers[:2])}" if state.workers else ", but none is left"
 
 
-def _cause(absent: Sequence[State], stuck: Sequence[State]) -> tuple[str, str]:
+def _why_and_fix(absent: Sequence[State], stuck: Sequence[State]) -> tuple[str, str]:
     """Why these ranks have not arrived, and what to do."""
     first = next((state for state in absent if not state.busy), absent[0])
     if first.returncode is not None:
@@ -285,11 +288,11 @@ def _cause(absent: Sequence[State], stuck: Sequence[State]) -> tuple[str, str]:
         )
     if first.where.waits:
         return "the ranks wait for each other in different calls.", _SAME_ORDER
-    return _branch(first, stuck)
+    return _diverging_line(first, stuck)
 
 
-def _branch(absent: State, stuck: Sequence[State]) -> tuple[str, str]:
-    """Where the stacks of the ranks part. Stacks alone do not tell a branch from a call that blocks."""
+def _diverging_line(absent: State, stuck: Sequence[State]) -> tuple[str, str]:
+    """Where the stacks of the ranks diverge. Stacks alone do not tell a branch from a call that blocks."""
     if not stuck:
         return "it makes no progress there.", "check this code."
     who = f"rank {absent.rank}"
@@ -311,9 +314,9 @@ def _grouped(
     states: Sequence[State], text_of: Callable[[State], str], one: str, many: str
 ) -> list[str]:
     lines = []
-    for text, members in _by(states, text_of).items():
+    for text, members in _group_by(states, text_of).items():
         verb = one if len(members) == 1 else many
-        lines.append(_verb(members, f"{verb} {text}".strip()))
+        lines.append(_with_ranks(members, f"{verb} {text}".strip()))
     return lines
 
 
@@ -321,14 +324,14 @@ def _have(members: Sequence[State]) -> str:
     return "has" if len(members) == 1 else "have"
 
 
-def _verb(members: Sequence[State], text: str) -> str:
+def _with_ranks(members: Sequence[State], text: str) -> str:
     who = name_ranks([state.rank for state in members])
     if len(members) == 1:
         who += f" (host {members[0].host}, pid {members[0].pid})"
     return f"{who}{'' if text.startswith(':') else ' '}{text}"
 
 
-def _by(states: Iterable[State], text_of: Callable[[State], str]) -> dict[str, list[State]]:
+def _group_by(states: Iterable[State], text_of: Callable[[State], str]) -> dict[str, list[State]]:
     groups: dict[str, list[State]] = {}
     for state in states:
         groups.setdefault(text_of(state), []).append(state)

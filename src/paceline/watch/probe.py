@@ -1,4 +1,4 @@
-"""The probe in each rank: reports to the launcher where the rank is and how far it came. It judges nothing.
+"""The probe in each rank: reports to the launcher where the rank is, and how many collectives it entered.
 
 Twice a second a thread writes one line (a beat) into a file in memory that the launcher has open as well:
 how many collectives were entered and are over, and where the main thread is. If native code holds the
@@ -27,7 +27,7 @@ from paceline.watch.stacks import call_of, hash_of, place_of_frame, stack_of
 
 NAME = "paceline-probe"
 BEAT_S = 0.5
-_HELD_S = 1.5  # after this time without a beat faulthandler writes the stacks
+_DUMP_AFTER_S = 1.5  # without a beat: then faulthandler writes the stacks
 _dump_later = faulthandler.dump_traceback_later
 
 
@@ -42,8 +42,8 @@ class Probe:
 
     def __init__(self, fd: int) -> None:
         self.main = threading.main_thread().ident or 0
-        # faulthandler has one timer. If the script wants it, it gets it for good.
-        faulthandler.dump_traceback_later = self._make_way
+        # faulthandler has one timer. If the script uses it, the probe no longer does.
+        faulthandler.dump_traceback_later = self._give_timer_away
         self._timer = True
         # A forked child has no timer thread, and would wait for it for ever when it ends.
         self._arming = threading.Lock()
@@ -57,9 +57,9 @@ class Probe:
         # The launcher has the file open under the same number, so it can be opened again.
         self._start(fd, f"/proc/{os.getppid()}/fd/{fd}")
 
-    def _start(self, fd: int, home: str = "") -> None:
+    def _start(self, fd: int, path: str = "") -> None:
         os.set_inheritable(fd, False)
-        self._fd, self._file, self._home = fd, os.fstat(fd).st_ino, home
+        self._fd, self._inode, self._path = fd, os.fstat(fd).st_ino, path
         threading.Thread(target=self._beat, name=NAME, daemon=True).start()
 
     def _in_child(self) -> None:
@@ -75,7 +75,7 @@ class Probe:
         if self._timer:
             faulthandler.cancel_dump_traceback_later()
 
-    def _make_way(self, *args: Any, **options: Any) -> None:
+    def _give_timer_away(self, *args: Any, **options: Any) -> None:
         self._timer = False
         faulthandler.dump_traceback_later = _dump_later
         _dump_later(*args, **options)
@@ -100,23 +100,23 @@ class Probe:
                 os.ftruncate(self._fd, len(line))
                 if self._timer:
                     os.lseek(self._fd, len(line), os.SEEK_SET)
-                    _dump_later(_HELD_S, file=self._fd)
+                    _dump_later(_DUMP_AFTER_S, file=self._fd)
             time.sleep(BEAT_S)
 
     def _is_open(self) -> bool:
-        # A script may have closed all files; the number may then be another file's.
+        # If a script has closed all files, the number may belong to another file now.
         with contextlib.suppress(OSError):
-            if os.fstat(self._fd).st_ino == self._file:
+            if os.fstat(self._fd).st_ino == self._inode:
                 return True
         if self._timer:
             faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):
-            self._fd = os.open(self._home, os.O_RDWR | os.O_CLOEXEC)
-            return os.fstat(self._fd).st_ino == self._file
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            return os.fstat(self._fd).st_ino == self._inode
         return False
 
     def leave(self, line: bytes) -> None:
-        """Write a last line into the file, and beat no more.
+        """Write a last line into the file, and end the beats.
 
         Raises:
             OSError: the file does not exist any more.

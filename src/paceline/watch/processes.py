@@ -16,10 +16,11 @@ from pathlib import Path
 import psutil
 
 from paceline.machine import cgroup_folders, read_text
+from paceline.watch.probe import NAME
 from paceline.watch.rank_state import HELD_S, read_beat, read_dump, read_place, read_stack
 
 _EXITING = 0x4  # PF_EXITING of the kernel, in a thread's flags
-_PROBE_FILE = "/memfd:paceline-probe"
+_PROBE_FILE = f"/memfd:{NAME}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +46,12 @@ class HostSample:
 
     Args:
         time_s: Monotonic.
-        names: Of all processes that can be seen, by pid.
+        names: The names of all processes that can be seen, by pid.
         cpu_s: CPU seconds so far, by pid.
         job: The ranks and all processes below them.
-        delay_s: For how long the main thread of each rank has waited for a core so far.
-        faults: Pages that had to come from a disk so far, of each rank.
-        throttled_s: For how long the CPU limit of a control group has stopped the ranks so far.
+        delay_s: Seconds that the main thread of each rank has waited for a core so far, by pid.
+        faults: Pages that each rank has read from a disk so far, by pid.
+        throttled_s: Seconds that the CPU limit of a control group has stopped the ranks so far.
     """
 
     time_s: float
@@ -63,7 +64,7 @@ class HostSample:
 
 
 def sample_host(pids: Sequence[int]) -> HostSample:
-    """This host now, and these ranks on it."""
+    """The counters of this host, and of the ranks with these pids."""
     names, cpu_s = {}, {}
     for process in psutil.process_iter(["name", "cpu_times"]):
         if (times := process.info["cpu_times"]) is not None:
@@ -102,8 +103,8 @@ _STATES = {psutil.STATUS_RUNNING: "R", psutil.STATUS_DISK_SLEEP: "D", psutil.STA
 _STATES |= {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_DEAD: "Z"}
 
 
-def look(pid: int) -> Process | None:
-    """The process now; None if there is none."""
+def read_process(pid: int) -> Process | None:
+    """The process now; None if it does not exist."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
@@ -120,28 +121,18 @@ def look(pid: int) -> Process | None:
     )
 
 
-def children(pid: int) -> list[int]:
-    """The processes that this one has started and not yet waited for."""
-    return _below(pid, recursive=False)
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below this one."""
-    return _below(pid, recursive=True)
-
-
-def _below(pid: int, *, recursive: bool) -> list[int]:
+def descendants(pid: int, *, children_only: bool = False) -> list[int]:
+    """The children of a process, and their descendants unless `children_only`."""
     try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=recursive)]
+        return [p.pid for p in psutil.Process(pid).children(recursive=not children_only)]
     except psutil.Error:
         return []
 
 
 def is_ending(pid: int) -> bool:
-    """Whether no thread of a process can go on, after its main thread has ended.
+    """Whether a process whose main thread has ended is exiting: all its threads exit or are killed.
 
-    The kernel may take a while to end it on a busy host, or its parent has not waited for it yet. A thread
-    that outlives the main one is neither exiting nor killed.
+    On a busy host the kernel may take a while, and its parent may not have waited for it yet.
     """
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -163,8 +154,8 @@ def waits_in(pid: int) -> str:
 def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
     """A few words for each child of a rank that may be a loader worker; those in the script first."""
     words = []
-    for child in children(pid):
-        found, text = look(child), _read_probe(child)
+    for child in descendants(pid, children_only=True):
+        found, text = read_process(child), _read_probe(child)
         if found is None or not (text or found.name.startswith("pt_data_worker")):
             continue  # a spawned worker has no probe
         beat = read_beat(text)

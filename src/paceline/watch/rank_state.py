@@ -36,7 +36,7 @@ class Call:
         group: Its name; "0" is the whole world with Gloo.
         members: Ranks of the group; empty if unknown.
         kind: Type and shape of its tensor, such as `f32[3,4]`.
-        since_s: How long ago it was entered.
+        since_s: Seconds since it was entered.
         over: Whether it has ended.
     """
 
@@ -70,13 +70,13 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One rank.
+    """The state of one rank.
 
     Args:
-        state: Of its process, as in /proc; empty if there is none.
+        state: The state of its process, as in /proc; empty if it has ended.
         returncode: None while it runs.
         busy: Whether it uses the CPU, reads or writes, or is at another place each time.
-        idle_s: For how long it has neither entered nor left a collective.
+        idle_s: Seconds since it last entered or left a collective.
         held: Whether native code holds the GIL, so that the rank cannot answer.
         entering: Whether it is in a collective that it did not report.
         answered: Whether it reported where it is; otherwise `where` is from its last beat.
@@ -149,7 +149,7 @@ def last_call(answer: Mapping[str, Any]) -> str:
         calls = read_calls(answer.get("entries", ()), answer.get("groups", {}), 0.0)
         return f"{calls[-1].name} #{calls[-1].number} ({calls[-1].kind})" if calls else ""
     except (AttributeError, IndexError, KeyError, TypeError):
-        return ""  # the script wrote into our socket
+        return ""  # the script wrote into the launcher's socket
 
 
 def _kind(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> str:

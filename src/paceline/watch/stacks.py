@@ -24,13 +24,14 @@ _CALL_CHARS = 60
 
 
 def is_script(file: str) -> bool:
-    """Whether code is the user's: of no library, and not ours."""
+    """Whether a file is the user's, not of Paceline or another library."""
     return not file.startswith(_LIBRARIES) and "site-packages" not in file
 
 
 def place_of_frame(frame: FrameType | None) -> str:
     """The innermost line of the script: `file:line in function`; empty if there is none."""
-    while frame is not None and frame.f_code.co_name != "_bootstrap":  # below are the parent's
+    # In a forked child, the frames below `_bootstrap` belong to its parent.
+    while frame is not None and frame.f_code.co_name != "_bootstrap":
         if is_script(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back

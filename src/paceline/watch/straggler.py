@@ -1,7 +1,7 @@
 """Finds a rank that makes the others wait in every step, and says why: evidence in, text out. Pure.
 
-1. The times at which ranks enter collectives show which rank the others wait for. All steps of all ranks
-   look alike from outside, since ranks wait for each other; only the order of arrival differs.
+1. The times at which ranks enter collectives show which rank the others wait for. Steps take
+   equally long on all ranks, since ranks wait for each other; only the times of arrival differ.
 2. Stack samples of all ranks show in which phase the late rank spends more time than the others.
 3. What the host did meanwhile says whether the cause is the rank's code or its host.
 
@@ -126,7 +126,7 @@ class Straggler:
 
 
 def find_suspects(arrivals: Arrivals) -> list[Suspect]:
-    """Ranks that the others seem to wait for. A rank that waits for another in a smaller group is not one."""
+    """Ranks that the others seem to wait for, without those that wait for another in a smaller group."""
     found: list[Suspect] = []
     explained: set[int] = set()
     groups = {group for entered in arrivals.values() for group, _ in entered}
@@ -154,13 +154,13 @@ def _suspect(steps: Sequence[Block]) -> Suspect | None:
 
 
 def _is_steady(values: Sequence[float]) -> bool:
-    """Whether most values are about as large as the median: chance gives both signs."""
+    """Whether most values are about as large as the median. Random values would have both signs."""
     ordered = sorted(values)
     return ordered[len(ordered) // 4] > ordered[len(ordered) // 2] / 2 > 0
 
 
 def _excess(wait_s: Mapping[int, float], rank: int) -> float:
-    """How much longer this rank is waited for than the others are: 0 on average if it is chance."""
+    """How much longer the others wait for this rank than for another; 0 on average for random delays."""
     return wait_s[rank] - (sum(wait_s.values()) - wait_s[rank]) / (len(wait_s) - 1)
 
 
@@ -174,7 +174,7 @@ def read_steps(arrivals: Arrivals, group: str) -> list[Block]:
     if len(by_rank) < 2:
         return []
     elements = {number: size for number, (_, size) in next(iter(by_rank.values())).items()}
-    # Parted where collectives are missing, as a flight recorder keeps only so many.
+    # Split where collectives are missing: a flight recorder keeps a limited number.
     runs: list[list[int]] = []
     for number in sorted(set.intersection(*map(set, by_rank.values()))):
         if not runs or runs[-1][-1] != number - 1:
@@ -206,7 +206,7 @@ def _period(sizes: Sequence[int]) -> int:
 
 
 def _read_step(arrivals: Sequence[Mapping[int, int]]) -> Block:
-    """From the last collective of the step before, which comes first here, to the last one of this step."""
+    """One step. The first of `arrivals` is the last collective of the previous step."""
     wait_s, total_s = dict.fromkeys(arrivals[0], 0.0), dict.fromkeys(arrivals[0], 0.0)
     for at_ns in arrivals[1:]:
         usual_ns = sorted(at_ns.values())[len(at_ns) // 2 - 1]  # the lower median
@@ -232,7 +232,7 @@ def merge(steps: Sequence[Block], size: int) -> list[Block]:
     return blocks
 
 
-def profiled(suspect: Suspect, profiles: Mapping[int, Profile]) -> list[Block]:
+def profiled_blocks(suspect: Suspect, profiles: Mapping[int, Profile]) -> list[Block]:
     """The blocks that lie within the profiles of all ranks; none if they are too few."""
     members = suspect.blocks[-1].wait_s
     if not members.keys() <= profiles.keys():
@@ -243,13 +243,13 @@ def profiled(suspect: Suspect, profiles: Mapping[int, Profile]) -> list[Block]:
     return found if len(found) >= _PROFILED[0] else []
 
 
-def judge(suspect: Suspect, profiles: Mapping[int, Profile]) -> Straggler | None:
-    """Whether the suspect takes longer than the others, and in which phase.
+def find_straggler(suspect: Suspect, profiles: Mapping[int, Profile]) -> Straggler | None:
+    """The phase in which the suspect takes longer than the others; None if it does not.
 
     Args:
-        profiles: By rank; `profiled` must have found blocks in them.
+        profiles: By rank; `profiled_blocks` must have found blocks in them.
     """
-    blocks, rank = profiled(suspect, profiles), suspect.rank
+    blocks, rank = profiled_blocks(suspect, profiles), suspect.rank
     # By rank, phase and place: seconds per step in each block.
     spent: dict[int, dict[Place, list[float]]] = {}
     for member in blocks[0].wait_s:
@@ -297,21 +297,21 @@ def judge(suspect: Suspect, profiles: Mapping[int, Profile]) -> Straggler | None
 
 
 def describe(
-    found: Straggler, who: str, where: str, before: HostSample, after: HostSample, pid: int
+    found: Straggler, process: str, where: str, before: HostSample, after: HostSample, pid: int
 ) -> str:
     """Four lines about a straggler.
 
     Args:
-        who: Its host and process.
-        where: Its place in the script.
+        process: Its host and pid, as text.
+        where: Its place in the script, as text.
         before, after: The host at the beginning and the end of the profile.
     """
     here_s, there_s = found.phase_s
-    why, fix = _host(before, after, pid, found.wait_s / found.step_s)
+    why, fix = _why_and_fix(before, after, pid, found.wait_s / found.step_s)
     lines = [
-        f"rank {found.rank} ({who}) takes {found.factor:.2f}x the time of the others: they wait "
-        f"{_short(found.wait_s)} for it in each step of {_short(found.step_s)}",
-        f"{found.phase} takes {_short(here_s)} there, {_short(there_s)} elsewhere"
+        f"rank {found.rank} ({process}) takes {found.factor:.2f}x the time of the others: they wait "
+        f"{_duration(found.wait_s)} for it in each step of {_duration(found.step_s)}",
+        f"{found.phase} takes {_duration(here_s)} there, {_duration(there_s)} elsewhere"
         f"{': ' if where else ''}{where}",
     ]
     return render("slow", lines, why, fix or _FIXES[found.phase])
@@ -332,12 +332,12 @@ _FIXES = {
 }
 
 
-def _short(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _host(before: HostSample, after: HostSample, pid: int, lost: float) -> tuple[str, str]:
-    """What the host did meanwhile, and a fix if that explains much of the lost share of time."""
+def _why_and_fix(before: HostSample, after: HostSample, pid: int, lost: float) -> tuple[str, str]:
+    """The cause: the host, with a fix, if it explains much of the lost share of time; otherwise the code."""
     passed_s = after.time_s - before.time_s
 
     def rate(name: str, number: int) -> float:
@@ -353,16 +353,16 @@ def _host(before: HostSample, after: HostSample, pid: int, lost: float) -> tuple
         )
     delay = rate("delay_s", pid)
     if delay - statistics.fmean(rate("delay_s", rank) for rank in others) > lost / 3:
-        strangers = after.names.keys() - after.job
-        use = sorted(((rate("cpu_s", n), n) for n in strangers), reverse=True)
-        most = [
+        outside_job = after.names.keys() - after.job
+        use = sorted(((rate("cpu_s", n), n) for n in outside_job), reverse=True)
+        largest = [
             f"pid {number} ({after.names[number]}) uses {cores:.1f} of one"
             for cores, number in use[:2]
             if cores > 0.2
         ]
         why = f"its host had no free core for it {delay:.0%} of the time"
         return (
-            f"{'; '.join([why, *most])}.",
+            f"{'; '.join([why, *largest])}.",
             "end the other processes, give the ranks cores of their own, or use fewer threads.",
         )
     faults = rate("faults", pid)
