@@ -120,7 +120,7 @@ def _received(job: Any, folder: str, kind: str) -> tuple[int, int]:
         layout.collectives.gather = gather
     paceline.Checkpoints(folder).save(job, 1, tensors)
     assert bool(plan.shapes) or job.rank > 0
-    return gathered, len(json.dumps(layout._held(tensors)[0]))
+    return gathered, len(json.dumps(layout._held_pieces(tensors)[0]))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -18,7 +18,7 @@ from paceline.checkpoint import codec
 from paceline.checkpoint.layout import Planner
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.reader import read
-from paceline.checkpoint.sharing import check_shared
+from paceline.checkpoint.shared_folder import check_shared
 from paceline.checkpoint.store import (
     committed,
     open_store,
@@ -49,7 +49,7 @@ class Checkpoints:
             the time.
         keep: How many of the newest checkpoints to keep, at least 1. The last one marked best is kept too.
         resume: "auto" resumes from the newest checkpoint if there is one; "must" raises if there is none;
-            "never" starts anew and moves existing checkpoints into `before-N`.
+            "never" starts from step 0 and moves existing checkpoints into `before-N`.
 
     Raises:
         ConfigError: a number below 1 (`every_s`: not above 0), or an unknown `resume`.
@@ -235,7 +235,7 @@ class Checkpoints:
         like: Callable[[str], torch.Tensor | None] = lambda path: None,
         size_bytes: int = 0,
     ) -> Any:
-        """Load the newest whole checkpoint and the random generators; None to start anew.
+        """Load the newest whole checkpoint and the random generators; None if there is no checkpoint to load.
 
         Args:
             like: For a path in the state (`models.0.weight`), a tensor; if that is sharded, the loaded one is
@@ -299,7 +299,7 @@ class Checkpoints:
         what = "every checkpoint is damaged" if damaged else "there is no checkpoint"
         raise CheckpointError(
             f"{what} in {self.folder}.",
-            fix="start anew with resume='never', which moves existing checkpoints away.",
+            fix="start from step 0 with resume='never', which moves existing checkpoints into before-N.",
             path=str(self.folder),
         )
 
