@@ -97,7 +97,10 @@ def test_a_hang_may_end_the_ranks_and_uses_up_a_restart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--hang-after=-1", "--hang-after must be seconds, or 0 for never; it is -1.0."),
+        (
+            "--hang-after=-1",
+            "--hang-after must be a number of seconds, or 0 to switch it off; it is -1.0.",
+        ),
         ("--hang-after=0 --on-hang=end", "has no effect with --hang-after=0"),
     ],
 )
