@@ -1,9 +1,9 @@
 """Output of the ranks, on its way to the launcher's terminal, pipe or log files.
 
 One thread reads all streams, adds the rank prefix to each line, and writes the lines. Writes do not block: a
-console that cannot take more keeps the rest, and the streams that end there are not read until it can. A rank
-that writes faster than its output is read is therefore held up by its own pipe, as it would be without the
-launcher, and nothing else waits.
+console that cannot take more keeps the rest, and the streams that it shows are not read until it can. A rank
+that writes faster than its output is read therefore blocks on its own pipe, as it would without the launcher,
+and nothing else waits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ERASE_LINE = b"\r\x1b[K"
 
 
 class Console:
-    """One of the launcher's own outputs, shared by the streams that end there.
+    """One of the launcher's own outputs, shared by the streams that it shows.
 
     Only the pump's thread may call the methods.
     """

@@ -1,7 +1,7 @@
 """What is known before torch is imported: how many ranks to start, and whether there is a script.
 
-torch's own parser (options.py) reads the options later. A wrong guess of the number of ranks only costs the
-early start.
+torch's own parser (options.py) reads the options later. If the number of ranks found here is wrong, the
+launcher starts the ranks again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from paceline.errors import ConfigError
 
-# Options and variables that change how ranks are started or where their output goes.
-_LATE = frozenset(
+# With these options and variables ranks are not started early: they change the start or the output of ranks.
+_NO_EARLY_START = frozenset(
     {
         "-h",
         "--help",
@@ -29,7 +29,13 @@ _LATE = frozenset(
     }
     | {"-t", "--tee", "--logs-specs", "--start-method"}
 )
-_LATE_VARIABLES = ("PET_NO_PYTHON", "PET_RUN_PATH", "PET_LOG_DIR", "PET_REDIRECTS", "PET_TEE")
+_NO_EARLY_START_VARIABLES = (
+    "PET_NO_PYTHON",
+    "PET_RUN_PATH",
+    "PET_LOG_DIR",
+    "PET_REDIRECTS",
+    "PET_TEE",
+)
 
 
 class ScriptError(Exception):
@@ -38,7 +44,7 @@ class ScriptError(Exception):
 
 def early_count(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
     """How many ranks to start before torch reads the options; None if ranks must not be started yet."""
-    if not argv or any(name in environment for name in _LATE_VARIABLES):
+    if not argv or any(name in environment for name in _NO_EARLY_START_VARIABLES):
         return None
     count = environment.get("PET_NPROC_PER_NODE", "1")
     words = iter(argv)
@@ -47,7 +53,7 @@ def early_count(argv: Sequence[str], environment: Mapping[str, str]) -> int | No
             break  # the script's own options follow
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
-        if name in _LATE:
+        if name in _NO_EARLY_START:
             return None
         if name == "--nproc-per-node":
             count = value if equals else next(words, "")
@@ -77,7 +83,7 @@ def check_script(script: str, *, module: bool) -> None:
             )
         return
     if not os.path.isfile(script):
-        return  # reading a pipe would take its content from the rank
+        return  # if it is a pipe, reading it here would leave nothing for the rank
     try:
         with open(script, "rb") as file:
             source = file.read()
@@ -97,7 +103,7 @@ def _compile(source: bytes, script: str) -> None:
 
 
 def _check_module(module: str) -> None:
-    # Only the top: finding a submodule would import its parents into this process.
+    # Only the top-level package: finding a submodule would import its parents into this process.
     top = module.partition(".")[0]
     sys.path.insert(0, os.getcwd())
     try:

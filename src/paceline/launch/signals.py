@@ -26,7 +26,7 @@ STUCK_S = 5.0
 
 
 class Signals:
-    """The received signals, and whether the main thread may be interrupted.
+    """The received signals of the launcher, and whether they may interrupt the main thread.
 
     Args:
         stuck: Called in a thread with a signal that the main thread has not handled for `STUCK_S`
@@ -48,17 +48,17 @@ class Signals:
         return len(self.received) > 1
 
     def check(self) -> None:
-        """Handle a received signal.
+        """Raise for a received signal.
 
         Raises:
-            SignalException: there is one.
+            SignalException: a signal was received.
         """
         if self.received:
             number = self.received[0]
             raise SignalException(f"received {number.name}", sigval=number)
 
     def take_for_ranks(self) -> list[signal.Signals]:
-        """The signals to forward since the last call."""
+        """The signals that were received since the last call and have to be forwarded to the ranks."""
         taken: list[signal.Signals] = []
         while self._for_ranks:
             taken.append(self._for_ranks.pop(0))
@@ -66,7 +66,7 @@ class Signals:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal interrupt the body: a long wait in torch's code while no script runs."""
+        """Let a signal interrupt the body, which waits in torch's code while no script runs."""
         self.received += self.take_for_ranks()
         self.check()
         self._interruptible = True
@@ -113,7 +113,7 @@ class Signals:
             ours.close()
 
     def _watch(self, wakeups: socket.socket) -> None:
-        # Every signal with a Python handler arrives here at once, wherever the main thread waits.
+        # Signals with a Python handler arrive here at once, even if the main thread waits in native code.
         while numbers := wakeups.recv(64):
             self._wake()
             ours = [number for number in numbers if number in self._handled]
@@ -131,7 +131,7 @@ class Signals:
 
     def _note_for_ranks(self, number: int, frame: FrameType | None) -> None:
         if self._interruptible:
-            self._note(number, frame)  # there is no script to forward it to
+            self._note(number, frame)  # no script runs that could receive it
         else:
             self._for_ranks.append(signal.Signals(number))
 

@@ -154,7 +154,7 @@ def run_outcomes(
 
 @dataclass
 class _Rank:
-    """One rank in the process that started it: its process, and the pipes for its outcome and its stacks."""
+    """A rank, as its parent process sees it: the process, and the pipes for its outcome and its stacks."""
 
     process: BaseProcess
     pipe: Connection
@@ -179,7 +179,7 @@ class _Rank:
         return text.decode(errors="replace")
 
     def end(self) -> None:
-        """End the process, at once if it does not end by itself."""
+        """End the process; kill it if it does not end by itself within half a second."""
         if self.process.is_alive():
             self.process.join(timeout=0.5)
         if self.process.is_alive():
@@ -197,7 +197,7 @@ def _with_children(pid: int) -> list[int]:
 
 
 def _handles_dumps(pid: int) -> bool:
-    """Whether a process handles the signal, which would kill any other."""
+    """Whether a process has a handler for the signal, which would kill it otherwise."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -248,12 +248,12 @@ def _serve(
     environ: dict[str, str],
     options: dict[str, Any],
 ) -> None:
-    """Be one rank: the body of each process."""
+    """The main function of each rank's process."""
     faulthandler.register(_DUMP_SIGNAL, file=stacks.fileno(), all_threads=True)
     rank = int(environ["RANK"])
     os.environ.clear()
     os.environ.update(environ)
-    # The fork server may have been started under other settings than those of this call.
+    # The fork server may have been started with a different environment than that of this call.
     torch.set_num_threads(
         int(environ.get("OMP_NUM_THREADS", 0))
         or max(1, usable_cores() // int(environ["WORLD_SIZE"]))
@@ -311,7 +311,7 @@ def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[Outcome]:
 
 def _unfinished(number: int, rank: _Rank, after_s: float) -> Outcome:
     error = LaunchFailed(f"rank {number} did not finish within {after_s:.0f} s.", rank=number)
-    # Later than all failures: it may be waiting for a rank that failed.
+    # Its time is later than that of all failures, because it may be waiting for a rank that failed.
     return Outcome(number, error=error, text=rank.dump_stacks(), time_s=time.time())
 
 
