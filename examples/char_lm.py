@@ -26,7 +26,7 @@ def make_dataset() -> TensorDataset:
     files = sorted(Path(json.__file__).parent.glob("*.py"))
     text = "".join(path.read_text() for path in files)
     lines = [line for line in text.splitlines() if len(line.strip()) > 1]
-    # Encode all lines once, so that training does not wait for it in every epoch.
+    # Encode all lines once, not in every epoch.
     inputs = torch.zeros(len(lines), WINDOW, dtype=torch.long)
     targets = torch.full((len(lines), WINDOW), PADDING)
     for row, line in enumerate(lines):
@@ -59,12 +59,12 @@ class GPT(nn.Module):
     def __init__(self, width: int = 64, heads: int = 4, depth: int = 2) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
-        self.places = nn.Embedding(WINDOW, width)
+        self.positions = nn.Embedding(WINDOW, width)
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(inputs) + self.places.weight[: inputs.shape[1]]
+        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         return self.head(self.norm(self.blocks(x)))
 
 

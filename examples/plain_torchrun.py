@@ -46,14 +46,14 @@ def main() -> None:
             optimizer.step()
 
     model.eval()
-    right = torch.zeros(1, device=device)
+    correct = torch.zeros(1, device=device)
     with torch.no_grad():
         for index in range(rank, len(test), world_size):  # each sample once, without padding
             image, label = test[index]
-            right += model.module(image[None].to(device)).argmax(1) == label.to(device)
-    dist.all_reduce(right)
+            correct += model.module(image[None].to(device)).argmax(1) == label.to(device)
+    dist.all_reduce(correct)
     if rank == 0:
-        print(f"accuracy {100 * right.item() / len(test):.1f} % on {len(test)} images")
+        print(f"accuracy {100 * correct.item() / len(test):.1f} % on {len(test)} images")
     dist.destroy_process_group()
 
 

@@ -1,1 +1,1 @@
-"""Fronts to torch's ways of spreading one model over ranks."""
+"""Strategies that train one model on several ranks: fronts to torch's DDP and FSDP2, and exact sums."""

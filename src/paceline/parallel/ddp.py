@@ -1,7 +1,7 @@
 """Replicas of a model: a front to `torch.nn.parallel.DistributedDataParallel`.
 
-Adds errors with parameter names before training, where torch gives indices or hangs during it, and a bucket
-layout that is the same in a resumed run. It does not reduce or weigh gradients itself.
+It reports wrong models before training, with parameter names; torch reports indices later, or hangs.
+It fixes the bucket layout, so that a resumed run has the same one. torch's DDP reduces the gradients.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from paceline.shm.group import ShmGroup
 
 DEFAULT_BUCKET_MB = 25.0
 _REDUCER = "torch.distributed.Reducer."
-_KNOWN = "_paceline_known"  # of a wrapper: the parameters that its reducer waits for, with names
+# Attribute of a wrapper: the names and parameters that its reducer waits for.
+_KNOWN = "_paceline_known"
 _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 class Replica(DistributedDataParallel):
-    """torch's DDP, with a way around its bookkeeping for strategies that sum gradients elsewhere.
+    """torch's DDP, which a strategy can bypass if it sums the gradients itself.
 
     Attributes:
-        default_options: Whether `ddp` was called without options, so that any reduction will do.
-        bypassed: Whether forwards go to the module directly, and backwards reduce nothing.
+        default_options: Whether `ddp` was called without options, so that another reduction may be used.
+        bypassed: Whether forwards call the module directly, so that backwards reduce nothing.
         has_hook: Whether the user registered a communication hook.
     """
 
@@ -53,7 +54,7 @@ class Replica(DistributedDataParallel):
         self.default_options = self.bypassed = self.has_hook = False
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """As torch's."""
+        """Register a hook as in torch, and record that there is one."""
         super().register_comm_hook(state, hook)
         self.has_hook = True
 
@@ -81,18 +82,19 @@ def ddp(
 
     Args:
         bucket_mb: Size of a gradient bucket in MiB; at the default the first one is 1 MiB. Over Gloo and
-            NCCL another size means another order of sums at 3 and more ranks, so other last bits.
+            NCCL, on 3 and more ranks, the size changes the order of sums and so the last bits.
         static_graph: Promise that all steps use the same parameters in the same way. torch then lays
-            its buckets out in the second step, so resuming at 3 and more ranks is exact to rounding
-            only.
+            its buckets out in the second step, so on 3 and more ranks a resumed run equals an
+            uninterrupted one to rounding only.
         find_unused: Search each forward for parameters that it does not use. Slower.
 
     Raises:
-        ConfigError: no trainable parameter; a parameter on another device than the job's, or not
-            initialised; an option that is out of range or would have no effect; wrapped already.
-        RankDisagreement: the ranks' parameters or options differ; names the first that does.
+        ConfigError: the module has no trainable parameter, a parameter on another device than the job's, or
+            one that is not initialised; an option is out of range or has no effect; the module is
+            wrapped already.
+        RankDisagreement: the ranks' parameters or options differ; the error names the first difference.
 
-    Collective: all ranks, once for each model, same order.
+    Collective: all ranks, once for each model, in the same order.
     """
     _refuse_options(bucket_mb, static_graph, find_unused)
     if is_ddp(module):
@@ -132,7 +134,10 @@ def _refuse_options(bucket_mb: Any, static_graph: bool, find_unused: bool) -> No
             fix="leave bucket_mb out, or give a number of MiB.",
         )
     if not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
-        raise ConfigError(f"bucket_mb must be a number of MiB greater than 0, got {bucket_mb!r}.")
+        raise ConfigError(
+            f"bucket_mb must be a number of MiB greater than 0, got {bucket_mb!r}.",
+            fix=f"leave bucket_mb out ({DEFAULT_BUCKET_MB:g} MiB), or give a number.",
+        )
     if static_graph and find_unused:
         raise ConfigError(
             "find_unused has no effect with static_graph, which finds unused parameters itself.",
@@ -141,7 +146,7 @@ def _refuse_options(bucket_mb: Any, static_graph: bool, find_unused: bool) -> No
 
 
 def _no_buffer_broadcast() -> dict[str, Any]:
-    # torch 2.13 renamed the option and warns of the old name, the only one that 2.11 and 2.12 have.
+    # torch 2.13 renamed the option and warns about the old name. 2.11 and 2.12 have only the old name.
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     return {name: False}
@@ -151,7 +156,7 @@ def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
     """torch's DDP in `model`, compiled or not; None for a plain module."""
     current: nn.Module | None = model
     while current is not None and not isinstance(current, DistributedDataParallel):
-        current = current._modules.get("_orig_mod")  # what torch.compile puts around it
+        current = current._modules.get("_orig_mod")  # the module inside of torch.compile's wrapper
     return current
 
 
@@ -166,8 +171,8 @@ def known_parameters(wrapper: DistributedDataParallel) -> tuple[tuple[str, nn.Pa
     if known is None:
         ids = None
         if not isinstance(wrapper, Replica):
-            # The user wrapped the model, at an unknown time. Only the buckets tell what was trainable
-            # then; this call takes the memory of all gradients for a moment.
+            # The user wrapped the model. Only the buckets show which parameters were trainable then.
+            # This call allocates the memory of all gradients for a moment.
             buckets_of = torch_private.find(f"{_REDUCER}_get_zeros_like_grad_buckets")
             buckets = buckets_of(wrapper.reducer) if buckets_of else []
             ids = {id(p) for bucket in buckets for p in bucket.parameters()}
@@ -185,24 +190,25 @@ def known_parameters(wrapper: DistributedDataParallel) -> tuple[tuple[str, nn.Pa
 def _lay_out_buckets(wrapper: Replica) -> None:
     """Have torch lay out its buckets now instead of after the first backward.
 
-    The layout decides where the rings of Gloo and NCCL cut a bucket, and so in which order 3 and more
-    ranks are added: the first step of a resumed run would differ from the same step of a straight one.
+    The layout decides where the ring algorithms of Gloo and NCCL cut a bucket, and so the order in which the
+    gradients of 3 and more ranks are added. Otherwise the first step of a resumed run would differ from the
+    same step of an uninterrupted run.
     """
     sparse = any(getattr(layer, "sparse", False) for layer in wrapper.modules())
     if wrapper.static_graph or wrapper.find_unused_parameters or sparse:
-        return  # torch needs a real backward: it shows the graph, or what sparse gradients are like
+        return  # torch needs a real backward to learn the graph or the form of sparse gradients
     hook = torch_private.find(f"{_REDUCER}_autograd_hook")
     if hook is None:
         return
     known = known_parameters(wrapper)
-    # Copies: gradients that exist are views into the buckets already, which the zeros overwrite.
+    # Existing gradients are copied: they are views into the buckets, which the zeros overwrite.
     gradients = [None if p.grad is None else p.grad.clone() for _, p in known]
     for _, p in known:
         p.grad = None
     module = wrapper.module
     device = known[0][1].device
-    # In the first forward torch has seen no backward, in the second it lays out the buckets; with the
-    # shm backend they move into shared memory in the second backward, while no gradient is a view.
+    # Two rounds: torch lays out the buckets in the second forward, after it has seen a backward. With the
+    # shm backend the buckets move into shared memory in the second backward, while no gradient is a view.
     wrapper._modules["module"] = _HookCaller(hook, wrapper.reducer, len(known))
     try:
         for _ in range(2):
@@ -233,7 +239,7 @@ class _HookCaller(nn.Module):
 
 
 class _CallHooks(torch.autograd.Function):
-    """Inside a backward, where torch allows the reducer its final callback."""
+    """Calls the hooks inside a backward, because torch allows the reducer's final callback only there."""
 
     @staticmethod
     def forward(
@@ -300,11 +306,13 @@ class DDPStrategy(Strategy):
             check_parameters(self._job, model, self._optimizers)
 
     def begin_step(self, step: PlannedStep) -> None:
-        # A forward without a backward, for a printed accuracy or another loss, makes the reducer expect
-        # a backward; it would take that of the first micro-batch for it, which must not be reduced.
+        # A forward without a backward, for example to print an accuracy, makes the reducer expect a
+        # backward. It would then reduce in the backward of the first micro-batch, which is too early.
         reset = torch_private.find(f"{_REDUCER}_reset_state")
         for wrapper in self._wrappers:
-            if reset is not None and not wrapper.static_graph:  # its reducer would forget the graph
+            if (
+                reset is not None and not wrapper.static_graph
+            ):  # a reset would delete the static graph
                 reset(wrapper.reducer)
 
     def before_forward(self, micro: MicroBatch) -> None:
@@ -332,33 +340,33 @@ def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def check_parameters(job: Job, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse parameters that would be trained on each rank alone; warn of those that never change.
+    """Refuse parameters whose gradients are not summed over ranks; warn about untrained ones.
 
     Raises:
-        GradientError: parameters that DDP does not know, or waits for in vain (`parameters`).
+        GradientError: DDP does not know some parameters, or some were frozen after wrapping (`parameters`).
     """
     wrapper = find_wrapper(model)
     if job.data.size > 1:
         known = () if wrapper is None else known_parameters(wrapper)
         # An optimizer may own parameters of several models, each with a wrapper of its own.
-        fine = {id(p) for each in _wrappers for p in _handled_parameters(each)}
+        handled = {id(p) for each in _wrappers for p in _handled_parameters(each)}
         inner = unwrap(model)
         owned = [p for optimizer in optimizers for p in _owned(optimizer)]
         trainable = {id(p): p for p in [*inner.parameters(), *owned] if p.requires_grad}
         named = {id(p): name for name, p in inner.named_parameters()}
-        loose = [
+        unknown = [
             named.get(key, f"a parameter of shape {list(p.shape)} that is in the optimizer only")
             for key, p in trainable.items()
-            if key not in fine
+            if key not in handled
         ]
-        if loose:
-            raise _loose_error(job, loose, wrapped=wrapper is not None)
+        if unknown:
+            raise _unknown_error(job, unknown, wrapped=wrapper is not None)
         frozen = [name for name, p in known if not p.requires_grad]
         if frozen:
             raise GradientError(
-                f"frozen after they were wrapped by DDP: {listed(frozen)}.",
+                f"parameters were frozen after DDP wrapped them: {listed(frozen)}.",
                 where=job.where(),
-                why="DDP waits for the gradient of each parameter that was trainable then.",
+                why="DDP waits for each parameter that was trainable when it wrapped the model.",
                 fix="call requires_grad_(False) before paceline.ddp(...).",
                 parameters=frozen,
             )
@@ -366,18 +374,18 @@ def check_parameters(job: Job, model: nn.Module, optimizers: Sequence[Optimizer]
 
 
 def _handled_parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
-    """What DDP reduces, and what the user told it to ignore."""
+    """The parameters that DDP reduces, and those that the user set it to ignore."""
     ignored = wrapper.parameters_to_ignore
-    left_alone = [p for name, p in wrapper.module.named_parameters() if name in ignored]
-    return [p for _, p in known_parameters(wrapper)] + left_alone
+    ignored_parameters = [p for name, p in wrapper.module.named_parameters() if name in ignored]
+    return [p for _, p in known_parameters(wrapper)] + ignored_parameters
 
 
-def _loose_error(job: Job, names: list[str], *, wrapped: bool) -> GradientError:
+def _unknown_error(job: Job, names: list[str], *, wrapped: bool) -> GradientError:
     if wrapped:
-        why = "added or unfrozen after the model was wrapped, or in the optimizer but not in the model."
+        why = "they were added or unfrozen after wrapping, or are in the optimizer but not in the model."
         fix = "call paceline.ddp(...) when all parameters are in the model and unfrozen."
     else:
-        why = "the model is not wrapped, so each rank would train a model of its own."
+        why = "the model is not wrapped, so each rank would train its own copy."
         fix = "model = paceline.ddp(job, model)."
     return GradientError(
         f"DDP does not know {listed(names)}: the gradients would differ over ranks.",
@@ -391,8 +399,8 @@ def _loose_error(job: Job, names: list[str], *, wrapped: bool) -> GradientError:
 def _refuse_unused(job: Job, wrapper: DistributedDataParallel) -> None:
     """Raise if the step's reduction cannot finish, because this rank did not use some parameters.
 
-    torch reports this in the next forward, with indices, or not at all while other ranks wait. Called
-    after the last backward of each step; it takes about a microsecond.
+    torch reports this in the next forward, with indices, or never, if other ranks wait. The check runs after
+    the last backward of each step and takes about a microsecond.
 
     Raises:
         GradientError: names them (`parameters`); torch's own error, if any, is its cause.
@@ -405,7 +413,7 @@ def _refuse_unused(job: Job, wrapper: DistributedDataParallel) -> None:
     except RuntimeError as error:
         cause = error
     lenient = wrapper.find_unused_parameters or wrapper.static_graph
-    # A finished reduction leaves a gradient on every parameter; without any it never began.
+    # After a finished reduction every parameter has a gradient. If none has one, the reduction never began.
     known = known_parameters(wrapper)
     if cause is None and (lenient or known[0][1].grad is not None):
         return
@@ -422,7 +430,7 @@ def unused_error(job: Job, wrapper: DistributedDataParallel, names: list[str]) -
         f"{what}.",
         where=job.where(),
         why="DDP waits for the gradient of each trainable parameter in the step's last backward.",
-        fix="freeze what is never used with requires_grad_(False) before ddp(...), or "
+        fix="freeze unused parameters with requires_grad_(False) before ddp(...), or "
         + ("leave static_graph out." if wrapper.static_graph else "ddp(..., find_unused=True)."),
         parameters=names,
     )

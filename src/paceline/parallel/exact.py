@@ -7,9 +7,9 @@ step before, with room for the number of micro-batches, so that no partial sum c
 of a micro-batch is larger than that, all ranks detect it and repeat the step with a new scale. The scales
 depend on gradients only, never on the number of ranks.
 
-Besides: micro-batches are cut alike for any number of ranks (`Batches.align`), losses are rounded to a grid
-on which their sum is exact, BatchNorm's running statistics are folded in the order of micro-batches, and the
-number of threads and the kernels are fixed.
+Four more measures: every number of ranks gets the same micro-batches (`Batches.align`); losses are rounded to
+a grid on which their sum is exact; BatchNorm's running statistics are updated in the order of micro-batches;
+the number of threads and the kernels are fixed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.modules import unwrap
 
-_BITS = 62  # of a sum: 64 without the sign, and one bit as a margin
-_MARGIN = 8  # bits by which a gradient may be larger than the largest of the step before
+_BITS = 62  # bits of a sum: 64 without the sign bit and one bit of margin
+_MARGIN_BITS = 8  # a gradient may be 2^8 times as large as the largest of the step before
 _CHUNK = 1 << 15  # elements converted at once, so that the intermediate values stay in the cache
 _UNKNOWN = -(2**30)  # exponent of zero, or of a parameter without a gradient
 _INFINITE = 2**30
 _LOSS_GRID = 2.0**-24  # losses are multiples of this; below 2^28 their sums are exact in float64
 
-# torch 2.13 renamed both.
+# torch 2.13 renamed both functions.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -127,6 +127,7 @@ class ExactStrategy(DDPStrategy):
                 raise ConfigError(
                     f"the forward changes the buffer {name!r}, in the order of this rank's samples.",
                     why="reproducible training can restore the order for BatchNorm's buffers only.",
+                    fix="leave reproducible=True out, or remove the update of the buffer.",
                 )
         fits = self._sum.agree()
         for fold in self._folds:
@@ -155,7 +156,7 @@ class ExactStrategy(DDPStrategy):
             fold.fold()
 
     def finish(self, optimizer: Optimizer) -> None:
-        pass  # `must_repeat` has summed
+        pass  # `must_repeat` has summed the gradients
 
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return (loss.double() / _LOSS_GRID).round() * _LOSS_GRID
@@ -169,7 +170,7 @@ class ExactStrategy(DDPStrategy):
 
 
 def _fix_kernels(job: Job) -> None:
-    """Fix what changes bits besides order, threads and kernels, until the job is left."""
+    """Fix the number of threads and deterministic kernels until the job is left: both change bits."""
     threads = torch.get_num_threads()
     strict = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -205,7 +206,10 @@ class ExactSum:
         self._job = job
         self._parameters = list(parameters)
         if any(not p.dtype.is_floating_point or p.is_sparse for p in self._parameters):
-            raise ConfigError("reproducible training needs real, dense parameters.")
+            raise ConfigError(
+                "reproducible training needs real, dense parameters.",
+                fix="leave reproducible=True out, or replace complex and sparse parameters.",
+            )
         # Shards of equal size for the exchange.
         elements = sum(p.numel() for p in self._parameters)
         self._shard = -(-elements // job.data.size)
@@ -215,30 +219,30 @@ class ExactSum:
         self._gradient = torch.empty(whole, dtype=dtype, device=device)
         self._floats = torch.empty(_CHUNK, dtype=torch.float64, device=device)
         self._integers = torch.empty(_CHUNK, dtype=torch.int64, device=device)
-        self._room = math.ceil(math.log2(max(1, most_micro_batches)))
-        self._fresh = [True] * len(self._parameters)
-        self._seen = [_UNKNOWN] * len(self._parameters)
+        self._count_bits = math.ceil(math.log2(max(1, most_micro_batches)))
+        self._is_unset = [True] * len(self._parameters)
+        self._seen_exponents = [_UNKNOWN] * len(self._parameters)
         self.exponents: list[int] | None = None
 
     def begin(self) -> None:
         """Start a step, or its repetition."""
-        self._fresh = [True] * len(self._parameters)
-        self._seen = [_UNKNOWN] * len(self._parameters)
+        self._is_unset = [True] * len(self._parameters)
+        self._seen_exponents = [_UNKNOWN] * len(self._parameters)
 
     def add(self) -> None:
         """Add the gradients of one micro-batch, and remove them from the parameters."""
         gradients = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
         largest = torch._foreach_norm([gradient for _, gradient in gradients], float("inf"))
-        # One transfer for all: each one waits for the device.
+        # One transfer for all values, because each transfer waits for the device.
         for (i, _), value in zip(gradients, _to_list(largest), strict=True):
-            self._seen[i] = max(self._seen[i], exponent_of(value))
+            self._seen_exponents[i] = max(self._seen_exponents[i], exponent_of(value))
         if self.exponents is not None:
             offset = 0
             for i, p in enumerate(self._parameters):
                 if p.grad is not None:
                     scale = 2.0 ** self._shift(self.exponents[i])
-                    self._add(p.grad.reshape(-1), offset, scale, first=self._fresh[i])
-                    self._fresh[i] = False
+                    self._add(p.grad.reshape(-1), offset, scale, first=self._is_unset[i])
+                    self._is_unset[i] = False
                 offset += p.numel()
         for i, _ in gradients:
             self._parameters[i].grad = None
@@ -256,37 +260,37 @@ class ExactSum:
                 into.add_(self._integers[: len(part)].copy_(floats))
 
     def _shift(self, exponent: int) -> int:
-        # Within what a float64 can scale by.
-        return max(-900, min(900, _BITS - self._room - exponent))
+        # Bounded, because 2^shift must be a finite, nonzero float64.
+        return max(-900, min(900, _BITS - self._count_bits - exponent))
 
     def agree(self) -> bool:
         """Whether every micro-batch of all ranks fitted its scale; if not, the step must be repeated.
 
         All ranks call it, after they have added all their micro-batches.
         """
-        largest = torch.tensor(self._seen, dtype=torch.int64)
+        largest = torch.tensor(self._seen_exponents, dtype=torch.int64)
         if self._job.data.control is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._job.data.control)
-        self._seen = largest.tolist()
+        self._seen_exponents = largest.tolist()
         fits = self.exponents is not None and all(
             seen <= allowed or seen == _INFINITE
-            for seen, allowed in zip(self._seen, self.exponents, strict=True)
+            for seen, allowed in zip(self._seen_exponents, self.exponents, strict=True)
         )
         if not fits:
-            self.exponents = foreseen(self._seen)
+            self.exponents = next_exponents(self._seen_exponents)
         return fits
 
     def finish(self) -> None:
         """Give each parameter the summed gradient, bit for bit equal on all ranks.
 
-        If any gradient of a parameter was NaN or infinite, its sum is NaN. Parameters that no micro-batch
+        If any gradient of a parameter was NaN or infinite, its sum is NaN. Parameters that no backward
         reached have no gradient. All ranks call it, after `agree` returned True.
         """
         assert self.exponents is not None
         job, size = self._job, self._shard
         offset = 0
-        for p, fresh in zip(self._parameters, self._fresh, strict=True):
-            if fresh:
+        for p, is_unset in zip(self._parameters, self._is_unset, strict=True):
+            if is_unset:
                 self._sums[offset : offset + p.numel()] = 0
             offset += p.numel()
         own = self._sums if job.data.group is None else self._exchanged()
@@ -294,8 +298,8 @@ class ExactSum:
         self._to_floats(own, mine, first=job.data.rank * size)
         if job.data.group is not None:
             _all_gather(self._gradient, mine.clone(), group=job.data.group)
-        self._hand_out()
-        self.exponents = foreseen(self._seen, self.exponents)
+        self._set_gradients()
+        self.exponents = next_exponents(self._seen_exponents, self.exponents)
 
     def _exchanged(self) -> torch.Tensor:
         """The sums of all ranks over this rank's shard."""
@@ -327,9 +331,9 @@ class ExactSum:
                 mine[at:stop].copy_(floats.mul_(scale))
             offset += p.numel()
 
-    def _hand_out(self) -> None:
+    def _set_gradients(self) -> None:
         offset = 0
-        for p, seen in zip(self._parameters, self._seen, strict=True):
+        for p, seen in zip(self._parameters, self._seen_exponents, strict=True):
             if seen != _UNKNOWN:
                 gradient = self._gradient[offset : offset + p.numel()].view_as(p).to(p.dtype)
                 p.grad = gradient if seen != _INFINITE else torch.full_like(p, math.nan)
@@ -343,11 +347,11 @@ def exponent_of(value: float) -> int:
     return math.frexp(value)[1] if value else _UNKNOWN
 
 
-def foreseen(seen: Sequence[int], before: Sequence[int] | None = None) -> list[int]:
-    """Exponents for the next step: those seen plus a margin; parameters without a gradient keep theirs."""
+def next_exponents(seen: Sequence[int], before: Sequence[int] | None = None) -> list[int]:
+    """Exponents for the next step: those seen plus a margin; without a gradient the old one is kept."""
     kept = before or [0] * len(seen)
     return [
-        old if now in (_UNKNOWN, _INFINITE) else now + _MARGIN
+        old if now in (_UNKNOWN, _INFINITE) else now + _MARGIN_BITS
         for now, old in zip(seen, kept, strict=True)
     ]
 
@@ -364,10 +368,10 @@ def _widest(parameters: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 class _BatchNormFold:
-    """Running statistics of one BatchNorm layer, updated as by one process, micro-batch after micro-batch.
+    """Updates the running statistics of one BatchNorm layer in the order of micro-batches, as one process.
 
     During a step the layer's momentum is 1, so that its buffers hold the statistics of the last
-    micro-batch only. They are recorded by micro-batch number, exchanged, and folded in order.
+    micro-batch only. They are recorded by micro-batch number, exchanged, and applied in order.
     """
 
     def __init__(self, layer: Any) -> None:

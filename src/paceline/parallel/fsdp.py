@@ -1,8 +1,7 @@
 """Parameters, gradients and optimizer state split over the ranks: a front to torch's `fully_shard` (FSDP2).
 
-Adds checks before training with parameter names, equal weights at the start, and the same steps as one
-process: ranks with fewer samples run ghost micro-batches. It deliberately does not shard, gather or reduce
-anything itself.
+It adds checks before training that name parameters, equal weights at the start, and the same steps as one
+process: ranks with fewer samples run ghost micro-batches. torch shards, gathers and reduces.
 """
 
 from __future__ import annotations
@@ -44,18 +43,20 @@ def fsdp(job: Job, module: nn.Module, *, blocks: Blocks) -> nn.Module:
     returned as it is.
 
     Args:
-        blocks: What is gathered at a time: classes of submodules (`Block`), patterns of their names
-            (`"layers.*"`), or several of both. Usually the repeated layer of the model.
+        blocks: The submodules whose parameters are gathered together: classes of submodules (`Block`),
+            patterns of their names (`"layers.*"`), or several of both. Usually the repeated layer of the
+            model.
 
     Returns:
         The module, whose parameters are `DTensor`s. Make the optimizer afterwards.
 
     Raises:
-        ConfigError: no trainable parameter; a parameter on another device than the job's, or not
-            initialised; an entry of `blocks` that matches no submodule; sharded already.
-        RankDisagreement: the ranks' parameters or blocks differ; names the first that does.
+        ConfigError: the module has no trainable parameter, a parameter on another device than the job's, or
+            one that is not initialised; an entry of `blocks` matches no submodule; the module is sharded
+            already.
+        RankDisagreement: the ranks' parameters or blocks differ; the error names the first difference.
 
-    Collective: all ranks, once for each model, same order.
+    Collective: all ranks, once for each model, in the same order.
     """
     if isinstance(module, FSDPModule):
         raise ConfigError("this module is sharded already.", fix="call paceline.fsdp once.")
@@ -68,7 +69,7 @@ def fsdp(job: Job, module: nn.Module, *, blocks: Blocks) -> nn.Module:
     try:
         for p in module.parameters():
             dist.broadcast(p.detach(), group=job.data.group, group_src=0)
-        # Inner blocks first, as `fully_shard` demands: a module leaves out what is sharded already.
+        # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
         for name in sorted(names, key=lambda name: -name.count(".")):
             fully_shard(module.get_submodule(name), mesh=mesh)
         fully_shard(module, mesh=mesh)
@@ -120,20 +121,25 @@ class FSDPStrategy(Strategy):
         self.needs_equal_micro_batches = True  # each forward gathers parameters
         self._roots = [model for model in models if isinstance(model, FSDPModule)]
         if len(optimizers) > 1:
-            raise ConfigError("a training of sharded models has one optimizer.")
+            raise ConfigError(
+                f"training sharded models supports one optimizer, got {len(optimizers)}.",
+                fix="put all parameters into one optimizer, with parameter groups if they differ.",
+            )
 
     def check(self) -> None:
         owned = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
         for model in self._models:
             named = dict(model.named_parameters())
-            loose = [n for n, p in named.items() if p.requires_grad and not isinstance(p, DTensor)]
+            unknown = [
+                n for n, p in named.items() if p.requires_grad and not isinstance(p, DTensor)
+            ]
             owned -= {id(p) for p in named.values()}
-            if loose:
+            if unknown:
                 raise self._error(
-                    f"fsdp does not know {listed(loose)}: the gradients would differ over ranks.",
-                    why="added after the model was sharded.",
+                    f"fsdp does not know {listed(unknown)}: the gradients would differ over ranks.",
+                    why="they were added after the model was sharded.",
                     fix="call paceline.fsdp(...) when all parameters are in the model.",
-                    names=loose,
+                    names=unknown,
                 )
             warn_untrained(model, self._optimizers)
         if owned:
@@ -161,7 +167,7 @@ class FSDPStrategy(Strategy):
             raise self._error(
                 f"no gradient reached {listed(names)}.",
                 why="FSDP sums the gradients of a block together, so each rank must have all of them.",
-                fix="freeze what is never used with requires_grad_(False) before paceline.fsdp(...).",
+                fix="freeze unused parameters with requires_grad_(False) before paceline.fsdp(...).",
                 names=names,
             )
 

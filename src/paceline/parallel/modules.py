@@ -1,4 +1,4 @@
-"""Checks of a module before it is spread over ranks, its buffers, and the way back to the plain module.
+"""Checks of a module before it is wrapped, broadcast of its buffers, and `unwrap`.
 
 torch finds the same mistakes later, or reports them as indices of buckets.
 """
@@ -46,7 +46,8 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
         wrap: The function that the user called, for the fix.
 
     Raises:
-        ConfigError: a parameter without a shape or on another device, or nothing to train (`parameters`).
+        ConfigError: a parameter has no shape or is on another device (`parameters`); no parameter is
+            trainable; torch's SyncBatchNorm on CPU.
     """
     for name, p in module.named_parameters():
         if isinstance(p, UninitializedParameter):
@@ -70,10 +71,10 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
             f"{type(module).__name__} has no trainable parameter.",
             fix="unfreeze some with requires_grad_(True), or do not wrap it.",
         )
-    torchs = [name for name, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm)]
-    if torchs and job.data.size > 1 and job.device.type == "cpu":
+    torch_layers = [name for name, m in module.named_modules() if isinstance(m, nn.SyncBatchNorm)]
+    if torch_layers and job.data.size > 1 and job.device.type == "cpu":
         raise ConfigError(
-            f"{listed(torchs)}: torch's SyncBatchNorm does not work on CPU.",
+            f"{listed(torch_layers)}: torch's SyncBatchNorm does not work on CPU.",
             fix="paceline.sync_batchnorm(job, model) converts it.",
         )
 
@@ -84,7 +85,7 @@ def agree_on_parameters(job: Job, module: nn.Module, options: str) -> None:
     Ranks exchange a digest, and the whole lists only if the digests differ. `options` is compared too.
 
     Raises:
-        RankDisagreement: on all ranks, naming the first that differs (`values`: one per rank).
+        RankDisagreement: on all ranks; names the first difference (`values`: one for each rank).
     """
     rows = [options]
     for name, p in module.named_parameters():
@@ -135,15 +136,15 @@ def equalize_buffers(job: Job, model: nn.Module) -> None:
 
 
 def warn_untrained(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Warn once of trainable parameters that no optimizer owns."""
+    """Warn once about trainable parameters that no optimizer owns."""
     owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    idle = [
+    untrained = [
         name
         for name, p in unwrap(model).named_parameters()
         if p.requires_grad and id(p) not in owned
     ]
-    if idle and optimizers:
+    if untrained and optimizers:
         log.once(
-            f"no optimizer owns {listed(idle)}: these parameters are trainable, but never change. "
+            f"no optimizer owns {listed(untrained)}: these parameters are trainable, but never change. "
             "Give them to an optimizer, or freeze them with requires_grad_(False) before wrapping."
         )

@@ -1,4 +1,4 @@
-"""Small gradients of ranks in one shared memory, summed in one operation after a step's last backward.
+"""Sum of small gradients through shared memory, in one operation after a step's last backward.
 
 If all gradients fit DDP's first bucket, DDP cannot reduce any of them during the backward, and its own
 bookkeeping takes longer than the sum. Measured in docs/decisions/0016-direct-sum.md.
@@ -22,15 +22,16 @@ from paceline.job.job import Job
 from paceline.parallel.ddp import DDPStrategy, Replica, known_parameters, unused_error
 from paceline.shm.group import ShmGroup
 
-_MAX_BYTES = 1 << 20  # of gradients: the size of DDP's first bucket
+_MAX_BYTES = 1 << 20  # bytes of all gradients; the size of DDP's first bucket
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class PackedStrategy(DDPStrategy):
     """Gradients are copied into one tensor for each dtype and summed after the last backward.
 
-    Used instead of DDP's reducer where nothing depends on it: CPU ranks of one host in shared memory, at
-    most 1 MiB of dense gradients, one optimizer, and `ddp` without options or communication hooks.
+    Used instead of DDP's reducer if all of these hold: the ranks run on the CPU of one host and share memory,
+    there is at most 1 MiB of dense gradients, there is one optimizer, and `ddp` was called without options
+    and communication hooks.
     """
 
     reduces_in_backward = False
@@ -60,7 +61,7 @@ class PackedStrategy(DDPStrategy):
         return sum(sizes) <= _MAX_BYTES
 
     def begin_step(self, step: PlannedStep) -> None:
-        pass  # forwards without a backward do not reach DDP's reducer
+        pass  # DDP's reducer is bypassed, so a forward without a backward does not change it
 
     def before_forward(self, micro: MicroBatch) -> None:
         super(DDPStrategy, self).before_forward(micro)
@@ -83,8 +84,8 @@ class PackedStrategy(DDPStrategy):
                 )
         try:
             for pack in self._packs:
-                dist.all_reduce(pack.fill(), group=self._job.data.group)
-                pack.empty()
+                dist.all_reduce(pack.copy_in(), group=self._job.data.group)
+                pack.copy_out()
         except RuntimeError as error:
             self._job.reraise(error)
 
@@ -96,7 +97,7 @@ def _is_plain(wrapper: Any) -> bool:
 
 
 class _Pack:
-    """The gradients of one dtype, and the tensor that carries them."""
+    """The parameters of one dtype, and the flat tensor in which their gradients are summed."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -105,12 +106,12 @@ class _Pack:
         self._pieces = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
         self._gradients: list[torch.Tensor] = []
 
-    def fill(self) -> torch.Tensor:
+    def copy_in(self) -> torch.Tensor:
         self._gradients = [_dense_gradient(p) for p in self._parameters]
         torch._foreach_copy_(self._pieces, self._gradients)
         return self._flat
 
-    def empty(self) -> None:
+    def copy_out(self) -> None:
         torch._foreach_copy_(self._gradients, self._pieces)
         self._gradients = []
 
@@ -120,6 +121,6 @@ def _dense_gradient(p: torch.Tensor) -> torch.Tensor:
     if p.grad.layout != torch.strided:
         raise GradientError(
             f"a parameter of shape {list(p.shape)} has a sparse gradient.",
-            fix="ddp(..., bucket_mb=1) has torch's DDP reduce it.",
+            fix="ddp(..., bucket_mb=1): then torch's DDP reduces the gradients.",
         )
     return p.grad

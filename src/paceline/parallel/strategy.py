@@ -1,7 +1,7 @@
 """`Strategy`: how the ranks of one training run a step together, and who sums their gradients.
 
-`Training` makes one object for all its steps, chosen by how its models were wrapped, and `Step` calls
-nothing else about ranks. A new way to spread a model over ranks is a new subclass in a new file.
+`Training` chooses the strategy by how its models were wrapped, and makes one object for all its steps. `Step`
+leaves everything about ranks to it. A new form of parallelism is a new subclass in a new file.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from paceline.job.job import Job
 from paceline.parallel import syncbn
 from paceline.parallel.modules import unwrap, warn_untrained
 
-_MARK = "_paceline_strategy"
+_STRATEGY_ATTRIBUTE = "_paceline_strategy"
 
 
 def choose_for(model: nn.Module, strategy: type[Strategy]) -> None:
-    """Have trainings of this model use `strategy`; for the function that wrapped it."""
-    model.__dict__[_MARK] = strategy
+    """Make every `Training` of this model use `strategy`. Called by the function that wraps the model."""
+    model.__dict__[_STRATEGY_ATTRIBUTE] = strategy
 
 
 def chosen_for(models: Sequence[nn.Module]) -> type[Strategy] | None:
-    """The strategy that all of these models were wrapped for, if `choose_for` was called."""
-    chosen = {unwrap(model).__dict__.get(_MARK) for model in models}
+    """The strategy that `choose_for` set for all of these models; None if there is none, or several."""
+    chosen = {unwrap(model).__dict__.get(_STRATEGY_ATTRIBUTE) for model in models}
     return chosen.pop() if len(chosen) == 1 else None
 
 
@@ -45,8 +45,8 @@ class Strategy:
         needs_equal_micro_batches: Whether every rank must run the same number of micro-batches. A rank
             with fewer samples then gets ghosts: real samples with weight 0.
         repeats_steps: Whether `must_repeat` may return True, so that a step's micro-batches must be kept.
-        has_whole_gradients: Whether every rank holds all of every gradient. If not, fp16 is refused: its
-            loss scaler looks for infinity in this rank's part only.
+        has_whole_gradients: Whether every rank holds all of every gradient. If not, fp16 is refused, because
+            its loss scaler searches infinity in this rank's part only.
     """
 
     divisor = 1
@@ -100,12 +100,12 @@ class Strategy:
         """Add the gradients of `weight * loss` to the parameters.
 
         Args:
-            inputs: The parameters to differentiate, where there are several optimizers; None for all.
+            inputs: With several optimizers, the parameters to differentiate; None for all.
         """
         torch.autograd.backward(loss, weight, inputs=inputs)
 
     def must_repeat(self) -> bool:
-        """Whether the step's micro-batches must be run again; asked after the last of them.
+        """Whether the step's micro-batches must be run again. Called after the last of them.
 
         All ranks get the same answer.
         """
@@ -125,11 +125,11 @@ class Strategy:
         return get_total_norm(gradients, foreach=True)
 
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of a micro-batch as it is added up for the log."""
+        """The loss of a micro-batch in the form that is added up for the log."""
         return loss
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """The state of a model with whole tensors, for a file. All ranks call it."""
+        """The unsharded state of a model, for a file. All ranks call it."""
         return unwrap(model).state_dict()
 
     def state_dict(self) -> Any:

@@ -6,7 +6,7 @@ samples runs a ghost, which takes part in the collectives only. Gradients of wei
 ranks by the training's strategy, not here. In eval mode nothing is exchanged.
 
 Ranks exchange (count, mean, M2) and merge them by the formula of Chan, Golub and LeVeque (1979).
-E[x^2] - E[x]^2 would lose all digits if the mean is large compared with the deviation.
+E[x^2] - E[x]^2 would lose all digits if the mean is much larger than the deviation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.parallel.modules import listed, unwrap
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
-# Dimensions of the input that a layer takes.
+# Numbers of dimensions that the input of a layer may have.
 _DIMENSIONS: dict[type[nn.Module], Sequence[int]] = {
     nn.BatchNorm1d: (2, 3),
     nn.BatchNorm2d: (4,),
@@ -62,7 +62,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
 
     ghost: bool
     link: _Link
-    was: type[nn.Module]
+    was: type[nn.Module]  # the class that `sync_batchnorm` replaced
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # called by torch's forward
         self._check_dimensions(input)
@@ -77,7 +77,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
         """Normalise `input`, shape (N, C, ...).
 
         Raises:
-            ConfigError: on all ranks, where all together have but one value per channel.
+            ConfigError: on all ranks, if all ranks together have fewer than two values per channel.
             StepError: in training mode after the job was left, or after unpickling.
         """
         if not self.training:
@@ -87,7 +87,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
         if job is None:
             raise StepError(
                 "this SyncBatchNorm belongs to no job.",
-                why="the model was unpickled; a job does not travel with it.",
+                why="the model was unpickled, and a pickle does not contain the job.",
                 fix="call paceline.sync_batchnorm(job, model) again.",
             )
         job.refuse_if_left()
@@ -130,8 +130,8 @@ class _Statistics:
         counts, means, m2s = rows[:, :1], rows[:, 1::2], rows[:, 2::2]
         self.count = counts.sum()
         if self.absent or x.numel() == x.shape[1]:
-            # Only then the total may be 1, and if it is, all ranks come here. Reading it always would make
-            # the host wait for the device in each layer.
+            # The total can be less than 2 only if every rank is in this branch. It is not read otherwise,
+            # because the host would then wait for the device in each layer.
             self._refuse_single_value()
         self.mean = (counts * means).sum(0) / self.count
         self.var = (m2s + counts * (means - self.mean) ** 2).sum(0) / self.count
@@ -167,7 +167,7 @@ class _Statistics:
                 f"SyncBatchNorm got {total} value per channel over all ranks; training needs 2.",
                 where=self.job.where(),
                 why="the variance of a single value is 0.",
-                fix="a larger micro_batch, or a global_batch that does not leave one sample over.",
+                fix="use a larger micro_batch, or a global_batch that does not leave a step with one sample.",
                 count=total,
             )
 
@@ -186,8 +186,8 @@ def _mean_and_var(
     if x.device.type != "cpu":
         var, mean = torch.var_mean(x, dims, correction=0)
         return mean.to(wide), var.to(wide)
-    # On CPU `var_mean` is not vectorised: 5 to 20 times slower than this. The mean of float32 numbers
-    # may be off by thousandths of the deviation, so what is left of it is taken from the differences.
+    # On CPU `var_mean` is not vectorised and takes 5 to 20 times as long. The float32 mean may be wrong by
+    # thousandths of the deviation, so the mean of the differences corrects it.
     rough = x.mean(dims, keepdim=True)
     differences = x - rough
     left = differences.mean(dims).to(wide)
@@ -236,7 +236,7 @@ class _Normalise(torch.autograd.Function):
         xc = x.to(stats.type) - stats.shaped(stats.mean)
         sums = torch.stack([stats.summed(dy), stats.summed(dy * xc)])
         if stats.absent:
-            # Not a product with 0: the loss of a ghost may be anything, even NaN.
+            # Not a product with 0, because the loss of a ghost may be NaN.
             sums = torch.zeros_like(sums)
         dweight = (sums[1] * rstd).to(weight.dtype) if needs[1] else None
         dbias = sums[0].to(bias.dtype) if needs[2] else None
@@ -266,13 +266,13 @@ def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
 
     In place: BatchNorm1d, 2d, 3d and torch's SyncBatchNorm become `SyncBatchNorm`, with the same
     parameters, buffers, hooks and names in the state. Subclasses with their own forward are not
-    converted. Call it before or after `paceline.ddp`. In a job of one process it converts too, so that one
-    process computes by the same formulas as many.
+    converted. Call it before or after `paceline.ddp`. It also converts in a job of one process, so that one
+    process uses the same formulas as several.
 
     Raises:
         ConfigError: there is no BatchNorm, or one that has no shape yet.
 
-    Collective: none here; each training forward and backward afterwards.
+    Collective: none for the call. Later every forward in training mode and its backward: all ranks.
     """
     found = False
     link = _Link(job)
@@ -317,10 +317,10 @@ def layers(model: nn.Module) -> list[SyncBatchNorm]:
 
 
 def set_ghost(layers: Iterable[SyncBatchNorm], on: bool) -> None:
-    """Give the samples of the next forwards weight 0, or end that.
+    """Set whether the samples of the next forwards have weight 0.
 
-    The backward uses what its forward was given. With activation checkpointing leave it set until the
-    backward is done, because that runs the forward again.
+    A backward uses the setting of its forward. With activation checkpointing leave it set until the
+    backward is done, because the backward runs the forward again.
     """
     for layer in layers:
         layer.__dict__["ghost"] = on  # nn.Module.__setattr__ is ten times slower
@@ -343,7 +343,7 @@ class Ghosts:
         self.synchronised = bool(self._layers)
 
     def set(self, on: bool) -> None:
-        """Mark the next forwards as those of a ghost, or end that."""
+        """Set whether the next forwards are those of a ghost."""
         set_ghost(self._layers, on)
         if on and not self._paused:
             self._paused = [x for x in self._plain if x.training and x.track_running_stats]
@@ -358,7 +358,7 @@ class Ghosts:
 def plain_batchnorms(model: nn.Module) -> list[str]:
     """Names of the BatchNorm layers that normalise by the samples of their rank only.
 
-    Without layers in eval mode that have running statistics: those give the same on all ranks.
+    Layers in eval mode with running statistics are not listed: they give the same output on all ranks.
     """
     return [
         name

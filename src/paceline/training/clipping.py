@@ -41,9 +41,12 @@ def scale_and_clip(
 
 
 def check_clip_norm(clip_norm: float) -> None:
-    """Raise ConfigError unless it is a bound that a norm can have."""
+    """Raise ConfigError unless `clip_norm` is greater than 0."""
     if not clip_norm > 0:
-        raise ConfigError(f"clip_norm must be more than 0, got {clip_norm}.")
+        raise ConfigError(
+            f"clip_norm must be more than 0, got {clip_norm}.",
+            fix="leave clip_norm out to train without clipping.",
+        )
 
 
 def non_finite(names: Sequence[tuple[str, torch.Tensor]], where: str) -> NonFinite:

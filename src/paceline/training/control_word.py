@@ -2,9 +2,9 @@
 
 It carries stop requests, preemptions, the losses of the steps since the last word, and the duration of a
 step, summed over ranks. A word is sent every k steps; all ranks choose the same k so that about 16 words a
-second are sent, or 8 through shared memory. Through shared memory it is read at once: the ranks have just
-met for the gradients, and a thread of Gloo would take time of their cores. Else it goes over a Gloo group
-and is read when the next one is due, so no rank waits for it. All ranks read it after the same step. At the
+second are sent, or 8 through shared memory. Through shared memory it is read at once, because the ranks have
+just exchanged gradients and a Gloo thread would use their cores. Otherwise it is sent over a Gloo group and
+read when the next one is due, so no rank waits for it. All ranks read it after the same step. At the
 end of an epoch and of the training a word is sent and read at once.
 """
 
@@ -23,18 +23,18 @@ from paceline.job.preemption import notice
 from paceline.metrics.step_loss import StepTotal
 from paceline.shm.group import ShmGroup
 
-# A stop takes up to two words and a step, or one word and a step in memory: less than 0.2 s where a step
-# takes less than 0.06 s.
+# A stop takes up to two words and a step, or one word and a step through shared memory: less than 0.2 s if a
+# step takes less than 0.06 s.
 WORDS_PER_S = 16.0
 WORDS_PER_S_IN_MEMORY = 8.0
 MAX_STEPS_PER_WORD = 128
-_HEAD = 5  # stop, step_s, save, save_failed, preempt
+_HEAD = 5  # numbers before the losses: stop, step_s, save, save_failed, preempt
 _MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
 
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """What all ranks know after an exchange."""
+    """The content of a control word, equal on all ranks."""
 
     stop: bool
     save: bool
@@ -67,11 +67,15 @@ class Control:
         self._every = 1
         self._due = 0
         self._began = time.perf_counter()
-        self._flight: tuple[dist.Work | None, torch.Tensor, int, int] | None = None
+        self._in_flight: tuple[dist.Work | None, torch.Tensor, int, int] | None = None
 
-    def begin(self, step: int, *, anew: bool = False) -> None:
-        """Discard what was collected, with `anew` also stop requests; the next step is `step` + 1."""
-        if anew:
+    def begin(self, step: int, *, new_loop: bool = False) -> None:
+        """Discard the collected losses; the next step is `step` + 1.
+
+        Args:
+            new_loop: A new loop begins: discard stop requests too.
+        """
+        if new_loop:
             self._stop = False
         self._losses, self._counts = [], []
         self._first = step + 1
@@ -128,14 +132,14 @@ class Control:
         work: dist.Work | None = None
         if self._job.control is not None and not self.in_memory:
             work = dist.all_reduce(word, group=self._job.control, async_op=True)
-        self._flight = (work, word, self._first, size)
+        self._in_flight = (work, word, self._first, size)
         self.begin(step)
 
     def _read(self) -> list[Word]:
-        if self._flight is None:
+        if self._in_flight is None:
             return []
-        work, word, first, size = self._flight
-        self._flight = None
+        work, word, first, size = self._in_flight
+        self._in_flight = None
         try:
             if self.in_memory:
                 dist.all_reduce(word, group=self._job.group)
@@ -151,6 +155,7 @@ class Control:
                 raise CountError(
                     f"the counts of all ranks in step {first + i} sum to 0.",
                     why="every token of the step's samples is masked.",
+                    fix="leave such samples out of the dataset, or use a larger global_batch.",
                     step=first + i,
                 )
             if not math.isfinite(total):

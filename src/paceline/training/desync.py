@@ -1,10 +1,11 @@
-"""Whether all ranks still hold the same weights and optimizer state, bit for bit, and which ranks differ.
+"""Check that all ranks hold the same weights and optimizer state, bit for bit; names the ranks that differ.
 
-Buffers and generators are compared if requested: those of BatchNorm and of dropout differ by design.
+Buffers and random generators are compared only if requested: BatchNorm buffers and the generator of dropout
+differ by design.
 
 Each tensor of a rank becomes one number, the wrapping sum of its bytes as 64-bit integers, which does not
-depend on the order of addition. Ranks compare one number for all tensors, and only if it differs one for each
-tensor. Sharded tensors and parameters that DDP ignores are not replicas.
+depend on the order of addition. Ranks compare one number for all tensors. Only if it differs do they compare
+one for each tensor. Sharded tensors and parameters that DDP ignores are not compared.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from paceline.job.job import Job
 from paceline.parallel.modules import unwrap
 from paceline.training.optimizers import TrainedOptimizer
 
-_SHARE = 0.005  # largest share of the time that comparisons may take
-_FIRST_STEPS = 10  # the first comparison comes early, to measure its cost
-_EXCHANGE_S = 1e-3  # assumed until it is measured
+_MAX_TIME_SHARE = 0.005  # comparisons take at most this share of the time
+_FIRST_STEPS = 10  # least interval, and steps before the first comparison, which measures the cost
+_EXCHANGE_S = 1e-3  # time of the exchange, until it is measured
 _WORD_BYTES = 8
 
 
 class Replicas:
-    """Compares the replicas of one training at intervals, and when `look` is called.
+    """Compares the replicas of one training at intervals, and when `compare` is called.
 
     Args:
-        every: Steps from one comparison to the next; None chooses by their cost; 0 never compares.
-        also: What is compared besides weights and optimizer state: "buffers", "rng".
+        every: Number of steps between comparisons; None chooses it by their cost; 0 never compares.
+        also: Compared besides weights and optimizer state: "buffers", "rng".
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class Replicas:
         self._optimizers = optimizers
         self._every = every
         self._also = also
-        self._off = every == 0 or job.world_size == 1
+        self._is_off = every == 0 or job.world_size == 1
         self._equal: int | None = None  # the last step after which all were equal
         self._due = 0
-        self._looked_s = self._cost_s = 0.0
+        self._compared_at_s = self._cost_s = 0.0
 
     def step_ended(self, step: int) -> None:
         """Compare if it is due after this step. All ranks call it.
@@ -66,21 +67,21 @@ class Replicas:
         Raises:
             Desync: on all ranks.
         """
-        if self._off:
+        if self._is_off:
             return
-        if self._equal is None or step <= self._equal:  # or another state was loaded
-            self._equal, self._looked_s = step - 1, time.perf_counter()
+        if self._equal is None or step <= self._equal:  # a first step, or an older state was loaded
+            self._equal, self._compared_at_s = step - 1, time.perf_counter()
             self._due = step - 1 + (self._every or _FIRST_STEPS)
         if step >= self._due:
-            self.look(step)
+            self.compare(step)
 
-    def look(self, step: int) -> None:
-        """Compare now, unless all were equal in this step already. All ranks call it.
+    def compare(self, step: int) -> None:
+        """Compare now, unless this step was compared already. All ranks call it.
 
         Raises:
             Desync: on all ranks, naming tensor and ranks.
         """
-        if self._off or self._equal == step or self._equal is None:
+        if self._is_off or self._equal == step or self._equal is None:
             return
         began = time.perf_counter()
         digests = self._digests()
@@ -88,32 +89,32 @@ class Replicas:
         values = [digests[name] for name in sorted(digests)]
         whole = int((torch.tensor(values, dtype=torch.int64) * odd).sum())
         cost_s = self._cost_s or time.perf_counter() - began + _EXCHANGE_S
-        step_s = (began - self._looked_s) / (step - self._equal)
-        told = torch.tensor([whole, int(cost_s * 1e9), int(step_s * 1e9)])
-        rows = [row.tolist() for row in collectives.gather_tensor(self._job, told)]
+        step_s = (began - self._compared_at_s) / (step - self._equal)
+        own_row = torch.tensor([whole, int(cost_s * 1e9), int(step_s * 1e9)])
+        rows = [row.tolist() for row in collectives.gather_tensor(self._job, own_row)]
         if any(row[0] != whole for row in rows):
-            raise self._found(step, digests)
+            raise self._desync_error(step, digests)
         every = self._every
         if every is None:
-            # From the measurements of all ranks, so that all compute the same number.
-            cost, usual = max(row[1] for row in rows), min(row[2] for row in rows)
-            every = max(_FIRST_STEPS, math.ceil(cost / (_SHARE * max(usual, 1))))
+            # From the measurements of all ranks, so that all ranks compute the same interval.
+            cost_ns, step_ns = max(row[1] for row in rows), min(row[2] for row in rows)
+            every = max(_FIRST_STEPS, math.ceil(cost_ns / (_MAX_TIME_SHARE * max(step_ns, 1))))
         self._equal, self._due = step, step + every
-        self._looked_s = time.perf_counter()
-        self._cost_s = self._looked_s - began
+        self._compared_at_s = time.perf_counter()
+        self._cost_s = self._compared_at_s - began
 
     def _digests(self) -> dict[str, int]:
         """A number for each compared tensor or generator, by its name."""
         found: dict[str, torch.Tensor] = {}
         for number, model in enumerate(self._models):
             prefix = f"models.{number}." if len(self._models) > 1 else ""
-            alone = getattr(model, "parameters_to_ignore", ())
+            ignored = getattr(model, "parameters_to_ignore", ())
             module = unwrap(model)
             for name, p in module.named_parameters():
-                if name not in alone:
+                if name not in ignored:
                     found[prefix + name] = p
             for name, buffer in module.named_buffers() if "buffers" in self._also else ():
-                if name not in alone:
+                if name not in ignored:
                     found[f"buffer {prefix}{name}"] = buffer
         for trained in self._optimizers:
             for name, p in trained.named_parameters():
@@ -134,29 +135,29 @@ class Replicas:
             digests |= {f"the state of {name}": value for name, value in states}
         return digests
 
-    def _found(self, step: int, digests: dict[str, int]) -> Desync:
-        everybody = collectives.gather(self._job, digests)
-        names = list(dict.fromkeys(name for each in everybody for name in each))
-        differing = [n for n in names if len({each.get(n) for each in everybody}) > 1]
+    def _desync_error(self, step: int, digests: dict[str, int]) -> Desync:
+        all_digests = collectives.gather(self._job, digests)
+        names = list(dict.fromkeys(name for each in all_digests for name in each))
+        differing = [n for n in names if len({each.get(n) for each in all_digests}) > 1]
         name = differing[0]
-        values = [each.get(name) for each in everybody]
+        values = [each.get(name) for each in all_digests]
         common, votes = Counter(values).most_common(1)[0]
         majority = 2 * votes > len(values)
         ranks = [r for r, v in enumerate(values) if v != common] if majority else None
         more = f" and {len(differing) - 1} more tensors" if len(differing) > 1 else ""
-        who, other = "ranks hold", "different values of"
+        what = "ranks hold different values of"
         if ranks is not None:
-            who = f"{name_ranks(ranks)} of {len(values)}"
-            who, other = f"{who} hold{'s' * (len(ranks) == 1)}", "other values than the rest of"
+            verb = "holds" if len(ranks) == 1 else "hold"
+            what = f"{name_ranks(ranks)} of {len(values)} {verb} other values than the rest of"
         since = self._equal
         return Desync(
-            f"{who} {other} {name}{more}: replicas have drifted apart.",
+            f"{what} {name}{more}: replicas have drifted apart.",
             where=rank_location(self._job.rank, self._job.world_size, step=step),
             why=f"all were equal after step {since}; since then something changed them on some ranks "
             "alone: code under `if rank == ...`, a weight written outside the optimizer, ranks with "
             "different processors or numbers of threads, or faulty memory.",
-            fix="resume from a checkpoint of that step or before; if the difference is intended, "
-            "desync_every=0.",
+            fix=f"resume from a checkpoint of step {since} or before; if the difference is intended, "
+            "use desync_every=0.",
             parameter=name,
             differing=differing,
             ranks=ranks,
@@ -171,5 +172,5 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
         data = data.clone()
     data = data.view(torch.uint8)
     whole = len(data) // _WORD_BYTES * _WORD_BYTES
-    # Sums of 64-bit integers run at the speed of memory; of smaller ones at a twentieth of it.
+    # Sums of 64-bit integers are limited by memory speed; those of smaller integers take 20 times as long.
     return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)

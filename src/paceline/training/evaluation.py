@@ -1,4 +1,4 @@
-"""`evaluate`: the result of one process on any number of ranks, without padding, each sample once.
+"""`evaluate`: the same result on any number of ranks. Each sample is evaluated once, without padding.
 
 The dataset is cut into micro-batches that do not depend on the number of ranks, and each rank gets a
 contiguous run of them. Their results are exchanged once at the end and added exactly, so the result is bit
@@ -33,7 +33,7 @@ class Evaluation:
         num_samples: Number of samples, each evaluated once.
         values: All results: floats, metrics' values, gathered tensors (on the CPU).
 
-    Collective: none; all ranks hold the same.
+    Collective: none; all ranks hold the same results.
     """
 
     def __init__(self, num_samples: int, values: dict[str, Any]) -> None:
@@ -78,7 +78,8 @@ def evaluate(
         score: `score(model, batch)` returns results by name. A number or tensor of shape () is a sum over the
             batch's samples, to be divided by the number of samples; a pair (sum, count) is divided
             by the sum of its counts.
-        micro_batch: Samples in a forward; part of the result's last bits, so not derived from ranks.
+        micro_batch: Number of samples in a forward, for any number of ranks. It changes the result's last
+            bits.
         metrics: By name, a torchmetrics metric, for which score returns the tuple of arguments of `update`
             under that name; or "rows": score returns a tensor with a row per sample, and the result is the
             tensor of all samples in their order.
@@ -90,7 +91,7 @@ def evaluate(
     Raises:
         EvaluationError: not every sample was evaluated once, or the results cannot be added.
         SampleError: the dataset's `__getitem__` raised.
-        Preempted: on all ranks, inside a training loop: a signal came to any before all was scored.
+        Preempted: on all ranks, inside a training loop, if any rank received a signal before the end.
 
     Collective: all ranks, same arguments.
     """
@@ -100,20 +101,20 @@ def evaluate(
         raise ConfigError(
             "evaluate does not support models sharded by paceline.fsdp yet.",
             why="each forward gathers parameters, but ranks may have different numbers of batches.",
-            fix="training.export(path), and evaluate the weights in that file.",
+            fix="call training.export(path), and evaluate the weights in that file.",
         )
     job.settle()
     equalize_buffers(job, model)
-    asked = metrics or {}
-    own = {name: _fresh(m, job.device) for name, m in asked.items() if m != "rows"}
-    kept: dict[str, list[torch.Tensor]] = {name: [] for name in asked if name not in own}
+    requested = metrics or {}
+    own = {name: _reset_copy(m, job.device) for name, m in requested.items() if m != "rows"}
+    kept: dict[str, list[torch.Tensor]] = {name: [] for name in requested if name not in own}
     share = evaluation_batches(
         job, dataset, micro_batch=micro_batch, workers=workers, collate=collate
     )
     mine = _run(unwrap(model), share, score, own, kept)
     everyone = collectives.gather(job, mine)
-    if any(entry["cut"] for entry in everyone):
-        # `Training`, when the job is left, saves the step in progress and corrects the number.
+    if any(entry["is_preempted"] for entry in everyone):
+        # When the job is left, `Training` saves the step in progress and replaces the step number 0.
         raise Preempted(notice.take(), 0)
     values: dict[str, Any] = _add_up(job, everyone, len(dataset), micro_batch)
     num_updates = [len(entry["batches"]) for entry in everyone]
@@ -133,15 +134,15 @@ def _run(
 ) -> dict[str, Any]:
     """Score this rank's batches; returns their indices and sums, and fills `metrics` and `kept`.
 
-    A preemption notice ends it before the next batch.
+    After a preemption notice no further batch is scored.
     """
     batches: list[tuple[int, int]] = []
     sums: list[dict[str, Any]] = []
-    cut = False
+    is_preempted = False
     with _evaluating(model), closing(share):
         for each in share:
             if notice.received:
-                cut = True
+                is_preempted = True
                 break
             results = dict(score(model, each.batch))
             for name, metric in metrics.items():
@@ -150,7 +151,7 @@ def _run(
                 rows.append(_rows(name, results.pop(name, None), each.count))
             batches.append((each.index, each.count))
             sums.append(results)
-    return {"batches": batches, "sums": _to_host(sums), "cut": cut}
+    return {"batches": batches, "sums": _to_host(sums), "is_preempted": is_preempted}
 
 
 @contextmanager
@@ -166,8 +167,8 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _fresh(metric: Any, device: torch.device) -> Any:
-    """A copy without state that does not synchronise itself; the user's metric does not change."""
+def _reset_copy(metric: Any, device: torch.device) -> Any:
+    """A reset copy that does not synchronise itself. The user's metric does not change."""
     copy = metric.clone()
     copy.reset()
     copy.to(device)
@@ -177,7 +178,7 @@ def _fresh(metric: Any, device: torch.device) -> Any:
 
 
 def _never() -> bool:
-    """For a metric that asks whether to synchronise itself: `_merge_metric` does it."""
+    """The answer to a metric that asks whether it must synchronise itself. `_merge_metric` does that."""
     return False
 
 
@@ -199,13 +200,14 @@ def _rows(name: str, value: Any, count: int) -> torch.Tensor:
             else type(value).__name__
         )
         raise EvaluationError(
-            f"{name!r} must have one row for each of the {count} samples, got {got}."
+            f"{name!r} must have one row for each of the {count} samples, got {got}.",
+            fix="return a tensor whose first dimension is the samples of the batch.",
         )
     return value.detach().cpu()
 
 
 def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
-    """All sums and counts as numbers; a sum without a count stands alone."""
+    """For each batch and name [sum, count] as numbers, or [sum] if the score gave no count."""
     out = []
     for results in sums:
         numbers = {}
@@ -233,19 +235,26 @@ def _add_up(
             f"{seen} samples were evaluated, the dataset holds {num_samples}.",
             where=rank_location(job.rank, job.world_size),
             why="the ranks may hold datasets of different lengths.",
+            fix="build the same dataset on all ranks.",
             seen=seen,
         )
     sums = [numbers for entry in everyone for numbers in entry["sums"]]
     names = list(sums[0])
     if any(set(numbers) != set(names) for numbers in sums):
-        raise EvaluationError("the score returned different names for different batches.")
+        raise EvaluationError(
+            "the score returned different names for different batches.",
+            fix="return the same names for every batch.",
+        )
     values: dict[str, Any] = {}
     for name in names:
         total = math.fsum(numbers[name][0] for numbers in sums)
         own_counts = [numbers[name][1] for numbers in sums if len(numbers[name]) == 2]
         count = math.fsum(own_counts) if own_counts else float(num_samples)
         if count == 0:
-            raise EvaluationError(f"the counts of {name!r} sum to 0.")
+            raise EvaluationError(
+                f"the counts of {name!r} sum to 0.",
+                fix="check the counts that the score returns, or the masks of the dataset.",
+            )
         values[name] = total / count
     return values
 
@@ -254,7 +263,7 @@ def _concatenate_ranks(job: Job, rows: torch.Tensor | None) -> torch.Tensor:
     """The rows of all ranks, in rank order, on the CPU; a rank without rows passes None.
 
     Raises:
-        EvaluationError: on all ranks, if dtypes or the shapes of a row differ.
+        EvaluationError: on all ranks, if dtypes or shapes of rows differ.
     """
     own = None if rows is None else {"dtype": str(rows.dtype), "shape": list(rows.shape)}
     described = collectives.gather(job, own)
@@ -263,7 +272,10 @@ def _concatenate_ranks(job: Job, rows: torch.Tensor | None) -> torch.Tensor:
         return torch.empty(0)
     kinds = {(d["dtype"], tuple(d["shape"][1:])) for d in present}
     if len(kinds) > 1:
-        raise EvaluationError(f"ranks returned rows of different kinds: {sorted(map(str, kinds))}.")
+        raise EvaluationError(
+            f"ranks returned rows of different dtypes or shapes: {sorted(map(str, kinds))}.",
+            fix="return rows of one dtype and shape for every batch.",
+        )
     dtype: torch.dtype = getattr(torch, present[0]["dtype"].removeprefix("torch."))
     row_shape = present[0]["shape"][1:]
     counts = [0 if d is None else d["shape"][0] for d in described]

@@ -22,8 +22,8 @@ class TrainedOptimizer:
     """An optimizer of a training.
 
     Attributes:
-        models: Those that hold parameters of the optimizer.
-        divisor: With count="tokens": what losses are divided by in the current step; 0 before the first.
+        models: The models that hold parameters of the optimizer.
+        divisor: With count="tokens", the divisor of losses in the current step; 0 before the first step.
     """
 
     optimizer: Optimizer
@@ -33,7 +33,7 @@ class TrainedOptimizer:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """What the optimizer updates; read each time, because groups may be added later."""
+        """The parameters that the optimizer updates; read each time, because groups may be added later."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -62,24 +62,35 @@ def with_schedules(
     optimizers: list[Optimizer],
     schedule: Schedule | Sequence[Schedule | None] | None,
 ) -> list[TrainedOptimizer]:
-    """Join each optimizer with its models and its schedule.
+    """Combine each optimizer with its models and its schedule.
 
     Raises:
         ConfigError: nothing to train; no optimizer; the schedules do not fit the optimizers.
     """
     for model in models:
         if not any(p.requires_grad for p in model.parameters()):
-            raise ConfigError("the model has no trainable parameter.")
+            raise ConfigError(
+                "the model has no trainable parameter.",
+                fix="unfreeze some with requires_grad_(True).",
+            )
     if not optimizers:
-        raise ConfigError("a training needs an optimizer.")
+        raise ConfigError(
+            "a training needs an optimizer.", fix="Training(job, model, optimizer, batches)."
+        )
     if schedule is None or callable(schedule) or not isinstance(schedule, Sequence):
         schedules: list[Any] = [schedule, *[None] * (len(optimizers) - 1)]
         if schedule is not None and len(optimizers) > 1:
-            raise ConfigError("with several optimizers, give one schedule (or None) for each.")
+            raise ConfigError(
+                f"one schedule for {len(optimizers)} optimizers.",
+                fix="schedule=[...] with one schedule or None for each optimizer.",
+            )
     else:
         schedules = list(schedule)
         if len(schedules) != len(optimizers):
-            raise ConfigError(f"{len(schedules)} schedules for {len(optimizers)} optimizers.")
+            raise ConfigError(
+                f"{len(schedules)} schedules for {len(optimizers)} optimizers.",
+                fix="give one schedule or None for each optimizer.",
+            )
     trained = []
     for optimizer, each in zip(optimizers, schedules, strict=True):
         if isinstance(each, ReduceLROnPlateau):
@@ -91,7 +102,10 @@ def with_schedules(
         if callable(each) and not isinstance(each, LRScheduler):
             each = LambdaLR(optimizer, each)
         if each is not None and each.optimizer is not optimizer:
-            raise ConfigError("the schedule belongs to another optimizer.")
+            raise ConfigError(
+                "the schedule belongs to another optimizer.",
+                fix="create the schedule from the optimizer that you give to Training, in the same order.",
+            )
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         own_models = [m for m in models if any(id(p) in owned for p in m.parameters())]
         trained.append(TrainedOptimizer(optimizer, own_models, each))
@@ -106,7 +120,7 @@ def refuse_non_finite_weights(job: Job, models: list[torch.nn.Module], step: int
                 raise NonFinite(
                     f"{name} holds NaN or infinity; step {step} was not saved.",
                     where=job.where(),
-                    fix="resume from the checkpoint before, with a lower learning rate.",
+                    fix="resume from the last checkpoint with a lower learning rate.",
                     quantity="parameter",
                     parameters=[name],
                     step=step,

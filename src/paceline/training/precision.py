@@ -1,7 +1,7 @@
 """Number formats of a step: fp32, bf16 or fp16 autocast, and the loss scale that fp16 needs.
 
-A front to `torch.autocast` and `torch.amp.GradScaler`, on CPU as on CUDA. The scaler needs no agreement
-between ranks: summed gradients are equal on all ranks, and so are the NaN and infinity in them.
+A front to `torch.autocast` and `torch.amp.GradScaler`, on CPU as on CUDA. Ranks need no exchange
+for the scaler: summed gradients, with their NaN and infinity, are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Precision:
     def enter(self) -> None:
         """Begin a forward."""
         if self._autocast is not None and not self._inside:
-            self._autocast.__enter__()  # type: ignore[no-untyped-call] # torch leaves it untyped
+            self._autocast.__enter__()  # type: ignore[no-untyped-call] # untyped in torch
             self._inside = True
 
     def leave(self) -> None:
@@ -102,7 +102,7 @@ class Precision:
 
 def _best_format(device: torch.device) -> str:
     if device.type == "cpu":
-        # torch 2.11 has no such function; there the answer is fp32.
+        # torch 2.11 has no such function; with it "auto" is fp32.
         known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
         has_bf16 = bool(known.get("amx_bf16") or known.get("avx512_bf16"))
     elif device.type == "cuda":

@@ -1,7 +1,8 @@
 """`Step`: one optimizer step in the user's loop. Micro-batches go in, one update comes out.
 
-The order inside `update` is: gradients complete, loss scale, count, clip, check, optimizer, scaler, schedule,
-each once. Whatever concerns ranks is left to the training's `Strategy`.
+`update` does each of these once, in this order: complete the sums over ranks, divide by the loss scale,
+apply the counts, clip, check, step the optimizer, update the scaler, step the schedule. The training's
+`Strategy` does everything that concerns ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class StepContext:
         before_update: Called before parameters change.
         generator: The device's generator, seeded for each micro-batch from `dropout_key`.
         check_losses_until: Losses of steps below this number are checked for being sums.
-        loop: Number of the loop over `Training.steps`.
-        begun: The last step of which a micro-batch was given.
+        loop: Number of the current loop over `Training.steps`.
+        begun: Number of the last step that has given a micro-batch to the loop.
     """
 
     job: Job
@@ -54,11 +55,11 @@ class StepContext:
     _weight_for: tuple[float, torch.dtype] | None = None
 
     def weight_of(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
-        """What backward starts from, so that `update` finds the gradient divided by `divisor`; shape ()."""
+        """Initial gradient of backward, so that `update` gets gradients divided by `divisor`; shape ()."""
         key = (divisor, loss.dtype)
         if self._weight is None or key != self._weight_for:
-            # With a loss scale this multiplication comes in `update` instead: in fp16 gradients that are
-            # larger by the number of ranks would overflow on many ranks and not on one.
+            # With a loss scale `update` multiplies by the strategy's divisor instead. Here it would make
+            # fp16 gradients larger by the number of ranks, so that they overflow on many ranks.
             undo = 1 if self.precision.scaler is not None else self.strategy.divisor
             self._weight = torch.tensor(undo / divisor, dtype=loss.dtype, device=loss.device)
             self._weight_for = key
@@ -67,10 +68,10 @@ class StepContext:
 
 @dataclass(slots=True, eq=False)
 class _Tally:
-    """What one optimizer has collected in this step.
+    """Losses, counts and backwards of one optimizer in this step.
 
     Attributes:
-        is_owed: Whether the current micro-batch had no backward for it yet.
+        is_owed: Whether the current micro-batch still needs a backward for this optimizer.
     """
 
     trained: TrainedOptimizer
@@ -84,16 +85,16 @@ class _Tally:
 class Step:
     """One optimizer step. Iterate over its micro-batches, `backward` for each, then `update`.
 
-    `Training.steps` makes it.
+    `Training.steps` yields it.
 
     Attributes:
         number: 1 for the first step of the training; the state after `update` is that of step `number`.
         epoch: Counted from 0.
         num_samples: Samples of this step over all ranks.
-        ends_epoch: Whether this step uses up its epoch.
+        ends_epoch: Whether this is the last step of its epoch.
         grad_norm: After `update(clip_norm=...)`: the norm before clipping, shape (), else None.
 
-    Collective: as the methods say.
+    Collective: see the methods.
     """
 
     __slots__ = (
@@ -126,7 +127,7 @@ class Step:
         self.grad_norm: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Give this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
+        """Yield this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
         strategy = self._context.strategy
         strategy.begin_step(self._planned)
         micros = list(self._planned) if strategy.repeats_steps else self._planned
@@ -174,7 +175,7 @@ class Step:
 
         Raises:
             StepError: the training has several optimizers.
-            As `backward`.
+            LossError, CountError: see `backward`.
 
         Collective: all ranks.
         """
@@ -211,11 +212,11 @@ class Step:
         Args:
             loss: Shape (): the sum of the losses over the samples (or tokens) of this micro-batch.
             count: The number of samples (or tokens) in that sum; 0 tokens are legal in one micro-batch.
-            optimizer: With several optimizers: the one whose parameters are differentiated.
+            optimizer: With several optimizers, the one whose parameters are differentiated.
 
         Raises:
-            LossError: the loss is no scalar, a mean, or depends on no parameter.
-            CountError: the count is negative or does not fit.
+            LossError: the loss is not a scalar, is a mean, or depends on no parameter.
+            CountError: the count is negative or not the number of samples of the micro-batch.
             StepError: called outside of the loop over micro-batches, or for an unknown optimizer.
 
         Collective: all ranks, for each of their micro-batches.
@@ -267,14 +268,15 @@ class Step:
         """Take the optimizer step with the gradient of all ranks' samples.
 
         Args:
-            optimizer: Which one, if there are several.
+            optimizer: With several optimizers, the one to step.
             clip_norm: Bound of the gradient's 2-norm, > 0; `grad_norm` holds the norm afterwards.
 
         Raises:
-            StepError: micro-batches were left out, had no backward, or the step was updated already.
+            StepError: a micro-batch was left out or had no backward, or the step was updated already.
             CountError: the counts of all ranks sum to 0.
-            GradientError: a parameter got no gradient, or one that ranks do not share.
-            NonFinite: the gradient's norm is NaN or infinite; no rank has taken the step.
+            GradientError: a parameter got no gradient, or a gradient that is not summed over ranks.
+            NonFinite: the gradient's norm is NaN or infinite; no rank has taken the step. Checked on
+                CPU only, with `clip_norm` and without a loss scale.
 
         Collective: all ranks, once for each optimizer.
         """
@@ -306,7 +308,7 @@ class Step:
         trained.clear_gradients()
 
     def _factor(self, tally: _Tally) -> torch.Tensor | None:
-        """What the gradients of an optimizer must be multiplied by, shape (); None for 1."""
+        """The factor for the gradients of an optimizer, shape (); None for 1."""
         context = self._context
         factor = None
         if context.count == "tokens":
@@ -328,8 +330,8 @@ class Step:
         return factor
 
     def _refuse_non_finite(self, norm: torch.Tensor, trained: TrainedOptimizer) -> None:
-        # On a device this would wait for it; there the next control word finds the loss of the next step.
-        # A loss scaler skips such a step.
+        # On a GPU the check would wait for the device. There the control word reports the next step's loss,
+        # which is NaN. With a loss scale the scaler skips such a step.
         checks = self._context.precision.scaler is None and norm.device.type == "cpu"
         if checks and not math.isfinite(norm.item()):
             raise clipping.non_finite(trained.named_parameters(), self._where())
@@ -348,7 +350,7 @@ class Step:
         """Whether the current micro-batch is a ghost: a real sample with weight 0.
 
         A rank that has fewer micro-batches than others gets ghosts, so that all ranks run the same
-        collectives. Leave them out of sums of your own.
+        collectives. Leave it out of your own sums.
 
         Collective: none.
         """
@@ -358,7 +360,7 @@ class Step:
     def loss(self) -> StepLoss:
         """The mean loss of this step over all ranks, of the first optimizer. See `StepLoss`.
 
-        Collective: none, but converting it to a number is.
+        Collective: none. Converting it to a number: all ranks.
         """
         tally = self._tallies[0]
         context = self._context
@@ -381,7 +383,7 @@ class Step:
             if len(self._tallies) == 1:
                 return self._tallies[0]
             raise StepError(
-                f"this training has {len(self._tallies)} optimizers; name the one you mean.",
+                f"this training has {len(self._tallies)} optimizers; the call names none of them.",
                 where=self._where(),
                 fix="step.backward(loss, count=n, optimizer=...), step.update(optimizer).",
             )
@@ -411,13 +413,13 @@ class Step:
         return StepError(what, where=self._where(), why=why, fix=fix, step=self.number)
 
     def _is_out_of_order(self, tally: _Tally) -> bool:
-        """Whether an optimizer that was given earlier lacks its backward for this micro-batch."""
+        """Whether an earlier optimizer of the list had no backward for this micro-batch yet."""
         before = self._tallies[: self._tallies.index(tally)]
         return any(other.is_owed for other in before)
 
     def _wrong_backward(self, tally: _Tally) -> StepError:
         what, fix = (
-            "the optimizers' backwards came in another order than the optimizers were given in.",
+            "the backwards came in another order than the optimizers were given to Training.",
             "give Training the optimizers in the order of their backwards.",
         )
         if not tally.is_owed:

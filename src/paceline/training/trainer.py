@@ -59,7 +59,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class PerToken:
-    """A loss function that returns a pair (sum over tokens, number of tokens), so that tokens weigh alike.
+    """A loss function that returns a pair (sum over tokens, number of tokens); tokens have equal weight.
 
     Collective: none.
     """
@@ -95,7 +95,7 @@ class Fit:
 
     Attributes:
         model: The trained model, unwrapped.
-        steps, epochs: How many are done, counted from the start of the training.
+        steps, epochs: Numbers done, counted from the start of the training.
         evaluation: The last one; None without `validation`.
 
     Collective: none.
@@ -108,23 +108,23 @@ class Fit:
 
 
 class Trainer:
-    """Trains a model on all ranks of the job as on one.
+    """Trains a model without a loop in the script, on any number of ranks.
 
     Args:
         model: A module, or a function without arguments that builds it. The function is called after the
             generators are seeded, so its weights depend on the seed.
         loss: `loss(output, target)`: the sum over the samples, or `PerToken(...)` of a function that returns
-            a pair (sum, number of tokens). A function of torch with a `reduction` is called with "sum".
+            a pair (sum, number of tokens). A torch function with a `reduction` argument gets "sum".
         optimizer: A function that returns an optimizer of the parameters it is given.
         data: Samples (input, ..., target): map-style or a stream.
         global_batch: Samples of one optimizer step over all ranks.
         precision: "fp32", "bf16", "fp16" or "auto".
-        validation: What to evaluate after epochs.
+        validation: What to evaluate at the end of epochs.
         schedule: A function that returns a scheduler of torch for the optimizer it is given.
         reproducible: Whether the result is bit for bit equal on any number of ranks.
         bucket_mb: Size of a gradient bucket in MiB; see `ddp`.
         desync_every: Number of steps between comparisons of the replicas; see `Training`.
-        desync_also: What is compared besides weights and optimizer state; see `Training`.
+        desync_also: Compared besides weights and optimizer state; see `Training`.
 
     Collective: none to create it.
     """
@@ -178,7 +178,7 @@ class Trainer:
         """Train to the end of `epochs` epochs. Joins the job first, if none is joined.
 
         Args:
-            seed: What all randomness derives from; not used if a job is joined already.
+            seed: Seed of all generators; not used if a job is joined already.
             micro_batch: Largest forward of one rank, in samples; None is a rank's whole share.
             workers: Loader processes of each rank.
             clip_norm: Bound of the gradient's 2-norm.
@@ -191,7 +191,7 @@ class Trainer:
         unknown = sorted(set(on or {}) - set(EVENTS))
         if unknown:
             raise ConfigError(
-                f"no such event: {', '.join(unknown)}.", fix=f"one of {', '.join(EVENTS)}."
+                f"unknown event: {', '.join(unknown)}.", fix=f"use one of {', '.join(EVENTS)}."
             )
         joined = current()
         with contextlib.nullcontext(joined) if joined else join(seed=seed) as job:
@@ -269,7 +269,7 @@ class Trainer:
                     training.log(**_numbers(evaluation))
                     call("validated", step=step, evaluation=evaluation)
         if evaluation is None and self._validation is not None:
-            evaluation = self._evaluate(job, model)  # an earlier run had finished
+            evaluation = self._evaluate(job, model)  # an earlier run finished the training
         call("end", evaluation=evaluation)
         return evaluation
 

@@ -1,6 +1,6 @@
 """`Training`: one model, its optimizer and its data, in the user's own loop.
 
-Gives the steps, commits each one before the next begins, saves and resumes.
+It yields the steps, commits each one before the next begins, saves and resumes.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from paceline.training.optimizers import (
 from paceline.training.precision import Precision
 from paceline.training.step import Step, StepContext
 
-# In the order in which they are tried: the first that fits how the models were wrapped is used.
+# Tried in this order; the first that fits how the models were wrapped is used.
 _STRATEGIES: tuple[type[Strategy], ...] = (Strategy, PackedStrategy, DDPStrategy)
-# Losses are checked for being sums in the first steps only: a wrong loss is wrong from the start.
+# Only the losses of the first steps are checked for being sums: a wrong loss is wrong from the start.
 _CHECKED_STEPS = 3
 _ENDLESS = 2**40  # epochs
 
-# The training whose loop was left early last. It must live until its job is left, which may still have to
-# save its step; all others may be collected before that.
+# The last training whose loop was left early. This reference keeps it alive until its job is left, because
+# its step may still have to be saved then. All other trainings may be garbage collected earlier.
 _left_early: Training | None = None
 
 
@@ -63,7 +63,7 @@ class Training:
         job: From `paceline.join`.
         model: From `paceline.ddp`, or several (a GAN).
         optimizer: Over the models' parameters, or several.
-        batches: Which samples make each step.
+        batches: The samples of each step.
         schedule: A scheduler of torch over the optimizer, or a function from the number of optimizer steps
             taken to a factor of the learning rate; with several optimizers, one for each. It counts
             optimizer steps, so it is the same for any number of ranks.
@@ -75,20 +75,20 @@ class Training:
         desync_every: Number of steps from one bitwise comparison of the replicas to the next; they are
             also compared before each save. None chooses it so that comparisons take 0.5 % of the time,
             0 never compares.
-        desync_also: What else is compared: "buffers", "rng" (the generators of Python and NumPy; torch's
-            on the CPU too if the model is on another device).
+        desync_also: Compared in addition: "buffers", "rng" (the generators of Python and NumPy, and torch's
+            CPU generator if the model is on another device).
 
     Attributes:
         job, batches: As given.
         models: All models, wrapped as given.
         optimizers: All optimizers.
-        number: Steps done.
+        number: Number of steps done.
         reproducible: As given.
 
     Raises:
-        ConfigError: on all ranks, before the first step: a model that is not wrapped, has nothing to
-            train, or settings that would have no effect.
-        GradientError: parameters whose gradients would not be summed over ranks.
+        ConfigError: on all ranks, before the first step: a model is not wrapped or has no trainable
+            parameter, or a setting has no effect.
+        GradientError: gradients of some parameters would not be summed over ranks.
 
     Collective: all ranks, same arguments.
     """
@@ -138,7 +138,7 @@ class Training:
         self._kept: dict[str, Any] = {}
         self._report = Report(job)
         self._stopping = self._preempted = False
-        # The step in progress, or the last one if the loop was left early; and which of the two.
+        # The step in progress (`_is_in_loop` is True), or the last step if the loop was left early.
         self._open: tuple[Step, PlannedStep] | None = None
         self._is_in_loop = False
         self._replicas = Replicas(job, self.models, trained, desync_every, desync_also)
@@ -152,7 +152,10 @@ class Training:
         arguments = self.job, self.models, self.optimizers, self.batches
         chosen = chosen_for(self.models)
         if chosen is not None and self.reproducible:
-            raise ConfigError("reproducible training needs replicas: `paceline.ddp`, not `fsdp`.")
+            raise ConfigError(
+                "reproducible training does not support models sharded by `paceline.fsdp`.",
+                fix="wrap the model with paceline.ddp, or leave reproducible=True out.",
+            )
         if chosen is not None:
             return chosen(*arguments)
         for kind in (ExactStrategy,) if self.reproducible else _STRATEGIES:
@@ -172,13 +175,16 @@ class Training:
         return self._start if self._last is None else self._last.next_position
 
     def keep(self, **objects: Any) -> None:
-        """Save and restore objects with `state_dict` and `load_state_dict` with the checkpoints.
+        """Save and restore objects in the checkpoints. They must have `state_dict` and `load_state_dict`.
 
         Collective: all ranks, before `steps`.
         """
         for name, thing in objects.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise ConfigError(f"{name} has no state_dict and load_state_dict to keep it by.")
+                raise ConfigError(
+                    f"keep({name}=...): the object has no state_dict and load_state_dict methods.",
+                    fix="give it both methods, or leave it out.",
+                )
             self._kept[name] = thing
 
     def report(
@@ -191,18 +197,18 @@ class Training:
         self._report.open(folder, progress=progress, tensorboard=tensorboard)
 
     def steps(self, epochs: int | None = None, *, until: int | None = None) -> Iterator[Step]:
-        """Give the optimizer steps that are left, resuming from the newest checkpoint first.
+        """Resume from the newest checkpoint, then yield the optimizer steps that are left.
 
         A step is committed when the next one is requested.
 
         Args:
             epochs: The training ends after this many epochs, counted from its start.
-            until: The training ends after the step of this number; both None is an endless training.
+            until: The training ends after the step of this number. If both are None, it does not end.
 
         Raises:
             StepError: a step was left without `update`; a rank left the loop alone.
             NonFinite: on all ranks, if the loss of a step was NaN or infinite.
-            AuditError: the first epoch lost samples or had some twice.
+            AuditError: samples of the first epoch were lost or used twice.
             Preempted: on all ranks, after the same step and with it saved, if any rank received SIGTERM,
                 SIGUSR1 or SIGUSR2; it exits with code 75.
 
@@ -230,14 +236,14 @@ class Training:
         if preempted is not None:
             self._log_preempted(preempted)
             raise preempted
-        notice.deliver()  # a signal after the last exchange, which only this rank knows of
+        notice.deliver()  # a signal that only this rank received, after the last exchange
 
     def log(self, **values: Any) -> None:
         """Log values of the step in progress: numbers, tensors of shape (), or `step.loss`.
 
         Rank 0 writes them within about 0.2 s, when the losses of all ranks are known.
 
-        Collective: none; `step.loss` is summed over all ranks in any case.
+        Collective: none. The control word sums `step.loss` over ranks without a further call.
         """
         if self._open is None or not self._is_in_loop:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
@@ -246,7 +252,7 @@ class Training:
         self._report.note(step.number, step.epoch, step.num_samples, values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a later run needs, under the models' own names, the same on every rank.
+        """The state that a later run needs, under the models' own names, equal on every rank.
 
         Collective: none.
         """
@@ -266,16 +272,18 @@ class Training:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the state of an earlier step or run, of any number of ranks.
 
-        Checkpoints of the same or later steps are superseded by the next save, and set aside then.
+        The next save moves checkpoints of the same and later steps away, because it replaces them.
 
         Raises:
-            CheckpointError: the state is of another kind of training; nothing was changed.
+            CheckpointError: the state does not fit this training; nothing was changed.
 
         Collective: all ranks, same state.
         """
         self._load(saved)
         if self._checkpoints is not None:
-            self._checkpoints.last_saved = 0  # a step of the same number is another one now
+            self._checkpoints.last_saved = (
+                0  # a checkpoint of the same step number holds another state
+            )
 
     def _load(self, saved: dict[str, Any]) -> None:
         context = self._context
@@ -306,23 +314,26 @@ class Training:
         differing = sorted(set(self._kept) ^ set(saved["kept"]))
         if differing:
             raise CheckpointError(
-                f"the checkpoint holds another set of objects; {', '.join(differing)} differ.",
-                fix="keep() the same objects as the run that saved it.",
+                f"the checkpoint and this training keep different objects: {', '.join(differing)}.",
+                fix="call training.keep(...) with the same objects as the run that saved it.",
             )
         if (_strategy_state(saved) is None) != (self._context.strategy.state_dict() is None):
             raise CheckpointError(
                 "the checkpoint and this training differ in `reproducible`.",
-                why="the bits of a training depend on it from the first step.",
+                why="the setting changes the bits of every step.",
                 fix="use the setting of the run that saved it, or resume='never'.",
             )
 
     def save(self, *, best: bool = False) -> None:
-        """Save after the step in progress; `best` keeps it until a better one is saved.
+        """Save after the step in progress. With `best` the checkpoint is kept until the next `best` one.
 
         Collective: all ranks, inside the loop, in the same step.
         """
         if self._checkpoints is None:
-            raise ConfigError("this training has no checkpoints to save to.")
+            raise ConfigError(
+                "this training has no checkpoints.",
+                fix="Training(..., checkpoints=paceline.Checkpoints(folder)).",
+            )
         self._save_requested, self._is_best = True, best or self._is_best
 
     def export(self, path: str | Path) -> None:
@@ -371,11 +382,11 @@ class Training:
     def _begin(self, epochs: int | None, until: int | None) -> None:
         context = self._context
         if not self.reproducible:
-            # Anew, because a communication hook may have been registered since.
+            # Chosen again, because a communication hook may have been registered in the meantime.
             context.strategy = self._choose_strategy()
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         context.loop = 0 if self.job.peers is None else self.job.peers.new_loop()
-        context.control.begin(self.number, anew=True)
+        context.control.begin(self.number, new_loop=True)
         self._stopping = self._preempted = False
         for model in self.models if not self.reproducible else ():
             syncbn.warn_plain_batchnorm(self.job, model)
@@ -406,7 +417,7 @@ class Training:
             control.save = control.save or (self.job.rank == 0 and checkpoints.is_time())
         loss, count = step._local_loss()
         for word in control.end_step(step.number, loss, count, now=now):
-            self._take(word)
+            self._apply(word)
         self._replicas.step_ended(step.number)
         if checkpoints is None:
             return
@@ -416,8 +427,8 @@ class Training:
         ):
             self._save(checkpoints, wait=False)
 
-    def _take(self, word: Word) -> None:
-        """Act on what all ranks have exchanged. All ranks call it after the same step."""
+    def _apply(self, word: Word) -> None:
+        """Act on a control word. All ranks call it after the same step."""
         self._stopping = self._stopping or word.stop
         self._preempted = self._preempted or word.preempt
         self._save_requested = self._save_requested or word.save
@@ -425,16 +436,16 @@ class Training:
             self._checkpoints.finish(self.job)
         context = self._context
         if context.count == "tokens" and word.totals[-1].count > 0 and not self.reproducible:
-            # Of the first optimizer; for the others any power of two gives the same bits.
+            # The count of the first optimizer; for the others any power of two gives the same bits.
             divisor = weight.divisor_for_tokens(word.totals[-1].count)
             for trained in context.optimizers:
                 trained.divisor = divisor
         self._report.write(word.totals)
 
     def _finish(self) -> None:
-        """End a loop that ran to its end: exchange what is left, save the last step."""
+        """Exchange what is left and save the last step, after a loop that ran to its end."""
         for word in self._context.control.flush(self.number):
-            self._take(word)
+            self._apply(word)
         checkpoints = self._checkpoints
         if checkpoints is not None:
             checkpoints.finish(self.job)
@@ -453,10 +464,10 @@ class Training:
 
     def _save(self, checkpoints: Checkpoints, *, wait: bool) -> None:
         best, self._save_requested, self._is_best = self._is_best, False, False
-        self._replicas.look(self.number)
+        self._replicas.compare(self.number)
         for model in self.models:
             equalize_buffers(self.job, model)
-        # What only the optimizer changes; a forward changes buffers too.
+        # Tensors that only the optimizer changes. Buffers are not among them: a forward changes them.
         steady: list[torch.Tensor] = [p for model in self.models for p in model.parameters()]
         for optimizer in self.optimizers:
             for values in optimizer.state.values():
@@ -472,7 +483,7 @@ class Training:
         )
 
     def _wait_for_copies(self) -> None:
-        """Return when parameters may change: when a save in flight has copied them."""
+        """Wait until a save in progress has copied the parameters, so that they may change."""
         if self._checkpoints is not None:
             self._checkpoints.staged()
 
@@ -518,14 +529,16 @@ class Training:
 
     def _save_open(self, preempted: Preempted) -> None:
         if self._open is None or self.job.left_loop is None:
-            return  # raised by the loop itself, which has saved, or in the loop of another training
+            return  # the loop itself raised it and has saved, or it came from another training's loop
         step, planned = self._open
         self._open = self.job.left_loop = None
         if step.is_done:
             self._commit(step, planned, now=True)
         elif any(collectives.gather(self.job, self._context.begun == step.number)):
-            # Its forwards have changed buffers and generators, so this is the state of no step.
-            log.once("the step in progress was cut off; the checkpoint before it is the newest.")
+            # Forwards of this step have changed buffers and generators, so the state belongs to no step.
+            log.once(
+                "the step in progress was interrupted and is not saved; resume starts before it."
+            )
             return
         self._finish()
         preempted.step = self.number

@@ -1,10 +1,10 @@
-"""What a micro-batch's loss weighs: a sum of losses and its count, exact over micro-batches and ranks.
+"""The weight of a micro-batch's loss in the gradient of a step, from its sum of losses and its count.
 
 A step needs the mean over its samples, or tokens. The user gives a sum and a count, and backward starts from
-`strategy.divisor / divisor` instead of 1, so that the sum over ranks is that mean whatever each rank held.
+`strategy.divisor / divisor` instead of 1, so that the sum over ranks is that mean for any split over ranks.
 The number of samples is known before the step. The number of tokens is not: there the divisor is a power
-of two near the last total, and `update` multiplies by `divisor / total`. A power of two changes no bits, so
-the result does not depend on which one it was.
+of two near the last total, and `update` multiplies by `divisor / total`. Dividing by a power of two
+does not round, so the result does not depend on the divisor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def total_counts(job: Job, counts: Sequence[float | torch.Tensor]) -> torch.Tens
 def token_factor(
     total: torch.Tensor, divisor: float, where: Callable[[], str], step: int
 ) -> torch.Tensor:
-    """What to multiply gradients by that were divided by `divisor` instead of `total`; shape ().
+    """The factor for gradients that were divided by `divisor` instead of `total`, shape ().
 
     Raises:
         CountError: the counts of all ranks sum to 0.
