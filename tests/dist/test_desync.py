@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.training.desync import _FIRST_STEPS, _SHARE, _sum
+from paceline.training.desync import _FIRST_STEPS, _MAX_TIME_SHARE, _sum
 from paceline.errors import ConfigError, Desync
 from paceline.testing import run_failing_ranks, run_ranks
 
@@ -170,7 +170,7 @@ def test_the_first_look_says_when_the_next_pays() -> None:
     # These steps take milliseconds, and a look at least tens of microseconds.
     assert due - equal >= _FIRST_STEPS
     assert 0 < cost_s < 10
-    assert 0 < _SHARE <= 0.005
+    assert 0 < _MAX_TIME_SHARE <= 0.005
 
 
 def _alone(job: Any) -> int:
