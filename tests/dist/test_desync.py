@@ -110,7 +110,7 @@ def test_what_else_was_asked_for_is_compared_too(nproc: int, what: str) -> None:
 
 def _drift_before_a_save(job: Any, folder: str) -> None:
     keep = paceline.Checkpoints(folder, every_steps=2)
-    # No look is due by itself in these steps.
+    # No comparison is due at an interval in these steps.
     training = _training(job, checkpoints=keep, desync_every=100)
     _train(job, training, 2)  # whose save is waited for
     _train(job, training, 6, {"step": 3, "ranks": [1], "what": "weight"})
@@ -125,7 +125,7 @@ def test_what_has_drifted_is_not_saved(tmp_path: Path) -> None:
 
 def _off(job: Any, every: int) -> int:
     training = _training(job, desync_every=every)
-    # In step 10 the first look would be due, were 0 taken for None.
+    # If 0 were taken for None, the first comparison would be due in step 10.
     _train(job, training, 12, {"step": 10, "ranks": [1], "what": "weight"})
     return int(training.number)
 
@@ -162,12 +162,12 @@ def test_what_was_not_asked_for_may_differ() -> None:
     assert [each[:2] for each in found] == [(12, 13)] * 2
 
 
-def test_the_first_look_says_when_the_next_pays() -> None:
+def test_the_first_comparison_sets_the_next_interval() -> None:
     found = run_ranks(_sound, {}, nproc=2)
     (equal, due, cost_s), (other_equal, other_due, _) = found
     assert (equal, due) == (other_equal, other_due)
     assert equal == _FIRST_STEPS
-    # These steps take milliseconds, and a look at least tens of microseconds.
+    # These steps take milliseconds, and a comparison at least tens of microseconds.
     assert due - equal >= _FIRST_STEPS
     assert 0 < cost_s < 10
     assert 0 < _MAX_TIME_SHARE <= 0.005
