@@ -125,7 +125,7 @@ def test_doctor_answers_only_who_has_the_key(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(links, "_CONNECT_S", 0.5)
     listener = Listener("127.0.0.1", key)
     try:
-        where = ("127.0.0.1", listener.ends["ephemeral"])
+        where = ("127.0.0.1", listener.endpoint["ephemeral"])
         for number in range(500):
             with socket.create_connection(where) as way:
                 words = draw.randbytes(draw.randrange(1, 5000))
@@ -133,7 +133,7 @@ def test_doctor_answers_only_who_has_the_key(monkeypatch: pytest.MonkeyPatch) ->
                     assert _answer(way, words + b"s" * links._KEY_CHARS) == b""
                 else:
                     way.sendall(words)
-        assert measure(listener.ends, key, "localhost")["latency_s"] > 0
+        assert measure(listener.endpoint, key, "localhost")["latency_s"] > 0
     finally:
         listener.close()
     assert broken == []
@@ -149,7 +149,7 @@ def test_100_000_random_frames_do_the_doctor_no_harm(monkeypatch: pytest.MonkeyP
     # Whoever has the key is told the time for each byte that is not the beginning of a large request.
     others = bytes(byte for byte in range(256) if bytes([byte]) not in links._SIZES)
     listener = Listener("127.0.0.1", key)
-    where = ("127.0.0.1", listener.ends["ephemeral"])
+    where = ("127.0.0.1", listener.endpoint["ephemeral"])
     honest: list[float] = []
     frames = most = 0
     idle = [socket.create_connection(where) for _ in range(3 * links._AT_ONCE)]
@@ -171,7 +171,7 @@ def test_100_000_random_frames_do_the_doctor_no_harm(monkeypatch: pytest.MonkeyP
                     way.sendall(draw.choice([b"s", b"l"]) + draw.randbytes(draw.randrange(5000)))
                     frames += 1001
                 if frames >= FRAMES / 10 * (len(honest) + 1):
-                    honest.append(measure(listener.ends, key, "localhost")["latency_s"])
+                    honest.append(measure(listener.endpoint, key, "localhost")["latency_s"])
             assert threading.active_count() - before <= links._AT_ONCE + 2
             most = max(most, _resident_bytes() - resident)
     finally:
