@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: other numbers of ranks and shardings, background saves, faults of one rank."""
+"""Checkpoints of several ranks: numbers of ranks, shardings, background saves, faults of one rank."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ def _unlike(job: Any, folder: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("shape", "inner.a"), ("value", "inner.b")])
-def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     for outcome in run_failing_ranks(_unlike, str(tmp_path), kind, nproc=3):
         assert isinstance(outcome.error, CheckpointError), outcome.text
         assert name in str(outcome.error)
@@ -211,7 +213,9 @@ def _read_all(job: Any, folder: str) -> list[Any]:
 _SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=_SLOW), 2, 3, pytest.param(4, marks=_SLOW)])
+@pytest.mark.parametrize(
+    "nproc", [pytest.param(1, marks=_SLOW), 2, 3, pytest.param(4, marks=_SLOW)]
+)
 def test_each_save_is_the_state_of_exactly_its_step(nproc: int, tmp_path: Path) -> None:
     # Parameters and moments are copied while the next step runs; BatchNorm's buffers change in it.
     trained = run_ranks(_each_step, str(tmp_path), nproc=nproc)[0]

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.training.desync import _FIRST_STEPS, _MAX_TIME_SHARE, _sum
 from paceline.errors import ConfigError, Desync
 from paceline.testing import run_failing_ranks, run_ranks
+from paceline.training.desync import _FIRST_STEPS, _MAX_TIME_SHARE, _sum
 
 
 def _training(job: Any, **options: Any) -> Any:
@@ -222,7 +222,9 @@ def test_what_else_is_checked(every: int, also: Any, said: str) -> None:
     assert said in run_ranks(_bad, every, also, nproc=1)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.complex128]
+)
 @pytest.mark.parametrize("size", [1, 3, 8, 17])
 def test_each_byte_counts(dtype: torch.dtype, size: int) -> None:
     tensor = torch.ones(size + 1).to(dtype)[1:]  # a view whose bytes begin anywhere

@@ -92,16 +92,16 @@ def _with_metrics(job: Any, n: int) -> dict[str, Any]:
         }
 
     model = paceline.ddp(job, _model())
-    values = paceline.evaluate(
-        job, model, _data(n), score, micro_batch=4, metrics=metrics
-    ).values
+    values = paceline.evaluate(job, model, _data(n), score, micro_batch=4, metrics=metrics).values
     assert metrics["mean"].update_called is False  # the user's own objects are left alone
     flat = {k: v for k, v in values.items() if k != "both"} | values["both"]
     return {name: value.tolist() for name, value in flat.items()}
 
 
 @pytest.mark.parametrize("nproc", [2, 3, 4])
-@pytest.mark.parametrize("n", [6, pytest.param(25, marks=pytest.mark.slow)])  # 6: some ranks are empty
+@pytest.mark.parametrize(
+    "n", [6, pytest.param(25, marks=pytest.mark.slow)]
+)  # 6: some ranks are empty
 def test_any_metric_and_predictions_in_order(nproc: int, n: int) -> None:
     want = run_ranks(_with_metrics, n, nproc=1)[0]
     for got in run_ranks(_with_metrics, n, nproc=nproc):

@@ -87,8 +87,6 @@ def _gradients(job: Any, todo: list[Case], dtype: torch.dtype) -> list[list[torc
     return results
 
 
-
-
 def _worst(got: list[list[torch.Tensor]], want: list[list[torch.Tensor]]) -> float:
     worst = 0.0
     for ours, reference in zip(got, want, strict=True):

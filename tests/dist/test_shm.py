@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import random
 import signal
@@ -116,7 +118,9 @@ def _call(
     if kind == "all_reduce":
         return [mine], dist.all_reduce(mine, op, **options)
     if kind == "coalesced":
-        many = [_make(numel, dtype, "whole", seed + r) for r in range(size)]  # the only layout of Gloo
+        many = [
+            _make(numel, dtype, "whole", seed + r) for r in range(size)
+        ]  # the only layout of Gloo
         return many, dist.all_reduce_coalesced(many, op, **options)
     if kind == "broadcast":
         return [mine], dist.broadcast(mine, root, **options)
@@ -240,8 +244,8 @@ def _results(job: Job, num_programs: int) -> dict[str, Any]:
         _differences(job, random_calls(seed), later=bool(seed % 2)) for seed in range(num_programs)
     ]
     return {
-        "every operation": sum(every, []),
-        "random programs": sum(drawn, []),
+        "every operation": functools.reduce(operator.iadd, every, []),
+        "random programs": functools.reduce(operator.iadd, drawn, []),
         "bits": _bits(job),
         "functional": _functional(job),
     }
@@ -252,7 +256,9 @@ def _results(job: Job, num_programs: int) -> dict[str, Any]:
     ("nproc", "num_programs"),
     [(2, 4), (3, 4), (4, 4), *(pytest.param(n, 40, marks=pytest.mark.slow) for n in (2, 3, 4))],
 )
-def test_results_are_those_of_gloo_and_sums_are_in_rank_order(nproc: int, num_programs: int) -> None:
+def test_results_are_those_of_gloo_and_sums_are_in_rank_order(
+    nproc: int, num_programs: int
+) -> None:
     # The functional collectives must run in memory: torch would otherwise run Gloo's while it holds the
     # interpreter lock, which has deadlocked FSDP's checkpoints.
     total = float(sum(range(nproc)))

@@ -101,9 +101,7 @@ def _other_tensors(job: Job) -> list[bool]:
     size, right = job.world_size, []
     for numel in (10, 20_000, 90_000):
         whole = torch.arange(2 * numel, dtype=torch.float32)
-        tensor = (
-            whole[:numel].clone() if job.rank == 0 else whole[:numel].repeat_interleave(2)[::2]
-        )
+        tensor = whole[:numel].clone() if job.rank == 0 else whole[:numel].repeat_interleave(2)[::2]
         dist.all_reduce(tensor)
         right.append(torch.equal(tensor, size * whole[:numel]))
     return right

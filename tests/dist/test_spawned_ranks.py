@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
@@ -42,9 +43,7 @@ def _one_sleeps(job: Job, sleeper: int) -> int:
     return job.rank
 
 
-@pytest.mark.parametrize(
-    ("nproc", "sleeper"), [pytest.param(1, 0, marks=pytest.mark.slow), (3, 2)]
-)
+@pytest.mark.parametrize(("nproc", "sleeper"), [pytest.param(1, 0, marks=pytest.mark.slow), (3, 2)])
 def test_a_rank_that_does_not_finish_shows_its_stacks(nproc: int, sleeper: int) -> None:
     with pytest.raises(LaunchFailed, match=r"did not finish within 3 s") as caught:
         paceline.spawn(_one_sleeps, sleeper, nproc=nproc, deadline_s=3)

@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a training, each found once by a reviewer: no hang, no silent divergence."""
+"""Faults in the middle of a training: no hang and no silent divergence of the ranks."""
 
 from __future__ import annotations
 

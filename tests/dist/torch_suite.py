@@ -34,9 +34,7 @@ register()
 distributed_test.BACKEND = _Name(backend)
 
 
-class TorchSuite(
-    distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase
-):
+class TorchSuite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
     """Runs each test in forked processes, because importing torch takes longer than most tests."""
 
     def setUp(self) -> None:
@@ -44,7 +42,9 @@ class TorchSuite(
         self._start_processes(multiprocessing.get_context("fork").Process)
 
     if backend != "gloo":
-        _refused = unittest.skip("monitored_barrier of torch.distributed refuses all names but gloo")
+        _refused = unittest.skip(
+            "monitored_barrier of torch.distributed refuses all names but gloo"
+        )
         test_monitored_barrier_gloo = _refused(lambda self: None)
         test_monitored_barrier_gloo_subgroup = _refused(lambda self: None)
 
