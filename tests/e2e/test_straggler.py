@@ -27,7 +27,7 @@ def test_a_slow_rank_is_named(
     tmp_path: Path, kind: str, world: int, ours: bool, workers: int
 ) -> None:
     # After how many steps it is named depends on the machine: benchmarks/stragglers.py counts them, and
-    # tests/unit/test_launch_straggler.py bounds them where time is simulated.
+    # tests/unit/test_watch_straggler.py bounds them where time is simulated.
     run = train(tmp_path, kind, world=world, factor=1.5, paceline=ours, workers=workers, steps=2000)
     if workers:
         assert "slow: rank 1 (" in run.said

@@ -19,8 +19,8 @@ from paceline.launch.agent import Agent
 from paceline.launch.hang_watch import HangWatch
 from paceline.launch.messages import JobInfo, render_failure
 from paceline.launch.node_exchange import NodeExchange
-from paceline.watch.crash import Error, Fact, FirstFailure, find_first_failure
-from paceline.watch.rank_state import Call, State, Where
+from paceline.watch.crash import Error, FirstFailure, RankOutcome, find_first_failure
+from paceline.watch.rank_state import Call, RankState, StackSummary
 
 ERROR = Error(
     type="ValueError",
@@ -37,11 +37,13 @@ LOST = dataclasses.replace(
 INFO = JobInfo(world_size=4, restarts=0, max_restarts=0)
 
 
-def fact(rank: int, time: float, error: Error | None = ERROR, code: int | None = 1) -> Fact:
-    return Fact(rank=rank, host=f"h{rank}", pid=rank, time=time, returncode=code, error=error)
+def fact(rank: int, time: float, error: Error | None = ERROR, code: int | None = 1) -> RankOutcome:
+    return RankOutcome(
+        rank=rank, host=f"h{rank}", pid=rank, time=time, returncode=code, error=error
+    )
 
 
-def _verdicts(facts: list[list[Fact]]) -> list[FirstFailure]:
+def _verdicts(facts: list[list[RankOutcome]]) -> list[FirstFailure]:
     """The verdict of each node."""
     store = HashStore()
     nodes = [NodeExchange(store, number, len(facts)) for number in range(len(facts))]
@@ -177,8 +179,8 @@ def test_states_of_ranks_arrive_whole() -> None:
     other.request_states(new=False)
     assert not other.states_requested()
     call = Call(name="all_reduce", number=4, members=(0, 1), kind="f32[3]", since_s=2.0)
-    where = Where(script=(("train.py", 3, "step"),), waits="recv", lock=True)
-    state = State(rank=1, host="b", pid=7, where=where, calls=(call,), entered={"0": 4})
+    where = StackSummary(script=(("train.py", 3, "step"),), waits="recv", lock=True)
+    state = RankState(rank=1, host="b", pid=7, where=where, calls=(call,), entered={"0": 4})
     other.publish_states([state])
     assert node.collect_states() == ([state], True)
     # An answer to an earlier request does not count.
@@ -195,8 +197,8 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     store = HashStore()
     here, there = NodeExchange(store, 0, 2), NodeExchange(store, 1, 2)
     call = Call(name="all_reduce", number=4, members=(0, 1), kind="f32[3]", since_s=12.0)
-    waiting = State(rank=0, host="a", pid=6, calls=(call,), idle_s=12.0)
-    ended = State(rank=1, host="b", pid=7, state="", returncode=0)
+    waiting = RankState(rank=0, host="a", pid=6, calls=(call,), idle_s=12.0)
+    ended = RankState(rank=1, host="b", pid=7, state="", returncode=0)
 
     ranks: Any = Mock(failing=False, done=False, ranks=[Mock(rank=0)])
     watch = HangWatch(ranks, after_s=10.0, ends=True)

@@ -9,7 +9,7 @@ import pytest
 from paceline.launch.bundle import settings
 from paceline.launch.messages import JobInfo, render_failure
 from paceline.machine import Memory, read_memory
-from paceline.watch.crash import Error, Fact, find_first_failure
+from paceline.watch.crash import Error, RankOutcome, find_first_failure
 
 
 def write(folder: Path, **files: str) -> None:
@@ -73,7 +73,7 @@ LOADER = Error(
 )
 def test_words_for_memory(number: int, error: Error | None, after: Memory, words: str) -> None:
     code = -number or 1
-    fact = Fact(rank=1, host="h", pid=8, time=1.0, returncode=code, error=error)
+    fact = RankOutcome(rank=1, host="h", pid=8, time=1.0, returncode=code, error=error)
     verdict = find_first_failure([fact])
     assert verdict is not None
     before = BEFORE if after.kills is not None else Memory(host_kills=5)

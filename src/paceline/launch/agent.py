@@ -34,7 +34,7 @@ from paceline.launch.nodes import NodeRendezvous
 from paceline.launch.output import LogFile
 from paceline.launch.signals import Signals
 from paceline.machine import read_memory
-from paceline.watch.crash import Fact, FirstFailure, find_first_failure
+from paceline.watch.crash import FirstFailure, RankOutcome, find_first_failure
 from paceline.watch.rank_state import last_call
 
 # How long preempted ranks of other nodes may still need the store. All ranks stop after the same step.
@@ -322,7 +322,7 @@ class Agent(LocalElasticAgent):
         def hurry() -> bool:
             return bool(self._signals.received)
 
-        def enough(facts: Sequence[Fact]) -> bool:
+        def enough(facts: Sequence[RankOutcome]) -> bool:
             verdict = find_first_failure(facts)
             if verdict is None or not verdict.certain:
                 return False
@@ -334,7 +334,7 @@ class Agent(LocalElasticAgent):
             ranks.settle(enough, hurry=hurry)
         if self._remaining_restarts <= 0:
             ranks.request_states()
-        elsewhere: list[Fact] = []
+        elsewhere: list[RankOutcome] = []
         silent = 0
         if exchange is not None:
             elsewhere, silent = exchange.exchange_facts(ranks.facts(), hurry)
@@ -378,7 +378,7 @@ class Agent(LocalElasticAgent):
         ranks.forget()
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
-    def _report(self, facts: Sequence[Fact], text: str) -> str:
+    def _report(self, facts: Sequence[RankOutcome], text: str) -> str:
         try:
             path = bundle.write(self._local_ranks.ranks, facts, text, self._settings.log_dir)
         except OSError as error:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.launch.local_ranks import Rank
-from paceline.watch.crash import Fact
+from paceline.watch.crash import RankOutcome
 
 _KEPT_REPORTS = 10  # in the temporary folder; each may have a megabyte of stacks and logs
 _PREFIXES = (
@@ -29,7 +29,9 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH")
 _PACKAGES = ("paceline", "torch", "numpy", "accelerate", "lightning", "transformers")
 
 
-def write(ranks: Sequence[Rank], facts: Sequence[Fact], verdict: str, log_dir: str | None) -> str:
+def write(
+    ranks: Sequence[Rank], facts: Sequence[RankOutcome], verdict: str, log_dir: str | None
+) -> str:
     """Write the report in `log_dir`, or else in the temporary folder; returns its path.
 
     Raises:

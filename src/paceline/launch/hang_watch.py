@@ -24,7 +24,7 @@ from paceline.watch.hang import Hang, find_hang
 from paceline.watch.processes import Process
 from paceline.watch.rank_state import (
     HELD_S,
-    State,
+    RankState,
     read_beat,
     read_calls,
     read_dump,
@@ -265,10 +265,12 @@ class HangWatch:
             self._reported.add(key)
             self._local_ranks.say(text)
 
-    def _state(self, rank: Rank, now: float) -> State:
+    def _state(self, rank: Rank, now: float) -> RankState:
         host, pid = socket.gethostname(), rank.pid
         if rank.returncode is not None:
-            return State(rank=rank.rank, host=host, pid=pid, state="", returncode=rank.returncode)
+            return RankState(
+                rank=rank.rank, host=host, pid=pid, state="", returncode=rank.returncode
+            )
         seen, answer, cwd = self._seen[rank.local_rank], rank.answer, os.getcwd()
         late = now - seen.beat.get("time", now) > HELD_S
         # The stacks of faulthandler prove that the GIL is held; a beat may be late for other reasons.
@@ -293,7 +295,7 @@ class HangWatch:
             }
         elif dump:
             reported["where"] = read_stack(dump, cwd)
-        return State(
+        return RankState(
             rank=rank.rank,
             host=host,
             pid=pid,

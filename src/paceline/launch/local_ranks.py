@@ -27,7 +27,7 @@ from typing import Any
 from paceline.job.preemption import REQUEUE
 from paceline.launch.output import Console, Consoles, Pump, Stream
 from paceline.machine import usable_cores
-from paceline.watch.crash import Error, Fact
+from paceline.watch.crash import Error, RankOutcome
 from paceline.watch.probe import Probe
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -297,7 +297,7 @@ class Rank:
 
         self._pump.watch(fd, ended)
 
-    def fact(self) -> Fact:
+    def fact(self) -> RankOutcome:
         """How it ended, as far as known."""
         error, exit_place, at, step = None, None, self.ended_at, 0
         for event in list(self.events):
@@ -310,7 +310,7 @@ class Rank:
         abort = b""
         if self.returncode == -signal.SIGABRT:
             abort = self.streams[-1].tail.rpartition(b"terminate called")[2]
-        return Fact(
+        return RankOutcome(
             rank=self.rank,
             host=socket.gethostname(),
             pid=self.pid,
@@ -497,7 +497,7 @@ class LocalRanks:
         self._wait_done(_KILLED_S, lambda: False)
 
     def settle(
-        self, enough: Callable[[Sequence[Fact]], bool], *, hurry: Callable[[], bool]
+        self, enough: Callable[[Sequence[RankOutcome]], bool], *, hurry: Callable[[], bool]
     ) -> None:
         """Wait up to half a second for the reports of other failures, or until `enough(facts)`."""
         deadline = time.monotonic() + _SETTLE_S
@@ -563,7 +563,7 @@ class LocalRanks:
         with contextlib.suppress(BrokenPipeError):  # the guard was killed
             self._guard.stdin.write(line.encode())
 
-    def facts(self) -> list[Fact]:
+    def facts(self) -> list[RankOutcome]:
         """How each rank has ended so far."""
         self._read_all_events()
         return [rank.fact() for rank in self.ranks]

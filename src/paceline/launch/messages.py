@@ -14,7 +14,7 @@ from paceline.errors import LaunchFailed, name_ranks
 from paceline.explain.facts import facts
 from paceline.explain.reading import Found, recognise
 from paceline.machine import Memory, format_bytes
-from paceline.watch.crash import Fact, FirstFailure
+from paceline.watch.crash import FirstFailure, RankOutcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _later(verdict: FirstFailure, fact: Fact) -> str:
+def _later(verdict: FirstFailure, fact: RankOutcome) -> str:
     if verdict.is_certainly_before(fact):
         return f"later: {fact.how}"
     return f"too, perhaps earlier (the clocks of the hosts are not compared): {fact.how}"
@@ -98,7 +98,7 @@ def _prefixed(text: str, rank: int, world_size: int) -> list[str]:
     return [prefix + line for line in text.rstrip("\n").splitlines()]
 
 
-def _where(fact: Fact, *, several: bool) -> str:
+def _where(fact: RankOutcome, *, several: bool) -> str:
     parts = [f"first on rank {fact.rank}"] if several else [f"rank {fact.rank}"]
     parts += [f"{'another node, ' * fact.elsewhere}host {fact.host}", f"pid {fact.pid}"]
     if fact.error is not None and fact.returncode is not None and fact.returncode > 0:
@@ -107,7 +107,7 @@ def _where(fact: Fact, *, several: bool) -> str:
     return ", ".join([*parts, place] if place else parts)
 
 
-def _known_cause(fact: Fact) -> Found | None:
+def _known_cause(fact: RankOutcome) -> Found | None:
     """The entry of `paceline explain` for an error or a signal; None for errors of Paceline itself."""
     error = fact.error
     if error is not None and "paceline.errors.PacelineError" in error.kinds:
@@ -154,7 +154,7 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
     return "the process ended itself, by os._exit() or from native code; there was no exception."
 
 
-def _cause_by_counters(fact: Fact, info: JobInfo) -> str:
+def _cause_by_counters(fact: RankOutcome, info: JobInfo) -> str:
     """The cause of a rank's end that the kernel's counters show; empty if they show none."""
     before, after = info.memory
     killed = after.killed_since(before)
@@ -172,7 +172,7 @@ def _cause_by_counters(fact: Fact, info: JobInfo) -> str:
     return ""
 
 
-def _fix(fact: Fact, info: JobInfo, known: Found | None) -> str:
+def _fix(fact: RankOutcome, info: JobInfo, known: Found | None) -> str:
     if fact.hung or fact.frozen_s:
         return ""
     if fact.left:

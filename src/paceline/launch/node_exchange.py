@@ -18,8 +18,8 @@ from typing import Any
 
 from torch.distributed import Store
 
-from paceline.watch.crash import Error, Fact
-from paceline.watch.rank_state import Call, State, Where
+from paceline.watch.crash import Error, RankOutcome
+from paceline.watch.rank_state import Call, RankState, StackSummary
 
 _POLL_S = 0.5
 # The other launchers notice a failure within one poll, and answer at once.
@@ -63,14 +63,14 @@ class NodeExchange:
             self._store.set(_FAILED, "")
 
     def exchange_facts(
-        self, facts: Sequence[Fact], hurry: Callable[[], bool]
-    ) -> tuple[list[Fact], int]:
+        self, facts: Sequence[RankOutcome], hurry: Callable[[], bool]
+    ) -> tuple[list[RankOutcome], int]:
         """Publish how the ranks of this node ended, and get those of the others.
 
         Returns:
             Facts of other nodes, and the number of nodes that did not answer within 2 s.
         """
-        found: list[list[Fact]] = []
+        found: list[list[RankOutcome]] = []
         with contextlib.suppress(RuntimeError):
             self.publish_facts(facts)
             self._wait("facts", self._others, _ANSWER_S, hurry)
@@ -81,7 +81,7 @@ class NodeExchange:
             self._wait("read", answered, _LEAVE_S, hurry)
         return [fact for facts in found for fact in facts], len(self._others) - len(found)
 
-    def publish_facts(self, facts: Sequence[Fact]) -> None:
+    def publish_facts(self, facts: Sequence[RankOutcome]) -> None:
         """Publish how the ranks of this node ended."""
         # Only the launcher on a rank's own host prints its traceback.
         brief = [
@@ -133,15 +133,15 @@ class NodeExchange:
         with contextlib.suppress(RuntimeError):
             self._request = self._store.add(_STATE_REQUESTS, int(new))
 
-    def publish_states(self, states: Sequence[State]) -> None:
+    def publish_states(self, states: Sequence[RankState]) -> None:
         """Publish the states of this node's ranks."""
         answer = {"request": self._request, "states": [dataclasses.asdict(s) for s in states]}
         with contextlib.suppress(RuntimeError):
             self._store.set(f"states/{self.node}", json.dumps(answer))
 
-    def collect_states(self) -> tuple[list[State], bool]:
+    def collect_states(self) -> tuple[list[RankState], bool]:
         """The states of other nodes' ranks, and whether all nodes have answered."""
-        found: list[State] = []
+        found: list[RankState] = []
         complete = True
         for node in self._others:
             try:
@@ -168,21 +168,21 @@ class NodeExchange:
             return self._store.check([key])
         return False
 
-    def _read_facts(self, node: int) -> list[Fact]:
+    def _read_facts(self, node: int) -> list[RankOutcome]:
         try:
             return [_read_fact(fact) for fact in json.loads(self._store.get(f"facts/{node}"))]
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return []
 
 
-def _read_state(read: dict[str, Any]) -> State:
+def _read_state(read: dict[str, Any]) -> RankState:
     script = tuple(tuple(frame) for frame in read["where"]["script"])
     calls = tuple(Call(**call | {"members": tuple(call["members"])}) for call in read["calls"])
-    parts = {"where": Where(**read["where"] | {"script": script}), "calls": calls}
-    return State(**read | parts | {"workers": tuple(read["workers"])})
+    parts = {"where": StackSummary(**read["where"] | {"script": script}), "calls": calls}
+    return RankState(**read | parts | {"workers": tuple(read["workers"])})
 
 
-def _read_fact(read: dict[str, Any]) -> Fact:
+def _read_fact(read: dict[str, Any]) -> RankOutcome:
     error = read["error"] and Error(**read["error"] | {"kinds": tuple(read["error"]["kinds"])})
     at = {"time": float(read["time"]), "clock_error_s": math.inf}  # the clock of another host
-    return Fact(**read | {"error": error, "elsewhere": True} | at)
+    return RankOutcome(**read | {"error": error, "elsewhere": True} | at)

@@ -43,7 +43,7 @@ class Error:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fact:
+class RankOutcome:
     """What became of one rank.
 
     Args:
@@ -127,12 +127,12 @@ class FirstFailure:
         first_follower: The first follower; None if `certain`.
     """
 
-    original: Fact
+    original: RankOutcome
     alike: tuple[int, ...]
     followers: tuple[int, ...]
-    others: tuple[Fact, ...]
+    others: tuple[RankOutcome, ...]
     certain: bool
-    first_follower: Fact | None = None
+    first_follower: RankOutcome | None = None
 
     def repeats(self, before: FirstFailure) -> bool:
         """Whether the previous round ended with the same exception in the same step."""
@@ -144,7 +144,7 @@ class FirstFailure:
             and (this.error.type, this.error.place) == (last.error.type, last.error.place)
         )
 
-    def is_certainly_before(self, fact: Fact) -> bool:
+    def is_certainly_before(self, fact: RankOutcome) -> bool:
         """Whether the original failure came before this one, whatever the error of their hosts' clocks."""
         first = self.original
         error_s = fact.clock_error_s + first.clock_error_s if fact.host != first.host else 0.0
@@ -159,7 +159,7 @@ class FirstFailure:
         return 128 - code if code < 0 else code
 
 
-def find_first_failure(facts: Iterable[Fact]) -> FirstFailure | None:
+def find_first_failure(facts: Iterable[RankOutcome]) -> FirstFailure | None:
     """Find the first failure of a round; None if no rank failed."""
     in_time = sorted(facts, key=lambda fact: fact.time)
     failures = [fact for fact in in_time if fact.failed]

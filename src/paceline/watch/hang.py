@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import name_ranks
-from paceline.watch.rank_state import Call, State
+from paceline.watch.rank_state import Call, RankState
 from paceline.watch.report import render
 
 # Collectives whose tensors must have the same type and shape on all ranks.
@@ -35,7 +35,7 @@ class Hang:
     key: tuple[object, ...]
 
 
-def find_hang(states: Sequence[State], world_size: int, after_s: float) -> Hang | None:
+def find_hang(states: Sequence[RankState], world_size: int, after_s: float) -> Hang | None:
     """The diagnosis; None if no rank has waited for `after_s` and nothing else is wrong."""
     states = sorted(states, key=lambda state: state.rank)
     alive = [state for state in states if state.returncode is None]
@@ -48,7 +48,7 @@ def find_hang(states: Sequence[State], world_size: int, after_s: float) -> Hang 
     return _explain_others(states, world_size)
 
 
-def _explain_collective(states: Sequence[State], waiting: Sequence[State]) -> Hang:
+def _explain_collective(states: Sequence[RankState], waiting: Sequence[RankState]) -> Hang:
     call = _collective_to_report(states, waiting)
     differing = _differing(states, call)
     if differing:
@@ -83,7 +83,7 @@ def _explain_collective(states: Sequence[State], waiting: Sequence[State]) -> Ha
     return _hang(alarm, absent or stuck, lines, why, fix, key)
 
 
-def _collective_to_report(states: Sequence[State], waiting: Sequence[State]) -> Call:
+def _collective_to_report(states: Sequence[RankState], waiting: Sequence[RankState]) -> Call:
     """Preferably one that a rank outside of any collective has not entered."""
 
     def priority(call: Call) -> tuple[int, float]:
@@ -100,7 +100,7 @@ def _collective_to_report(states: Sequence[State], waiting: Sequence[State]) -> 
     return min(calls, key=priority)
 
 
-def _differing(states: Sequence[State], call: Call) -> dict[int, Call]:
+def _differing(states: Sequence[RankState], call: Call) -> dict[int, Call]:
     """The first collective of the group, up to `call`, that differs between ranks; by rank."""
     by_number: dict[int, dict[int, Call]] = defaultdict(dict)
     for state in states:
@@ -116,10 +116,10 @@ def _differing(states: Sequence[State], call: Call) -> dict[int, Call]:
     return {}
 
 
-def _render_differing(states: Sequence[State], calls: dict[int, Call]) -> Hang:
+def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Hang:
     number = next(iter(calls.values())).number
     at = {state.rank: state for state in states}
-    groups: dict[str, list[State]] = defaultdict(list)
+    groups: dict[str, list[RankState]] = defaultdict(list)
     for rank, call in sorted(calls.items()):
         state = at[rank]
         text = _call_text(call, state) + ("" if call.over else _at(state))
@@ -144,7 +144,7 @@ def _render_differing(states: Sequence[State], calls: dict[int, Call]) -> Hang:
     return _hang(True, minority, lines, why, _SAME_ORDER, (number, *sorted(names)))
 
 
-def _explain_others(states: Sequence[State], world_size: int) -> Hang | None:
+def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None:
     """No rank is in a collective that the flight recorder knows."""
     alive = [state for state in states if state.returncode is None]
     loading = [state for state in alive if state.where.loader]
@@ -180,7 +180,7 @@ def _explain_others(states: Sequence[State], world_size: int) -> Hang | None:
     return _hang(alarm, culprits, lines, why, fix, ("others", *map(_place, alive)))
 
 
-def _waiters(stuck: Sequence[State], call: Call) -> list[str]:
+def _waiters(stuck: Sequence[RankState], call: Call) -> list[str]:
     lines = []
     for text, members in _group_by(stuck, _collective_text).items():
         seconds = min((s.waiting or call).since_s for s in members)
@@ -191,16 +191,16 @@ def _waiters(stuck: Sequence[State], call: Call) -> list[str]:
     return lines
 
 
-def _collective_text(state: State) -> str:
+def _collective_text(state: RankState) -> str:
     assert state.waiting is not None
     return f"{_call_text(state.waiting, state)}{_at(state)}"
 
 
-def _torch_call_text(state: State) -> str:
+def _torch_call_text(state: RankState) -> str:
     return state.where.waits + (f" with rank {state.peer}" if state.peer is not None else "")
 
 
-def _call_text(call: Call, state: State) -> str:
+def _call_text(call: Call, state: RankState) -> str:
     notes = [call.kind] if call.kind else []
     if state.where.gradients and not call.over:
         notes.insert(0, "gradients")
@@ -213,15 +213,15 @@ def _is_same(call: Call | None, other: Call) -> bool:
     return call is not None and (call.group, call.number) == (other.group, other.number)
 
 
-def _place(state: State) -> str:
+def _place(state: RankState) -> str:
     return "{}:{}".format(*state.where.script[0][:2]) if state.where.script else ""
 
 
-def _at(state: State) -> str:
+def _at(state: RankState) -> str:
     return f" at {_place(state)}" if state.where.script else ""
 
 
-def _activity(state: State) -> str:
+def _activity(state: RankState) -> str:
     """What a rank does that the others wait for."""
     if state.returncode is not None:
         return f"ended with exit code {state.returncode}"
@@ -246,11 +246,11 @@ def _activity(state: State) -> str:
     return text + (", busy" if state.busy else "")
 
 
-def _workers(state: State) -> str:
+def _workers(state: RankState) -> str:
     return f": {'; '.join(state.workers[:2])}" if state.workers else ", but none is left"
 
 
-def _why_and_fix(absent: Sequence[State], stuck: Sequence[State]) -> tuple[str, str]:
+def _why_and_fix(absent: Sequence[RankState], stuck: Sequence[RankState]) -> tuple[str, str]:
     """Why these ranks have not arrived, and what to do."""
     first = next((state for state in absent if not state.busy), absent[0])
     if first.returncode is not None:
@@ -291,7 +291,7 @@ def _why_and_fix(absent: Sequence[State], stuck: Sequence[State]) -> tuple[str, 
     return _diverging_line(first, stuck)
 
 
-def _diverging_line(absent: State, stuck: Sequence[State]) -> tuple[str, str]:
+def _diverging_line(absent: RankState, stuck: Sequence[RankState]) -> tuple[str, str]:
     """Where the stacks of the ranks diverge. Stacks alone do not tell a branch from a call that blocks."""
     if not stuck:
         return "it makes no progress there.", "check this code."
@@ -311,7 +311,7 @@ def _diverging_line(absent: State, stuck: Sequence[State]) -> tuple[str, str]:
 
 
 def _grouped(
-    states: Sequence[State], text_of: Callable[[State], str], one: str, many: str
+    states: Sequence[RankState], text_of: Callable[[RankState], str], one: str, many: str
 ) -> list[str]:
     lines = []
     for text, members in _group_by(states, text_of).items():
@@ -320,19 +320,21 @@ def _grouped(
     return lines
 
 
-def _have(members: Sequence[State]) -> str:
+def _have(members: Sequence[RankState]) -> str:
     return "has" if len(members) == 1 else "have"
 
 
-def _with_ranks(members: Sequence[State], text: str) -> str:
+def _with_ranks(members: Sequence[RankState], text: str) -> str:
     who = name_ranks([state.rank for state in members])
     if len(members) == 1:
         who += f" (host {members[0].host}, pid {members[0].pid})"
     return f"{who}{'' if text.startswith(':') else ' '}{text}"
 
 
-def _group_by(states: Iterable[State], text_of: Callable[[State], str]) -> dict[str, list[State]]:
-    groups: dict[str, list[State]] = {}
+def _group_by(
+    states: Iterable[RankState], text_of: Callable[[RankState], str]
+) -> dict[str, list[RankState]]:
+    groups: dict[str, list[RankState]] = {}
     for state in states:
         groups.setdefault(text_of(state), []).append(state)
     return groups
@@ -340,7 +342,7 @@ def _group_by(states: Iterable[State], text_of: Callable[[State], str]) -> dict[
 
 def _hang(
     alarm: bool,
-    culprits: Sequence[State],
+    culprits: Sequence[RankState],
     lines: list[str],
     why: str,
     fix: str,

@@ -50,7 +50,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class StackSummary:
     """What a stack shows.
 
     Args:
@@ -69,7 +69,7 @@ class Where:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class RankState:
     """The state of one rank.
 
     Args:
@@ -100,7 +100,7 @@ class State:
     entering: bool = False
     answered: bool = True
     step: int = 0
-    where: Where = Where()
+    where: StackSummary = StackSummary()
     call: str = ""
     peer: int | None = None
     calls: tuple[Call, ...] = ()
@@ -161,7 +161,7 @@ def _kind(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> str:
     return f"{dtype}[{','.join(map(str, sizes[0]))}]{more}"
 
 
-def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> Where:
+def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> StackSummary:
     """Parse frames, innermost first. Files under `cwd` become relative."""
     inner: list[str] = []
     waits = ""
@@ -176,7 +176,7 @@ def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> Where:
         for file, line, function in stack
         if is_script(file)
     )
-    return Where(
+    return StackSummary(
         script=script,
         waits=waits.strip("_"),
         gradients=any("torch/autograd/" in file for file in inner),
@@ -191,11 +191,11 @@ def read_dump(text: str) -> list[Frame]:
     return [(m[1], int(m[2]), m[3]) for m in map(_FRAME.fullmatch, last.splitlines()) if m]
 
 
-def read_place(place: str, cwd: str) -> Where:
+def read_place(place: str, cwd: str) -> StackSummary:
     """Parse `file:line in function` of a beat."""
     found = re.fullmatch(r"(.*):(\d+) in (.*)", place)
     if found is None:
-        return Where()
+        return StackSummary()
     return read_stack([(found[1], int(found[2]), found[3])], cwd)
 
 

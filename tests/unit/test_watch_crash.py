@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from paceline.launch.messages import JobInfo, render_failure, render_restart
-from paceline.watch.crash import Error, Fact, find_first_failure
+from paceline.watch.crash import Error, RankOutcome, find_first_failure
 from paceline.watch.rank_state import last_call
 
 SHAPE = JobInfo(world_size=4, restarts=0, max_restarts=3)
@@ -30,8 +30,8 @@ def lost_peer(module: str = "torch.distributed.distributed_c10d") -> Error:
     return error("RuntimeError", "connection closed", module)
 
 
-def fact(rank: int, time: float, *, returncode: int | None = 1, **more: object) -> Fact:
-    return Fact(rank=rank, host="h", pid=rank, time=time, returncode=returncode, **more)  # type: ignore[arg-type]
+def fact(rank: int, time: float, *, returncode: int | None = 1, **more: object) -> RankOutcome:
+    return RankOutcome(rank=rank, host="h", pid=rank, time=time, returncode=returncode, **more)  # type: ignore[arg-type]
 
 
 def test_nobody_failed() -> None:
@@ -214,7 +214,7 @@ def test_an_error_of_ours_explains_itself() -> None:
     assert not [line for line in _failure(fact(0, 1.0, error=ours)) if "why:" in line]
 
 
-def _failure(*facts: Fact) -> list[str]:
+def _failure(*facts: RankOutcome) -> list[str]:
     verdict = find_first_failure(facts)
     assert verdict is not None
     return render_failure(verdict, SHAPE).splitlines()

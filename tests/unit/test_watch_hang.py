@@ -20,8 +20,8 @@ from paceline.watch.hang import Hang, find_hang
 from paceline.watch.processes import Process, is_ending, read_process
 from paceline.watch.rank_state import (
     Call,
-    State,
-    Where,
+    RankState,
+    StackSummary,
     read_calls,
     read_dump,
     read_place,
@@ -38,24 +38,24 @@ def call(number: int = 4107, **more: Any) -> Call:
     return Call(number=number, **(given | more))
 
 
-def rank(number: int, *calls: Call, **more: Any) -> State:
-    given: dict[str, Any] = {"where": Where(script=TRAIN), "idle_s": 12.0}
-    return State(rank=number, host="b", pid=810 + number, calls=calls, **(given | more))
+def rank(number: int, *calls: Call, **more: Any) -> RankState:
+    given: dict[str, Any] = {"where": StackSummary(script=TRAIN), "idle_s": 12.0}
+    return RankState(rank=number, host="b", pid=810 + number, calls=calls, **(given | more))
 
 
-def verdict(*states: State, world: int = 4) -> Hang:
+def verdict(*states: RankState, world: int = 4) -> Hang:
     found = find_hang(states, world, 10.0)
     assert found is not None
     assert len(found.text.splitlines()) <= 10
     return found
 
 
-def waiting(*numbers: int) -> list[State]:
+def waiting(*numbers: int) -> list[RankState]:
     return [rank(number, call(4106, over=True), call()) for number in numbers]
 
 
-def absent(**more: Any) -> State:
-    given: dict[str, Any] = {"where": Where(script=EVALUATE), "call": "time.sleep"}
+def absent(**more: Any) -> RankState:
+    given: dict[str, Any] = {"where": StackSummary(script=EVALUATE), "call": "time.sleep"}
     return rank(1, call(4106, over=True), **(given | more))
 
 
@@ -75,14 +75,14 @@ def test_the_rank_that_never_came() -> None:
 
 def test_a_call_that_does_not_return_is_not_called_a_branch() -> None:
     # All ranks take the lock in line 30; rank 1 does not get it, and the others are in line 31.
-    stuck = Where(script=(("train.py", 30, "step"), ("train.py", 90, "<module>")))
+    stuck = StackSummary(script=(("train.py", 30, "step"), ("train.py", 90, "<module>")))
     found = verdict(*waiting(0, 2, 3), absent(where=stuck, call="fcntl.flock"))
     assert "the ranks took different ways" not in found.text
     assert "either the call there does not return" in found.text
     assert "find what it waits for" in found.text
 
 
-LOADER = Where(script=TRAIN, loader=True)
+LOADER = StackSummary(script=TRAIN, loader=True)
 CAUSES = [
     ({"busy": True}, False, "evaluate() at train.py:31, in time.sleep, busy", "it is evaluating"),
     (
@@ -113,16 +113,21 @@ CAUSES = [
         "gets no batch",
     ),
     ({"where": LOADER}, True, "but none is left", "dead or stuck"),
-    ({"where": Where(script=EVALUATE, lock=True)}, True, "in time.sleep", "a lock, a queue"),
+    ({"where": StackSummary(script=EVALUATE, lock=True)}, True, "in time.sleep", "a lock, a queue"),
     (
-        {"where": Where(script=TRAIN, waits="recv"), "peer": 2},
+        {"where": StackSummary(script=TRAIN, waits="recv"), "peer": 2},
         True,
         "in recv with rank 2",
         "different",
     ),
-    ({"where": Where(), "call": ""}, True, "not in the script", "it has not come back from there"),
     (
-        {"where": Where(), "call": "", "answered": False},
+        {"where": StackSummary(), "call": ""},
+        True,
+        "not in the script",
+        "it has not come back from there",
+    ),
+    (
+        {"where": StackSummary(), "call": "", "answered": False},
         True,
         "does not report where",
         "not come back",
@@ -200,7 +205,7 @@ def test_the_first_of_a_chain_is_named() -> None:
     # 0 waits for 1 in one group, 1 waits for 2 in another, 2 sleeps.
     first = rank(0, call(5, group="1", members=(0, 1)))
     second = rank(1, call(9, group="2", members=(1, 2)))
-    third = rank(2, where=Where(script=EVALUATE), call="time.sleep")
+    third = rank(2, where=StackSummary(script=EVALUATE), call="time.sleep")
     found = verdict(first, second, third, world=3)
     assert found.culprits == (2,)
     assert "rank 0 (host b, pid 810) waits in all_reduce #5" in found.text
@@ -220,8 +225,10 @@ def test_all_have_come() -> None:
 
 
 def test_what_the_recorder_does_not_know() -> None:
-    begins = Where(script=(("train.py", 3, "<module>"),), waits="init_process_group")
-    found = verdict(rank(0, where=begins), rank(1, where=Where(script=EVALUATE), call="time.sleep"))
+    begins = StackSummary(script=(("train.py", 3, "<module>"),), waits="init_process_group")
+    found = verdict(
+        rank(0, where=begins), rank(1, where=StackSummary(script=EVALUATE), call="time.sleep")
+    )
     assert found.text.startswith(
         "hang: rank 0 (host b, pid 810) has waited 12 s in init_process_group at train.py:3\n"
         "      rank 1 (host b, pid 811): evaluate() at train.py:31, in time.sleep\n"
@@ -242,7 +249,7 @@ def test_what_is_no_hang() -> None:
 def test_many_states_are_cut_to_ten_lines() -> None:
     members = tuple(range(32))
     here = [rank(number, call(members=members)) for number in range(16)]
-    there = [rank(n, where=Where(script=(("t.py", n, "f"),))) for n in range(16, 32)]
+    there = [rank(n, where=StackSummary(script=(("t.py", n, "f"),))) for n in range(16, 32)]
     lines = verdict(*here, *there, world=32).text.splitlines()
     assert len(lines) == 10
     assert "... and 10 more" in lines[7]
@@ -317,7 +324,7 @@ def test_stacks() -> None:
         ],
         "/home/me/run",
     )
-    assert found == Where(
+    assert found == StackSummary(
         script=(("train.py", 9, "exchange"), ("/elsewhere/tool.py", 2, "<module>")), waits="recv"
     )
     backward = read_stack([(TORCH + "autograd/graph.py", 1, "_engine"), ("/a.py", 2, "f")], "/")
@@ -330,7 +337,7 @@ def test_stacks() -> None:
     assert loading.loader
     assert loading.lock
     assert read_place("/a/b.py:7 in f", "/a").script == (("b.py", 7, "f"),)
-    assert read_place("", "/a") == Where()
+    assert read_place("", "/a") == StackSummary()
 
 
 def test_a_dump_of_faulthandler() -> None:
