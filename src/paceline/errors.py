@@ -152,6 +152,11 @@ class CollectiveTimeout(PacelineError, RuntimeError):
     """A rank did not arrive in time (`missing`: ranks, `waited_s`)."""
 
 
+def listed(names: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def name_ranks(ranks: Iterable[int], world_size: int | None = None) -> str:
     """Format ranks as "rank 3" or "ranks 0, 2-5 and 7"; as "all ranks" if all of `world_size` are named."""
     numbers = sorted(ranks)

@@ -28,12 +28,14 @@ class PrivateName:
         why: why it is needed, and why no public name is enough.
         since: the first torch release that has been tested with it.
         without: what Paceline does if the name is missing, as the end of a sentence.
+        of_objects: whether only objects have the attribute, not their class: `attribute` reads it.
     """
 
     path: str
     why: str
     since: str
     without: str
+    of_objects: bool = False
 
 
 NAMES = (
@@ -118,6 +120,28 @@ NAMES = (
         why="torch's forward calls it; SyncBatchNorm takes inputs of the layer that it replaces",
         since="2.11",
         without="the shape of SyncBatchNorm's input is not checked",
+    ),
+    # training
+    PrivateName(
+        "torch.autograd.graph.Node._saved_reduction",
+        why="nothing else in a loss tells whether torch's loss function took the mean or the sum",
+        since="2.11",
+        without="a loss that is a mean is not refused",
+        of_objects=True,
+    ),
+    PrivateName(
+        "torch.autograd.graph.Node._saved_self_sym_sizes",
+        why="nothing else in a loss tells over how many values `mean` was taken",
+        since="2.11",
+        without="a loss that is a mean is not refused",
+        of_objects=True,
+    ),
+    PrivateName(
+        "torchmetrics.Metric._reductions",
+        why="torchmetrics has no public way to merge states of ranks of which some have no update",
+        since="1.8",
+        without="`evaluate` refuses metrics of torchmetrics",
+        of_objects=True,
     ),
     # checkpoint
     PrivateName(
@@ -209,6 +233,15 @@ def find(path: str) -> Any | None:
         version = importlib.import_module("torch").__version__
         log.once(f"torch {version} has no {path}: {name.without}.")
     return found
+
+
+def attribute(path: str, owner: Any) -> Any | None:
+    """The attribute at `path` of an object; None if this object has none.
+
+    Raises:
+        KeyError: `path` is not in `NAMES`.
+    """
+    return getattr(owner, _BY_PATH[path].path.rpartition(".")[2], None)
 
 
 def wrap(path: str, wrapper: Callable[[Any], Any]) -> bool:

@@ -31,9 +31,9 @@ def test_converts_in_place_and_keeps_the_state() -> None:
     before = net.state_dict()
     with paceline.join() as job:
         assert syncbn.sync_batchnorm(job, net) is net
-        assert [type(m) for m in syncbn.layers(net)] == [syncbn.SyncBatchNorm] * 2
+        assert [type(m) for m in syncbn.batchnorms(net)] == [syncbn.SyncBatchNorm] * 2
         assert net.state_dict().keys() == before.keys()
-        assert syncbn.layers(net)[0].running_mean is net.stem[1].running_mean
+        assert syncbn.batchnorms(net)[0].running_mean is net.stem[1].running_mean
         with pytest.raises(ValueError, match="expected 4D input"):
             net.stem[1](torch.ones(3, 2))
         assert syncbn.plain_batchnorms(net) == []
@@ -90,7 +90,7 @@ def test_gradients_by_differences() -> None:
 
 
 def _one_rank_is_ghost(job: Job, layer: nn.Module, x: torch.Tensor) -> None:
-    syncbn.set_ghost(syncbn.layers(layer), True)
+    syncbn.Ghosts([layer]).set(True)
     with pytest.raises(ConfigError, match="0 value per channel"):
         layer(x)
 

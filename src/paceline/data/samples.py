@@ -31,7 +31,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.errors import ConfigError, SampleError, rank_location
+from paceline.errors import ConfigError, SampleError, listed, rank_location
 from paceline.job import rng
 
 Collate = Callable[[list[Any]], Any]
@@ -69,11 +69,8 @@ class ReadErrors:
         )
 
     def _error(self, ids: Sequence[int], error: Exception, what: str, **text: str) -> SampleError:
-        listed = ", ".join(str(i) for i in ids[:8])
-        if len(ids) > 8:
-            listed += f" and {len(ids) - 8} more"
         return SampleError(
-            f"{'sample' if len(ids) == 1 else 'samples'} {listed} {what}: "
+            f"{'sample' if len(ids) == 1 else 'samples'} {listed([*map(str, ids)])} {what}: "
             f"{type(error).__name__}: {error}",
             where=self.where(),
             sample=ids[0] if len(ids) == 1 else None,

@@ -6,6 +6,7 @@ rank waits. A line of metrics.jsonl has the step, the epoch, `time_s` since the 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import time
@@ -17,7 +18,6 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.job.job import Job
-from paceline.metrics.monitor import DeviceMonitor
 from paceline.metrics.progress import Progress
 from paceline.metrics.step_loss import StepLoss, StepTotal
 
@@ -33,7 +33,6 @@ class Report:
         self._active = False
         self._is_rank0 = job.rank == 0
         self._device = job.device
-        self._monitor: DeviceMonitor | None = None
         self._pending: dict[int, tuple[int, int, dict[str, Any]]] = {}
         self._file: IO[str] | None = None
         self._path: Path | None = None
@@ -67,7 +66,6 @@ class Report:
             self._progress = Progress()
         if tensorboard:
             self._board = _tensorboard(Path(str(folder)) / "tensorboard")
-        self._monitor = self._monitor or DeviceMonitor(self._device)
         self._active = bool(self._path or self._progress or self._board)
 
     def begin(self, step: int, total: int | None) -> None:
@@ -105,7 +103,7 @@ class Report:
             return
         now = time.perf_counter()
         last = None
-        device = self._monitor.read() if self._monitor is not None else {}
+        device = _gpu_use(self._device)
         for total in totals:
             noted = self._pending.pop(total.step, None)
             if noted is None:
@@ -147,6 +145,17 @@ class Report:
             for name, value in line.items():
                 if name not in _OWN_NAMES and not isinstance(value, str):
                     self._board.add_scalar(name, value, line["step"])
+
+
+def _gpu_use(device: torch.device) -> dict[str, float]:
+    """Percent of time that the GPU was busy, and GB in use; empty without an NVIDIA GPU and nvidia-ml-py."""
+    if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
+        return {}
+    busy = float(torch.cuda.utilization(device))
+    return {
+        "gpu_busy_percent": busy,
+        "gpu_memory_gb": round(torch.cuda.device_memory_used(device) / 1e9, 2),
+    }
 
 
 def refuse_values(values: dict[str, Any]) -> None:

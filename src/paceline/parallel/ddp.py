@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from paceline import torch_private
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, PlannedStep, num_micro_batches
-from paceline.errors import ConfigError, GradientError
+from paceline.errors import ConfigError, GradientError, listed
 from paceline.job.job import Job
 from paceline.parallel.modules import (
     agree_on_parameters,
+    compiled_module,
     equalize_buffers,
-    listed,
     refuse_module,
     unwrap,
     warn_untrained,
@@ -156,7 +156,7 @@ def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
     """torch's DDP in `model`, compiled or not; None for a plain module."""
     current: nn.Module | None = model
     while current is not None and not isinstance(current, DistributedDataParallel):
-        current = current._modules.get("_orig_mod")  # the module inside of torch.compile's wrapper
+        current = compiled_module(current)
     return current
 
 
@@ -209,7 +209,7 @@ def _lay_out_buckets(wrapper: Replica) -> None:
     device = known[0][1].device
     # Two rounds: torch lays out the buckets in the second forward, after it has seen a backward. With the
     # shm backend the buckets move into shared memory in the second backward, while no gradient is a view.
-    wrapper._modules["module"] = _HookCaller(hook, wrapper.reducer, len(known))
+    wrapper.module = _HookCaller(hook, wrapper.reducer, len(known))
     try:
         for _ in range(2):
             with torch.enable_grad():
@@ -217,7 +217,7 @@ def _lay_out_buckets(wrapper: Replica) -> None:
             for _, p in known:
                 p.grad = None
     finally:
-        wrapper._modules["module"] = module
+        wrapper.module = module
     for (_, p), gradient in zip(known, gradients, strict=True):
         p.grad = gradient
 
@@ -263,19 +263,13 @@ class DDPStrategy(Strategy):
 
     reduces_in_backward = True
 
-    def __init__(
-        self,
-        job: Job,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        batches: Batches,
-    ) -> None:
-        super().__init__(job, models, optimizers, batches)
-        found = [find_wrapper(model) for model in models]
+    def _prepare(self, batches: Batches) -> None:
+        job = self._job
+        found = [find_wrapper(model) for model in self._models]
         self._wrappers = [wrapper for wrapper in found if wrapper is not None]
         self._wrappers_of: dict[int, list[DistributedDataParallel]] = {}
         self._shapes: dict[int, tuple[int, int]] = {}
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             owned = {id(p) for p in _owned(optimizer)}
             self._wrappers_of[id(optimizer)] = [
                 wrapper
@@ -310,9 +304,8 @@ class DDPStrategy(Strategy):
         # backward. It would then reduce in the backward of the first micro-batch, which is too early.
         reset = torch_private.find(f"{_REDUCER}_reset_state")
         for wrapper in self._wrappers:
-            if (
-                reset is not None and not wrapper.static_graph
-            ):  # a reset would delete the static graph
+            # A reset would delete the static graph.
+            if reset is not None and not wrapper.static_graph:
                 reset(wrapper.reducer)
 
     def before_forward(self, micro: MicroBatch) -> None:

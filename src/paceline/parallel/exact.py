@@ -14,6 +14,7 @@ the number of threads and the kernels are fixed.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -50,27 +51,22 @@ class ExactStrategy(DDPStrategy):
 
     reduces_in_backward = False
     repeats_steps = True
+    is_reproducible = True
 
-    def __init__(
-        self,
-        job: Job,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        batches: Batches,
-    ) -> None:
-        super().__init__(job, models, optimizers, batches)
+    def _prepare(self, batches: Batches) -> None:
+        super()._prepare(batches)
         batches.align()
         self._micro_batch = batches.micro_batch
         most = -(-batches.global_batch // batches.micro_batch)
         owned = {
             id(p): p
-            for optimizer in optimizers
+            for optimizer in self._optimizers
             for group in optimizer.param_groups
             for p in group["params"]
             if p.requires_grad
         }
-        self._sum = ExactSum(job, list(owned.values()), most_micro_batches=most)
-        modules = [unwrap(model) for model in models]
+        self._sum = ExactSum(self._job, list(owned.values()), most_micro_batches=most)
+        modules = [unwrap(model) for model in self._models]
         if self._batchnorms.synchronised:
             raise ConfigError(
                 "reproducible training normalises each micro-batch separately, not over ranks.",
@@ -91,7 +87,7 @@ class ExactStrategy(DDPStrategy):
         ]
         self._versions: list[int] = []
         self._offset = 0
-        _fix_kernels(job)
+        _fix_kernels(self._job)
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
@@ -213,16 +209,16 @@ class ExactSum:
         # Shards of equal size for the exchange.
         elements = sum(p.numel() for p in self._parameters)
         self._shard = -(-elements // job.data.size)
-        device, dtype = self._parameters[0].device, _widest(self._parameters)
+        device = self._parameters[0].device
+        widest = functools.reduce(torch.promote_types, (p.dtype for p in self._parameters))
         whole = self._shard * job.data.size
         self._sums = torch.zeros(whole, dtype=torch.int64, device=device)
-        self._gradient = torch.empty(whole, dtype=dtype, device=device)
+        self._gradient = torch.empty(whole, dtype=widest, device=device)
         self._floats = torch.empty(_CHUNK, dtype=torch.float64, device=device)
         self._integers = torch.empty(_CHUNK, dtype=torch.int64, device=device)
         self._count_bits = math.ceil(math.log2(max(1, most_micro_batches)))
-        self._is_unset = [True] * len(self._parameters)
-        self._seen_exponents = [_UNKNOWN] * len(self._parameters)
         self.exponents: list[int] | None = None
+        self.begin()
 
     def begin(self) -> None:
         """Start a step, or its repetition."""
@@ -234,7 +230,8 @@ class ExactSum:
         gradients = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
         largest = torch._foreach_norm([gradient for _, gradient in gradients], float("inf"))
         # One transfer for all values, because each transfer waits for the device.
-        for (i, _), value in zip(gradients, _to_list(largest), strict=True):
+        values = torch.stack([value.double() for value in largest]).tolist() if largest else []
+        for (i, _), value in zip(gradients, values, strict=True):
             self._seen_exponents[i] = max(self._seen_exponents[i], exponent_of(value))
         if self.exponents is not None:
             offset = 0
@@ -354,17 +351,6 @@ def next_exponents(seen: Sequence[int], before: Sequence[int] | None = None) -> 
         old if now in (_UNKNOWN, _INFINITE) else now + _MARGIN_BITS
         for now, old in zip(seen, kept, strict=True)
     ]
-
-
-def _to_list(values: Sequence[torch.Tensor]) -> list[float]:
-    return torch.stack([value.double() for value in values]).tolist() if values else []
-
-
-def _widest(parameters: Sequence[torch.Tensor]) -> torch.dtype:
-    dtype = parameters[0].dtype
-    for p in parameters:
-        dtype = torch.promote_types(dtype, p.dtype)
-    return dtype
 
 
 class _BatchNormFold:

@@ -6,6 +6,7 @@ process: ranks with fewer samples run ghost micro-batches. torch shards, gathers
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -20,18 +21,19 @@ from torch.optim import Optimizer
 
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch
-from paceline.errors import ConfigError, GradientError
+from paceline.errors import ConfigError, GradientError, listed
 from paceline.job.job import Job
 from paceline.parallel.modules import (
     agree_on_parameters,
     equalize_buffers,
-    listed,
     refuse_module,
+    unwrap,
     warn_untrained,
 )
-from paceline.parallel.strategy import Strategy, choose_for
+from paceline.parallel.strategy import Strategy
 
 Blocks = type[nn.Module] | str | Iterable[type[nn.Module] | str]
+_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that `fsdp` has sharded
 
 
 def fsdp(job: Job, module: nn.Module, *, blocks: Blocks) -> nn.Module:
@@ -80,8 +82,13 @@ def fsdp(job: Job, module: nn.Module, *, blocks: Blocks) -> nn.Module:
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)  # not every backend has an average
     equalize_buffers(job, module)
-    choose_for(module, FSDPStrategy)
+    _sharded.add(module)
     return module
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the parameters of `model` are sharded by FSDP2, compiled or not."""
+    return isinstance(unwrap(model), FSDPModule)
 
 
 def _block_names(module: nn.Module, blocks: Blocks) -> list[str]:
@@ -110,21 +117,18 @@ class FSDPStrategy(Strategy):
 
     has_whole_gradients = False
 
-    def __init__(
-        self,
-        job: Job,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        batches: Batches,
-    ) -> None:
-        super().__init__(job, models, optimizers, batches)
+    def _prepare(self, batches: Batches) -> None:
         self.needs_equal_micro_batches = True  # each forward gathers parameters
-        self._roots = [model for model in models if isinstance(model, FSDPModule)]
-        if len(optimizers) > 1:
+        self._roots = [model for model in self._models if isinstance(model, FSDPModule)]
+        if len(self._optimizers) > 1:
             raise ConfigError(
-                f"training sharded models supports one optimizer, got {len(optimizers)}.",
+                f"training sharded models supports one optimizer, got {len(self._optimizers)}.",
                 fix="put all parameters into one optimizer, with parameter groups if they differ.",
             )
+
+    @classmethod
+    def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
+        return all(unwrap(model) in _sharded for model in models)
 
     def check(self) -> None:
         owned = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}

@@ -16,11 +16,9 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from paceline import log
-from paceline.errors import ConfigError, RankDisagreement
+from paceline.errors import ConfigError, RankDisagreement, listed
 from paceline.job.collectives import gather
 from paceline.job.job import Job
-
-_NAMES_SHOWN = 5
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -28,15 +26,15 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Collective: none.
     """
-    name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
-    inner = model._modules.get(name)
-    return model if inner is None else unwrap(inner)
+    wrapped: nn.Module | None = compiled_module(model)
+    if isinstance(model, DistributedDataParallel):
+        wrapped = model.module
+    return model if wrapped is None else unwrap(wrapped)
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
+def compiled_module(model: nn.Module) -> nn.Module | None:
+    """The module inside the wrapper of `torch.compile`; None for any other module."""
+    return dict(model.named_children()).get("_orig_mod")
 
 
 def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:

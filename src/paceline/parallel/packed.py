@@ -36,14 +36,8 @@ class PackedStrategy(DDPStrategy):
 
     reduces_in_backward = False
 
-    def __init__(
-        self,
-        job: Job,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        batches: Batches,
-    ) -> None:
-        super().__init__(job, models, optimizers, batches)
+    def _prepare(self, batches: Batches) -> None:
+        super()._prepare(batches)
         self.needs_equal_micro_batches = True
         known = [p for wrapper in self._wrappers for _, p in known_parameters(wrapper)]
         known.sort(key=lambda p: str(p.dtype))

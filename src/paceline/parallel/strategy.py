@@ -1,7 +1,8 @@
 """`Strategy`: how the ranks of one training run a step together, and who sums their gradients.
 
 `Training` chooses the strategy by how its models were wrapped, and makes one object for all its steps. `Step`
-leaves everything about ranks to it. A new form of parallelism is a new subclass in a new file.
+leaves everything about ranks to it. A new form of parallelism is a new subclass in a new file, and an entry
+in the list in training.py.
 """
 
 from __future__ import annotations
@@ -20,19 +21,6 @@ from paceline.job.job import Job
 from paceline.parallel import syncbn
 from paceline.parallel.modules import unwrap, warn_untrained
 
-_STRATEGY_ATTRIBUTE = "_paceline_strategy"
-
-
-def choose_for(model: nn.Module, strategy: type[Strategy]) -> None:
-    """Make every `Training` of this model use `strategy`. Called by the function that wraps the model."""
-    model.__dict__[_STRATEGY_ATTRIBUTE] = strategy
-
-
-def chosen_for(models: Sequence[nn.Module]) -> type[Strategy] | None:
-    """The strategy that `choose_for` set for all of these models; None if there is none, or several."""
-    chosen = {unwrap(model).__dict__.get(_STRATEGY_ATTRIBUTE) for model in models}
-    return chosen.pop() if len(chosen) == 1 else None
-
 
 class Strategy:
     """The strategy of one process, and the base of those for several ranks.
@@ -45,12 +33,14 @@ class Strategy:
         needs_equal_micro_batches: Whether every rank must run the same number of micro-batches. A rank
             with fewer samples then gets ghosts: real samples with weight 0.
         repeats_steps: Whether `must_repeat` may return True, so that a step's micro-batches must be kept.
+        is_reproducible: Whether the result is bit for bit equal on any number of ranks.
         has_whole_gradients: Whether every rank holds all of every gradient. If not, fp16 is refused, because
             its loss scaler searches infinity in this rank's part only.
     """
 
     divisor = 1
     repeats_steps = False
+    is_reproducible = False
     has_whole_gradients = True
 
     def __init__(
@@ -65,6 +55,10 @@ class Strategy:
         self._optimizers = list(optimizers)
         self._batchnorms = syncbn.Ghosts(models)
         self.needs_equal_micro_batches = job.data.size > 1 and self._batchnorms.synchronised
+        self._prepare(batches)
+
+    def _prepare(self, batches: Batches) -> None:
+        """The constructor of a subclass. Raises ConfigError for what the subclass cannot train."""
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:

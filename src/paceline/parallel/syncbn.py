@@ -21,9 +21,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from paceline import log
-from paceline.errors import ConfigError, StepError
+from paceline.errors import ConfigError, StepError, listed
 from paceline.job.job import Job
-from paceline.parallel.modules import listed, unwrap
+from paceline.parallel.modules import unwrap
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
@@ -311,21 +311,6 @@ def batchnorms(model: nn.Module) -> list[Any]:
     return [layer for layer in model.modules() if isinstance(layer, _KINDS)]
 
 
-def layers(model: nn.Module) -> list[SyncBatchNorm]:
-    """The synchronised BatchNorm layers of a model, wrapped or not."""
-    return [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
-
-
-def set_ghost(layers: Iterable[SyncBatchNorm], on: bool) -> None:
-    """Set whether the samples of the next forwards have weight 0.
-
-    A backward uses the setting of its forward. With activation checkpointing leave it set until the
-    backward is done, because the backward runs the forward again.
-    """
-    for layer in layers:
-        layer.__dict__["ghost"] = on  # nn.Module.__setattr__ is ten times slower
-
-
 class Ghosts:
     """Keeps the samples of ghost micro-batches out of all BatchNorm statistics of some models.
 
@@ -343,8 +328,13 @@ class Ghosts:
         self.synchronised = bool(self._layers)
 
     def set(self, on: bool) -> None:
-        """Set whether the next forwards are those of a ghost."""
-        set_ghost(self._layers, on)
+        """Set whether the next forwards are those of a ghost.
+
+        A backward uses the setting of its forward. With activation checkpointing the backward runs the
+        forward again, so leave it set until the backward is done.
+        """
+        for layer in self._layers:
+            layer.__dict__["ghost"] = on  # nn.Module.__setattr__ is ten times slower
         if on and not self._paused:
             self._paused = [x for x in self._plain if x.training and x.track_running_stats]
             for layer in self._paused:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.errors import ConfigError, NonFinite
-
 
 def scale_and_clip(
     gradients: Sequence[torch.Tensor],
@@ -38,28 +36,3 @@ def scale_and_clip(
         coefficient = coefficient * factor
     torch._foreach_mul_(list(gradients), coefficient)
     return norm
-
-
-def check_clip_norm(clip_norm: float) -> None:
-    """Raise ConfigError unless `clip_norm` is greater than 0."""
-    if not clip_norm > 0:
-        raise ConfigError(
-            f"clip_norm must be more than 0, got {clip_norm}.",
-            fix="leave clip_norm out to train without clipping.",
-        )
-
-
-def non_finite(names: Sequence[tuple[str, torch.Tensor]], where: str) -> NonFinite:
-    """The error for gradients whose norm is not finite, naming the parameters."""
-    bad = [
-        name for name, p in names if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-    ]
-    shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-    return NonFinite(
-        f"the gradient holds NaN or infinity in {shown or 'its norm'}; the step was not taken.",
-        where=where,
-        fix="lower the learning rate, look at this step's samples, or find the operation with "
-        "torch.autograd.set_detect_anomaly(True).",
-        quantity="gradient",
-        parameters=bad,
-    )

@@ -56,7 +56,7 @@ class Replicas:
         self._optimizers = optimizers
         self._every = every
         self._also = also
-        self._is_off = every == 0 or job.world_size == 1
+        self._is_off = every == 0 or job.data.size == 1
         self._equal: int | None = None  # the last step after which all were equal
         self._due = 0
         self._compared_at_s = self._cost_s = 0.0

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
+from paceline import torch_private
 from paceline.data.evaluation import EvaluationBatch, evaluation_batches
 from paceline.data.samples import Collate
 from paceline.errors import ConfigError, EvaluationError, rank_location
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
+from paceline.parallel.fsdp import is_sharded
 from paceline.parallel.modules import equalize_buffers, unwrap
-from paceline.parallel.strategy import chosen_for
 
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 
@@ -96,10 +97,9 @@ def evaluate(
     Collective: all ranks, same arguments.
     """
     job.refuse_if_left()
-    strategy = chosen_for([model])
-    if strategy is not None and not strategy.has_whole_gradients:
+    if is_sharded(model):
         raise ConfigError(
-            "evaluate does not support models sharded by paceline.fsdp yet.",
+            "evaluate does not support sharded models yet.",
             why="each forward gathers parameters, but ranks may have different numbers of batches.",
             fix="call training.export(path), and evaluate the weights in that file.",
         )
@@ -173,13 +173,8 @@ def _reset_copy(metric: Any, device: torch.device) -> Any:
     copy.reset()
     copy.to(device)
     for part in copy.values() if hasattr(copy, "values") else [copy]:
-        part.distributed_available_fn = _never
+        part.distributed_available_fn = bool  # False: `_merge_metric` synchronises the copy
     return copy
-
-
-def _never() -> bool:
-    """The answer to a metric that asks whether it must synchronise itself. `_merge_metric` does that."""
-    return False
 
 
 def _arguments(name: str, value: Any) -> tuple[Any, ...]:
@@ -297,15 +292,20 @@ def _merge_metric(job: Job, metric: Any, num_updates: list[int]) -> Any:
     Reduces each state as the metric declares, as torchmetrics does. But ranks without updates are left out,
     because their default states would change stacked states, and lists may have different lengths.
     """
-    if hasattr(metric, "items") and not hasattr(metric, "_reductions"):
+    if hasattr(metric, "items"):  # a collection
         return {name: _merge_metric(job, part, num_updates) for name, part in metric.items()}
     busy = [rank for rank, count in enumerate(num_updates) if count]
-    for name, reduction in metric._reductions.items():
+    reductions = torch_private.attribute("torchmetrics.Metric._reductions", metric)
+    if reductions is None:
+        raise EvaluationError(
+            f"the states of {type(metric).__name__} are unknown, so ranks cannot add them up.",
+            fix='gather the predictions (metrics={"name": "rows"}) and compute the metric from them.',
+        )
+    for name, reduction in reductions.items():
         state = getattr(metric, name)
         if isinstance(state, list):
-            whole = _concatenate_ranks(
-                job, torch.cat([_as_rows(s) for s in state]) if state else None
-            )
+            rows = [part.reshape(1) if part.dim() == 0 else part for part in state]
+            whole = _concatenate_ranks(job, torch.cat(rows) if rows else None)
             setattr(metric, name, [whole.to(metric.device)])
             continue
         parts = collectives.gather_tensor(job, state.detach().cpu())
@@ -321,10 +321,4 @@ def _merge_metric(job: Job, metric: Any, num_updates: list[int]) -> Any:
         else:
             merged = reduction(stacked)
         setattr(metric, name, merged)
-    metric._update_count = sum(num_updates)
-    metric._computed = None
     return metric.compute()
-
-
-def _as_rows(state: torch.Tensor) -> torch.Tensor:
-    return state.reshape(1) if state.dim() == 0 else state

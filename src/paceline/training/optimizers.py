@@ -23,13 +23,14 @@ class TrainedOptimizer:
 
     Attributes:
         models: The models that hold parameters of the optimizer.
-        divisor: With count="tokens", the divisor of losses in the current step; 0 before the first step.
+        token_divisor: With count="tokens", what losses of the current step are divided by; 0 before the
+            first step.
     """
 
     optimizer: Optimizer
     models: list[torch.nn.Module]
     schedule: LRScheduler | None
-    divisor: float = 0.0
+    token_divisor: float = 0.0
 
     @property
     def parameters(self) -> list[torch.Tensor]:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from paceline.data.plan import MicroBatch, PlannedStep
-from paceline.errors import StepError, rank_location
+from paceline.errors import ConfigError, NonFinite, StepError, listed, rank_location
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
 from paceline.parallel.strategy import Strategy
-from paceline.training import clipping, weight
+from paceline.training import weight
+from paceline.training.clipping import scale_and_clip
 from paceline.training.control_word import Control
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
@@ -54,14 +55,14 @@ class StepContext:
     _weight: torch.Tensor | None = None
     _weight_for: tuple[float, torch.dtype] | None = None
 
-    def weight_of(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
-        """Initial gradient of backward, so that `update` gets gradients divided by `divisor`; shape ()."""
-        key = (divisor, loss.dtype)
+    def weight_of(self, loss: torch.Tensor, number: float) -> torch.Tensor:
+        """Initial gradient of backward, so that `update` gets gradients divided by `number`; shape ()."""
+        key = (number, loss.dtype)
         if self._weight is None or key != self._weight_for:
             # With a loss scale `update` multiplies by the strategy's divisor instead. Here it would make
             # fp16 gradients larger by the number of ranks, so that they overflow on many ranks.
             undo = 1 if self.precision.scaler is not None else self.strategy.divisor
-            self._weight = torch.tensor(undo / divisor, dtype=loss.dtype, device=loss.device)
+            self._weight = torch.tensor(undo / number, dtype=loss.dtype, device=loss.device)
             self._weight_for = key
         return self._weight
 
@@ -249,7 +250,7 @@ class Step:
             tally.count = tally.count + count
             by_tokens = context.count == "tokens"
             start = context.weight_of(
-                scaled, tally.trained.divisor if by_tokens else self.num_samples
+                scaled, tally.trained.token_divisor if by_tokens else self.num_samples
             )
         inputs = None if is_single else tally.trained.parameters
         try:
@@ -285,14 +286,17 @@ class Step:
         trained = tally.trained
         if self._seen != planned or tally.backwards < planned or tally.is_updated:
             raise self._unfinished(tally)
-        if clip_norm is not None:
-            clipping.check_clip_norm(clip_norm)
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError(
+                f"clip_norm must be more than 0, got {clip_norm}.",
+                fix="leave clip_norm out to train without clipping.",
+            )
         context.strategy.finish(trained.optimizer)
         context.precision.unscale(trained.optimizer)
         factor = self._factor(tally)
         if factor is not None or clip_norm is not None:
             gradients = [p.grad for p in trained.parameters if p.grad is not None]
-            self.grad_norm = clipping.scale_and_clip(
+            self.grad_norm = scale_and_clip(
                 gradients, context.strategy.grad_norm, factor=factor, clip_norm=clip_norm
             )
             if self.grad_norm is not None:
@@ -323,7 +327,9 @@ class Step:
                     )
                 self._totals = weight.total_counts(context.job, [t.count for t in self._tallies])
             total = self._totals[self._tallies.index(tally)]
-            factor = weight.token_factor(total, tally.trained.divisor, self._where, self.number)
+            factor = weight.token_factor(
+                total, tally.trained.token_divisor, self._where, self.number
+            )
         if context.precision.scaler is not None and context.strategy.divisor != 1:
             undo = torch.tensor(float(context.strategy.divisor), device=context.job.device)
             factor = undo if factor is None else factor * undo
@@ -332,9 +338,23 @@ class Step:
     def _refuse_non_finite(self, norm: torch.Tensor, trained: TrainedOptimizer) -> None:
         # On a GPU the check would wait for the device. There the control word reports the next step's loss,
         # which is NaN. With a loss scale the scaler skips such a step.
-        checks = self._context.precision.scaler is None and norm.device.type == "cpu"
-        if checks and not math.isfinite(norm.item()):
-            raise clipping.non_finite(trained.named_parameters(), self._where())
+        if self._context.precision.scaler is not None or norm.device.type != "cpu":
+            return
+        if math.isfinite(norm.item()):
+            return
+        bad = [
+            name
+            for name, p in trained.named_parameters()
+            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+        ]
+        raise NonFinite(
+            f"the gradient holds NaN or infinity in {listed(bad) or 'its norm'}; the step was not taken.",
+            where=self._where(),
+            fix="lower the learning rate, look at this step's samples, or find the operation with "
+            "torch.autograd.set_detect_anomaly(True).",
+            quantity="gradient",
+            parameters=bad,
+        )
 
     def stop(self) -> None:
         """Request the end of the training. When any rank calls it, all ranks stop after the same step.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,7 @@ class Fit:
     evaluation: Evaluation | None
 
 
+@dataclass(eq=False, repr=False)
 class Trainer:
     """Trains a model without a loop in the script, on any number of ranks.
 
@@ -129,39 +130,27 @@ class Trainer:
     Collective: none to create it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[[], nn.Module],
-        loss: Callable[..., Any],
-        optimizer: Callable[[Any], torch.optim.Optimizer],
-        data: Any,
-        *,
-        global_batch: int,
-        precision: str = "fp32",
-        validation: Validation | None = None,
-        schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-        reproducible: bool = False,
-        bucket_mb: float = DEFAULT_BUCKET_MB,
-        desync_every: int | None = None,
-        desync_also: Collection[str] = (),
-    ) -> None:
-        if not callable(optimizer):
+    model: nn.Module | Callable[[], nn.Module]
+    loss: Callable[..., Any]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    data: Any
+    _: KW_ONLY
+    global_batch: int
+    precision: str = "fp32"
+    validation: Validation | None = None
+    schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    reproducible: bool = False
+    bucket_mb: float = DEFAULT_BUCKET_MB
+    desync_every: int | None = None
+    desync_also: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        if not callable(self.optimizer):
             raise ConfigError(
                 "optimizer must be a function from parameters to an optimizer.",
                 fix="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
             )
-        self._model = model
-        self._loss = _summing(loss)
-        self._optimizer = optimizer
-        self._data = data
-        self._global_batch = global_batch
-        self._precision = precision
-        self._validation = validation
-        self._schedule = schedule
-        self._reproducible = reproducible
-        self._bucket_mb = bucket_mb
-        self._desync_every = desync_every
-        self._desync_also = desync_also
+        self.loss = _summing(self.loss)
 
     def fit(
         self,
@@ -197,8 +186,8 @@ class Trainer:
         with contextlib.nullcontext(joined) if joined else join(seed=seed) as job:
             batches = Batches(
                 job,
-                self._data,
-                global_batch=self._global_batch,
+                self.data,
+                global_batch=self.global_batch,
                 micro_batch=micro_batch,
                 workers=workers,
             )
@@ -217,12 +206,12 @@ class Trainer:
     def _prepare(
         self, job: Job, batches: Batches, folder: str | Path | None, resume: str
     ) -> Training:
-        module = self._model if isinstance(self._model, nn.Module) else self._model()
+        module = self.model if isinstance(self.model, nn.Module) else self.model()
         module = module.to(job.device)
-        if job.world_size > 1 and plain_batchnorms(module) and not self._reproducible:
+        if job.world_size > 1 and plain_batchnorms(module) and not self.reproducible:
             module = sync_batchnorm(job, module)
-        model = ddp(job, module, bucket_mb=self._bucket_mb)
-        optimizer = self._optimizer(model.parameters())
+        model = ddp(job, module, bucket_mb=self.bucket_mb)
+        optimizer = self.optimizer(model.parameters())
         checkpoints = None
         if folder is not None:
             checkpoints = Checkpoints(Path(folder) / "checkpoints", every_epochs=1, resume=resume)
@@ -231,13 +220,13 @@ class Trainer:
             model,
             optimizer,
             batches,
-            schedule=None if self._schedule is None else self._schedule(optimizer),
-            precision=self._precision,
-            count="tokens" if isinstance(self._loss, PerToken) else "samples",
+            schedule=None if self.schedule is None else self.schedule(optimizer),
+            precision=self.precision,
+            count="tokens" if isinstance(self.loss, PerToken) else "samples",
             checkpoints=checkpoints,
-            reproducible=self._reproducible,
-            desync_every=self._desync_every,
-            desync_also=self._desync_also,
+            reproducible=self.reproducible,
+            desync_every=self.desync_every,
+            desync_also=self.desync_also,
         )
         training.report(None if folder is None else str(folder), progress=True)
         return training
@@ -268,29 +257,29 @@ class Trainer:
                     evaluation = self._evaluate(job, model)
                     training.log(**_numbers(evaluation))
                     call("validated", step=step, evaluation=evaluation)
-        if evaluation is None and self._validation is not None:
+        if evaluation is None and self.validation is not None:
             evaluation = self._evaluate(job, model)  # an earlier run finished the training
         call("end", evaluation=evaluation)
         return evaluation
 
     def _forward(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
         *inputs, target = _parts(batch)
-        result = self._loss(model(*inputs), target)
+        result = self.loss(model(*inputs), target)
         return result if isinstance(result, tuple) else (result, len(target))
 
     def _is_due(self, epochs_done: int, epochs: int) -> bool:
-        if self._validation is None:
+        if self.validation is None:
             return False
-        return epochs_done % self._validation.every_epochs == 0 or epochs_done == epochs
+        return epochs_done % self.validation.every_epochs == 0 or epochs_done == epochs
 
     def _evaluate(self, job: Job, model: nn.Module) -> Evaluation:
-        assert self._validation is not None
+        assert self.validation is not None
         return evaluate(
             job,
             model,
-            self._validation.dataset,
-            self._validation.score or self._loss_alone,
-            micro_batch=self._validation.micro_batch,
+            self.validation.dataset,
+            self.validation.score or self._loss_alone,
+            micro_batch=self.validation.micro_batch,
         )
 
     def _loss_alone(self, model: nn.Module, batch: Batch) -> dict[str, Any]:

@@ -1,6 +1,12 @@
 """`Training`: one model, its optimizer and its data, in the user's own loop.
 
 It yields the steps, commits each one before the next begins, saves and resumes.
+
+A training is in one of four states. Before the first batch: nothing is loaded yet, and `steps` resumes.
+In a step: the loop body runs, `_open` is set and `_is_in_loop` is True; `log` and `save` belong here. Between
+steps: the last step is committed, `_open` is None, and `number` and `state_dict` describe that step. Ended:
+the loop has finished, and another call of `steps` may continue. If it was left early by `break` or an
+exception, `_open` is still set and `_is_in_loop` is False, since leaving the job may have to save that step.
 """
 
 from __future__ import annotations
@@ -31,9 +37,10 @@ from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
+from paceline.parallel.fsdp import FSDPStrategy, is_sharded
 from paceline.parallel.modules import equalize_buffers
 from paceline.parallel.packed import PackedStrategy
-from paceline.parallel.strategy import Strategy, chosen_for
+from paceline.parallel.strategy import Strategy
 from paceline.training import state, weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import Replicas
@@ -45,8 +52,10 @@ from paceline.training.optimizers import (
 from paceline.training.precision import Precision
 from paceline.training.step import Step, StepContext
 
-# Tried in this order; the first that fits how the models were wrapped is used.
-_STRATEGIES: tuple[type[Strategy], ...] = (Strategy, PackedStrategy, DDPStrategy)
+# Tried in this order; the first that fits how the models were wrapped, and `reproducible`, is used.
+_STRATEGIES: tuple[type[Strategy], ...] = (
+    *(FSDPStrategy, ExactStrategy, Strategy, PackedStrategy, DDPStrategy),
+)
 # Only the losses of the first steps are checked for being sums: a wrong loss is wrong from the start.
 _CHECKED_STEPS = 3
 _ENDLESS = 2**40  # epochs
@@ -149,18 +158,16 @@ class Training:
         weakref.finalize(self, job.on_leave(functools.partial(_leave, weakref.ref(self))))
 
     def _choose_strategy(self) -> Strategy:
-        arguments = self.job, self.models, self.optimizers, self.batches
-        chosen = chosen_for(self.models)
-        if chosen is not None and self.reproducible:
+        for kind in _STRATEGIES:
+            if kind.is_reproducible == self.reproducible and kind.fits(
+                self.job, self.models, self.optimizers
+            ):
+                return kind(self.job, self.models, self.optimizers, self.batches)
+        if self.reproducible and any(map(is_sharded, self.models)):
             raise ConfigError(
                 "reproducible training does not support models sharded by `paceline.fsdp`.",
                 fix="wrap the model with paceline.ddp, or leave reproducible=True out.",
             )
-        if chosen is not None:
-            return chosen(*arguments)
-        for kind in (ExactStrategy,) if self.reproducible else _STRATEGIES:
-            if kind.fits(self.job, self.models, self.optimizers):
-                return kind(*arguments)
         raise ConfigError(
             "the model is not wrapped, so its gradients would not be summed over ranks.",
             fix="model = paceline.ddp(job, model)",
@@ -263,7 +270,7 @@ class Training:
             "schedules": [
                 t.schedule.state_dict() if t.schedule else {} for t in context.optimizers
             ],
-            "divisors": [trained.divisor for trained in context.optimizers],
+            "divisors": [trained.token_divisor for trained in context.optimizers],
             "scaler": context.precision.state_dict(),
             "strategy": context.strategy.state_dict(),
             "kept": {name: thing.state_dict() for name, thing in self._kept.items()},
@@ -281,9 +288,8 @@ class Training:
         """
         self._load(saved)
         if self._checkpoints is not None:
-            self._checkpoints.last_saved = (
-                0  # a checkpoint of the same step number holds another state
-            )
+            # A checkpoint of the same step number holds another state.
+            self._checkpoints.last_saved = 0
 
     def _load(self, saved: dict[str, Any]) -> None:
         context = self._context
@@ -294,7 +300,7 @@ class Training:
         for trained, schedule, divisor in zip(
             context.optimizers, saved["schedules"], saved["divisors"], strict=True
         ):
-            trained.divisor = divisor
+            trained.token_divisor = divisor
             if trained.schedule is not None:
                 trained.schedule.load_state_dict(schedule)
         context.precision.load_state_dict(saved["scaler"])
@@ -362,7 +368,9 @@ class Training:
                 context.strategy.check()
             if context.count == "tokens":
                 for trained in context.optimizers:
-                    trained.divisor = trained.divisor or weight.divisor_for_tokens(step.num_samples)
+                    trained.token_divisor = trained.token_divisor or weight.next_token_divisor(
+                        step.num_samples
+                    )
             self._open, self._is_in_loop = (step, planned), True
             current_step.step = step.number
             try:
@@ -437,9 +445,9 @@ class Training:
         context = self._context
         if context.count == "tokens" and word.totals[-1].count > 0 and not self.reproducible:
             # The count of the first optimizer; for the others any power of two gives the same bits.
-            divisor = weight.divisor_for_tokens(word.totals[-1].count)
+            divisor = weight.next_token_divisor(word.totals[-1].count)
             for trained in context.optimizers:
-                trained.divisor = divisor
+                trained.token_divisor = divisor
         self._report.write(word.totals)
 
     def _finish(self) -> None:

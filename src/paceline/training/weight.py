@@ -1,10 +1,10 @@
 """The weight of a micro-batch's loss in the gradient of a step, from its sum of losses and its count.
 
 A step needs the mean over its samples, or tokens. The user gives a sum and a count, and backward starts from
-`strategy.divisor / divisor` instead of 1, so that the sum over ranks is that mean for any split over ranks.
+`strategy.divisor / number` instead of 1, so that the sum over ranks is that mean for any split over ranks.
 The number of samples is known before the step. The number of tokens is not: there the divisor is a power
-of two near the last total, and `update` multiplies by `divisor / total`. Dividing by a power of two
-does not round, so the result does not depend on the divisor.
+of two near the last total, and `update` multiplies by `token_divisor / total`. Dividing by a power of two
+does not round, so the result does not depend on it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from paceline import torch_private
 from paceline.errors import ConfigError, CountError, LossError
 from paceline.job.job import Job
 
@@ -23,6 +24,7 @@ Count = Literal["samples", "tokens"]
 
 # Reductions as torch's loss functions save them for backward (`_saved_reduction`).
 _MEAN_REDUCTION = 1
+_NODE = "torch.autograd.graph.Node"
 
 
 def check_count_kind(kind: str) -> None:
@@ -31,7 +33,7 @@ def check_count_kind(kind: str) -> None:
         raise ConfigError(f'count must be "samples" or "tokens", got {kind!r}.')
 
 
-def divisor_for_tokens(total: float) -> float:
+def next_token_divisor(total: float) -> float:
     """The power of two nearest to the last total."""
     return 2.0 ** round(math.log2(max(total, 1.0)))
 
@@ -53,16 +55,16 @@ def total_counts(job: Job, counts: Sequence[float | torch.Tensor]) -> torch.Tens
 
 
 def token_factor(
-    total: torch.Tensor, divisor: float, where: Callable[[], str], step: int
+    total: torch.Tensor, token_divisor: float, where: Callable[[], str], step: int
 ) -> torch.Tensor:
-    """The factor for gradients that were divided by `divisor` instead of `total`, shape ().
+    """The factor for gradients that were divided by `token_divisor` instead of `total`, shape ().
 
     Raises:
         CountError: the counts of all ranks sum to 0.
     """
     if total.device.type != "cpu":
         # Reading it would wait for the device; the next control word refuses a total of 0.
-        return torch.where(total > 0, divisor / total, 0.0).to(torch.float32)
+        return torch.where(total > 0, token_divisor / total, 0.0).to(torch.float32)
     if not total.item() > 0:
         raise CountError(
             f"the counts of all ranks in this step sum to {total.item():g}.",
@@ -71,7 +73,7 @@ def token_factor(
             fix="leave such samples out of the dataset, or use a larger global_batch.",
             step=step,
         )
-    return divisor / total
+    return token_divisor / total
 
 
 def check_loss(loss: Any, count: int | None, where: Callable[[], str]) -> None:
@@ -112,12 +114,12 @@ def _is_mean(node: Any, count: int | None) -> bool:
     if count is not None and count < 2:
         return False  # over one sample, mean and sum are the same
     kind = type(node).__name__
-    if getattr(node, "_saved_reduction", None) == _MEAN_REDUCTION:
+    if torch_private.attribute(f"{_NODE}._saved_reduction", node) == _MEAN_REDUCTION:
         return True
     if kind in ("MeanBackward0", "MeanBackward1"):
         # A mean over features, after a sum over samples, is a legal loss.
-        sizes: Sequence[int] = getattr(node, "_saved_self_sym_sizes", ())
-        return len(sizes) > 0 and sizes[0] == count
+        sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
+        return sizes is not None and len(sizes) > 0 and sizes[0] == count
     if kind == "AddBackward0":
         return any(_is_mean(term, count) for term, _ in node.next_functions)
     return False
