@@ -77,12 +77,6 @@ def _layout(job: Job) -> list[list[list[int]]]:
     return layouts
 
 
-def test_the_layout_is_what_torch_finds_after_a_real_backward() -> None:
-    for ours, torchs in run_ranks(_layout, nproc=2):
-        assert len(ours) > 2
-        assert ours == torchs
-
-
 class Watched(nn.Module):
     """Counts what reaches it."""
 
@@ -216,14 +210,12 @@ def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, boo
     return "both steps were done"
 
 
-def test_an_unused_parameter_is_named_on_all_ranks() -> None:
+def test_an_unused_parameter_is_named() -> None:
     for outcome in run_failing_ranks(_unused, (0, 1), False, {}, nproc=2):
         assert isinstance(outcome.error, GradientError)
         assert outcome.error.parameters == ["heads.1.weight", "heads.1.bias"]
         assert "find_unused=True" in str(outcome.error)
-
-
-def test_a_parameter_unused_by_one_rank_frees_the_ranks_that_wait_for_it() -> None:
+    # On one rank: the ranks that wait for its gradients end too.
     outcomes = run_failing_ranks(_unused, (1,), False, {}, nproc=3)
     assert isinstance(outcomes[1].error, GradientError)
     for rank in (0, 2):
@@ -231,18 +223,11 @@ def test_a_parameter_unused_by_one_rank_frees_the_ranks_that_wait_for_it() -> No
         assert isinstance(error, PeerFailed)
         assert error.rank == 1
         assert "no gradient reached heads.1.weight, heads.1.bias" in str(error)
-
-
-def test_a_parameter_that_only_the_last_micro_batch_left_out() -> None:
+    # Unused in the last micro-batch only: all parameters have a gradient.
     for outcome in run_failing_ranks(_unused, (0, 1), True, {}, nproc=2):
         assert isinstance(outcome.error, GradientError)
         assert outcome.error.parameters == []
         assert "direct cause" in outcome.text
-
-
-def test_find_unused_allows_it() -> None:
-    done = run_ranks(_unused, (1,), False, {"find_unused": True}, nproc=2)
-    assert done == ["both steps were done"] * 2
 
 
 def _unreached(job: Job) -> None:
@@ -251,12 +236,6 @@ def _unreached(job: Job) -> None:
     model(torch.ones(1, 2))
     parameter.sum().backward()
     parallel._refuse_unused(job, parallel.find_wrapper(model))
-
-
-def test_a_loss_that_reaches_no_parameter_at_all() -> None:
-    for outcome in run_failing_ranks(_unreached, nproc=2):
-        assert isinstance(outcome.error, GradientError)
-        assert len(outcome.error.parameters) == 8
 
 
 def _check(job: Job) -> dict[str, Any]:
@@ -290,28 +269,13 @@ def _check(job: Job) -> dict[str, Any]:
     first, second = paceline.ddp(job, generator), paceline.ddp(job, critic)
     facts["two models"] = [refused(m, over(generator), over(critic)) for m in (first, second)]
 
-    by_hand = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
-    wrapped = DistributedDataParallel(by_hand, process_group=job.group)
-    by_hand[1].bias.requires_grad_(True)
-    facts["by hand"] = refused(wrapped, over(by_hand))
-    by_hand[1].bias.requires_grad_(False)
-    facts["by hand, sound"] = refused(wrapped, over(by_hand))
+    own = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
+    wrapped = DistributedDataParallel(own, process_group=job.group)
+    own[1].bias.requires_grad_(True)
+    facts["torch's DDP"] = refused(wrapped, over(own))
+    own[1].bias.requires_grad_(False)
+    facts["torch's DDP, sound"] = refused(wrapped, over(own))
     return facts
-
-
-def test_parameters_that_ddp_does_not_know_are_named() -> None:
-    for facts in run_ranks(_check, nproc=2):
-        assert facts["sound"] is None
-        assert facts["unfrozen"] == ["heads.2.bias"]
-        assert facts["frozen"] == ["heads.1.weight"]
-        assert facts["added"] == ["extra.weight"]
-        assert facts["optimizer only"] == [
-            "a parameter of shape [1, 2] that is in the optimizer only"
-        ]
-        assert facts["not wrapped"] == ["weight", "bias"]
-        assert facts["two models"] == [None, None]
-        assert facts["by hand"] == ["1.bias"]
-        assert facts["by hand, sound"] is None
 
 
 def _idle(job: Job) -> list[str]:
@@ -327,13 +291,6 @@ def _idle(job: Job) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_parameters_without_an_optimizer_are_said_once(nproc: int) -> None:
-    for said in run_ranks(_idle, nproc=nproc):
-        (line,) = said
-        assert line.startswith("no optimizer owns 1.weight, 1.bias")
-
-
 def _compiled(job: Job) -> list[Any]:
     net = nn.Linear(2, 1)
     plain = torch.compile(nn.Linear(2, 1), backend="eager")
@@ -344,10 +301,6 @@ def _compiled(job: Job) -> list[Any]:
         parallel.is_ddp(plain),
         paceline.unwrap(plain) is plain._orig_mod,
     ]
-
-
-def test_a_compiled_wrapper_is_found() -> None:
-    assert run_ranks(_compiled, nproc=2) == [[True, True, False, True]] * 2
 
 
 def _trained(job: Job, compiled: bool) -> tuple[str, list[str]]:
@@ -381,27 +334,49 @@ def _different(job: Job, what: str) -> None:
     paceline.ddp(job, net, find_unused=what == "option" and job.rank == 1)
 
 
-@pytest.mark.parametrize(
-    ("what", "texts"),
-    [
-        ("shape", ["1.weight: [2, 2]", "1.weight: [3, 2]"]),
-        ("fewer", ["1.weight: [2, 2]", "nothing more"]),
-        ("frozen", ["0.bias: [2]", "frozen"]),
-        ("option", ["find_unused=False", "find_unused=True"]),
-    ],
-)
-def test_ranks_that_wrap_different_models_are_told_where(what: str, texts: list[str]) -> None:
-    for outcome in run_failing_ranks(_different, what, nproc=2):
-        assert isinstance(outcome.error, RankDisagreement)
-        assert all(text in str(outcome.error) for text in texts), outcome.error
-        assert len(outcome.error.values) == 2
+DIFFERENT = {
+    "shape": ["1.weight: [2, 2]", "1.weight: [3, 2]"],
+    "fewer": ["1.weight: [2, 2]", "nothing more"],
+    "frozen": ["0.bias: [2]", "frozen"],
+    "option": ["find_unused=False", "find_unused=True"],
+}
 
 
-def _torchs_batchnorm(job: Job) -> None:
-    paceline.ddp(job, nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+def _facts(job: Job) -> dict[str, Any]:
+    facts = {"known": _check(job), "layout": _layout(job), "idle": _idle(job)}
+    facts["compiled"] = _compiled(job)
+    for what in DIFFERENT:
+        with pytest.raises(RankDisagreement) as raised:
+            _different(job, what)
+        assert len(raised.value.values) == 2
+        facts[what] = str(raised.value)
+    with pytest.raises(ConfigError, match="sync_batchnorm"):
+        paceline.ddp(job, nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+    with pytest.raises(GradientError) as unreached:
+        _unreached(job)
+    assert len(unreached.value.parameters) == 8
+    assert _unused(job, (1,), False, {"find_unused": True}) == "both steps were done"
+    return facts
 
 
-def test_torchs_batchnorm_on_cpu_is_refused_with_the_cure() -> None:
-    for outcome in run_failing_ranks(_torchs_batchnorm, nproc=2):
-        assert isinstance(outcome.error, ConfigError)
-        assert "paceline.sync_batchnorm" in str(outcome.error)
+def test_wrong_models_are_named_and_the_layout_is_that_of_a_real_backward() -> None:
+    for found in run_ranks(_facts, nproc=2):
+        facts = found["known"]
+        assert facts["sound"] is None
+        assert facts["unfrozen"] == ["heads.2.bias"]
+        assert facts["frozen"] == ["heads.1.weight"]
+        assert facts["added"] == ["extra.weight"]
+        only = "a parameter of shape [1, 2] that is in the optimizer only"
+        assert facts["optimizer only"] == [only]
+        assert facts["not wrapped"] == ["weight", "bias"]
+        assert facts["two models"] == [None, None]
+        assert facts["torch's DDP"] == ["1.bias"]
+        assert facts["torch's DDP, sound"] is None
+        for ours, torchs in [found["layout"]]:
+            assert len(ours) > 2
+            assert ours == torchs
+        (line,) = found["idle"]
+        assert line.startswith("no optimizer owns 1.weight, 1.bias")
+        assert found["compiled"] == [True, True, False, True]
+        for what, texts in DIFFERENT.items():
+            assert all(text in found[what] for text in texts), found[what]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.errors import ConfigError, Desync
 from paceline.testing import run_failing_ranks, run_ranks
-from paceline.training.desync import _FIRST_STEPS, _MAX_TIME_SHARE, _sum
+from paceline.training.desync import _sum, interval
 
 
 def _training(job: Any, **options: Any) -> Any:
@@ -70,42 +69,42 @@ def _errors(nproc: int, tamper: dict[str, Any], **options: Any) -> list[Desync]:
     return errors  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("nproc", "rank"), [(3, 2), (4, 1)])
-def test_a_bit_on_one_rank_is_found_by_majority(nproc: int, rank: int) -> None:
-    tamper = {"step": 5, "ranks": [rank], "what": "weight"}
-    for error in _errors(nproc, tamper, desync_every=2):
-        assert (error.parameter, error.ranks, error.since, error.step) == ("2.weight", [rank], 4, 6)
-        assert str(error).startswith(
-            f"rank {rank} of {nproc} holds other values than the rest of 2.weight: replicas"
-        )
+ALL = ["buffers", "rng"]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "ranks", "what", "name", "majority"),
+    [
+        (3, [2], "weight", "2.weight", True),
+        (4, [1], "weight", "2.weight", True),
+        (4, [0, 3], "weight", "2.weight", False),
+        (2, [1], "weight", "2.weight", False),
+        (3, [0], "exp_avg_sq", "exp_avg_sq of 2.weight", True),
+        (2, [1], "buffer", "buffer 1.seen", False),
+        (3, [1], "numpy.random", "the state of numpy.random", True),
+        (4, [1], "random", "the state of random", True),
+    ],
+)
+def test_a_changed_bit_is_found_and_named(
+    nproc: int, ranks: list[int], what: str, name: str, majority: bool
+) -> None:
+    tamper = {"step": 5, "ranks": ranks, "what": what}
+    also = [] if what in ("weight", "exp_avg_sq") else ALL
+    outcomes = run_failing_ranks(
+        _drift, tamper, {"desync_every": 2, "desync_also": also}, nproc=nproc
+    )
+    for error in [outcome.error for outcome in outcomes]:
+        assert isinstance(error, Desync)
+        named = ranks if majority else None
+        assert (error.parameter, error.ranks, error.since, error.step) == (name, named, 4, 6)
+        start = f"ranks hold different values of {name}: replicas"
+        if majority:
+            start = (
+                f"rank {ranks[0]} of {nproc} holds other values than the rest of {name}: replicas"
+            )
+        assert str(error).startswith(start)
         assert "all were equal after step 4" in str(error)
         assert error.exit_code == 70
-
-
-def test_two_of_four_ranks_are_no_majority() -> None:
-    error = _errors(4, {"step": 3, "ranks": [0, 3], "what": "weight"}, desync_every=1)[0]
-    assert (error.parameter, error.ranks) == ("2.weight", None)
-    assert str(error).startswith("ranks hold different values of 2.weight: replicas")
-
-
-def test_two_ranks_differ_and_nobody_can_say_who_is_right() -> None:
-    error = _errors(2, {"step": 3, "ranks": [1], "what": "weight"}, desync_every=4)[1]
-    assert (error.parameter, error.ranks, error.since, error.step) == ("2.weight", None, 0, 4)
-
-
-def test_optimizer_state_is_compared_too() -> None:
-    error = _errors(3, {"step": 3, "ranks": [0], "what": "exp_avg_sq"}, desync_every=3)[2]
-    assert (error.parameter, error.ranks) == ("exp_avg_sq of 2.weight", [0])
-
-
-@pytest.mark.parametrize(("nproc", "what"), [(2, "buffer"), (3, "numpy.random"), (4, "random")])
-def test_what_else_was_asked_for_is_compared_too(nproc: int, what: str) -> None:
-    tamper = {"step": 3, "ranks": [1], "what": what}
-    for error in _errors(nproc, tamper, desync_every=2, desync_also=["buffers", "rng"]):
-        name = "buffer 1.seen" if what == "buffer" else f"the state of {what}"
-        ranks = [1] if nproc > 2 else None
-        assert (error.parameter, error.ranks, error.since, error.step) == (name, ranks, 2, 4)
-        assert error.differing == [name]
 
 
 def _drift_before_a_save(job: Any, folder: str) -> None:
@@ -123,71 +122,55 @@ def test_what_has_drifted_is_not_saved(tmp_path: Path) -> None:
     assert saved == ["step-2"]
 
 
-def _off(job: Any, every: int) -> int:
-    training = _training(job, desync_every=every)
+def _sound(job: Any) -> list[tuple[int, int]]:
+    """The last step compared and the next one due, of trainings in which no comparison must fail."""
+    buffer = {"step": 3, "ranks": [1], "what": "buffer"}
+    cases: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+        ({"desync_every": 1}, None),
+        ({"desync_every": 1, "reproducible": True}, None),
+        ({"desync_every": 1, "desync_also": ALL}, None),
+        ({"desync_every": 1}, buffer),  # buffers are compared on request only
+        ({}, None),
+    ]
+    found = []
+    for options, tamper in cases:
+        replicas = _train(job, _training(job, **options), 12, tamper)._replicas
+        found.append((replicas._equal, replicas._due))
     # If 0 were taken for None, the first comparison would be due in step 10.
-    _train(job, training, 12, {"step": 10, "ranks": [1], "what": "weight"})
-    return int(training.number)
+    off = _training(job, desync_every=0)
+    _train(job, off, 12, {"step": 10, "ranks": [1], "what": "weight"})
+    assert off.number == 12
+    return found
 
 
-def test_zero_never_compares() -> None:
-    assert run_ranks(_off, 0, nproc=2) == [12, 12]
+@pytest.mark.parametrize("nproc", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_equal_replicas_and_what_was_not_requested_pass(nproc: int) -> None:
+    ranks = run_ranks(_sound, nproc=nproc)
+    assert ranks == [ranks[0]] * nproc
+    assert ranks[0][:4] == [(12, 13)] * 4
+    assert ranks[0][4][0] == 10  # the first comparison measures the cost
+    assert ranks[0][4][1] >= 20
 
 
-def _sound(job: Any, options: dict[str, Any], tamper: dict[str, Any] | None = None) -> Any:
-    training = _train(job, _training(job, **options), 12, tamper)
-    replicas = training._replicas
-    return replicas._equal, replicas._due, replicas._cost_s
+def test_the_interval_limits_the_share_of_time() -> None:
+    assert interval(1_000_000, 1_000_000) == 200  # 0.5 % of the time
+    assert interval(1_000, 1_000_000) == 10
+    assert interval(1_000, 0) == 200_000
 
 
-@pytest.mark.parametrize("nproc", [2, 3, 4])
-@pytest.mark.parametrize("options", [{}, {"reproducible": True}], ids=json.dumps)
-def test_sound_replicas_are_left_in_peace(nproc: int, options: dict[str, Any]) -> None:
-    found = run_ranks(_sound, options | {"desync_every": 1}, nproc=nproc)
-    assert [each[:2] for each in found] == [(12, 13)] * nproc
-
-
-_SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=_SLOW), pytest.param(4, marks=_SLOW)])
-def test_generators_stay_equal_though_ranks_hold_other_samples(nproc: int) -> None:
-    options = {"desync_every": 1, "desync_also": ["buffers", "rng"]}
-    assert [each[:2] for each in run_ranks(_sound, options, nproc=nproc)] == [(12, 13)] * nproc
-
-
-def test_what_was_not_asked_for_may_differ() -> None:
-    tamper = {"step": 3, "ranks": [1], "what": "buffer"}
-    found = run_ranks(_sound, {"desync_every": 1}, tamper, nproc=2)
-    assert [each[:2] for each in found] == [(12, 13)] * 2
-
-
-def test_the_first_comparison_sets_the_next_interval() -> None:
-    found = run_ranks(_sound, {}, nproc=2)
-    (equal, due, cost_s), (other_equal, other_due, _) = found
-    assert (equal, due) == (other_equal, other_due)
-    assert equal == _FIRST_STEPS
-    # These steps take milliseconds, and a comparison at least tens of microseconds.
-    assert due - equal >= _FIRST_STEPS
-    assert 0 < cost_s < 10
-    assert 0 < _MAX_TIME_SHARE <= 0.005
-
-
-def _alone(job: Any) -> int:
-    return int(_train(job, _training(job, desync_every=1), 3).number)
-
-
-def test_one_process_has_nothing_to_compare() -> None:
-    assert run_ranks(_alone, nproc=1) == [3]
-
-
-def _bad(job: Any, every: Any, also: Any = ()) -> str:
-    with pytest.raises(ConfigError) as error:
-        _training(job, desync_every=every, desync_also=also)
-    return str(error.value)
-
-
-def _by_trainer(job: Any) -> str:
+def test_settings_are_checked() -> None:
+    cases: list[tuple[Any, Any, str]] = [
+        (-1, (), "desync_every"),
+        (True, (), "desync_every"),
+        (1, "rng", "may hold"),
+        (1, ["gradients"], r"got \['gradients'\]"),
+        (0, ["rng"], "has no effect with desync_every=0"),
+    ]
+    with paceline.join() as job:
+        for every, also, text in cases:
+            with pytest.raises(ConfigError, match=text):
+                _training(job, desync_every=every, desync_also=also)
+        assert _train(job, _training(job, desync_every=1), 3).number == 3  # nothing to compare
     trainer = paceline.Trainer(
         nn.Linear(4, 3),
         F.cross_entropy,
@@ -196,30 +179,8 @@ def _by_trainer(job: Any) -> str:
         global_batch=4,
         desync_every=-1,
     )
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match="desync_every"):
         trainer.fit(epochs=1)
-    return str(error.value)
-
-
-def test_trainer_hands_it_on() -> None:
-    assert "desync_every" in run_ranks(_by_trainer, nproc=1)[0]
-
-
-@pytest.mark.parametrize("every", [-1, True])
-def test_a_number_of_steps_is_asked_for(every: Any) -> None:
-    assert "desync_every" in run_ranks(_bad, every, nproc=1)[0]
-
-
-@pytest.mark.parametrize(
-    ("every", "also", "said"),
-    [
-        (1, "rng", "may hold"),
-        (1, ["gradients"], "got ['gradients']"),
-        (0, ["rng"], "has no effect with desync_every=0"),
-    ],
-)
-def test_what_else_is_checked(every: int, also: Any, said: str) -> None:
-    assert said in run_ranks(_bad, every, also, nproc=1)[0]
 
 
 @pytest.mark.parametrize(

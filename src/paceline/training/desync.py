@@ -97,8 +97,7 @@ class Replicas:
         every = self._every
         if every is None:
             # From the measurements of all ranks, so that all ranks compute the same interval.
-            cost_ns, step_ns = max(row[1] for row in rows), min(row[2] for row in rows)
-            every = max(_FIRST_STEPS, math.ceil(cost_ns / (_MAX_TIME_SHARE * max(step_ns, 1))))
+            every = interval(max(row[1] for row in rows), min(row[2] for row in rows))
         self._equal, self._due = step, step + every
         self._compared_at_s = time.perf_counter()
         self._cost_s = self._compared_at_s - began
@@ -164,6 +163,11 @@ class Replicas:
             step=step,
             since=since,
         )
+
+
+def interval(cost_ns: int, step_ns: int) -> int:
+    """The number of steps from a comparison to the next, so that comparisons take their share of time."""
+    return max(_FIRST_STEPS, math.ceil(cost_ns / (_MAX_TIME_SHARE * max(step_ns, 1))))
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
