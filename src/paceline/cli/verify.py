@@ -48,6 +48,9 @@ def main(argv: Sequence[str]) -> int:
     except Refused as refused:
         _print_refusal(refused, as_json=given.json)
         return _REFUSED
+    except ConfigError as error:
+        print(f"paceline verify: {error}", file=sys.stderr)
+        return _USAGE_ERROR
     except KeyboardInterrupt:
         return 130
     if given.json:

@@ -29,6 +29,9 @@ from paceline.job.job import Job
 # One micro-batch: seed, epoch, first place, end place (exclusive).
 Task = tuple[int, int, int, int]
 
+# Small rows of a dataset's tensors are read for several micro-batches in one call, up to this size.
+_READ_BYTES = 1 << 18
+
 
 class Loader(ABC):
     """Gives the steps of a training on this rank.
@@ -86,6 +89,11 @@ class LocalLoader(Loader):
         self._ids_device = samples.ids_device
         self._moves = job.device.type != "cpu" and self._ids_device.type == "cpu"
         self._pins = self._moves and job.device.type == "cuda"
+        row_bytes = sum(t[:1].numel() * t.element_size() for t in samples.tensors or ())
+        self._rows_per_read = 0 if self._moves else _READ_BYTES // max(row_bytes, 1)
+        self._read_ids: torch.Tensor | None = None
+        self._read_begin = self._read_end = 0
+        self._read_rows: list[torch.Tensor] = []
 
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         """The steps from `position` to the end of epoch `epochs - 1`."""
@@ -121,14 +129,29 @@ class LocalLoader(Loader):
         for start in range(begin, end, size):
             number -= 1
             stop = min(start + size, end)
-            own = ids[start:stop]
-            batch = self._read(seed, epoch, own)
-            self.record_delivered(own)
+            if self._samples.tensors is not None and stop - start < self._rows_per_read:
+                batch = self._rows(seed, epoch, ids, start, stop)
+            else:
+                batch = self._read(seed, epoch, ids[start:stop])
+            if self.coverage is not None:
+                self.record_delivered(ids[start:stop])
             yield MicroBatch(batch, stop - start, start + shift, number == 0, False)
         while number:
             number -= 1
             ghost = torch.from_numpy(look_up(order, np.array([offset]))).to(self._ids_device)
             yield MicroBatch(self._read(seed, epoch, ghost), 1, offset, number == 0, True)
+
+    def _rows(
+        self, seed: int, epoch: int, ids: torch.Tensor, begin: int, end: int
+    ) -> list[torch.Tensor]:
+        """The rows of `ids[begin:end]` in each tensor of the dataset, read together with later rows."""
+        if self._read_ids is not ids or begin < self._read_begin or end > self._read_end:
+            self._read_ids, self._read_begin = ids, begin
+            self._read_end = min(begin + self._rows_per_read, len(ids))
+            self._read_rows = self._samples.read(seed, epoch, ids[begin : self._read_end])
+        begin, end = begin - self._read_begin, end - self._read_begin
+        # `.data`: a change of one batch in place must not count as a change of the other batches.
+        return [rows.data[begin:end] for rows in self._read_rows]
 
     def _read(self, seed: int, epoch: int, ids: torch.Tensor) -> Any:
         batch = self._samples.read(seed, epoch, ids, pin=self._pins)

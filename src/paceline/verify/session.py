@@ -20,6 +20,7 @@ from paceline.audit import evidence
 from paceline.audit.audit import AuditResult, audit
 from paceline.audit.evidence import Run, RunPlan
 from paceline.audit.refusals import refuse, refuse_early_exit
+from paceline.errors import ConfigError
 from paceline.verify.compare import compare
 
 SOUND, FAULT, FAILED = 0, 1, 3
@@ -69,6 +70,7 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
 
     Raises:
         Refused: the script itself failed.
+        ConfigError: an option has no effect on this script.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name)
@@ -84,9 +86,20 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
         if solo.ranks[0].of("training"):
             result = _compare(options, solo, counts, run, folder)
         else:
+            _refuse_comparison_options(options)
             audits = [audit(solo, count, run, folder, options.steps) for count in counts]
             result = _result_of_audits(options, audits)
         return _with_compile_note(result, solo)
+
+
+def _refuse_comparison_options(options: VerifyOptions) -> None:
+    for name, is_given in (("--bitwise", options.bitwise), ("--rtol", options.rtol is not None)):
+        if is_given:
+            raise ConfigError(
+                f"{name} has no effect on a script that does not use paceline.",
+                why="such a script is audited; its runs are not compared with each other.",
+                fix=f"leave {name} out.",
+            )
 
 
 def _compare(
