@@ -44,7 +44,7 @@ def _train(job: Job, ours: bool, steps: range, state: State | None) -> tuple[str
     return digest(net.state_dict()), net.state_dict()
 
 
-@pytest.mark.parametrize("nproc", [3, 4])
+@pytest.mark.parametrize("nproc", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_a_resumed_run_ends_bit_equal_to_a_straight_one(nproc: int) -> None:
     straight = run_ranks(_train, True, range(10), None, nproc=nproc)
     half = run_ranks(_train, True, range(5), None, nproc=nproc)
@@ -52,6 +52,7 @@ def test_a_resumed_run_ends_bit_equal_to_a_straight_one(nproc: int) -> None:
     assert len({rank[0] for rank in straight + resumed}) == 1
 
 
+@pytest.mark.slow
 def test_torchs_own_ddp_does_not() -> None:
     """The reason for the early layout; when this fails, torch may no longer need it."""
     straight = run_ranks(_train, False, range(10), None, nproc=3)
@@ -162,7 +163,7 @@ class Heads(nn.Module):
 Gradients = dict[str, torch.Tensor | None]
 
 
-def _few_samples(job: Job, options: dict[str, bool], heads: tuple[int, ...]) -> list[Gradients]:
+def _few_samples(job: Job, options: dict[str, Any], heads: tuple[int, ...]) -> list[Gradients]:
     """The gradients of three steps of one sample each, so that all ranks but one have none."""
     model = paceline.ddp(job, Heads(), **options)
     net = paceline.unwrap(model)
@@ -183,15 +184,25 @@ def _few_samples(job: Job, options: dict[str, bool], heads: tuple[int, ...]) -> 
     return steps
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused": True}, {"static_graph": True}], ids=str)
-def test_ranks_without_samples_take_part(options: dict[str, bool]) -> None:
-    heads = (0, 2) if "find_unused" in options else (0, 1, 2)
-    want = run_ranks(_few_samples, options, heads, nproc=1)[0]
-    for got in run_ranks(_few_samples, {"bucket_mb": 1.0, **options}, heads, nproc=3):
-        for ours, theirs in zip(got, want, strict=True):
-            for name, gradient in ours.items():
-                assert (gradient is None) == (theirs[name] is None), name
-                torch.testing.assert_close(gradient, theirs[name], msg=name)
+OPTIONS: list[dict[str, Any]] = [{}, {"find_unused": True}, {"static_graph": True}]
+
+
+def _few_samples_each(job: Job) -> list[list[Gradients]]:
+    found = []
+    for options in OPTIONS:
+        heads = (0, 2) if "find_unused" in options else (0, 1, 2)
+        found.append(_few_samples(job, {"bucket_mb": 1.0, **options}, heads))
+    return found
+
+
+def test_ranks_without_samples_take_part() -> None:
+    want = run_ranks(_few_samples_each, nproc=1)[0]
+    for rank in run_ranks(_few_samples_each, nproc=3):
+        for got, steps in zip(rank, want, strict=True):
+            for ours, theirs in zip(got, steps, strict=True):
+                for name, gradient in ours.items():
+                    assert (gradient is None) == (theirs[name] is None), name
+                    torch.testing.assert_close(gradient, theirs[name], msg=name)
 
 
 def _unused(job: Job, on: tuple[int, ...], earlier: bool, options: dict[str, bool]) -> str:

@@ -68,6 +68,16 @@ def sum_tensor(job: Job, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def all_reduce(job: Job, tensor: torch.Tensor) -> torch.Tensor:
+    """Add up the tensors of all data ranks, in place, on the job's device, and return the tensor.
+
+    Collective: all ranks, same order as the job's other collectives.
+    """
+    if job.data.group is not None:
+        _run(job, lambda: dist.all_reduce(tensor, group=job.data.group))
+    return tensor
+
+
 def agree(job: Job, what: str, value: T, *, where: str = "", fix: str = "") -> T:
     """Check that all ranks hold an equal value, and return it.
 

@@ -66,7 +66,6 @@ class Progress:
             self._print()
 
     def end(self) -> None:
-        """Remove the bar; without one, print the last line."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

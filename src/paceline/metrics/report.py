@@ -27,8 +27,6 @@ _OWN_NAMES = ("step", "epoch", "time_s")
 
 
 class Report:
-    """The destinations of one training's metrics."""
-
     def __init__(self, job: Job) -> None:
         self._active = False
         self._is_rank0 = job.rank == 0
@@ -85,7 +83,6 @@ class Report:
             self._progress.begin(step, total)
 
     def note(self, step: int, epoch: int, num_samples: int, values: dict[str, Any]) -> None:
-        """Keep the values of a step until its total loss is known."""
         if not self._active:
             return
         for name, value in values.items():
@@ -98,7 +95,6 @@ class Report:
             self._pending[step] = (epoch, num_samples, values)
 
     def write(self, totals: Sequence[StepTotal]) -> None:
-        """Write the steps whose total losses are known."""
         if not self._active:
             return
         now = time.perf_counter()
@@ -183,7 +179,6 @@ def _number(value: Any, mean: float) -> float | int | str:
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of steps up to `step`, without an incomplete last line."""
     if not path.exists():
         return []
     lines = []

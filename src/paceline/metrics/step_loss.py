@@ -15,8 +15,6 @@ from paceline.job.job import Job
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotal:
-    """The loss of one step over all ranks: sum and count."""
-
     step: int
     loss_sum: float
     count: float

@@ -54,12 +54,10 @@ class Replica(DistributedDataParallel):
         self.default_options = self.bypassed = self.has_hook = False
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Register a hook as in torch, and record that there is one."""
         super().register_comm_hook(state, hook)
         self.has_hook = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
         if self.bypassed:
             return self.module(*inputs, **kwargs)
         averaged: Any = super().forward
@@ -153,7 +151,6 @@ def _no_buffer_broadcast() -> dict[str, Any]:
 
 
 def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
-    """torch's DDP in `model`, compiled or not; None for a plain module."""
     current: nn.Module | None = model
     while current is not None and not isinstance(current, DistributedDataParallel):
         current = compiled_module(current)
@@ -161,7 +158,6 @@ def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def is_ddp(model: nn.Module) -> bool:
-    """Whether `model` is torch's DDP, compiled or not."""
     return find_wrapper(model) is not None
 
 
@@ -320,7 +316,6 @@ class DDPStrategy(Strategy):
             _refuse_unused(self._job, wrapper)
 
     def _refuse_changes(self, optimizer: Optimizer) -> None:
-        """Check again if parameters were added, frozen or unfrozen since the last step."""
         parameters = _owned(optimizer)
         shape = (len(parameters), sum(p.grad is not None for p in parameters))
         if shape != self._shapes.get(id(optimizer)):
@@ -367,7 +362,6 @@ def check_parameters(job: Job, model: nn.Module, optimizers: Sequence[Optimizer]
 
 
 def _handled_parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters that DDP reduces, and those that the user set it to ignore."""
     ignored = wrapper.parameters_to_ignore
     ignored_parameters = [p for name, p in wrapper.module.named_parameters() if name in ignored]
     return [p for _, p in known_parameters(wrapper)] + ignored_parameters
@@ -414,7 +408,6 @@ def _refuse_unused(job: Job, wrapper: DistributedDataParallel) -> None:
 
 
 def unused_error(job: Job, wrapper: DistributedDataParallel, names: list[str]) -> GradientError:
-    """The error for parameters that the step's last backward did not reach."""
     if names:
         what = f"no gradient reached {listed(names)}"
     else:

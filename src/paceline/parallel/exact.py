@@ -29,6 +29,7 @@ from paceline import torch_private
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import ConfigError
+from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
@@ -47,8 +48,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class ExactStrategy(DDPStrategy):
-    """Sums gradients of micro-batches exactly, over any number of ranks."""
-
     reduces_in_backward = False
     repeats_steps = True
     is_reproducible = True
@@ -142,10 +141,9 @@ class ExactStrategy(DDPStrategy):
     def _fold(self) -> None:
         if not self._folds:
             return
-        packed = torch.cat([fold.table.reshape(-1) for fold in self._folds])
-        if self._job.data.group is not None:
-            # Each row is nonzero on one rank only, so this sum is exact.
-            dist.all_reduce(packed, group=self._job.data.group)
+        # Each row is nonzero on one rank only, so this sum is exact.
+        tables = torch.cat([fold.table.reshape(-1) for fold in self._folds])
+        packed = collectives.all_reduce(self._job, tables)
         parts = torch.split(packed, [fold.table.numel() for fold in self._folds])
         for fold, part in zip(self._folds, parts, strict=True):
             fold.table.copy_(part.view_as(fold.table))
@@ -221,7 +219,6 @@ class ExactSum:
         self.begin()
 
     def begin(self) -> None:
-        """Start a step, or its repetition."""
         self._is_unset = [True] * len(self._parameters)
         self._seen_exponents = [_UNKNOWN] * len(self._parameters)
 
@@ -299,7 +296,6 @@ class ExactSum:
         self.exponents = next_exponents(self._seen_exponents, self.exponents)
 
     def _exchanged(self) -> torch.Tensor:
-        """The sums of all ranks over this rank's shard."""
         job, size = self._job, self._shard
         if self._sums.device.type != "cpu":
             own = torch.empty(size, dtype=torch.int64, device=self._sums.device)
@@ -314,7 +310,6 @@ class ExactSum:
         return shards[0]
 
     def _to_floats(self, own: torch.Tensor, mine: torch.Tensor, *, first: int) -> None:
-        """Convert the sums of a shard, which starts at element `first`, to gradients."""
         assert self.exponents is not None
         offset = 0
         for p, exponent in zip(self._parameters, self.exponents, strict=True):
@@ -397,9 +392,4 @@ class _BatchNormFold:
         self._saved = []
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        mean, var = self.layer.running_mean, self.layer.running_var
-        count = self.layer.num_batches_tracked
-        assert mean is not None
-        assert var is not None
-        assert count is not None
-        return mean, var, count
+        return self.layer.running_mean, self.layer.running_var, self.layer.num_batches_tracked

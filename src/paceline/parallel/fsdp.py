@@ -87,7 +87,6 @@ def fsdp(job: Job, module: nn.Module, *, blocks: Blocks) -> nn.Module:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the parameters of `model` are sharded by FSDP2, compiled or not."""
     return isinstance(unwrap(model), FSDPModule)
 
 

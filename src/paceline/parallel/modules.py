@@ -33,7 +33,6 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def compiled_module(model: nn.Module) -> nn.Module | None:
-    """The module inside the wrapper of `torch.compile`; None for any other module."""
     return dict(model.named_children()).get("_orig_mod")
 
 

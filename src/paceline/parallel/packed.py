@@ -11,13 +11,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import ConfigError, GradientError
+from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel.ddp import DDPStrategy, Replica, known_parameters, unused_error
 from paceline.shm.group import ShmGroup
@@ -76,12 +76,9 @@ class PackedStrategy(DDPStrategy):
                     where=self._job.where(),
                     fix="call register_comm_hook before training.steps(...).",
                 )
-        try:
-            for pack in self._packs:
-                dist.all_reduce(pack.copy_in(), group=self._job.data.group)
-                pack.copy_out()
-        except RuntimeError as error:
-            self._job.reraise(error)
+        for pack in self._packs:
+            collectives.all_reduce(self._job, pack.copy_in())
+            pack.copy_out()
 
 
 def _is_plain(wrapper: Any) -> bool:
@@ -91,8 +88,6 @@ def _is_plain(wrapper: Any) -> bool:
 
 
 class _Pack:
-    """The parameters of one dtype, and the flat tensor in which their gradients are summed."""
-
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from paceline import log
 from paceline.errors import ConfigError, StepError, listed
+from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel.modules import unwrap
 
@@ -176,7 +177,6 @@ class _Statistics:
         return per_channel.to(self.type).view(self.shape)
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Shape (N, C, ...) -> (C,), wide."""
         return tensor.sum(self.dims).to(self.wide)
 
 
@@ -242,23 +242,14 @@ class _Normalise(torch.autograd.Function):
         dbias = sums[0].to(bias.dtype) if needs[2] else None
         if not needs[0]:
             return None, dweight, dbias, None, None
-        if stats.job.data.group is not None:
-            sums = _summed_over_ranks(stats.job, sums)
+        # A copy, since weight and bias keep the sums of this rank: the strategy adds them up.
+        sums = collectives.all_reduce(stats.job, sums.clone())
         if stats.absent:
             return torch.zeros_like(x), dweight, dbias, None, None
         scale = rstd if weight is None else rstd * weight.to(stats.wide)
         dx = torch.addcmul(stats.shaped(-scale * sums[0] / stats.count), dy, stats.shaped(scale))
         dx.addcmul_(xc, stats.shaped(-scale * rstd**2 * sums[1] / stats.count))
         return dx.to(x.dtype), dweight, dbias, None, None
-
-
-def _summed_over_ranks(job: Job, sums: torch.Tensor) -> torch.Tensor:
-    total = sums.clone()  # weight and bias keep the sums of this rank; DDP adds them up
-    try:
-        dist.all_reduce(total, group=job.data.group)
-    except RuntimeError as error:
-        job.reraise(error)
-    return total
 
 
 def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
@@ -307,7 +298,6 @@ def _convert(layer: nn.Module, link: _Link) -> None:
 
 
 def batchnorms(model: nn.Module) -> list[Any]:
-    """All BatchNorm layers of a model, wrapped or not, synchronised or not."""
     return [layer for layer in model.modules() if isinstance(layer, _KINDS)]
 
 

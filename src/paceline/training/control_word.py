@@ -34,8 +34,6 @@ _MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """The content of a control word, equal on all ranks."""
-
     stop: bool
     save: bool
     save_failed: bool
@@ -83,7 +81,6 @@ class Control:
         self._began = time.perf_counter()
 
     def request_stop(self) -> None:
-        """Request that all ranks stop; one rank is enough."""
         self._stop = True
 
     def end_step(

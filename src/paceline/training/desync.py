@@ -103,7 +103,6 @@ class Replicas:
         self._cost_s = self._compared_at_s - began
 
     def _digests(self) -> dict[str, int]:
-        """A number for each compared tensor or generator, by its name."""
         found: dict[str, torch.Tensor] = {}
         for number, model in enumerate(self._models):
             prefix = f"models.{number}." if len(self._models) > 1 else ""

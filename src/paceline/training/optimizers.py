@@ -38,7 +38,6 @@ class TrainedOptimizer:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The parameters by their names in the unwrapped models."""
         owned = {id(p) for p in self.parameters}
         return [
             (name, p)
@@ -48,7 +47,6 @@ class TrainedOptimizer:
         ]
 
     def clear_gradients(self) -> None:
-        """Set the gradients to None."""
         if type(self.optimizer).zero_grad is not Optimizer.zero_grad:
             self.optimizer.zero_grad()
             return

@@ -25,7 +25,7 @@ class Precision:
 
     Attributes:
         name: The format in use.
-        scaler: Scales the loss in fp16; None in the other formats.
+        scaler: Scales the loss in fp16; it is disabled in the other formats.
     """
 
     def __init__(self, name: str, job: Job, *, reproducible: bool) -> None:
@@ -44,10 +44,9 @@ class Precision:
             if job.rank == 0:
                 log.logger.info("precision: %s.", name)
         self.name = name
-        self.scaler = torch.amp.GradScaler(job.device.type) if name == "fp16" else None
-        if self.scaler is not None:
-            # The first `scale` creates the scaler's tensors; `update` needs them on every rank.
-            self.scaler.scale(torch.zeros((), device=job.device))
+        self.scaler = torch.amp.GradScaler(job.device.type, enabled=name == "fp16")
+        # The first `scale` creates the scaler's tensors; `update` needs them on every rank.
+        self.scaler.scale(torch.zeros((), device=job.device))
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
         self._autocast = (
             torch.autocast(job.device.type, dtype=dtypes[name]) if name in dtypes else None
@@ -55,7 +54,6 @@ class Precision:
         self._inside = False
 
     def enter(self) -> None:
-        """Begin a forward."""
         if self._autocast is not None and not self._inside:
             self._autocast.__enter__()  # type: ignore[no-untyped-call] # untyped in torch
             self._inside = True
@@ -66,37 +64,17 @@ class Precision:
             self._inside = False
             self._autocast.__exit__(None, None, None)
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale; the loss itself if there is no scaler."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the loss scale. The scaler remembers whether one was not finite."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer, unless the scaler found NaN or infinity in its gradients."""
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            self.scaler.step(optimizer)
-
     def end_step(self) -> bool:
         """Adapt the loss scale after all optimizers; False if the step was skipped."""
-        if self.scaler is None:
+        if not self.scaler.is_enabled():
             return True
         before = self.scaler.get_scale()
         self.scaler.update()
         return self.scaler.get_scale() >= before
 
-    def state_dict(self) -> dict[str, Any]:
-        """The loss scale and its history; empty without a scaler."""
-        return {} if self.scaler is None else self.scaler.state_dict()
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a loss scale. The state of a training in another format is ignored."""
-        if self.scaler is not None and "scale" in state:
+        if "scale" in state:
             self.scaler.load_state_dict(state)
 
 

@@ -172,7 +172,6 @@ def _without_compiled(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameter_names(models: Models) -> dict[int, tuple[str, torch.Tensor]]:
-    """The name of each parameter, by its id."""
     names: dict[int, tuple[str, torch.Tensor]] = {}
     for number, model in enumerate(models):
         model = unwrap(model)
@@ -185,7 +184,6 @@ def _parameter_names(models: Models) -> dict[int, tuple[str, torch.Tensor]]:
 def _group_names(
     optimizer: torch.optim.Optimizer, names: dict[int, tuple[str, torch.Tensor]]
 ) -> list[list[str]]:
-    """The names of an optimizer's parameters, for each group."""
     groups, count = [], 0
     for group in optimizer.param_groups:
         found = []

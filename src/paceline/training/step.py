@@ -61,7 +61,7 @@ class StepContext:
         if self._weight is None or key != self._weight_for:
             # With a loss scale `update` multiplies by the strategy's divisor instead. Here it would make
             # fp16 gradients larger by the number of ranks, so that they overflow on many ranks.
-            undo = 1 if self.precision.scaler is not None else self.strategy.divisor
+            undo = 1 if self.precision.scaler.is_enabled() else self.strategy.divisor
             self._weight = torch.tensor(undo / number, dtype=loss.dtype, device=loss.device)
             self._weight_for = key
         return self._weight
@@ -241,7 +241,7 @@ class Step:
             raise self._wrong_backward(tally)
         tally.is_owed = False
         tally.backwards += 1
-        scaled = context.precision.scaled(loss)
+        scaled = context.precision.scaler.scale(loss)
         if micro.is_ghost:
             start = torch.zeros_like(scaled)
         else:
@@ -292,7 +292,7 @@ class Step:
                 fix="leave clip_norm out to train without clipping.",
             )
         context.strategy.finish(trained.optimizer)
-        context.precision.unscale(trained.optimizer)
+        context.precision.scaler.unscale_(trained.optimizer)
         factor = self._factor(tally)
         if factor is not None or clip_norm is not None:
             gradients = [p.grad for p in trained.parameters if p.grad is not None]
@@ -302,7 +302,7 @@ class Step:
             if self.grad_norm is not None:
                 self._refuse_non_finite(self.grad_norm, trained)
         context.before_update()
-        context.precision.step(trained.optimizer)
+        context.precision.scaler.step(trained.optimizer)
         tally.is_updated = True
         self._left -= 1
         if not self._left:
@@ -330,7 +330,7 @@ class Step:
             factor = weight.token_factor(
                 total, tally.trained.token_divisor, self._where, self.number
             )
-        if context.precision.scaler is not None and context.strategy.divisor != 1:
+        if context.precision.scaler.is_enabled() and context.strategy.divisor != 1:
             undo = torch.tensor(float(context.strategy.divisor), device=context.job.device)
             factor = undo if factor is None else factor * undo
         return factor
@@ -338,7 +338,7 @@ class Step:
     def _refuse_non_finite(self, norm: torch.Tensor, trained: TrainedOptimizer) -> None:
         # On a GPU the check would wait for the device. There the control word reports the next step's loss,
         # which is NaN. With a loss scale the scaler skips such a step.
-        if self._context.precision.scaler is not None or norm.device.type != "cpu":
+        if self._context.precision.scaler.is_enabled() or norm.device.type != "cpu":
             return
         if math.isfinite(norm.item()):
             return
@@ -395,7 +395,6 @@ class Step:
         return not self._left
 
     def _local_loss(self) -> tuple[torch.Tensor | None, Any]:
-        """This rank's loss sum and count, of the first optimizer."""
         return self._tallies[0].loss, self._tallies[0].count
 
     def _tally(self, optimizer: torch.optim.Optimizer | None) -> _Tally:
@@ -417,7 +416,6 @@ class Step:
         )
 
     def _unfinished(self, tally: _Tally) -> StepError:
-        """The error for an `update` that comes too early, or twice."""
         planned = self._planned.num_micro_batches
         what = f"{planned} micro-batches, but {tally.backwards} calls of `step.backward`."
         why, fix = "", "call step.backward(loss, count=...) for each micro-batch."

@@ -312,7 +312,6 @@ def _summing(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _numbers(evaluation: Evaluation) -> dict[str, float]:
-    """The results that are single numbers, by their names in the log."""
     return {
         f"validation_{name}": float(value)
         for name, value in evaluation.values.items()

@@ -16,7 +16,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -118,7 +118,8 @@ class Training:
         desync_also: Collection[str] = (),
     ) -> None:
         job.refuse_if_left()
-        weight.check_count_kind(count)
+        if count not in get_args(weight.Count):
+            raise ConfigError(f'count must be "samples" or "tokens", got {count!r}.')
         self.job = job
         self.batches = batches
         self.models = [model] if isinstance(model, nn.Module) else list(model)
@@ -271,7 +272,7 @@ class Training:
                 t.schedule.state_dict() if t.schedule else {} for t in context.optimizers
             ],
             "divisors": [trained.token_divisor for trained in context.optimizers],
-            "scaler": context.precision.state_dict(),
+            "scaler": context.precision.scaler.state_dict(),
             "strategy": context.strategy.state_dict(),
             "kept": {name: thing.state_dict() for name, thing in self._kept.items()},
         }

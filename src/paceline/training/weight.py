@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from paceline import torch_private
-from paceline.errors import ConfigError, CountError, LossError
+from paceline.errors import CountError, LossError
+from paceline.job import collectives
 from paceline.job.job import Job
 
 Count = Literal["samples", "tokens"]
@@ -25,12 +25,6 @@ Count = Literal["samples", "tokens"]
 # Reductions as torch's loss functions save them for backward (`_saved_reduction`).
 _MEAN_REDUCTION = 1
 _NODE = "torch.autograd.graph.Node"
-
-
-def check_count_kind(kind: str) -> None:
-    """Raise ConfigError unless `kind` is a kind of count."""
-    if kind not in get_args(Count):
-        raise ConfigError(f'count must be "samples" or "tokens", got {kind!r}.')
 
 
 def next_token_divisor(total: float) -> float:
@@ -45,13 +39,7 @@ def total_counts(job: Job, counts: Sequence[float | torch.Tensor]) -> torch.Tens
         counts: This rank's, one for each optimizer.
     """
     each = [torch.as_tensor(count, dtype=torch.float64, device=job.device) for count in counts]
-    totals = torch.stack([count.reshape(()) for count in each])
-    if job.data.group is not None:
-        try:
-            dist.all_reduce(totals, group=job.data.group)
-        except RuntimeError as error:
-            job.reraise(error)
-    return totals
+    return collectives.all_reduce(job, torch.stack([count.reshape(()) for count in each]))
 
 
 def token_factor(
