@@ -340,7 +340,7 @@ def test_ranks_that_cannot_share_memory_use_gloo() -> None:
     assert run_ranks(_without_memory, nproc=3) == [["ProcessGroup 3.0"] * 2] * 3
 
 
-CASES = ["shape", "dtype", "operation", "root", "kind"]
+CASES = ["shape", "dtype", "operation", "root", "kind", "reduce", "gather", "scatter", "all to all"]
 
 
 def _disagree(job: Job) -> list[str]:
@@ -358,7 +358,24 @@ def _disagree(job: Job) -> list[str]:
         lambda group: [dist.barrier, lambda group: dist.all_reduce(torch.ones(3), group=group)][
             job.rank
         ](group=group),
+        lambda group: dist.reduce(torch.ones(3 + job.rank), 0, group=group),
+        lambda group: (
+            dist.gather(torch.ones(3), pieces if job.rank == 0 else None, group=group)
+            if job.rank == 0
+            else dist.barrier(group=group)
+        ),
+        lambda group: dist.scatter(
+            torch.ones(3, dtype=[torch.float32, torch.int32][job.rank]),
+            pieces if job.rank == 0 else None,
+            group=group,
+        ),
+        lambda group: (
+            dist.all_to_all_single(torch.ones(2), torch.ones(2), group=group)
+            if job.rank == 0
+            else dist.all_reduce(torch.ones(2), group=group)
+        ),
     ]
+    pieces = [torch.ones(3), torch.ones(3)]
     texts = []
     for group, call in zip(groups, calls, strict=True):
         try:

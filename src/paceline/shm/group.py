@@ -262,13 +262,44 @@ class ShmGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> _Plan:
         return self._collectives.barrier(), []
 
+    # Gloo runs the following. It would not notice that the ranks call different collectives.
+
     @_in_memory
-    def all_to_all_single(self, *args: Any) -> _Plan:
+    def reduce(self, tensors: Any, opts: Any = None) -> _Plan:
+        self._compare("reduce", tensors[0], opts, int(opts.reduceOp.op), opts.rootRank)
         return None
+
+    @_in_memory
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
+        self._compare("gather", inputs[0], opts, root=opts.rootRank)
+        return None
+
+    @_in_memory
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
+        self._compare("scatter", outputs[0], opts, root=opts.rootRank)
+        return None
+
+    @_in_memory
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
+        self._compare("all_to_all", outputs[0], opts)
+        return None
+
+    @_in_memory
+    def all_to_all_single(self, output: Any, *args: Any) -> _Plan:
+        self._compare("all_to_all", output, args[-1])
+        return None
+
+    def _compare(
+        self, kind: str, own: torch.Tensor, opts: Any, op: int = 0, root: int = -1
+    ) -> None:
+        """Raise RankDisagreement on all ranks if they call different collectives."""
+        count = 0 if kind == "all_to_all" else own.numel()
+        collective = self._collectives.compare(kind, own.dtype, count, op=op, root=root)
+        self.queue.submit(collective, [], self._timeout_s, blocking=not opts.asyncOp)
 
     # C++ callers (functional collectives, DTensor) look up these operations by the old or the new name. If
     # they find neither, torch runs Gloo's operation while it holds the interpreter lock, which can deadlock
-    # with a thread of Gloo. For this reason `all_to_all_single` is a method here although Gloo runs it.
+    # with a thread of Gloo.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     _allgather_base = all_gather_single
