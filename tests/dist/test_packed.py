@@ -13,10 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import ConfigError, GradientError, PeerFailed, StepError
+from paceline.errors import ConfigError, GradientError, StepError
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.packed import PackedStrategy
-from paceline.testing import run_failing_ranks, run_ranks
+from paceline.testing import run_ranks
 
 
 class Net(nn.Module):
@@ -44,11 +44,14 @@ def _training(job: Any, model: nn.Module, **options: Any) -> paceline.Training:
     return paceline.Training(job, model, optimizer, batches, **options)
 
 
+def _loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+
 def _run(training: paceline.Training, until: int = 8) -> torch.Tensor:
     model = training.models[0]
     for step in training.steps(until=until):
-        for x, y in step:
-            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+        step.run(lambda batch: _loss(model, batch))
         step.update(clip_norm=1.0)
     return torch.cat([p.detach().reshape(-1).double() for p in model.parameters()])
 
@@ -119,8 +122,7 @@ def _hook_between_steps(job: Any) -> None:
     model: Any = paceline.ddp(job, Net())
     training = _training(job, model)
     for step in training.steps(until=3):
-        for x, y in step:
-            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+        step.run(lambda batch: _loss(model, batch))
         step.update()
         if step.number == 1:
             model.register_comm_hook(job.group, allreduce_hook)
@@ -163,8 +165,7 @@ def _used_once(job: Any) -> torch.Tensor:
     )
     training = paceline.Training(job, model, optimizer, batches)
     for step in training.steps(until=2):
-        for x, y in step:
-            step.backward(F.cross_entropy(model(200 * x), y, reduction="sum"), count=len(y))
+        step.run(lambda batch: _loss(model, (200 * batch[0], batch[1])))
         step.update()
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -185,37 +186,8 @@ def _sparse_gradient(job: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = paceline.Batches(job, _data(), global_batch=6)
     for step in paceline.Training(job, model, optimizer, batches).steps(until=2):
-        for _, y in step:
-            step.backward(model(y).sum(), count=len(y))
+        step.run(lambda batch: model(batch[1]).sum())
         step.update()
-
-
-class Idle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.idle = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
-        return self.used(x) + self.idle(x) if both else self.used(x)
-
-
-def _idle_on_one_rank(job: Any, bucket_mb: float, count: str) -> None:
-    model = paceline.ddp(job, Idle(), bucket_mb=bucket_mb)
-    training = _training(job, model, count=count)
-    for step in training.steps(until=2):
-        for x, y in step:
-            outputs = model(x, both=job.rank != 1)
-            step.backward(F.cross_entropy(outputs, y, reduction="sum"), count=len(y))
-        step.update()
-
-
-@pytest.mark.parametrize(("bucket_mb", "count"), [(25, "tokens"), (1, "samples")])
-def test_a_layer_that_one_rank_does_not_use_is_named(bucket_mb: float, count: str) -> None:
-    outcomes = run_failing_ranks(_idle_on_one_rank, bucket_mb, count, nproc=3)
-    errors = [outcome.error for outcome in outcomes]
-    assert [type(error) for error in errors] == [PeerFailed, GradientError, PeerFailed]
-    assert errors[1].parameters == ["idle.weight", "idle.bias"]
-    assert all("idle.weight" in str(error) for error in errors)
 
 
 def _updated_in_the_loop(job: Any) -> None:

@@ -43,7 +43,6 @@ MAY_DEFER = {
     "__init__.py": "names are resolved when first used",
     "metrics/report.py": "tensorboard is optional",
     "machine.py": "psutil takes 20 ms, and only messages need it",
-    "metrics/monitor.py": "nvidia-ml-py is optional",
     "checkpoint/layout.py": "torch's DCP takes 0.6 s, and only those who save need it",
     "checkpoint/store.py": "fsspec takes 0.1 s, and is needed for URLs alone",
     "checkpoint/export.py": "safetensors is optional",

@@ -6,6 +6,7 @@ rank waits. A line of metrics.jsonl has the step, the epoch, `time_s` since the 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
@@ -143,13 +144,17 @@ class Report:
                     self._board.add_scalar(name, value, line["step"])
 
 
+@functools.cache
+def _has_pynvml() -> bool:
+    return importlib.util.find_spec("pynvml") is not None
+
+
 def _gpu_use(device: torch.device) -> dict[str, float]:
     """Percent of time that the GPU was busy, and GB in use; empty without an NVIDIA GPU and nvidia-ml-py."""
-    if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
+    if device.type != "cuda" or not _has_pynvml():
         return {}
-    busy = float(torch.cuda.utilization(device))
     return {
-        "gpu_busy_percent": busy,
+        "gpu_busy_percent": float(torch.cuda.utilization(device)),
         "gpu_memory_gb": round(torch.cuda.device_memory_used(device) / 1e9, 2),
     }
 
