@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,10 +77,18 @@ def _running(script: Path) -> list[str]:
     return found
 
 
+def break_script(change: Path, folder: Path) -> Path:
+    """A copy of the sound script in `folder`, with the fault that this diff makes."""
+    script = folder / f"{change.stem}.py"
+    shutil.copy(TESTS / "sound" / script.name, script)
+    subprocess.run(["git", "apply", str(change)], cwd=folder, check=True)
+    return script
+
+
 def scripts(kind: str, quick: set[str]) -> list[Any]:
-    """All scripts of a folder as parameters; all but the quick ones are marked slow."""
+    """All scripts (or diffs) of a folder as parameters; all but the quick ones are marked slow."""
     found = []
-    for path in sorted((TESTS / kind).glob("*.py")):
+    for path in sorted((TESTS / kind).iterdir()):
         marks = () if path.stem in quick else (pytest.mark.slow,)
         found.append(pytest.param(path, id=path.stem, marks=marks))
     assert len(found) >= len(quick)
@@ -87,8 +96,9 @@ def scripts(kind: str, quick: set[str]) -> list[Any]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("script", scripts("broken", QUICK))
-def test_the_fault_is_found_and_no_other(script: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", scripts("broken", QUICK))
+def test_the_fault_is_found_and_no_other(change: Path, tmp_path: Path) -> None:
+    script = break_script(change, tmp_path)
     code, facts = audit(script, "1,2", tmp_path)
     faults = [fault for each in facts["audits"] for fault in each["faults"]]
     assert [fault["rule"] for fault in faults] == [RULES[script.name[:2]]], facts
@@ -113,7 +123,9 @@ def test_no_fault_is_found_in_a_sound_script(script: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_faults_at_three_processes(name: str, tmp_path: Path) -> None:
     for kind in ("broken", "sound"):
-        script = sorted((TESTS / kind).glob(f"{name}_*.py"))[0]
+        script = sorted((TESTS / kind).glob(f"{name}_*"))[0]
+        if kind == "broken":
+            script = break_script(script, tmp_path)
         code, facts = audit(script, "3", tmp_path)
         named = [fault["rule"] for each in facts["audits"] for fault in each["faults"]]
         assert named == ([RULES[name]] if kind == "broken" else []), (script, facts)
@@ -122,9 +134,9 @@ def test_faults_at_three_processes(name: str, tmp_path: Path) -> None:
 
 def test_every_fault_has_its_script_and_twin() -> None:
     for name in RULES:
-        broken = {path.name for path in (TESTS / "broken").glob(f"{name}_*.py")}
+        broken = {path.stem for path in (TESTS / "broken").glob(f"{name}_*.diff")}
         assert broken
-        assert broken <= {path.name for path in (TESTS / "sound").glob("*.py")}
+        assert broken <= {path.stem for path in (TESTS / "sound").glob("*.py")}
 
 
 SENTENCES = {
@@ -154,7 +166,8 @@ def test_a_script_that_cannot_be_judged(script: Path, tmp_path: Path) -> None:
 
 
 def test_the_report_as_text(tmp_path: Path) -> None:
-    done = verify(str(TESTS / "broken/05_compiled.py"), folder=tmp_path)
+    script = break_script(TESTS / "broken/05_compiled.diff", tmp_path)
+    done = verify(str(script), folder=tmp_path)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("FAULT  the gradient is 2 times too small"), done.stderr
     assert [line.split(":")[0].strip() for line in lines[1:6]] == [
