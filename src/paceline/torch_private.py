@@ -38,6 +38,7 @@ class PrivateName:
     of_objects: bool = False
 
 
+COMPILER = "torch._dynamo"
 NAMES = (
     # job
     PrivateName(
@@ -192,7 +193,7 @@ NAMES = (
         without="--numa-binding is refused",
     ),
     PrivateName(
-        "torch._dynamo",
+        COMPILER,
         why="ranks that wait for a restart import it early, since the first optimizer imports it",
         since="2.11",
         without="a restarted rank imports less before its script begins",

@@ -23,6 +23,7 @@ def _fail_beside_a_sleeper(job: Job) -> None:
         _stand_about()
 
 
+@pytest.mark.slow
 def test_a_failure_is_raised_rather_than_who_waits_for_it() -> None:
     with pytest.raises(ValueError, match="the cause"):
         paceline.spawn(_fail_beside_a_sleeper, nproc=3, deadline_s=60)
@@ -43,7 +44,8 @@ def _one_sleeps(job: Job, sleeper: int) -> int:
     return job.rank
 
 
-@pytest.mark.parametrize(("nproc", "sleeper"), [pytest.param(1, 0, marks=pytest.mark.slow), (3, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "sleeper"), [(1, 0), (3, 2)])
 def test_a_rank_that_does_not_finish_shows_its_stacks(nproc: int, sleeper: int) -> None:
     with pytest.raises(LaunchFailed, match=r"did not finish within 3 s") as caught:
         paceline.spawn(_one_sleeps, sleeper, nproc=nproc, deadline_s=3)

@@ -44,7 +44,6 @@ with paceline.join(seed=1, timeout_s=30) as job:
                 except OSError:
                     pass
         if job.rank == 0 and step.number == int(os.environ.get("FREE_AT", -1)):
-            time.sleep(2)  # in which the save in the background fails
             os.remove(ballast)
     if job.rank == 0:
         print("trained to", training.number)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Finished, spawn
+from launching import Finished, spawn, unused_port
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 50.0
@@ -141,6 +141,7 @@ def test_two_mpi_jobs_at_once_behind_shells_do_not_mix(tmp_path: Path, kind: str
     assert notices(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_an_address_that_the_user_names(tmp_path: Path, free_port: int) -> None:
     words = mpi("openmpi", 2) + script(tmp_path, FACTS.replace("range(2)", "range(1)"))
     more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
@@ -160,6 +161,7 @@ def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path) -> None:
     assert notices(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_notice_of_a_killed_job_is_passed_over(tmp_path: Path) -> None:
     # Rank 0 is killed while it waits. Its job's key is used again, as a job that is requeued does.
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
@@ -173,7 +175,6 @@ def test_a_notice_of_a_killed_job_is_passed_over(tmp_path: Path) -> None:
     finish(killed)
     assert len(notices(tmp_path)) == 1
     early = launch(words, tmp_path, **ranks[1])
-    time.sleep(1.5)
     late = launch(words, tmp_path, **ranks[0])
     assert (
         lines(finish(early), "slurm") + lines(finish(late), "slurm") == expected("slurm", 2)[::-1]
@@ -189,6 +190,7 @@ def test_an_error_of_one_mpi_rank_ends_all(tmp_path: Path) -> None:
     assert "ValueError: bad sample 17" in done.err
 
 
+@pytest.mark.slow
 def test_torchrun_ends_with_0_though_nobody_left(tmp_path: Path) -> None:
     script(tmp_path, UNLEFT)
     words = [str(BIN / "torchrun"), "--nproc-per-node=2", "--standalone", "script.py"]
@@ -228,14 +230,6 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
 
-def _free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(listener.getsockname()[1]) for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
-
-
 def _find(name: str) -> str:
     found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     if found is None:
@@ -252,7 +246,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("slurm")
     host = socket.gethostname().partition(".")[0]
     (folder / "slurm.conf").write_text(
-        CONFIGURATION.format(host=host, folder=folder, ports=_free_ports(2))
+        CONFIGURATION.format(host=host, folder=folder, ports=[unused_port() for _ in range(2)])
     )
     for name in ("state", "spool"):
         (folder / name).mkdir()
@@ -309,6 +303,7 @@ def test_a_slurm_step(tmp_path: Path, slurm: dict[str, str], words: list[str]) -
     assert notices(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_shell_in_an_allocation_is_one_process(tmp_path: Path, slurm: dict[str, str]) -> None:
     command = " ".join(script(tmp_path, FACTS))
     done = finish(launch(["salloc", "-n", "2", "bash", "-c", command], tmp_path, **slurm))

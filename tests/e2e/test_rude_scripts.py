@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import subprocess
 from pathlib import Path
 
@@ -75,38 +74,6 @@ def test_a_forked_child_is_not_the_rank(tmp_path: Path) -> None:
     assert done.out.count("went on") == 2
     assert done.err.count("OSError: in the child") == 2
     assert "failed" not in done.err
-
-
-DAEMON = """
-import os, sys, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        with open("new", "w") as file:
-            file.write(str(os.getpid()))
-        os.rename("new", "daemon")
-        while not os.path.exists("end"):
-            time.sleep(0.01)
-    os._exit(0)
-while not os.path.exists("daemon"):
-    time.sleep(0.01)
-os._exit(CODE)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_daemon_is_named(tmp_path: Path, code: int) -> None:
-    done = run("", DAEMON.replace("CODE", str(code)), tmp_path, PACELINE_PRELOAD="0")
-    pid = int((tmp_path / "daemon").read_text())
-    fd = os.pidfd_open(pid)  # it is still there
-    (tmp_path / "end").touch()
-    assert select.select([fd], [], [], 10)[0]
-    os.close(fd)
-    assert done.code == code, done
-    said = f"paceline: daemons that the script started are still running, pid {pid}: "
-    assert done.err.splitlines()[-1].startswith(said)
-    assert ("rank 0 of 1 failed: exit code 1" in done.err) == (code == 1)
 
 
 PRINTS = """

@@ -84,41 +84,19 @@ def test_an_error_that_the_script_caught_before_sys_exit_is_named(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        ("try: 1 / 0\nexcept ZeroDivisionError: pass\nsys.exit(5)", 5, "exit code 5"),
-        *(
-            pytest.param(
-                f"try: 1 / 0\nexcept ZeroDivisionError: {end}", *found, marks=pytest.mark.slow
-            )
-            for end, *found in (
-                ("sys.exit(0)", 0, ""),
-                ("raise SystemExit(5) from None", 5, "exit code 5"),
-            )
-        ),
+        ("pass\nsys.exit(5)", 5, "exit code 5"),
+        pytest.param("sys.exit(0)", 0, "", marks=pytest.mark.slow),
+        pytest.param("raise SystemExit(5) from None", 5, "exit code 5", marks=pytest.mark.slow),
     ],
 )
 def test_a_handled_error_is_not_the_cause_of_every_exit(
     tmp_path: Path, text: str, code: int, said: str
 ) -> None:
-    done = run("", f"import sys\n{text}", tmp_path, PACELINE_PRELOAD="0")
+    script = f"import sys\ntry: 1 / 0\nexcept ZeroDivisionError: {text}"
+    done = run("", script, tmp_path, PACELINE_PRELOAD="0")
     assert done.code == code
     assert "ZeroDivisionError" not in done.err
     assert said in done.err
-
-
-def test_equal_errors_of_all_ranks_are_one(tmp_path: Path) -> None:
-    done = run("--nproc-per-node=2", "raise KeyError('x')", tmp_path, PACELINE_PRELOAD="0")
-    # A rank that is slower than the window for failures is stopped and counts as neither.
-    assert re.search(r"ranks? (0 and 1|0|1) of 2 failed: KeyError: 'x'", done.err)
-    assert done.err.count("Traceback") == 1
-    assert done.code == 1
-
-
-def test_a_users_hook_shows_the_error_itself(tmp_path: Path) -> None:
-    script = "import sys\nsys.excepthook = lambda *a: print('my hook', a[1])\nraise OSError('x')"
-    done = run("", script, tmp_path, PACELINE_PRELOAD="0")
-    assert done.out == "my hook x\n"
-    assert "Traceback" not in done.err
-    assert "rank 0 of 1 failed: OSError: x" in done.err
 
 
 ENDS = [
@@ -131,7 +109,7 @@ ENDS = [
 
 @pytest.mark.parametrize(
     ("end", "code", "said"),
-    [*ENDS[2:], *(pytest.param(*end, marks=pytest.mark.slow) for end in ENDS[:2])],
+    [ENDS[2], *(pytest.param(*end, marks=pytest.mark.slow) for end in (ENDS[0], ENDS[1], ENDS[3]))],
 )
 def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, said: str) -> None:
     script = f"import ctypes, os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(60)"
@@ -140,6 +118,7 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, said: s
     assert f"rank 1 of 2 failed: {said}" in done.err
 
 
+@pytest.mark.slow
 def test_tensors_of_two_sizes_are_why_gloo_gave_up(tmp_path: Path) -> None:
     script = """
 import torch, torch.distributed as dist
@@ -163,7 +142,7 @@ for step in range(10):
 """
 
 
-@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit()"])
+@pytest.mark.parametrize("end", ["os._exit(0)", pytest.param("sys.exit()", marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_the_others_is_named(tmp_path: Path, end: str) -> None:
     done = run("--nproc-per-node=3", LEAVES.replace("END", end), tmp_path)
     assert done.code == 1
@@ -192,6 +171,7 @@ def test_a_job_hears_of_an_error_and_the_users_hook_too(tmp_path: Path) -> None:
     assert "paceline: rank 1 of 2 failed: OSError: disk is gone" in done.err
 
 
+@pytest.mark.slow
 def test_a_rank_may_end_early(tmp_path: Path) -> None:
     # Rank 1 goes on until the process of rank 0, whose number it was told, has ended.
     script = """
@@ -245,7 +225,8 @@ def _wait_gone(pids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("number", "trap"), [("SIGTERM", "SIGTERM"), ("SIGINT", ""), ("SIGKILL", "")]
+    ("number", "trap"),
+    [("SIGTERM", "SIGTERM"), ("SIGKILL", ""), pytest.param("SIGINT", "", marks=pytest.mark.slow)],
 )
 def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, number: str, trap: str) -> None:
     (tmp_path / "train.py").write_text(WAITS.replace("TRAP", trap))
@@ -281,23 +262,13 @@ print("done", total[0].item())
 RECOVERED = ["[0] done 2.0", "[1] done 2.0"]
 
 
-@pytest.mark.parametrize("more", ["--master-port={port}", pytest.param("", marks=pytest.mark.slow)])
-def test_restart_after_a_kill(tmp_path: Path, more: str, free_port: int) -> None:
-    words = f"--nproc-per-node=2 --max-restarts=3 {more.format(port=free_port)}"
+def test_restart_after_a_kill(tmp_path: Path, free_port: int) -> None:
+    words = f"--nproc-per-node=2 --max-restarts=3 --master-port={free_port}"
     done = run(words, RESTARTS, tmp_path)
     assert done.code == 0, done
     assert sorted(done.out.splitlines()) == RECOVERED
     assert done.err.count("rank 1 failed: killed by SIGKILL") == 1
     assert done.err.count("restart 1 of 3 begins") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_restart_after_a_kill_every_time(tmp_path: Path) -> None:
-    for _ in range(10):
-        (tmp_path / "killed").unlink(missing_ok=True)
-        done = run("--nproc-per-node=2 --max-restarts=3", RESTARTS, tmp_path)
-        assert sorted(done.out.splitlines()) == RECOVERED, done
 
 
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
@@ -322,6 +293,7 @@ def test_two_nodes_restart_together(tmp_path: Path, free_port: int) -> None:
     assert len(stores) == 4
 
 
+@pytest.mark.slow
 def test_a_program_may_call_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
     program = (
@@ -346,10 +318,11 @@ dist.init_process_group("gloo")
 print("last words of", dist.get_rank(), flush=True)
 if dist.get_rank() == 1:
     while not os.path.exists("there"): time.sleep(0.01)
-    time.sleep(0.3)  # the other is then in the collective
     raise ValueError("bad sample 17")
-open("there", "w").close()
-def gather(): dist.all_reduce(torch.ones(4))
+def gather():
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    open("there", "w").close()
+    work.wait()
 gather()
 """
 
@@ -375,6 +348,7 @@ def test_a_failed_job_leaves_a_folder(tmp_path: Path) -> None:
     assert json.loads((folder / "versions.json").read_text())["torch"]
 
 
+@pytest.mark.slow
 def test_without_a_log_dir_the_folder_is_a_temporary_one(tmp_path: Path) -> None:
     done = run("", "raise OSError('x')", tmp_path, TMPDIR=str(tmp_path), PACELINE_PRELOAD="0")
     folder = Path(done.err.splitlines()[-1].rpartition(" are in ")[2])
@@ -382,26 +356,3 @@ def test_without_a_log_dir_the_folder_is_a_temporary_one(tmp_path: Path) -> None
     assert "OSError: x" in (folder / "rank0-error.txt").read_text()
     again = run("", "raise OSError('y')", tmp_path, TMPDIR=str(tmp_path), PACELINE_PRELOAD="0")
     assert again.err.splitlines()[-1] != done.err.splitlines()[-1]
-
-
-STUCK_IN_KERNEL = """
-import ctypes, os, signal, time
-if os.environ["RANK"] == "1":
-    # A parent of vfork sleeps uninterruptibly (state D) until its child has ended; clone on x86-64.
-    if ctypes.CDLL(None).syscall(56, 0x4000 | int(signal.SIGCHLD), 0, 0, 0, 0) == 0:
-        time.sleep(30)
-        os._exit(0)
-time.sleep(60)
-"""
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of clone is x86-64's")
-def test_a_rank_stuck_in_the_kernel_ends_the_job_where_torch_is_told_to_look(
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip("torch.distributed.elastic.utils.process_state", reason="an older torch")
-    job = "--nproc-per-node=3 --max-restarts=2"
-    done = run(job, STUCK_IN_KERNEL, tmp_path, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1.5")
-    assert done.code == 1
-    assert re.search(r"paceline: rank 1 \(pid \d+\) is stuck in the kernel for \d+ s", done.err)
-    assert "restart 1 of 2" not in done.err

@@ -14,13 +14,14 @@ import termios
 from pathlib import Path
 
 import psutil
+import pytest
 from launching import environment, finish, run, spawn
 
 MUCH = """
 import os, sys
 rank = os.environ["RANK"]
 sys.stdout.buffer.write(b"\\xff\\x00\\n")
-for number in range(100_000):
+for number in range(20_000):
     sys.stdout.write(f"{number} {'x' * (number % 90)}\\n")
 sys.stderr.write("end without newline")
 """
@@ -31,7 +32,7 @@ def test_much_output_arrives_whole(tmp_path: Path) -> None:
     assert done.code == 0
     for rank in ("0", "1"):
         mine = [line[4:] for line in done.out.splitlines() if line.startswith(f"[{rank}] ")]
-        assert mine[1:] == [f"{number} {'x' * (number % 90)}" for number in range(100_000)]
+        assert mine[1:] == [f"{number} {'x' * (number % 90)}" for number in range(20_000)]
         assert f"[{rank}] end without newline" in done.err.splitlines()
 
 
@@ -63,10 +64,10 @@ if os.environ["RANK"] == "0":
     os.close(ours)
     assert process.wait(timeout=60) == 0
     text = shown.decode().replace("\r\n", "\n")
-    assert "[0] terminal True True\n" in text
+    assert "\nterminal True True\n" in text
     assert "[1] terminal False False\n" in text
-    assert "[0] size 73\n" in text  # 77 less the prefix
-    assert "\r\x1b[2K[0] 100% ######\n" in text
+    assert "\nsize 77\n" in text
+    assert "\r\x1b[2K100% ######\n" in text
 
 
 def test_log_files_are_where_torchrun_puts_them(tmp_path: Path) -> None:
@@ -119,6 +120,7 @@ def test_a_signal_ends_a_job_whose_output_nobody_reads(tmp_path: Path) -> None:
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_log_folder_does_not_stop_the_job(tmp_path: Path) -> None:
     # The name of the first log file leads to a device that is always full.
     script = """

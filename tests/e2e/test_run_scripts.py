@@ -80,6 +80,7 @@ def test_an_interpreter_of_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text() == "not flushed by the script"
 
 
+@pytest.mark.slow
 def test_module_and_exit_codes(tmp_path: Path) -> None:
     package = tmp_path / "box"
     package.mkdir()
@@ -102,6 +103,7 @@ def test_a_script_chooses_its_threads(tmp_path: Path) -> None:
     assert run("", THREADS, tmp_path).out == "3\n"
 
 
+@pytest.mark.slow
 def test_a_users_choice_of_threads_stays(tmp_path: Path) -> None:
     script = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ.get('PACELINE_THREADS'))"
     done = run("", script, tmp_path, OMP_NUM_THREADS="5", PACELINE_PRELOAD="0")
@@ -131,6 +133,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_clean_script_ends_cleanly(tmp_path: Path) -> None:
     done = run("--nproc-per-node=2", CLEAN, tmp_path)
     assert (done.code, done.out) == (0, ""), done

@@ -209,7 +209,7 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
     monkeypatch.setattr(agent, "_fail", lambda: "failed")
     vars(agent).update(
         _local_ranks=ranks,
-        _settings=Mock(),
+        _options=Mock(),
         _signals=Mock(take_for_ranks=list),
         _remaining_restarts=0,
         _exchange=here,

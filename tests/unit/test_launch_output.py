@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import threading
 from collections.abc import Iterator
@@ -169,89 +168,20 @@ def test_a_console_that_nobody_reads_blocks_neither_messages_nor_other_consoles(
     os.close(write)
 
 
-class Terminal:
-    """What a terminal of 40 columns shows of what is written to it."""
-
-    def __init__(self) -> None:
-        self.lines = [bytearray()]
-        self.row = self.column = 0
-
-    def write(self, data: bytes) -> None:
-        for part in re.findall(rb"\x1b\[[0-?]*[@-~]|.|\n", data):
-            if part == b"\n":
-                self.row, self.column = self.row + 1, 0
-                self.lines += [bytearray()] * (self.row == len(self.lines))
-            elif part == b"\r":
-                self.column = 0
-            elif part == b"\x1b[A" or part == b"\x1b[1A":
-                self.row -= 1
-            elif part in (b"\x1b[K", b"\x1b[2K"):
-                del self.lines[self.row][self.column if part == b"\x1b[K" else 0 :]
-            elif not part.startswith(b"\x1b"):
-                if self.column == 40:  # it wraps
-                    self.write(b"\n")
-                line = self.lines[self.row]
-                line += b" " * (self.column - len(line))
-                line[self.column : self.column + 1] = part
-                self.column += 1
-
-    @property
-    def text(self) -> list[str]:
-        return [line.decode().rstrip() for line in self.lines]
-
-
-def _drawn(*writes: tuple[int, bytes]) -> list[str]:
-    """What a terminal shows after writes of rank 0, which has a terminal, and of others, which have pipes."""
-    console = Console(-1)
-    console.is_terminal, console.closed = True, False
-    screen = Terminal()
-    console.flush = lambda: (screen.write(bytes(console._pending)), console._pending.clear(), 0)[2]  # type: ignore[method-assign]
-    streams = {
-        rank: Stream(-1, console, b"[%d] " % rank, is_terminal=rank == 0)
-        for rank in sorted({rank for rank, _ in writes})
-    }
-    for rank, data in writes:
-        streams[rank].feed(data)
-    for stream in streams.values():
-        stream.emit_lines(end=True)
-    return screen.text
-
-
-def test_a_bar_of_full_width_is_drawn_in_place() -> None:
-    bars = [b"\r%3d%%" % n + b"#" * 32 for n in range(0, 101, 10)]
-    shown = _drawn(*((0, bar) for bar in bars), (0, b"\nloss 0.5\n"))
-    assert shown == ["[0] 100%" + "#" * 32, "[0] loss 0.5", ""]
-
-
-def test_two_ranks_with_bars_show_one_moving_and_one_final_bar() -> None:
-    writes = [(rank, b"\r%3d%%" % n) for n in range(0, 101, 10) for rank in (0, 1)]
-    shown = _drawn(*writes, (1, b"\n"), (0, b"\n"))
-    assert shown == ["[1] 100%", "[0] 100%", ""]
-
-
-def test_a_display_of_two_lines_is_drawn_in_place() -> None:
-    frame = b"\x1b[1mtask 1 %d\x1b[0m" + b"-" * 28 + b"\ntask 2 %d" + b"=" * 28
-    up = b"\r\x1b[2K\x1b[1A\x1b[2K"
-    writes = [(0, b"\x1b[?25l" + frame % (0, 0))] + [(0, up + frame % (n, n)) for n in range(1, 10)]
-    shown = _drawn(*writes, (0, b"\n\x1b[?25h"))
-    assert shown == ["[0] task 1 9" + "-" * 28, "[0] task 2 9" + "=" * 28, ""]
-
-
-def test_a_line_of_another_rank_goes_above_a_bar() -> None:
-    shown = _drawn(
-        (0, b"\r 10%"), (1, b"loaded\n"), (0, b"\r 20%"), (2, b"\x1b[Asaved\n"), (0, b"\r 30%\n")
+def test_rank_0_draws_on_a_terminal_and_lines_of_others_replace_its_bar() -> None:
+    reader = Reader()
+    console = Console(reader.write_fd)
+    console.is_terminal = True
+    rank0, rank1 = Stream(-1, console), Stream(-1, console, b"[1] ")
+    for stream, data in (
+        (rank0, b"\r 10%"),
+        (rank1, b"\r 1%\r 2%\x1b[Aloaded\x1b[31m!\n"),
+        (rank0, b"\r 20%"),
+        (rank0, b"\ncontinue? "),
+        (rank1, b"saved\n"),
+    ):
+        stream.feed(data)
+    console.write(b"paceline: bye\n")
+    assert reader.close() == (
+        b"\r 10%\r\x1b[K[1]  2%loaded\x1b[31m!\n\r 20%\ncontinue? \n[1] saved\npaceline: bye\n"
     )
-    assert shown == ["[1] loaded", "[2] saved", "[0]  30%", ""]
-
-
-def test_a_line_of_another_rank_goes_above_a_display_of_two_lines() -> None:
-    up = b"\r\x1b[2K\x1b[1A\x1b[2K"
-    shown = _drawn(
-        (0, b"a 1\nb 1"), (0, up + b"a 2\nb 2"), (1, b"loaded\n"), (0, up + b"a 3\nb 3\n")
-    )
-    assert shown == ["[1] loaded", "[0] a 3", "[0] b 3", ""]
-
-
-def test_an_escape_sequence_in_two_writes_stays_whole() -> None:
-    stream_parts = [(0, b"old\n"), (0, b"\r\x1b["), (0, b"2Knew\n")]
-    assert _drawn(*stream_parts) == ["[0] old", "[0] new", ""]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from paceline import torch_private
 
 NUMA = "torch.numa.binding._maybe_wrap_command_args_with_numa_binding"
@@ -44,6 +46,7 @@ def test_the_launcher_without_private_names_of_torch(tmp_path: Path) -> None:
     assert "--numa-binding cannot be used with this torch" in refused.stderr
 
 
+@pytest.mark.slow
 def test_several_nodes_use_the_rendezvous_of_torch_without_private_names(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trained')")
     done = _run(tmp_path, *SEVERAL)

@@ -1,7 +1,7 @@
 """The launcher: `paceline run`, a front to `torch.distributed.run` (torchrun).
 
 `run(argv)` is its entry: it starts the interpreters of the ranks, imports torch while they do, and launches.
-worker.py and control_channel.py run in the ranks. prescan.py, local_ranks.py and output.py need no torch.
+worker.py runs in the ranks. prescan.py, local_ranks.py and output.py need no torch.
 session.py, options.py, agent.py, rendezvous.py and nodes.py are fronts to torch's launcher.
 """
 

@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from string import Template
 from typing import Any
 
@@ -25,12 +24,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure
 from torch.distributed.elastic.utils import macros
 
+from paceline.errors import name_ranks
 from paceline.launch import bundle
-from paceline.launch.hang_watch import HangWatch
 from paceline.launch.local_ranks import LocalRanks
 from paceline.launch.messages import JobInfo, render_failure, render_restart
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.nodes import NodeRendezvous
+from paceline.launch.options import LaunchOptions, loopback_interface, script_of
 from paceline.launch.output import LogFile
 from paceline.launch.signals import Signals
 from paceline.machine import read_memory
@@ -41,43 +41,12 @@ from paceline.watch.rank_state import last_call
 _PREEMPTED_WAIT_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankSettings:
-    """What the ranks of this node run, and how.
-
-    Args:
-        script: The script and its arguments, as worker.py takes them.
-        environment: Variables of each rank in addition to those of torch's agent.
-        start: Starts the processes of a round.
-        announce: Called with the worker group when a round begins.
-        logs: The log files that torch's options ask for; None for the consoles alone.
-        shown: Local ranks whose output the consoles show; None for all.
-        prefix: Template of the line prefix (`TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE`).
-        grace_s: How long ranks may take to end when a peer failed.
-        signal_grace_s: The same when the launcher got a signal.
-        interval_s: How often the ranks are checked.
-        log_dir: Where the report of a failed job is written; None for the temporary folder.
-        watch: Finds hangs; None if the ranks are not Python.
-        spares: Whether to keep interpreters ready for a restart.
-    """
-
-    script: dict[str, Any]
-    environment: dict[str, str]
-    start: Callable[[], None]
-    announce: Callable[[WorkerGroup], None]
-    logs: LogsSpecs | None
-    shown: frozenset[int] | None
-    prefix: str | None
-    grace_s: float
-    signal_grace_s: float
-    interval_s: float
-    log_dir: str | None
-    watch: HangWatch | None
-    spares: bool
-
-
 class Agent(LocalElasticAgent):
     """Runs the ranks of one node, again after each restart. A round is the time between two restarts.
+
+    Args:
+        start: Starts the processes of a round.
+        threads: How many threads each rank has, in words.
 
     Attributes:
         verdict: The first failure of the last round that failed.
@@ -88,20 +57,25 @@ class Agent(LocalElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
-        logs: LogsSpecs,
-        settings: RankSettings,
+        options: LaunchOptions,
         local_ranks: LocalRanks,
         signals: Signals,
+        start: Callable[[], None],
+        threads: str,
     ) -> None:
+        logs = options.config.logs_specs
+        assert logs is not None
         super().__init__(spec, logs)
-        self._settings = settings
+        self._options = options
         self._local_ranks = local_ranks
         self._signals = signals
+        self._start = start
+        self._threads = threads
         self.verdict: FirstFailure | None = None
         self.interrupted_at = ""
         self.preempted = False
         self._memory = read_memory()
-        self._watch = settings.watch
+        self._watch = options.watch(local_ranks)
         self._exchange: NodeExchange | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -109,7 +83,7 @@ class Agent(LocalElasticAgent):
         self._store = None
         worker_group.store = None
         if self._local_ranks.announced and not self._local_ranks.ranks:
-            self._settings.start()  # they import torch while the nodes meet
+            self._start()  # they import torch while the nodes meet
         with self._signals.interruptible():
             super()._rendezvous(worker_group)
         self._exchange = None
@@ -123,7 +97,26 @@ class Agent(LocalElasticAgent):
                 self._exchange = NodeExchange(PrefixStore(prefix, store), node, nodes)
         if self._watch is not None:
             self._watch.exchange = self._exchange
-        self._settings.announce(worker_group)
+        if not self._local_ranks.announced:
+            self._local_ranks.announced = True
+            self._announce(worker_group, nodes)
+
+    def _announce(self, group: WorkerGroup, nodes: int) -> None:
+        world_size = group.workers[0].world_size
+        where = " on localhost"
+        if nodes > 1:
+            here = name_ranks([worker.global_rank for worker in group.workers])
+            where = f" on {nodes} nodes, {here} on this one"
+        parts = [
+            f"{world_size} rank{'s' if world_size > 1 else ''}{where}",
+            self._threads,
+            f"store {group.master_addr}:{group.master_port}",
+            f"restarts {group.spec.max_restarts}",
+        ]
+        if not self._options.is_python:
+            parts.append("--no-python: a failing rank reports only its exit code")
+        for text in (*self._options.notes, ", ".join(parts)):
+            self._local_ranks.say(f"paceline: {text}\n")
 
     def _exit_barrier(self) -> None:
         # torch's own barrier would also wait for launchers that have stopped their ranks and will not come.
@@ -135,7 +128,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if not self._local_ranks.ranks:
-            self._settings.start()
+            self._start()
         environments = {
             worker.local_rank: self._environment(worker_group, worker)
             for worker in worker_group.workers
@@ -143,26 +136,26 @@ class Agent(LocalElasticAgent):
         self._setup_local_watchdog(environments)
         self._setup_healthcheck()
         ranks = self._local_ranks.ranks
+        template = self._options.config.log_line_prefix_template
         world_size = worker_group.workers[0].world_size
         for worker in worker_group.workers:
             prefix = f"[{worker.global_rank}] " if world_size > 1 else ""
-            if self._settings.prefix is not None:
-                prefix = Template(self._settings.prefix).safe_substitute(
+            if template is not None:
+                prefix = Template(template).safe_substitute(
                     role_name=worker_group.spec.role,
                     rank=worker.global_rank,
                     local_rank=worker.local_rank,
                 )
-            for stream in ranks[worker.local_rank].streams:
-                stream.prefix = prefix.encode()
-            ranks[worker.local_rank].copy_window_size()
-        if self._settings.logs is not None:
-            self._connect_logs(self._settings.logs, environments)
+            ranks[worker.local_rank].set_prefix(prefix)
+        if self._options.uses_logs:
+            self._connect_logs(self._logs_specs, environments)
+        shown = self._options.shown
         for rank in ranks:
-            if self._settings.shown is not None and rank.local_rank not in self._settings.shown:
+            if shown is not None and rank.local_rank not in shown:
                 for stream in rank.streams:
                     stream.console = None
         for worker in worker_group.workers:
-            script = dict(self._settings.script, env=environments[worker.local_rank])
+            script = script_of(self._options.args) | {"env": environments[worker.local_rank]}
             for key in ("argv", "command"):
                 if key in script:
                     script[key] = macros.substitute(script[key], str(worker.local_rank))
@@ -192,11 +185,10 @@ class Agent(LocalElasticAgent):
         }
         environment = {name: str(value) for name, value in environment.items()}
         self._set_local_rank_env(environment, worker.local_rank, spec)
-        return self._settings.environment | environment
+        return (loopback_interface() if self._options.on_one_host else {}) | environment
 
     def _connect_logs(self, logs: LogsSpecs, environments: dict[int, dict[str, str]]) -> None:
-        """Apply torch's log options: files, tees and filters. Also adds the error files to `environments`."""
-        spec = self._worker_group.spec
+        """Apply torch's log options: files and tees. Also adds the error files to `environments`."""
         layout = logs.reify(environments)
         failures: list[str] = []
 
@@ -207,13 +199,10 @@ class Agent(LocalElasticAgent):
                 )
             failures.append(text)
 
-        for index, paths, tees, filtered, filters_name in (
-            (0, layout.stdouts, layout.tee_stdouts, "filtered_stdout", "duplicate_stdout_filters"),
-            (1, layout.stderrs, layout.tee_stderrs, "filtered_stderr", "duplicate_stderr_filters"),
+        for index, paths, tees in (
+            (0, layout.stdouts, layout.tee_stdouts),
+            (1, layout.stderrs, layout.tee_stderrs),
         ):
-            # Older versions of torch have no filters.
-            filters = getattr(spec, filters_name, None)
-            matches = LogFile(getattr(layout, filtered), failed) if filters else None
             for rank in self._local_ranks.ranks:
                 stream = rank.streams[min(index, len(rank.streams) - 1)]
                 path = paths[rank.local_rank]
@@ -222,8 +211,6 @@ class Agent(LocalElasticAgent):
                     stream.files.append(LogFile(path, failed))
                 if path and not tee:
                     stream.console = None
-                if tee and matches is not None:
-                    stream.matches = (matches, filters or [])
 
     @property
     def _restarts(self) -> int:
@@ -236,13 +223,13 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ranks = self._local_ranks
-        ranks.wait_change(self._settings.interval_s)
+        ranks.wait_change(self._options.config.monitor_interval)
         self._signals.check()
         for number in self._signals.take_for_ranks():
             ranks.forward_signal(number)
         if self._remaining_restarts > 0:
             ranks.kill_frozen()  # without restarts they are kept: the user may still resume them
-            if self._settings.spares:
+            if os.environ.get("PACELINE_SPARES") != "0":
                 ranks.keep_spares()
         if ranks.failing:
             return self._fail()
@@ -256,7 +243,6 @@ class Agent(LocalElasticAgent):
             if self._exchange is not None:
                 # Ranks of other nodes may fail because these have ended.
                 self._exchange.publish_facts(ranks.facts())
-            ranks.report_daemons()
             ranks.forget()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
@@ -269,10 +255,6 @@ class Agent(LocalElasticAgent):
                 return self._lose_round(f"lost {', '.join(lost)}: no sign of life")
             if self._remaining_restarts > 0 and self._nodes.is_excluded():
                 return self._lose_round("this node did not respond, and the others continued")
-        timeout_s = getattr(self, "_uninterruptible_state_timeout", 0.0)
-        if timeout_s > 0 and self._is_stuck_in_kernel(timeout_s):
-            self._remaining_restarts = 0
-            return RunResult(state=WorkerState.FAILED)
         return RunResult(state=WorkerState.HEALTHY)
 
     def _all_nodes_done(self) -> bool:
@@ -288,18 +270,6 @@ class Agent(LocalElasticAgent):
         # torch's static and etcd rendezvous do not notice lost nodes, so torch's timeout is the limit.
         ended_at = max(rank.ended_at for rank in self._local_ranks.ranks)
         return self._nodes is None and time.time() - ended_at > self._exit_barrier_timeout
-
-    def _is_stuck_in_kernel(self, timeout_s: float) -> bool:
-        for rank in self._local_ranks.ranks:
-            role = self._worker_group.spec.role
-            stuck_s = self._update_uninterruptible_dwell(rank.pid, role, timeout_s)
-            if stuck_s is not None and stuck_s >= timeout_s:
-                self._local_ranks.say(
-                    f"paceline: rank {rank.rank} (pid {rank.pid}) is stuck in the kernel for "
-                    f"{stuck_s:.0f} s; no restart would help\n"
-                )
-                return True
-        return False
 
     def _is_hanging(self, world_size: int, *, finish: bool) -> bool:
         """Whether a hang has to end this round; marks the ranks that cause it."""
@@ -338,7 +308,7 @@ class Agent(LocalElasticAgent):
         silent = 0
         if exchange is not None:
             elsewhere, silent = exchange.exchange_facts(ranks.facts(), hurry)
-        ranks.stop(signal.SIGTERM, grace_s=self._settings.grace_s, hurry=hurry, may_save=False)
+        ranks.stop(signal.SIGTERM, grace_s=self._options.grace_s[0], hurry=hurry, may_save=False)
         ranks.clean_up()
         facts = ranks.facts()
         verdict = find_first_failure([*facts, *elsewhere])
@@ -374,13 +344,12 @@ class Agent(LocalElasticAgent):
             for rank, fact in zip(ranks.ranks, facts, strict=True)
             if fact.failed
         }
-        ranks.report_daemons()
         ranks.forget()
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _report(self, facts: Sequence[RankOutcome], text: str) -> str:
         try:
-            path = bundle.write(self._local_ranks.ranks, facts, text, self._settings.log_dir)
+            path = bundle.write(self._local_ranks.ranks, facts, text, self._options.args.log_dir)
         except OSError as error:
             return f"{text}  stacks and logs could not be written: {error}\n"
         return f"{text}  stacks, collectives and logs of all ranks are in {path}\n"
@@ -390,7 +359,7 @@ class Agent(LocalElasticAgent):
         restart = f"restart {self._restarts + 1} of {self._worker_group.spec.max_restarts} begins"
         what_next = restart if may_restart else "the ranks of this node had ended well"
         self._local_ranks.say(f"paceline: {why}; {what_next}\n")
-        self._end_ranks(signal.SIGTERM, self._settings.grace_s, may_save=False)
+        self._end_ranks(signal.SIGTERM, self._options.grace_s[0], may_save=False)
         return RunResult(state=WorkerState.UNHEALTHY if may_restart else WorkerState.FAILED)
 
     def _node_waits(self) -> bool:
@@ -402,15 +371,14 @@ class Agent(LocalElasticAgent):
             return
         # torch calls this if a node wants to join. No rank has failed, so a training may save first.
         self._local_ranks.say("paceline: a node joins: all ranks stop, and begin again with it\n")
-        self._end_ranks(signal.SIGTERM, self._settings.signal_grace_s, may_save=True)
+        self._end_ranks(signal.SIGTERM, self._options.grace_s[1], may_save=True)
         self.preempted = False
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any
     ) -> None:
         signalled = bool(self._signals.received)
-        grace_s = self._settings.signal_grace_s if signalled else self._settings.grace_s
-        self._end_ranks(death_sig, grace_s, may_save=signalled)
+        self._end_ranks(death_sig, self._options.grace_s[signalled], may_save=signalled)
         if self.preempted:
             self._wait_for_nodes(_PREEMPTED_WAIT_S)
         super()._shutdown(death_sig, *args, **kwargs)

@@ -13,13 +13,11 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import termios
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from typing import Any
 from paceline.job.preemption import REQUEUE
 from paceline.launch.output import Console, Consoles, Pump, Stream
 from paceline.machine import usable_cores
+from paceline.torch_private import COMPILER
 from paceline.watch.crash import Error, RankOutcome
 from paceline.watch.probe import Probe
 
@@ -59,8 +58,7 @@ _EVENTS: dict[str, dict[str, Any]] = {
     "interrupted": {"place": str},
     **{answer: {"id": int} for answer in Probe.REQUESTS},
 }
-_WINDOW = struct.Struct("HHHH")
-_NO_SIZE = bytes(_WINDOW.size)
+_NO_SIZE = bytes(8)
 
 
 class Rank:
@@ -115,8 +113,6 @@ class Rank:
             "PACELINE_CONTROL_FD": str(theirs.fileno()),
             "PACELINE_PROBE_FD": str(self._probe),
         }
-        if self._terminals and environment.get("COLUMNS", "").isdigit():
-            environment["COLUMNS"] = str(max(1, int(environment["COLUMNS"]) - len(prefix)))
         python = os.environ.get("PYTHON_EXEC", sys.executable)
         try:
             self.process = subprocess.Popen(
@@ -156,22 +152,26 @@ class Rank:
             termios.tcsetattr(theirs, termios.TCSANOW, modes)
         else:
             ours, theirs = os.pipe2(os.O_CLOEXEC)
-        stream = Stream(ours, console, prefix, is_terminal=terminal)
+        stream = Stream(ours, console, b"" if terminal else prefix)
         self.streams.append(stream)
         if terminal:
             self._terminals.append((stream, console))
             self.copy_window_size()
         return theirs
 
+    def set_prefix(self, prefix: str) -> None:
+        """What to put before each line, except on a terminal."""
+        terminals = [stream for stream, _ in self._terminals]
+        for stream in self.streams:
+            if stream not in terminals:
+                stream.prefix = prefix.encode()
+
     def copy_window_size(self) -> None:
-        """Give the rank's terminal the size of ours, less the prefix of each line."""
+        """Give the rank's terminal the size of ours."""
         for stream, console in self._terminals:
             if stream.ended:
                 continue
             size = fcntl.ioctl(console.fd, termios.TIOCGWINSZ, _NO_SIZE)
-            rows, columns, *pixels = _WINDOW.unpack(size)
-            if columns:
-                size = _WINDOW.pack(rows, max(1, columns - len(stream.prefix)), *pixels)
             if size != fcntl.ioctl(stream.fd, termios.TIOCGWINSZ, _NO_SIZE):
                 fcntl.ioctl(stream.fd, termios.TIOCSWINSZ, size)
 
@@ -358,8 +358,6 @@ class LocalRanks:
         self._start_all: Callable[[str], list[Rank]] = lambda preload: []
         self._script_began = 0.0
         self._changed = threading.Event()
-        # In the environment of each rank, and so of every process that a rank forks.
-        self._launcher_id = uuid.uuid4().hex
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_GUARD)],
             stdin=subprocess.PIPE,
@@ -384,11 +382,7 @@ class LocalRanks:
         """
 
         def start_all(preload: str) -> list[Rank]:
-            given = {
-                "PACELINE_PRELOAD": preload,
-                **environment,
-                "PACELINE_LAUNCHER_ID": self._launcher_id,
-            }
+            given = {"PACELINE_PRELOAD": preload, **environment}
             ranks = []
             for local_rank in range(count):
                 rank = Rank(
@@ -408,12 +402,12 @@ class LocalRanks:
         self._start_all = start_all
         if any(spare.poll() is not None for spare in self._spares):
             self._end_spares()
-        self.ranks, self._spares = self._spares or start_all("torch"), []
+        self.ranks, self._spares = self._spares or start_all("torch.distributed"), []
 
     def keep_spares(self) -> None:
         """Start the interpreters of the next restart, when the scripts have run for 3 s."""
         if not self._spares and time.monotonic() - self._script_began > _SPARES_AFTER_S:
-            self._spares = self._start_all("more")
+            self._spares = self._start_all(f"torch.distributed,{COMPILER}")
 
     def _end_spares(self) -> None:
         spares, self._spares = self._spares, []
@@ -567,23 +561,6 @@ class LocalRanks:
         """How each rank has ended so far."""
         self._read_all_events()
         return [rank.fact() for rank in self.ranks]
-
-    def report_daemons(self) -> None:
-        """Name processes that ended ranks have forked into sessions of their own."""
-        import psutil
-
-        known = {rank.pid for rank in [*self.ranks, *self._spares]}
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
-                is_rank = process.pid not in known and str(WORKER) in process.cmdline()
-                if is_rank and process.environ().get("PACELINE_LAUNCHER_ID") == self._launcher_id:
-                    found.append(str(process.pid))
-        if found:
-            self.say(
-                f"paceline: daemons that the script started are still running, pid {', '.join(found)}: "
-                "the launcher neither watches nor ends them\n"
-            )
 
     def interrupted_at(self) -> str:
         """Where the first rank was that ended by KeyboardInterrupt; empty if there is none."""

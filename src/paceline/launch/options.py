@@ -234,11 +234,11 @@ def _check(args: Namespace) -> None:
             why="the launcher starts a new interpreter for each rank.",
             fix="leave it out.",
         )
-    if (args.duplicate_stdout_filters or args.duplicate_stderr_filters) and args.tee == "0":
+    if args.duplicate_stdout_filters or args.duplicate_stderr_filters:
         raise ConfigError(
-            "--duplicate-stdout-filters and --duplicate-stderr-filters need --tee.",
-            why="only teed streams are filtered.",
-            fix="add --tee 3 and --log-dir.",
+            "--duplicate-stdout-filters and --duplicate-stderr-filters cannot be used here.",
+            why="the launcher writes whole log files only.",
+            fix="add --tee 3 and --log-dir, and search the log files with grep.",
         )
     if args.no_python and not args.run_path and shutil.which(args.training_script) is None:
         raise ConfigError(

@@ -21,22 +21,15 @@ LINE_BYTES = 1 << 20  # of an unfinished line that a stream keeps
 _TAIL_BYTES = 8192  # kept of each stream for the report of a failed job
 _READ_BYTES = 1 << 16
 _PENDING_BYTES = 1 << 16  # of a console; beyond that its streams are not read
-# A prompt has no end of line; a progress bar or a line in two writes is complete within this time.
-_PROMPT_S = 0.05
+_TURN_S = 0.05
 _IDLE_S = 0.25
 # How long a line that is too long to keep may pause before another rank may write.
 _HOLD_S = 1.0
 
 _LINE_BREAK = re.compile(rb"\n|\r(?!\n)")
 _COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
-_CURSOR_MOVE = re.compile(rb"[\x1b\r\b](?!\n)")
-_ESCAPE = rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[\]]"
-_ESCAPES = re.compile(_ESCAPE)
-# What a program sends to a terminal: escape sequences, the two characters that return to column 0, and text.
-_TERMINAL_PARTS = re.compile(_ESCAPE + rb"|[\r\n]|[^\x1b\r\n]+|\x1b")
-_CUT_ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*)?\Z")
+_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[\]]")
 _OVERWRITTEN = re.compile(rb"[^\r\n]*\r(?=[^\r\n])")
-_CURSOR_UP = re.compile(rb"\x1b\[\d*A")
 _ERASE_LINE = b"\r\x1b[K"
 
 
@@ -57,8 +50,7 @@ class Console:
         self._pending = bytearray()
         self._holder: Stream | None = None
         self._written_at = 0.0
-        self._mid_line = False
-        self._display = b""
+        self._mid_line = self._drawing = False
 
     def free_for(self, stream: Stream) -> bool:
         """Whether no other stream is in the middle of a line, or has paused there for too long."""
@@ -80,32 +72,23 @@ class Console:
         """Whether its streams must not be read now."""
         return len(self._pending) > _PENDING_BYTES
 
-    def write(self, data: bytes, stream: Stream | None = None, *, drawing: bool = False) -> None:
-        """Write as much as possible and keep the rest for `flush`; `drawing`: an unfinished progress bar."""
+    def write(self, data: bytes, stream: Stream | None = None) -> None:
+        """Write as much as possible and keep the rest for `flush`; `stream` is None for a message."""
         if not data or self.closed:
             return
         foreign = stream is None or (bool(stream.prefix) and self._holder is not stream)
-        if self._mid_line and foreign and self._display and data.endswith(b"\n"):
-            # Complete lines go above the display, which keeps its owner.
-            erase = _ERASE_LINE + b"\x1b[A\x1b[K" * self._display.count(b"\n")
-            self._pending += erase + data + self._display
-        else:
-            self._pending += b"\n" * (self._mid_line and foreign) + data
-            _, newline, rest = data.rpartition(b"\n")
-            # Escape sequences, such as one that shows the cursor, begin no line.
-            begins = bool(_ESCAPES.sub(b"", rest)) or (self._mid_line and not newline)
-            self._mid_line = begins
-            self._holder = stream if begins else None
-            self._display = self._display_after(data) if drawing else b""
+        if self._mid_line and foreign:
+            # The rank that draws a progress bar draws it again below this line.
+            self._pending += _ERASE_LINE if self._drawing and stream is not None else b"\n"
+            self._mid_line = False
+        self._pending += data
+        _, newline, rest = data.rpartition(b"\n")
+        # Escape sequences, such as one that shows the cursor, begin no line.
+        self._mid_line = bool(_ESCAPES.sub(b"", rest)) or (self._mid_line and not newline)
+        self._holder = stream if self._mid_line else None
+        self._drawing = self.is_terminal and (b"\r" in rest or (self._drawing and not newline))
         self._written_at = time.monotonic()
         self.flush()
-
-    def _display_after(self, data: bytes) -> bytes:
-        """The unfinished display: the lines since the cursor last moved up, or else the current line."""
-        _, up, lines = data.rpartition(next(reversed(_CURSOR_UP.findall(data)), b"\x1b[A"))
-        if up:
-            return lines
-        return (self._display + data).rpartition(b"\n")[2].rpartition(b"\r")[2]
 
     def flush(self) -> int:
         """Write what can be written without blocking; the number of bytes."""
@@ -193,22 +176,17 @@ class Stream:
     Args:
         fd: The launcher's end, read without blocking.
         console: Where it is shown; None if it is not.
-        prefix: Put before each line; if empty, bytes pass unchanged.
-        is_terminal: Whether the rank writes to a pseudo-terminal.
+        prefix: Put before each line; if empty, bytes pass unchanged, as those of a pseudo-terminal do.
         files: Get the bytes unchanged.
-        matches: A file and words; lines with one of the words are copied to the file.
     """
 
     fd: int
     console: Console | None
     prefix: bytes = b""
-    is_terminal: bool = False
     files: list[LogFile] = field(default_factory=list)
-    matches: tuple[LogFile, Sequence[str]] | None = None
     tail: bytes = field(default=b"", init=False)
     _kept: bytearray = field(default_factory=bytearray, init=False)
     _line_open: bool = field(default=False, init=False)
-    _fed_at: float = field(default=0.0, init=False)
     # The rank has ended: data that cannot be read at once will never come.
     closing: bool = field(default=False, init=False)
     ended: bool = field(default=False, init=False)
@@ -219,7 +197,7 @@ class Stream:
         self.tail = (self.tail + data)[-_TAIL_BYTES:]
         for file in self.files:
             file.write(data)
-        if self.matches is None and not self.prefix:
+        if not self.prefix:
             if self.console is not None:
                 self.console.write(data, self)
             return
@@ -228,7 +206,6 @@ class Stream:
             # Progress bars of two ranks would overwrite each other: only rank 0 draws, and of the others
             # the last state of each line is shown.
             self._kept[:] = _OVERWRITTEN.sub(b"", self._kept)
-        self._fed_at = time.monotonic()
         self.emit_lines()
 
     @property
@@ -244,65 +221,38 @@ class Stream:
         return self.console.full or (len(self._kept) > LINE_BYTES and not self.free)
 
     @property
-    def unfinished(self) -> bool:
-        """Whether it has text that may have to be written before its line ends."""
-        return self.is_terminal and bool(self._kept)
-
-    @property
     def _shares_terminal(self) -> bool:
-        return not self.is_terminal and self.console is not None and self.console.is_terminal
+        return bool(self.prefix) and self.console is not None and self.console.is_terminal
 
     def emit_lines(self, *, end: bool = False) -> None:
-        """Pass on complete lines, and others that have waited long enough; all of them at the `end`."""
+        """Pass on complete lines, and a line that is too long to keep; all text at the `end`."""
         if self._kept and self.free:
-            if not self._overdue():
-                self._emit(self._take(self._complete()))
-            if self._kept and (end or self._overdue()):
-                cut = None if end or not self.is_terminal else _CUT_ESCAPE.search(self._kept)
-                self._emit(self._take(len(self._kept) if cut is None else cut.start()))
+            size = self._complete()
+            if end or len(self._kept) - size > LINE_BYTES:
+                size = len(self._kept)
+            text = bytes(self._kept[:size])
+            del self._kept[:size]
+            self._emit(text)
         if end and self.prefix and self.console is not None and self.console.held_by(self):
             # The job's next message begins a line.
             self._emit(b"\n")
 
-    def _take(self, size: int) -> bytes:
-        taken = bytes(self._kept[:size])
-        del self._kept[:size]
-        return taken
-
     def _complete(self) -> int:
         """How many of the kept bytes are complete lines."""
         newline = self._kept.rfind(b"\n") + 1
-        if self.is_terminal or self._shares_terminal:
+        if self._shares_terminal:
             return newline
         # A progress bar in a pipe ends lines with a carriage return; the last one may be half of \r\n.
         return max(newline, self._kept.rfind(b"\r", 0, len(self._kept) - 1) + 1)
 
-    def _overdue(self) -> bool:
-        if not self.is_terminal:
-            return len(self._kept) - self._complete() > LINE_BYTES
-        return bool(_CURSOR_MOVE.search(self._kept)) or time.monotonic() - self._fed_at > _PROMPT_S
-
     def _emit(self, text: bytes) -> None:
-        if not text:
+        if not text or self.console is None:
             return
-        if self.matches is not None:
-            file, words = self.matches
-            for line in text.splitlines(keepends=True):
-                if any(word.encode() in line for word in words):
-                    file.write(self.prefix + line)
-        if self.console is None:
-            return
-        if self.is_terminal and self.prefix:
-            drawing = not text.endswith(b"\n") and bool(_CURSOR_MOVE.search(_COLOUR.sub(b"", text)))
-            self.console.write(self._prefix_on_terminal(text), self, drawing=drawing)
-        else:
-            if self._shares_terminal:  # it must not move the cursor over the lines of others
-                text = _ESCAPES.sub(lambda e: e[0] if _COLOUR.fullmatch(e[0]) else b"", text)
-            self.console.write(self._prefix_lines(text), self)
+        if self._shares_terminal:  # it must not move the cursor over the lines of others
+            text = _ESCAPES.sub(lambda e: e[0] if _COLOUR.fullmatch(e[0]) else b"", text)
+        self.console.write(self._prefix_lines(text), self)
 
     def _prefix_lines(self, text: bytes) -> bytes:
-        if not self.prefix:
-            return text
         head = b"" if self._line_open else self.prefix
         if b"\r" in text:
             body = _LINE_BREAK.sub(lambda found: found.group() + self.prefix, text)
@@ -312,28 +262,6 @@ class Stream:
         if not self._line_open:
             body = body[: len(body) - len(self.prefix)]
         return head + body
-
-    def _prefix_on_terminal(self, text: bytes) -> bytes:
-        """Put the prefix at column 0 of each line, also where a progress bar returns to column 0.
-
-        The rank's terminal is narrower by the prefix, so that lines of full width do not wrap.
-        """
-        assert self.console is not None
-        if not self.console.held_by(self):
-            self._line_open = False  # other text has begun a new line
-        shown: list[bytes] = []
-        for part in _TERMINAL_PARTS.findall(text):
-            is_break = part in (b"\r", b"\n")
-            is_text = (
-                part == b"\n" or _COLOUR.fullmatch(part) or not part.startswith((b"\r", b"\x1b"))
-            )
-            if is_text and not self._line_open:
-                shown.append(self.prefix)
-                self._line_open = True
-            if is_break:
-                self._line_open = False
-            shown.append(part)
-        return b"".join(shown)
 
 
 class Pump:
@@ -433,7 +361,7 @@ class Pump:
             if not self._thread.is_alive():
                 return False
             with self._turn:
-                self._turn.wait(_PROMPT_S)
+                self._turn.wait(_TURN_S)
             if self._moved_bytes != moved:
                 moved, since = self._moved_bytes, time.monotonic()
             elif time.monotonic() - since > stalled_s:
@@ -503,7 +431,7 @@ class Pump:
     def _timeout_s(self) -> float:
         if any(stream.closing and not stream.full for stream in self._streams):
             return 0.0
-        return _PROMPT_S if any(stream.unfinished for stream in self._streams) else _IDLE_S
+        return _IDLE_S
 
     def _attend(self, stream: Stream) -> None:
         """Do what is due without new data: late lines, the end, a pause while its console is full."""

@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import registry as torch_registry
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from paceline.errors import ConfigError
@@ -38,7 +39,7 @@ _BACKLOG = 4096
 ANY = ""
 
 
-class LocalRendezvous(RendezvousHandler):
+class LocalRendezvous(StaticTCPRendezvous):
     """The rendezvous of a job on one node: each round has a new store on `host`.
 
     Args:
@@ -47,20 +48,11 @@ class LocalRendezvous(RendezvousHandler):
     """
 
     def __init__(self, host: str, port: int, run_id: str) -> None:
+        super().__init__(host, port, 0, 1, run_id, _READ_TIMEOUT_S)
         self._host = host
         self._port = port
-        self._run_id = run_id
         self._round = 0
         self._last: weakref.ref[TCPStore] | None = None
-
-    def get_backend(self) -> str:
-        """See torch."""
-        return "local"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """See torch."""
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See torch."""
@@ -82,25 +74,6 @@ class LocalRendezvous(RendezvousHandler):
         while store() is not None and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
-
-    def is_closed(self) -> bool:
-        """See torch."""
-        return False
-
-    def set_closed(self) -> None:
-        """See torch."""
-
-    def num_nodes_waiting(self) -> int:
-        """See torch."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """See torch."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """See torch."""
-        return True
 
 
 def _serve_store(host: str, listener: socket.socket, timeout: timedelta) -> TCPStore:

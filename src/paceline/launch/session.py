@@ -10,29 +10,23 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.distributed import DistError
 from torch.distributed.elastic import events, metrics
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline import torch_private
-from paceline.errors import ConfigError, LaunchFailed, name_ranks
+from paceline.errors import ConfigError, LaunchFailed
 from paceline.job.preemption import REQUEUE
 from paceline.launch import signals
-from paceline.launch.agent import Agent, RankSettings
+from paceline.launch.agent import Agent
 from paceline.launch.local_ranks import LocalRanks, choose_threads, environment_of_ranks
-from paceline.launch.options import (
-    LaunchOptions,
-    loopback_interface,
-    read_options,
-    script_of,
-)
+from paceline.launch.options import LaunchOptions, read_options
 from paceline.launch.prescan import check_script
 from paceline.launch.rendezvous import LocalRendezvous, local_address, rendezvous_of_nodes
 
@@ -82,25 +76,12 @@ def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
     if needs_other_start or len(local_ranks.ranks) != config.nproc_per_node:
         local_ranks.end()
         start()
-    settings = RankSettings(
-        script=script_of(args),
-        environment=loopback_interface() if options.on_one_host else {},
-        start=start,
-        announce=_announcer(local_ranks, options, reason),
-        logs=config.logs_specs if options.uses_logs else None,
-        shown=options.shown,
-        prefix=config.log_line_prefix_template,
-        grace_s=options.grace_s[0],
-        signal_grace_s=options.grace_s[1],
-        interval_s=config.monitor_interval,
-        log_dir=args.log_dir,
-        watch=options.watch(local_ranks),
-        spares=os.environ.get("PACELINE_SPARES") != "0",
-    )
-    return _run(options, settings, local_ranks)
+    return _run(options, local_ranks, start, reason)
 
 
-def _run(options: LaunchOptions, settings: RankSettings, local_ranks: LocalRanks) -> int:
+def _run(
+    options: LaunchOptions, local_ranks: LocalRanks, start: Callable[[], None], threads: str
+) -> int:
     config = options.config
 
     def stuck(number: int) -> None:
@@ -115,10 +96,10 @@ def _run(options: LaunchOptions, settings: RankSettings, local_ranks: LocalRanks
     received_signals = signals.Signals(stuck, wake=local_ranks.wake)
     local_ranks.signalled = lambda: bool(received_signals.received)
     try:
-        numbers = signals.parse(getattr(config, "signals_to_handle", signals.DEFAULT))
+        numbers = signals.parse(config.signals_to_handle)
     except ValueError as error:
         raise ConfigError(f"--signals-to-handle: {error}.") from error
-    forced = getattr(config, "signals_to_handle", signals.DEFAULT) != signals.DEFAULT
+    forced = config.signals_to_handle != signals.DEFAULT
     with received_signals.handled(numbers, force=forced):
         try:
             if options.waiting:
@@ -131,21 +112,15 @@ def _run(options: LaunchOptions, settings: RankSettings, local_ranks: LocalRanks
             raise ConfigError(f"the rendezvous options are not usable: {error}") from error
         except (RendezvousError, DistError) as error:
             return _rendezvous_failed(local_ranks, options, error)
-        return _run_agent(options, settings, local_ranks, rendezvous, received_signals)
+        spec = _spec(options, rendezvous)
+        agent = Agent(spec, options, local_ranks, received_signals, start, threads)
+        return _run_agent(agent, options, local_ranks, rendezvous)
 
 
 def _run_agent(
-    options: LaunchOptions,
-    settings: RankSettings,
-    local_ranks: LocalRanks,
-    rendezvous: RendezvousHandler,
-    received_signals: signals.Signals,
+    agent: Agent, options: LaunchOptions, local_ranks: LocalRanks, rendezvous: RendezvousHandler
 ) -> int:
     config = options.config
-    assert config.logs_specs is not None
-    agent = Agent(
-        _spec(options, rendezvous), config.logs_specs, settings, local_ranks, received_signals
-    )
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     stay_open = False
     try:
@@ -236,12 +211,6 @@ def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
 
 def _spec(options: LaunchOptions, rendezvous: RendezvousHandler) -> WorkerSpec:
     config = options.config
-    # Older versions of torch do not have all of these.
-    newer = {
-        name: getattr(config, name)
-        for name in ("duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank")
-        if hasattr(config, name) and name in WorkerSpec.__dataclass_fields__
-    }
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -252,13 +221,13 @@ def _spec(options: LaunchOptions, rendezvous: RendezvousHandler) -> WorkerSpec:
         local_addr=config.local_addr,
         event_log_handler=config.event_log_handler,
         numa_options=config.numa_options,
-        **newer,
+        virtual_local_rank=config.virtual_local_rank,
     )
 
 
 def _numa(config: LaunchConfig) -> Callable[[int, tuple[str, ...]], tuple[str, ...]] | None:
     """Puts numactl before a rank's command, as --numa-binding asks; None without the option."""
-    options = getattr(config, "numa_options", None)
+    options = config.numa_options
     if options is None:
         return None
     bind = torch_private.find("torch.numa.binding._maybe_wrap_command_args_with_numa_binding")
@@ -270,30 +239,3 @@ def _numa(config: LaunchConfig) -> Callable[[int, tuple[str, ...]], tuple[str, .
             fix="leave the option out, or start the script through numactl.",
         )
     return lambda local_rank, command: bind(command, gpu_index=local_rank, numa_options=options)
-
-
-def _announcer(
-    local_ranks: LocalRanks, options: LaunchOptions, threads: str
-) -> Callable[[WorkerGroup], None]:
-    def announce(group: WorkerGroup) -> None:
-        if local_ranks.announced:
-            return
-        local_ranks.announced = True
-        world_size = group.workers[0].world_size
-        parts = [f"{world_size} rank{'s' if world_size > 1 else ''}"]
-        nodes: Any = group.group_world_size
-        if nodes == 1:
-            parts[0] += " on localhost"
-        else:
-            here = name_ranks([worker.global_rank for worker in group.workers])
-            parts[0] += f" on {nodes} nodes, {here} on this one"
-        parts.append(threads)
-        parts.append(f"store {group.master_addr}:{group.master_port}")
-        parts.append(f"restarts {options.config.max_restarts}")
-        if not options.is_python:
-            parts.append("--no-python: a failing rank reports only its exit code")
-        for note in options.notes:
-            local_ranks.say(f"paceline: {note}\n")
-        local_ranks.say(f"paceline: {', '.join(parts)}\n")
-
-    return announce

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -29,10 +28,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from paceline.errors import ConfigError, LaunchFailed, PeerFailed
+from paceline.errors import ConfigError, LaunchFailed
 from paceline.job import rendezvous
 from paceline.job.job import join
 from paceline.machine import usable_cores
+from paceline.torch_private import COMPILER
+from paceline.watch.crash import Error, RankOutcome, find_first_failure
 
 _GRACE_S = 5.0
 _DUMP_S = 2.0
@@ -44,7 +45,7 @@ _main_hidden = threading.Lock()
 _PRELOADED = [
     "torch",
     "torch.distributed",
-    "torch._dynamo",
+    COMPILER,
     "paceline.launch.spawning",
     "paceline.training.trainer",
 ]
@@ -52,13 +53,13 @@ _PRELOADED = [
 
 @dataclass
 class Outcome:
-    """The result of one rank: its value, or its error and when it was raised."""
+    """The result of one rank: its value, or its error, its traceback and the facts for the verdict."""
 
     rank: int
     value: Any = None
     error: BaseException | None = None
     text: str = ""
-    time_s: float = 0.0
+    fact: RankOutcome | None = None
 
 
 def spawn(
@@ -94,7 +95,9 @@ def spawn(
     )
     failed = [o for o in outcomes if o.error is not None]
     if failed:
-        first = original(failed)
+        verdict = find_first_failure(o.fact for o in failed if o.fact is not None)
+        # Without a verdict no rank failed by itself: the deadline has passed.
+        first = failed[0] if verdict is None else outcomes[verdict.original.rank]
         assert first.error is not None
         # A rank with a timeout may have waited for one that did not end: its stacks show why.
         for outcome in failed:
@@ -102,11 +105,6 @@ def spawn(
                 first.error.add_note(f"on rank {outcome.rank}:\n{outcome.text}")
         raise first.error
     return [o.value for o in outcomes]
-
-
-def original(failed: list[Outcome]) -> Outcome:
-    """The outcome whose error came first, other than those of ranks that lost a peer."""
-    return min(failed, key=lambda o: (isinstance(o.error, PeerFailed), o.time_s))
 
 
 def run_outcomes(
@@ -162,11 +160,12 @@ class _Rank:
 
     def dump_stacks(self) -> str:
         """The stacks of a rank that does not finish, and of its children that can write them."""
-        pid = self.process.pid or 0
-        for each in _with_children(pid):
-            if _handles_dumps(each):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each, _DUMP_SIGNAL)
+        with contextlib.suppress(psutil.Error):
+            rank = psutil.Process(self.process.pid)
+            # A child without a handler is killed by the signal: it is about to end with its rank.
+            for each in (rank, *rank.children()):
+                with contextlib.suppress(psutil.Error):
+                    each.send_signal(_DUMP_SIGNAL)
                 time.sleep(0.1)  # otherwise their lines would mix
         text = b""
         until = time.monotonic() + _DUMP_S
@@ -188,21 +187,6 @@ class _Rank:
         self.process.close()
         self.pipe.close()
         self.stacks.close()
-
-
-def _with_children(pid: int) -> list[int]:
-    with contextlib.suppress(psutil.Error):
-        return [pid, *(child.pid for child in psutil.Process(pid).children())]
-    return []
-
-
-def _handles_dumps(pid: int) -> bool:
-    """Whether a process has a handler for the signal, which would kill it otherwise."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (_DUMP_SIGNAL - 1) & 1)
-    return False
 
 
 @contextlib.contextmanager
@@ -266,7 +250,7 @@ def _serve(
     except BaseException as error:
         outcome.error = error
         outcome.text = traceback.format_exc()
-        outcome.time_s = time.time()
+        outcome.fact = _fact(rank, Error.of(error, outcome.text))
     pipe.send_bytes(_pack(outcome))
     pipe.close()
     for stream in (sys.stdout, sys.stderr):
@@ -311,8 +295,12 @@ def _collect(ranks: list[_Rank], deadline_s: float | None) -> list[Outcome]:
 
 def _unfinished(number: int, rank: _Rank, after_s: float) -> Outcome:
     error = LaunchFailed(f"rank {number} did not finish within {after_s:.0f} s.", rank=number)
-    # Its time is later than that of all failures, because it may be waiting for a rank that failed.
-    return Outcome(number, error=error, text=rank.dump_stacks(), time_s=time.time())
+    return Outcome(number, error=error, text=rank.dump_stacks())
+
+
+def _fact(rank: int, error: Error | None = None, returncode: int | None = None) -> RankOutcome:
+    here = {"host": "localhost", "pid": os.getpid(), "time": time.time()}
+    return RankOutcome(rank=rank, error=error, returncode=returncode, **here)  # type: ignore[arg-type]
 
 
 def _receive(number: int, rank: _Rank) -> Outcome:
@@ -324,4 +312,4 @@ def _receive(number: int, rank: _Rank) -> Outcome:
         code = rank.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         error = LaunchFailed(f"rank {number} {how}.", rank=number, exit_code=code)
-        return Outcome(number, error=error, time_s=time.time())
+        return Outcome(number, error=error, fact=_fact(number, returncode=code))

@@ -17,9 +17,12 @@ import faulthandler
 import gc
 import importlib.machinery
 import io
+import json
 import os
+import queue
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,10 +30,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from paceline.launch.control_channel import Control
+from typing import Any, NoReturn
 
 _FLUSH_S = 2.0
 _TRACEBACK_CHARS = 200_000
@@ -51,7 +51,6 @@ _stacks = _load("watch", "stacks")
 _load("watch", "flight_recorder")
 _load("watch", "sampling")
 _probe = _load("watch", "probe")
-_control = _load("launch", "control_channel")
 
 # Read by native libraries when torch is imported, which is before the script begins.
 _READ_AT_IMPORT = frozenset(
@@ -66,26 +65,98 @@ def _end(request: dict[str, Any]) -> None:
         preemption.end(request)
 
 
-control: Control | None = None
 _status = 0
 _interrupted = False
 
 
+class Control:
+    """This rank's end of the socket to its launcher.
+
+    Args:
+        fd: The socket.
+        probe: Answers the launcher's requests for the rank's state; None if it is switched off.
+    """
+
+    def __init__(self, fd: int, probe: Any) -> None:
+        os.set_inheritable(fd, False)
+        self._socket = socket.socket(fileno=fd)
+        self._file = os.fstat(fd).st_ino
+        self._probe = probe
+        self._lock = threading.Lock()
+        # The script to run; None if the launcher ended before it sent one.
+        self.scripts: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        # Handlers of the launcher's requests, by the value of "do"; called in the listening thread.
+        self.handlers: dict[str, Callable[[dict[str, Any]], Any]] = {"run": self.scripts.put}
+        if probe is not None:
+            for word in probe.REQUESTS:
+                self.handlers[word] = lambda request: probe.hear(request, self.send)
+        # A forked child is not the rank: it must neither send events nor keep the socket open.
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
+
+    def send(self, event: dict[str, Any]) -> bool:
+        """Send an event to the launcher; False if that is not possible."""
+        # The empty line ends anything that a script may have written here.
+        line = b"\n" + json.dumps(event).encode() + b"\n"
+        try:
+            with self._lock:
+                if self._is_ours():
+                    self._socket.sendall(line)
+                elif self._probe is None or event["event"] in self.handlers:
+                    return False  # the probe's memory has room for events that end the rank, not for answers
+                else:
+                    self._probe.leave(line)
+        except OSError:
+            return False
+        return True
+
+    def _is_ours(self) -> bool:
+        # If the script has closed all files, another one, such as a socket of Gloo, may have this number.
+        try:
+            return os.fstat(self._socket.fileno()).st_ino == self._file
+        except OSError:
+            return False
+
+    def _listen(self) -> None:
+        received = b""
+        while self._is_ours():
+            try:
+                data = self._socket.recv(1 << 16)
+            except ConnectionError:
+                data = b""
+            except OSError:
+                return  # closed by the script at this moment
+            if not data:
+                self.scripts.put(None)
+                return  # the launcher has ended; its guard (guard.py) kills this rank and its children
+            *lines, received = (received + data).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                handler = self.handlers.get(request.get("do"))
+                if handler is not None:
+                    handler(request)
+
+    def _forget(self) -> None:
+        if self._is_ours():
+            os.close(self._socket.detach())
+        self._probe = None
+        os.environ.pop("PACELINE_CONTROL_FD", None)
+
+
 def main() -> NoReturn:
     """Run one rank."""
-    global control, _status
+    global _status
     fd = os.environ.pop("PACELINE_PROBE_FD", "")
     probe = _probe.Probe(int(fd)) if fd and os.environ.get("PACELINE_PROBE") != "0" else None
-    control = _control.Control(int(os.environ["PACELINE_CONTROL_FD"]), probe)
-    assert control is not None
+    control = Control(int(os.environ["PACELINE_CONTROL_FD"]), probe)
     control.handlers["end"] = _end
     # The interpreter has put this folder there. `_run` puts the script's folder there.
     if not sys.flags.safe_path:
         del sys.path[0]
     # Registered before the functions of torch and the script, so it runs after them.
     atexit.register(_finish)
-    if (preload := os.environ.pop("PACELINE_PRELOAD", "torch")) != "0":
-        _preload(more=preload == "more")
+    if (preload := os.environ.pop("PACELINE_PRELOAD", "torch.distributed")) != "0":
+        _preload(preload.split(","))
     script = control.scripts.get()
     if script is None:
         os._exit(1)
@@ -104,19 +175,14 @@ def main() -> NoReturn:
     sys.exit(_status)
 
 
-def _preload(*, more: bool) -> None:
+def _preload(modules: list[str]) -> None:
     # Most of a rank's start is this import. If it fails, the script's own import fails too and reports it.
     # The garbage collector would scan the growing heap a hundred times and find nothing, so it is off during
     # the import, and gc.freeze() excludes these objects later.
     gc.disable()
     with contextlib.suppress(ImportError, OSError):
-        import torch.distributed  # noqa: F401
-
-        if (
-            more
-        ):  # the first step of an optimizer imports it, which takes half of the time of a restart
-            # The name is in `torch_private.NAMES`, which this file cannot import.
-            importlib.import_module("torch._dynamo")
+        for module in modules:
+            importlib.import_module(module)
     gc.freeze()
     gc.enable()
 

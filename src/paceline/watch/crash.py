@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
+from traceback import walk_tb
 
 # Modules that raise an error if a peer is lost.
 _WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
@@ -40,6 +41,19 @@ class Error:
     module: str
     place: str
     shown: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, text: str) -> Error:
+        """The facts about an exception of this process; `text` is its traceback."""
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        return cls(
+            type=type(error).__qualname__,
+            kinds=tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__),
+            message=str(error),
+            traceback=text,
+            module=str(frames[-1].f_globals.get("__name__", "")) if frames else "",
+            place="",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
