@@ -220,14 +220,6 @@ def _failure(*facts: RankOutcome) -> list[str]:
     return render_failure(verdict, SHAPE).splitlines()
 
 
-def test_a_restart_is_one_line() -> None:
-    verdict = find_first_failure([fact(2, 1.0, returncode=-9)])
-    assert verdict is not None
-    assert render_restart(verdict, SHAPE) == (
-        "paceline: rank 2 failed: killed by SIGKILL (host h, pid 2); restart 1 of 3 begins\n"
-    )
-
-
 def test_what_ranks_called_last_is_said_where_native_code_gave_up() -> None:
     said = "what(): op.preamble.length <= op.nbytes. 44 vs 12."
     facts = [

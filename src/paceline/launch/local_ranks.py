@@ -135,7 +135,6 @@ class Rank:
         self._watch_end()
 
     def _open_streams(self, consoles: Consoles, prefix: bytes, terminal: bool) -> tuple[int, int]:
-        """The rank's ends of its standard output and error; the launcher's ends become `self.streams`."""
         if terminal and consoles.out is consoles.err and consoles.out.is_terminal:
             fd = self._open_stream(consoles.out, prefix, terminal=True)
             return fd, fd  # one terminal for both, as in a shell, keeps their order

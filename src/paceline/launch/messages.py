@@ -155,7 +155,6 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
 
 
 def _cause_by_counters(fact: RankOutcome, info: JobInfo) -> str:
-    """The cause of a rank's end that the kernel's counters show; empty if they show none."""
     before, after = info.memory
     killed = after.killed_since(before)
     if killed and (fact.error is not None or fact.returncode == -signal.SIGKILL):

@@ -181,7 +181,6 @@ def _configure(args: Namespace, uses_logs: bool) -> LaunchConfig:
 
 
 def _check_nproc(word: str) -> None:
-    """Refuse a --nproc-per-node that torch cannot interpret."""
     try:
         determine_local_world_size(word)
     except (ValueError, AssertionError, RuntimeError, AttributeError) as error:
@@ -197,24 +196,11 @@ def _check_nproc(word: str) -> None:
 
 
 def _no_device(word: str) -> ConfigError:
-    kind = word.upper()
-    versions = (torch.version.cuda, torch.version.hip) if word == "gpu" else (torch.version.xpu,)
-    if not any(versions):
-        why, fix = (
-            "this torch was built without support for it.",
-            f"install a torch with {kind} support",
-        )
-    else:
-        why = "none is visible, or its driver does not answer."
-        is_gpu = word == "gpu"
-        fix = (
-            f"check {'`nvidia-smi` and CUDA_VISIBLE_DEVICES' if is_gpu else 'that its driver runs'}"
-        )
     return ConfigError(
-        f"--nproc-per-node={word}, and torch finds no {kind} on this host.",
+        f"--nproc-per-node={word}, and torch finds no {word.upper()} on this host.",
         where=f"host {socket.gethostname()}, torch {torch.__version__}",
-        why=why,
-        fix=f"{fix}; to run without it, give a number or --nproc-per-node=cpu.",
+        why="this torch was built without support for it, none is visible, or its driver does not answer.",
+        fix="run `paceline doctor`; to run without it, give a number or --nproc-per-node=cpu.",
     )
 
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from paceline.errors import ConfigError
 
 # With these options and variables ranks are not started early: they change the start or the output of ranks.
-_NO_EARLY_START = frozenset(
-    {
+_NO_EARLY_START = (
+    *(
         "-h",
         "--help",
         "--no-python",
@@ -26,15 +26,11 @@ _NO_EARLY_START = frozenset(
         "--log-dir",
         "-r",
         "--redirects",
-    }
-    | {"-t", "--tee", "--logs-specs", "--start-method"}
+    ),
+    *("-t", "--tee", "--logs-specs", "--start-method"),
 )
-_NO_EARLY_START_VARIABLES = (
-    "PET_NO_PYTHON",
-    "PET_RUN_PATH",
-    "PET_LOG_DIR",
-    "PET_REDIRECTS",
-    "PET_TEE",
+_NO_EARLY_START_VARIABLES = tuple(
+    f"PET_{name}" for name in ("NO_PYTHON", "RUN_PATH", "LOG_DIR", "REDIRECTS", "TEE")
 )
 
 

@@ -196,7 +196,6 @@ def _exec(command: list[str]) -> NoReturn:
 
 
 def _run(script: dict[str, Any], launcher: Control) -> int:
-    """Run the script to its end; returns its exit code."""
     global _interrupted
     hook = sys.excepthook
     # This reference keeps the module alive: the functions of this file need its globals.
@@ -340,7 +339,6 @@ def _format(error: BaseException) -> str:
 
 
 def _strip(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Remove the frames of this file and of runpy before those of the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace
@@ -365,7 +363,6 @@ def _user_hook(ours: Callable[..., Any], error: BaseException) -> Callable[..., 
 
 
 def _flush_files() -> None:
-    """Flush open files, as the end of an interpreter would."""
     # The standard streams are older than gc.freeze(), so gc.get_objects() does not list them.
     for thing in (sys.stdout, sys.stderr, *gc.get_objects()):
         if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
