@@ -14,8 +14,7 @@ import termios
 from pathlib import Path
 
 import psutil
-import pytest
-from launching import environment, finish, run, spawn
+from launching import environment, run
 
 MUCH = """
 import os, sys
@@ -118,31 +117,3 @@ def test_a_signal_ends_a_job_whose_output_nobody_reads(tmp_path: Path) -> None:
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
     assert not any(rank.is_running() for rank in ranks)
     process.stdout.close()
-
-
-@pytest.mark.slow
-def test_a_full_disk_under_the_log_folder_does_not_stop_the_job(tmp_path: Path) -> None:
-    # The name of the first log file leads to a device that is always full.
-    script = """
-import os, sys
-for n in range(20_000):
-    print("x" * 99)
-"""
-    (tmp_path / "train.py").write_text(script)
-    (tmp_path / "full.py").write_text(FULL_DISK)
-    words = [sys.executable, "full.py", "--nproc-per-node=2", "--log-dir=logs", "--redirects=3"]
-    done = finish(spawn([*words, "train.py"], tmp_path, PACELINE_PRELOAD="0"))
-    assert done.code == 0, done
-    assert done.err.count("stdout.log cannot be written: No space left on device") == 1
-    assert done.err.count("the job goes on without it") == 1
-
-
-# Log files of this launcher lie on a full disk.
-FULL_DISK = """
-import os, sys
-from paceline.launch import run
-real = os.open
-os.open = lambda path, *more, **named: real(
-    "/dev/full" if str(path).endswith(".log") else path, *more, **named)
-sys.exit(run(sys.argv[1:]))
-"""

@@ -79,7 +79,6 @@ EVENT = {
     "shown": False,
 }
 
-FRAMES = 100_000
 BABBLES = """
 import json, os, random
 fd = int(os.environ["PACELINE_CONTROL_FD"])
@@ -137,57 +136,6 @@ def test_doctor_answers_only_who_has_the_key(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         listener.close()
     assert broken == []
-
-
-@pytest.mark.slow
-def test_100_000_random_frames_do_the_doctor_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: broken.append(args.exc_value))
-    monkeypatch.setattr(links, "_CONNECT_S", 0.5)
-    before, resident = threading.active_count(), _resident_bytes()
-    key, draw = secrets.token_hex(32), random.Random(7)
-    # Whoever has the key is told the time for each byte that is not the beginning of a large request.
-    others = bytes(byte for byte in range(256) if bytes([byte]) not in links._SIZES)
-    listener = Listener("127.0.0.1", key)
-    where = ("127.0.0.1", listener.endpoint["ephemeral"])
-    honest: list[float] = []
-    frames = most = 0
-    idle = [socket.create_connection(where) for _ in range(3 * links._AT_ONCE)]
-    try:
-        while frames < FRAMES:
-            with socket.create_connection(where) as way:
-                way.settimeout(30)
-                if frames // 100 % 2:
-                    way.sendall(draw.randbytes(draw.randrange(1, 300)))
-                    frames += 1
-                else:
-                    way.sendall(key.encode())
-                    words = [
-                        bytes(draw.choices(others, k=draw.randrange(1, 6))) for _ in range(1000)
-                    ]
-                    for frame in words:
-                        way.sendall(frame)
-                    links._receive(way, 8 * sum(map(len, words)))
-                    way.sendall(draw.choice([b"s", b"l"]) + draw.randbytes(draw.randrange(5000)))
-                    frames += 1001
-                if frames >= FRAMES / 10 * (len(honest) + 1):
-                    honest.append(measure(listener.endpoint, key, "localhost")["latency_s"])
-            assert threading.active_count() - before <= links._AT_ONCE + 2
-            most = max(most, _resident_bytes() - resident)
-    finally:
-        for way in idle:
-            way.close()
-        listener.close()
-    assert broken == []
-    assert len(honest) == 10
-    assert min(honest) > 0
-    assert threading.active_count() == before
-    # The honest ones have 32 MiB to send.
-    assert most < 100 << 20, most
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _answer(way: socket.socket, words: bytes) -> bytes:
