@@ -6,7 +6,6 @@ process: ranks with fewer samples run ghost micro-batches. torch shards, gathers
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -24,16 +23,16 @@ from paceline.data.plan import MicroBatch
 from paceline.errors import ConfigError, GradientError, listed
 from paceline.job.job import Job
 from paceline.parallel.modules import (
+    SHARDED,
     agree_on_parameters,
     equalize_buffers,
+    is_sharded,
     refuse_module,
-    unwrap,
     warn_untrained,
 )
-from paceline.parallel.strategy import Strategy
+from paceline.parallel.strategy import STRATEGIES, Strategy
 
 Blocks = type[nn.Module] | str | Iterable[type[nn.Module] | str]
-_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that `fsdp` has sharded
 
 
 def fsdp(job: Job, module: nn.Module, *, blocks: Blocks) -> nn.Module:
@@ -82,12 +81,8 @@ def fsdp(job: Job, module: nn.Module, *, blocks: Blocks) -> nn.Module:
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)  # not every backend has an average
     equalize_buffers(job, module)
-    _sharded.add(module)
+    module.__dict__[SHARDED] = True
     return module
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(unwrap(model), FSDPModule)
 
 
 def _block_names(module: nn.Module, blocks: Blocks) -> list[str]:
@@ -127,7 +122,7 @@ class FSDPStrategy(Strategy):
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        return all(unwrap(model) in _sharded for model in models)
+        return all(map(is_sharded, models))
 
     def check(self) -> None:
         owned = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
@@ -186,3 +181,6 @@ class FSDPStrategy(Strategy):
 
     def _error(self, what: str, *, why: str, fix: str, names: list[str]) -> GradientError:
         return GradientError(what, where=self._job.where(), why=why, fix=fix, parameters=names)
+
+
+STRATEGIES.append(FSDPStrategy)

@@ -20,6 +20,8 @@ from paceline.errors import ConfigError, RankDisagreement, listed
 from paceline.job.collectives import gather
 from paceline.job.job import Job
 
+SHARDED = "_paceline_sharded"  # attribute of a sharded module, and of its copies
+
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside torch's DDP and `torch.compile`, or `model` itself if it is in neither.
@@ -30,6 +32,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     if isinstance(model, DistributedDataParallel):
         wrapped = model.module
     return model if wrapped is None else unwrap(wrapped)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `paceline.fsdp` has sharded `model`, compiled or not."""
+    return SHARDED in unwrap(model).__dict__
 
 
 def compiled_module(model: nn.Module) -> nn.Module | None:

@@ -2,7 +2,7 @@
 
 `Training` chooses the strategy by how its models were wrapped, and makes one object for all its steps. `Step`
 leaves everything about ranks to it. A new form of parallelism is a new subclass in a new file, and an entry
-in the list in training.py.
+in `STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -132,3 +132,7 @@ class Strategy:
 
     def load_state_dict(self, state: Any) -> None:
         """Load what `state_dict` returned in an earlier run, on any number of ranks."""
+
+
+# `Training` uses the first that fits. fsdp.py adds its own, since importing FSDP2 takes 0.5 s.
+STRATEGIES: list[type[Strategy]] = []

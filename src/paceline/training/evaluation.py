@@ -21,8 +21,7 @@ from paceline.errors import ConfigError, EvaluationError, rank_location
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
-from paceline.parallel.fsdp import is_sharded
-from paceline.parallel.modules import equalize_buffers, unwrap
+from paceline.parallel.modules import equalize_buffers, is_sharded, unwrap
 
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 

@@ -37,10 +37,9 @@ from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
-from paceline.parallel.fsdp import FSDPStrategy, is_sharded
-from paceline.parallel.modules import equalize_buffers
+from paceline.parallel.modules import equalize_buffers, is_sharded
 from paceline.parallel.packed import PackedStrategy
-from paceline.parallel.strategy import Strategy
+from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import state, weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import Replicas
@@ -52,10 +51,8 @@ from paceline.training.optimizers import (
 from paceline.training.precision import Precision
 from paceline.training.step import Step, StepContext
 
-# Tried in this order; the first that fits how the models were wrapped, and `reproducible`, is used.
-_STRATEGIES: tuple[type[Strategy], ...] = (
-    *(FSDPStrategy, ExactStrategy, Strategy, PackedStrategy, DDPStrategy),
-)
+# The first that fits how the models were wrapped, and `reproducible`, is used.
+STRATEGIES[:0] = [ExactStrategy, Strategy, PackedStrategy, DDPStrategy]
 # Only the losses of the first steps are checked for being sums: a wrong loss is wrong from the start.
 _CHECKED_STEPS = 3
 _ENDLESS = 2**40  # epochs
@@ -159,7 +156,7 @@ class Training:
         weakref.finalize(self, job.on_leave(functools.partial(_leave, weakref.ref(self))))
 
     def _choose_strategy(self) -> Strategy:
-        for kind in _STRATEGIES:
+        for kind in STRATEGIES:
             if kind.is_reproducible == self.reproducible and kind.fits(
                 self.job, self.models, self.optimizers
             ):
