@@ -78,7 +78,8 @@ def test_an_error_that_the_script_caught_before_sys_exit_is_named(tmp_path: Path
     assert why == (
         f"  why:   the script caught the error and called sys.exit() at {script}:19 in <module>."
     )
-    assert "ranks 0 and 2 only followed" in done.err
+    # A follower that is slow to notice is stopped, and then the report does not name it.
+    assert not re.search(r"ranks? [02].* failed", done.err.partition(said)[2])
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ class Trainer:
     ) -> Training:
         module = self.model if isinstance(self.model, nn.Module) else self.model()
         module = module.to(job.device)
-        if job.world_size > 1 and plain_batchnorms(module) and not self.reproducible:
+        if job.data.size > 1 and plain_batchnorms(module) and not self.reproducible:
             module = sync_batchnorm(job, module)
         model = ddp(job, module, bucket_mb=self.bucket_mb)
         optimizer = self.optimizer(model.parameters())
