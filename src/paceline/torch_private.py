@@ -138,6 +138,13 @@ NAMES = (
         of_objects=True,
     ),
     PrivateName(
+        "torch.autograd.graph.Node._saved_total_weight",
+        why="nothing else tells by what the mean of `cross_entropy` was divided",
+        since="2.11",
+        without="a mean over another number than the count is not refused",
+        of_objects=True,
+    ),
+    PrivateName(
         "torchmetrics.Metric._reductions",
         why="torchmetrics has no public way to merge states of ranks of which some have no update",
         since="1.8",

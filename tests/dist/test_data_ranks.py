@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from paceline import log
 from paceline.data.batches import Batches
-from paceline.data.evaluation import evaluation_batches
+from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Plan, Position
 from paceline.errors import (
     AuditError,
@@ -109,7 +109,7 @@ CONFIGS = [(0, 2, False), (1, 2, False), (2, 2, False), (0, 1, True), (1, 1, Tru
 
 
 def _evaluated(job: Job) -> list[tuple[int, list[int]]]:
-    found = evaluation_batches(job, Augmented(), micro_batch=3)
+    found = EvaluationBatches(job, Augmented(), micro_batch=3)
     return [(one.index, one.batch[0].tolist()) for one in found]
 
 

@@ -24,6 +24,7 @@ class Case:
     micro_batch: int
     count: str
     bucket_mb: float = 25.0  # any other has DDP sum what is small, too
+    reduction: str = "sum"
 
 
 def _random_cases(seed: int) -> list[Case]:
@@ -33,7 +34,8 @@ def _random_cases(seed: int) -> list[Case]:
         global_batch = draw.randint(1, 13)
         micro_batch = draw.randint(1, global_batch)
         count, bucket_mb = draw.choice(["samples", "tokens"]), draw.choice([25.0, 1.0])
-        found.append(Case(draw.randint(1, 30), global_batch, micro_batch, count, bucket_mb))
+        sizes = draw.randint(1, 30), global_batch, micro_batch
+        found.append(Case(*sizes, count, bucket_mb, draw.choice(["sum", "mean"])))
     return found
 
 
@@ -73,10 +75,19 @@ def _gradients(job: Any, todo: list[Case], dtype: torch.dtype) -> list[list[torc
             for step in training.steps(epochs=2):
                 for inputs, targets, weights in step:
                     losses = F.cross_entropy(model(inputs), targets, reduction="none")
-                    if case.count == "samples":
-                        step.backward(losses.sum(), count=len(targets))
-                    else:  # each sample has 0, 1 or 2 tokens
-                        step.backward((losses * weights).sum(), count=int(weights.sum()))
+                    loss, tokens = losses.sum(), weights.sum()
+                    if case.count == "tokens":  # each sample has 0, 1 or 2
+                        loss = (losses * weights).sum()
+                        given = int(tokens) if step.number % 2 else tokens
+                        mean = loss / tokens.clamp(min=1)
+                        if case.reduction == "mean":
+                            step.backward(mean, count=given, reduction="mean")
+                        else:
+                            step.backward(loss, count=given)
+                    elif case.reduction == "mean":
+                        step.backward(F.cross_entropy(model(inputs), targets), reduction="mean")
+                    else:
+                        step.backward(loss, count=len(targets))
                 step.update()
         except CountError:
             optimizer.seen.append(torch.full((1,), -1.0, dtype=dtype))
@@ -102,6 +113,8 @@ CASES = [
     Case(29, 13, 1, "samples"),
     Case(37, 10, 3, "samples", 1.0),
     Case(37, 10, 10, "tokens", 1.0),
+    Case(37, 10, 3, "samples", reduction="mean"),
+    Case(37, 10, 3, "tokens", reduction="mean"),
 ]
 
 
@@ -122,7 +135,11 @@ def test_gradients_of_n_ranks_are_those_of_one(seed: int) -> None:
 
 
 def test_the_micro_batch_changes_nothing() -> None:
-    todo = [Case(23, 7, micro, "samples") for micro in range(1, 8)]
+    todo = [
+        Case(23, 7, micro, "samples", reduction=reduction)
+        for micro in range(1, 8)
+        for reduction in ("sum", "mean")
+    ]
     with paceline.join() as job:
         runs = _gradients(job, todo, torch.float64)
     assert max(_worst([run], [runs[0]]) for run in runs) <= 1e-12

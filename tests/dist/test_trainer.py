@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import ConfigError
@@ -128,6 +128,31 @@ def _tokens(job: Any) -> list[float]:
     return _flat(trainer.fit(2, micro_batch=1).model)
 
 
+def _assert_a_loader_and_a_mean_loss_give_the_same(job: Any) -> None:
+    x, y = _data().tensors
+    data = TensorDataset(x.double(), y)
+    loader = DataLoader(data, batch_size=3, shuffle=True)
+    ends = []
+    for loss, given, micro_batch in (
+        (F.cross_entropy, data, 3),
+        (nn.CrossEntropyLoss(), loader, None),
+    ):
+        torch.manual_seed(11)
+        trainer = paceline.Trainer(
+            lambda: _net().double(),
+            loss,
+            _adam,
+            given,
+            global_batch=8,
+            validation=paceline.Validation(dataset=given, micro_batch=micro_batch),
+        )
+        result = trainer.fit(2, micro_batch=micro_batch)
+        ends.append(([*_flat(result.model), result.evaluation.loss], result.evaluation.num_samples))
+    (by_sum, size), (by_mean, same_size) = ends
+    assert size == same_size == 26
+    assert by_mean == pytest.approx(by_sum, rel=1e-9)  # a mean is divided before it is multiplied
+
+
 def _batchnorm(job: Any) -> list[float]:
     torch.manual_seed(11)
     trainer = paceline.Trainer(
@@ -159,7 +184,7 @@ def _stop(job: Any) -> int:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "mean": {"loss": nn.CrossEntropyLoss()},
+    "loss per sample": {"loss": nn.CrossEntropyLoss(reduction="none")},
     "no target": {"data": TensorDataset(torch.zeros(8, 4))},
     "event": {"on": {"nonsense": print}},
 }
@@ -176,6 +201,7 @@ def _each(job: Any) -> tuple[list[float], list[float], int, int]:
             _fit(wrong)
         gc.collect()  # closes the loop that the error has left
         job.settle()
+    _assert_a_loader_and_a_mean_loss_give_the_same(job)
     buckets = set(_bucket_sizes(job)) if job.world_size > 1 else {4}
     return _tokens(job), _batchnorm(job), _stop(job), *buckets
 

@@ -397,6 +397,13 @@ WRONG = {
     "mean of losses": "LossError",
     "mean and a penalty": "LossError",
     "mean of tokens": "LossError",
+    "sum as mean": "LossError",
+    "total as mean": "LossError",
+    "class weights as mean": "LossError",
+    "ignored as mean": "LossError",
+    "reduction": "LossError",
+    "no count": "CountError",
+    "tokens as mean without a count": "CountError",
     "vector": "LossError",
     "constant": "LossError",
     "count": "CountError",
@@ -423,6 +430,10 @@ _LOSSES: dict[str, Any] = {
     "mean of tokens": _mean,
     "mean and a penalty": lambda out, y: _mean(out, y) + 0.0 * out.detach().sum(),
     "mean of losses": lambda out, y: _each(out, y).mean(),
+    "sum as mean": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
+    "total as mean": lambda out, y: _each(out, y).sum(),
+    "class weights as mean": lambda out, y: F.cross_entropy(out, y, torch.arange(1.0, 4.0)),
+    "ignored as mean": lambda out, y: F.cross_entropy(out, y, ignore_index=int(y[0])),
     "vector": _each,
     "constant": lambda out, y: _each(out, y).sum().detach(),
 }
@@ -452,8 +463,11 @@ def _wrong(job: Any, kind: str) -> None:
             if kind == "mean of tokens":
                 n = (y >= 0).sum()
             loss = _LOSSES.get(kind, lambda out, y: _each(out, y).sum())(training.models[0](x), y)
-            if kind != "forgotten":
-                step.backward(loss, count=n)
+            if kind == "no count" or "as mean" in kind:
+                step.backward(loss, reduction="mean" if "mean" in kind else "sum")
+            elif kind != "forgotten":
+                reduction: Any = "median" if kind == "reduction" else "sum"
+                step.backward(loss, count=n, reduction=reduction)
             if kind == "twice":
                 step.backward(_loss(training, (x, y)), count=n)
             if kind == "inner break":

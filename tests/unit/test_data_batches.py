@@ -31,7 +31,7 @@ from torch.utils.data import (
 import paceline
 from paceline import torch_private
 from paceline.data.batches import Batches
-from paceline.data.evaluation import evaluation_batches
+from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Permutation, Position
 from paceline.data.workers import Workers, _kill_all
 from paceline.errors import ConfigError, DataError, SampleError, StepError
@@ -556,7 +556,6 @@ class BatchIterable:
 @pytest.mark.parametrize(
     ("loader", "cure"),
     [
-        (DataLoader(Augmented(), batch_size=8), "loader.dataset"),
         (DataLoader(Stream(), batch_size=2), "loader.dataset"),
         (BatchIterable(), "loader.dataset"),
         (BatchSampler(range(8), 2, drop_last=False), "pass the dataset"),
@@ -566,7 +565,7 @@ def test_an_iterable_of_batches_is_refused_with_the_cure(job: Job, loader: Any, 
     with pytest.raises(ConfigError, match=cure):
         Batches(job, loader, global_batch=4)
     with pytest.raises(ConfigError, match=cure):
-        evaluation_batches(job, loader, micro_batch=4)
+        EvaluationBatches(job, loader, micro_batch=4)
 
 
 def test_a_position_or_number_of_epochs_out_of_range_is_refused(job: Job) -> None:
@@ -579,11 +578,11 @@ def test_a_position_or_number_of_epochs_out_of_range_is_refused(job: Job) -> Non
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_evaluation_reads_each_sample_once_in_fixed_pieces(job: Job, workers: int) -> None:
-    found = list(evaluation_batches(job, Augmented(), micro_batch=5, workers=workers))
+    found = list(EvaluationBatches(job, Augmented(), micro_batch=5, workers=workers))
     assert [(one.index, one.count) for one in found] == [(0, 5), (1, 5), (2, 3)]
     assert [i for one in found for i in one.batch[0].tolist()] == list(range(13))
     with pytest.raises(ConfigError):
-        next(evaluation_batches(job, Stream(), micro_batch=5))
+        next(EvaluationBatches(job, Stream(), micro_batch=5))
 
 
 @pytest.mark.parametrize("dataset", [Augmented(), Asking(), Subset(Asking(), [3, 1])])

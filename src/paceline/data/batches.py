@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from torch.utils.data import DataLoader
+
+from paceline import log
 from paceline.data.coverage import Coverage
+from paceline.data.dataloader import Source, adopt, refuse_with_loader
 from paceline.data.loader import Loader, LocalLoader, WorkerLoader
 from paceline.data.plan import Plan, PlannedStep, Position
 from paceline.data.samples import (
     Collate,
     ReadErrors,
     Samples,
-    checked_size,
     is_stream,
     refuse_sizes,
 )
@@ -32,17 +35,24 @@ class Batches:
     """The samples of every step, derived from `global_batch` alone.
 
     Args:
-        dataset: Map-style (`__getitem__` and `__len__`), or a stream (`__iter__` without
-            `__getitem__`, such as torch's IterableDataset). Not a `DataLoader`.
-        global_batch: Samples of one step over all ranks, at least 1.
-        micro_batch: The largest number of samples in one forward of one rank; None sets no limit.
+        dataset: Map-style (`__getitem__` and `__len__`), a stream (`__iter__` without `__getitem__`, such as
+            torch's IterableDataset), or a `torch.utils.data.DataLoader`. A loader gives its dataset, sampler
+            or batch sampler, batch size, collate function, `num_workers` and `worker_init_fn`; see
+            docs/data.md.
+        global_batch: Samples of one step over all ranks, at least 1. Only for a `DataLoader` it may be None:
+            then it is the loader's batch size times the number of ranks.
+        micro_batch: The largest number of samples in one forward of one rank. None sets no limit; for a
+            `DataLoader` it means the loader's batch size.
         shuffle: Use a new permutation in each epoch. None means True for a map-style dataset and False
-            for a stream; shuffle a stream inside the dataset.
-        workers: Loader processes of each rank; 0 loads in this process.
+            for a stream; shuffle a stream inside the dataset. Not for a `DataLoader`.
+        workers: Loader processes of each rank; 0 loads in this process. None means 0, or the loader's number.
         sample_randomness: Draw each sample's randomness from `(seed, epoch, sample)`. Costs about
             7 us a sample (1 us if `__getitem__` takes a `generator`). False leaves all generators
             alone and uses the dataset's `__getitems__` if it has one.
-        collate: Makes a batch of a list of samples; None is torch's `default_collate`.
+        collate: Makes a batch of a list of samples; None is torch's `default_collate`. Not for a
+            `DataLoader`.
+        shard: "by_rank_and_worker" for a `DataLoader` over an IterableDataset that divides itself by rank and
+            loader worker; else None.
 
     Attributes:
         num_samples: Samples of an epoch; None for a stream.
@@ -50,8 +60,10 @@ class Batches:
         global_batch, micro_batch: As given; `micro_batch` is never None.
 
     Raises:
-        ConfigError: an argument is out of range; the dataset is empty, a data loader, or cannot be read.
-        RankDisagreement: the ranks have different arguments or datasets of different size.
+        ConfigError: an argument is out of range or contradicts the loader; the dataset is empty or cannot be
+            read.
+        RankDisagreement: the ranks have different arguments, datasets of different size, or samplers that
+            give different indices.
 
     Collective: all ranks, same order as the job's other collectives.
     """
@@ -61,64 +73,101 @@ class Batches:
         job: Job,
         dataset: Any,
         *,
-        global_batch: int,
+        global_batch: int | None = None,
         micro_batch: int | None = None,
         shuffle: bool | None = None,
-        workers: int = 0,
+        workers: int | None = None,
         sample_randomness: bool = True,
         collate: Collate | None = None,
+        shard: str | None = None,
     ) -> None:
         job.refuse_if_left()
-        stream = is_stream(dataset)
-        largest = global_batch if micro_batch is None else micro_batch
-        refuse_sizes(global_batch=(global_batch, 1), micro_batch=(largest, 1), workers=(workers, 0))
+        largest: int | None
+        if isinstance(dataset, DataLoader):
+            refuse_with_loader(shuffle=shuffle, workers=workers, collate=collate)
+            source = adopt(job, dataset, shard)
+            global_batch, largest = _loader_sizes(job, source, global_batch, micro_batch)
+        else:
+            if shard is not None:
+                raise ConfigError("`shard` is only for a DataLoader.", fix="leave it out.")
+            stream = is_stream(dataset)
+            if stream and shuffle:
+                raise ConfigError(
+                    "shuffle=True cannot be used with a stream.",
+                    why="its samples can be read only in its own order.",
+                    fix="leave `shuffle` out, and shuffle inside the dataset (see docs/data.md).",
+                )
+            source = Source(
+                dataset,
+                collate=collate,
+                workers=0 if workers is None else workers,
+                shuffle=shuffle is not False and not stream,
+            )
+            largest = global_batch if micro_batch is None else micro_batch
+        refuse_sizes(
+            global_batch=(global_batch, 1),
+            micro_batch=(largest, 1),
+            workers=(source.workers, 0),
+        )
+        assert global_batch is not None
+        assert largest is not None
         if largest > global_batch:
             raise ConfigError(
-                f"micro_batch={micro_batch} is more than global_batch={global_batch}.",
+                f"micro_batch={largest} is more than global_batch={global_batch}.",
                 fix="leave micro_batch out; it is the largest forward of one rank.",
                 option="micro_batch",
-            )
-        if stream and shuffle:
-            raise ConfigError(
-                "shuffle=True cannot be used with a stream.",
-                why="its samples can be read only in its own order.",
-                fix="leave `shuffle` out, and shuffle inside the dataset (see docs/data.md).",
             )
         self._job = job
         self.global_batch = global_batch
         self.micro_batch = largest
-        self.num_samples = None if stream else checked_size(dataset)
-        shuffle = shuffle is not False and not stream
+        self.num_samples = source.num_samples
         agreed = {
             "samples": self.num_samples,
             "global_batch": global_batch,
             "micro_batch": largest,
-            "shuffle": shuffle,
+            "shuffle": source.shuffle,
             "sample_randomness": sample_randomness,
         }
         collectives.agree(job, "batches", agreed, fix="give all ranks the same data and arguments.")
+        self._sampled = source.sampled
+        if self._sampled is not None:
+            self._sampled.agree(job)
         self._plan: Plan | None = None
         self._loader: Loader
         axis, errors = job.data, ReadErrors(job.rank, job.world_size)
         if self.num_samples is None:
             self._loader = StreamLoader(
                 job,
-                dataset,
+                source.dataset,
                 StreamPlan(global_batch, largest, axis.rank, axis.size),
                 errors,
-                workers=workers,
+                workers=source.workers,
                 sample_randomness=sample_randomness,
-                collate=collate,
+                collate=source.collate,
             )
         else:
             self._plan = Plan(
-                self.num_samples, global_batch, largest, shuffle, axis.rank, axis.size
+                self.num_samples,
+                global_batch,
+                largest,
+                source.shuffle,
+                axis.rank,
+                axis.size,
+                sampled=self._sampled,
             )
-            samples = Samples(dataset, errors, collate=collate, sample_randomness=sample_randomness)
-            if workers:
-                self._loader = WorkerLoader(job, self._plan, samples, workers)
+            samples = Samples(
+                source.dataset,
+                errors,
+                collate=source.collate,
+                sample_randomness=sample_randomness,
+            )
+            if source.workers:
+                self._loader = WorkerLoader(
+                    job, self._plan, samples, source.workers, source.worker_init
+                )
             else:
                 self._loader = LocalLoader(job, self._plan, samples)
+        workers = source.workers
         self._threads = ComputeThreads(job, workers)
         self._workers = workers
         self._unregister: Callable[[], object] | None = None
@@ -179,6 +228,8 @@ class Batches:
                     position=position,
                 )
             position = Position(position.seed, position.epoch + 1, 0)
+        if self._sampled is not None:
+            self._sampled.log_replay(position.epoch)
         if self._workers and position.epoch < epochs:
             if self._unregister is None:
                 self._unregister = self._job.on_leave(self.close)
@@ -207,3 +258,26 @@ class Batches:
         if self._unregister is not None:
             self._unregister()
             self._unregister = None
+
+
+def _loader_sizes(
+    job: Job, source: Source, global_batch: int | None, micro_batch: int | None
+) -> tuple[int, int]:
+    """The global batch and the micro-batch for a `DataLoader`."""
+    size = source.batch_size
+    assert size is not None
+    if global_batch is None:
+        global_batch = size * job.data.size
+        ranks = "1 rank" if job.data.size == 1 else f"{job.data.size} ranks"
+        log.logger.info(
+            "global_batch=%d: batches of %d on %s. Pass global_batch=%d to keep it on any number of ranks.",
+            *(global_batch, size, ranks, global_batch),
+        )
+    elif micro_batch is None and type(global_batch) is int and global_batch < size:
+        raise ConfigError(
+            f"global_batch={global_batch} is less than the DataLoader's batch size, {size}.",
+            why="global_batch counts a step's samples over all ranks; a loader's batch is one forward.",
+            fix=f"use global_batch={size * job.data.size}, or pass micro_batch.",
+            option="global_batch",
+        )
+    return global_batch, size if micro_batch is None else micro_batch

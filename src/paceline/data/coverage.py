@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from paceline.data.plan import Int64Array, Permutation, Plan, Position, look_up, share
+from paceline.data.plan import Int64Array, Order, Plan, Position, look_up, share
 from paceline.errors import AuditError
 from paceline.job import collectives, rng
 from paceline.job.job import Job
@@ -104,9 +104,11 @@ class Coverage:
 
     def _own_part(self, size: int) -> Tally:
         """The tally of this rank's part of the ids that the epoch should use."""
-        axis, start = self._job.data, self._start
-        ids = _tally_of_places(None, *share(size, axis.rank, axis.size))
-        order = None if self._plan is None else self._plan.order(start.seed, start.epoch)
+        axis, start, plan = self._job.data, self._start, self._plan
+        order = None if plan is None else plan.order(start.seed, start.epoch)
+        # A permutation has each id once, so that it need not be computed here.
+        sampled = plan is not None and plan.sampled is not None
+        ids = _tally_of_places(order if sampled else None, *share(size, axis.rank, axis.size))
         return ids.minus(_tally_of_places(order, *share(start.offset, axis.rank, axis.size)))
 
     def _sum_over_ranks(self, own: Tally) -> Tally:
@@ -124,7 +126,7 @@ def _tally(ids: Int64Array) -> Tally:
     return Tally(len(ids), int(_hashes(ids).sum(dtype=np.uint64)))
 
 
-def _tally_of_places(order: Permutation | None, begin: int, end: int) -> Tally:
+def _tally_of_places(order: Order | None, begin: int, end: int) -> Tally:
     """The tally of the ids at places `[begin, end)` of an epoch."""
     total = _EMPTY
     for at in range(begin, end, _CHUNK):

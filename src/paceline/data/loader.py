@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from paceline.data.device import to_device
 from paceline.data.plan import (
     Int64Array,
     MicroBatch,
-    Permutation,
+    Order,
     Plan,
     PlannedStep,
     Position,
@@ -121,7 +121,7 @@ class LocalLoader(Loader):
         end: int,
         first: int,
         number: int,
-        order: Permutation | None,
+        order: Order | None,
     ) -> Iterator[MicroBatch]:
         """The `number` micro-batches of a step: `ids[begin:end]`, from place `first` on, then its ghosts."""
         seed, epoch, offset = step
@@ -132,14 +132,14 @@ class LocalLoader(Loader):
             if self._samples.tensors is not None and stop - start < self._rows_per_read:
                 batch = self._rows(seed, epoch, ids, start, stop)
             else:
-                batch = self._read(seed, epoch, ids[start:stop])
+                batch = self._read(seed, epoch, ids[start:stop], start + shift)
             if self.coverage is not None:
                 self.record_delivered(ids[start:stop])
             yield MicroBatch(batch, stop - start, start + shift, number == 0, False)
         while number:
             number -= 1
             ghost = torch.from_numpy(look_up(order, np.array([offset]))).to(self._ids_device)
-            yield MicroBatch(self._read(seed, epoch, ghost), 1, offset, number == 0, True)
+            yield MicroBatch(self._read(seed, epoch, ghost, offset), 1, offset, number == 0, True)
 
     def _rows(
         self, seed: int, epoch: int, ids: torch.Tensor, begin: int, end: int
@@ -153,8 +153,10 @@ class LocalLoader(Loader):
         # `.data`: a change of one batch in place must not count as a change of the other batches.
         return [rows.data[begin:end] for rows in self._read_rows]
 
-    def _read(self, seed: int, epoch: int, ids: torch.Tensor) -> Any:
-        batch = self._samples.read(seed, epoch, ids, pin=self._pins)
+    def _read(self, seed: int, epoch: int, ids: torch.Tensor, place: int) -> Any:
+        batch = self._samples.read(
+            seed, epoch, ids, place=place if self.plan.sampled else None, pin=self._pins
+        )
         return to_device(batch, self._device, pin=self._pins) if self._moves else batch
 
 
@@ -165,10 +167,17 @@ class WorkerLoader(Loader):
         plan: which samples this rank gets.
     """
 
-    def __init__(self, job: Job, plan: Plan, samples: Samples, workers: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        samples: Samples,
+        workers: int,
+        init: Callable[[int], Any] | None = None,
+    ) -> None:
         super().__init__(job.device)
         self.plan = plan
-        self._workers = Workers(job, SampleWork(samples, plan), workers, tasks=True)
+        self._workers = Workers(job, SampleWork(samples, plan), workers, tasks=True, init=init)
         self._received = 0
 
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
@@ -220,24 +229,31 @@ class SampleWork:
     """Runs in a loader worker: reads the batch at given places of an epoch. Returns sample ids and batch."""
 
     def __init__(self, samples: Samples, plan: Plan) -> None:
+        self.dataset = samples.dataset  # a `worker_init_fn` finds it in `get_worker_info().dataset`
         self._samples = samples
         self._plan = plan
         self._order_of: tuple[int, int] | None = None
-        self._order: Permutation | None = None
+        self._order: Order | None = None
         self._checked = False
 
     def __getitem__(self, task: Task) -> tuple[Int64Array, Any] | Failure:
+        self._samples.errors.worker = worker_number()
+        try:
+            result = self.read(task)
+            if not self._checked:
+                refuse_unsendable(result[1], self._samples.errors)
+                self._checked = True
+        except PacelineError as error:
+            return Failure.of(error)
+        return result
+
+    def read(self, task: Task) -> tuple[Int64Array, Any]:
+        """Sample ids and batch of a task."""
         seed, epoch, begin, end = task
         if self._order_of != (seed, epoch):
             self._order = self._plan.order(seed, epoch)
             self._order_of = (seed, epoch)
         ids = look_up(self._order, np.arange(begin, end, dtype=np.int64))
-        self._samples.errors.worker = worker_number()
-        try:
-            batch = self._samples.read(seed, epoch, torch.from_numpy(ids))
-            if not self._checked:
-                refuse_unsendable(batch, self._samples.errors)
-                self._checked = True
-        except PacelineError as error:
-            return Failure.of(error)
-        return ids, batch
+        place = begin if self._plan.sampled else None
+        places = torch.from_numpy(ids).to(self._samples.ids_device)
+        return ids, self._samples.read(seed, epoch, places, place=place)

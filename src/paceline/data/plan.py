@@ -5,7 +5,7 @@ sample ids, drawn from `(seed, epoch)`. Step *s* takes places `[s*B, min((s+1)*B
 *W* takes places `[n*r//W, n*(r+1)//W)` of a step of *n* samples. Nothing is padded, dropped or repeated, and
 the samples of a step do not depend on the number of processes, workers or micro-batches.
 
-A *place* is an index into the permutation of an epoch. A *sample id* is an index into the dataset.
+A *place* is an index into the order of an epoch. A *sample id* is an index into the dataset.
 
 Rank and number of ranks are arguments: nothing here depends on the job or the environment.
 """
@@ -13,7 +13,7 @@ Rank and number of ranks are arguments: nothing here depends on the job or the e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from paceline.errors import ConfigError, StepError
 from paceline.job import rng
 
 Int64Array = npt.NDArray[np.int64]
+# The order of one epoch: a function from places to sample ids.
+Order = Callable[[Int64Array], Int64Array]
 
 # Sample ids are computed in blocks: large enough to spread numpy's cost per call over many steps, small
 # enough that the first block takes a millisecond or two.
@@ -206,7 +208,7 @@ class Block(NamedTuple):
         ids: the sample ids of all steps, concatenated.
         counts: number of this rank's ids in each step.
         firsts: place of this rank's first id in each step.
-        order: the permutation of the epoch; None without shuffling.
+        order: the order of the epoch; None is the order of the dataset.
     """
 
     epoch: int
@@ -214,7 +216,7 @@ class Block(NamedTuple):
     ids: Int64Array
     counts: list[int]
     firsts: list[int]
-    order: Permutation | None
+    order: Order | None
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,8 @@ class Plan:
         rank, size: data rank, and number of data ranks.
         aligned: give ranks whole micro-batches of `micro_batch` samples, which are then the same on any
             number of ranks.
+        sampled: gives the order of `(seed, epoch)` from a sampler, instead of `shuffle`. A sample may occur
+            several times in such an order, or not at all.
     """
 
     num_samples: int
@@ -234,6 +238,7 @@ class Plan:
     rank: int
     size: int
     aligned: bool = False
+    sampled: Callable[[int, int], Order] | None = None
 
     def share(self, num_samples: Any) -> tuple[Any, Any]:
         """The places `[begin, end)` of a step of `num_samples` that this rank gets."""
@@ -250,8 +255,10 @@ class Plan:
         """Steps of a whole epoch, including a smaller last one."""
         return -(-self.num_samples // self.global_batch)
 
-    def order(self, seed: int, epoch: int) -> Permutation | None:
-        """The permutation of an epoch; None without shuffling."""
+    def order(self, seed: int, epoch: int) -> Order | None:
+        """The order of an epoch; None is the order of the dataset."""
+        if self.sampled is not None:
+            return self.sampled(seed, epoch)
         if not self.shuffle:
             return None
         return Permutation(self.num_samples, rng.key(seed, rng.SHUFFLE, epoch))
@@ -312,6 +319,6 @@ def max_micro_batches(num_samples: int, micro_batch: int, size: int) -> int:
     return most
 
 
-def look_up(order: Permutation | None, places: Int64Array) -> Int64Array:
+def look_up(order: Order | None, places: Int64Array) -> Int64Array:
     """The sample ids at these places of an epoch."""
     return places if order is None else order(places)

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import (
-    DataLoader,
     IterableDataset,
     Sampler,
     Subset,
@@ -31,7 +30,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.errors import ConfigError, SampleError, listed, rank_location
+from paceline.errors import ConfigError, DataError, SampleError, listed, rank_location
 from paceline.job import rng
 
 Collate = Callable[[list[Any]], Any]
@@ -90,6 +89,7 @@ class Samples:
 
     Attributes:
         tensors: the tensors of a dataset that is only tensors, which are indexed directly; else None.
+        dataset: as given, possibly a subset.
         errors: makes the errors; a loader worker sets its `worker`.
     """
 
@@ -102,6 +102,7 @@ class Samples:
         sample_randomness: bool,
         purpose: int = rng.SAMPLE,
     ) -> None:
+        self.dataset = dataset
         self.errors = errors
         self._purpose = purpose
         self._collate = collate or default_collate
@@ -121,10 +122,20 @@ class Samples:
         """The device on which `read` expects sample ids."""
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
-    def read(self, seed: int, epoch: int, ids: torch.Tensor, *, pin: bool = False) -> Any:
+    def read(
+        self,
+        seed: int,
+        epoch: int,
+        ids: torch.Tensor,
+        *,
+        place: int | None = None,
+        pin: bool = False,
+    ) -> Any:
         """The collated batch of these sample ids (int64, one dimension, at least one).
 
         Args:
+            place: Place in the epoch of the first id. If given, the randomness of a sample depends on its
+                place instead of its id, for orders in which a sample may occur several times.
             pin: Put the rows of a dataset's tensors into pinned memory.
 
         Raises:
@@ -146,10 +157,13 @@ class Samples:
             id_list = ids.tolist()
             rows = id_list if self._rows is None else self._rows.index_select(0, ids).tolist()
             if self._sample_randomness:
-                keys = sample_keys((seed, self._purpose, epoch), ids.numpy())
+                named = ids.numpy() if place is None else np.arange(place, place + len(ids))
+                keys = sample_keys((seed, self._purpose, epoch), named)
                 samples = self._read_seeded(id_list, rows, keys)
             else:
                 samples = self._read_unseeded(id_list, rows)
+            if self._collate is not default_collate:
+                self._refuse_missing(id_list, samples)
             try:
                 return self._collate(samples)
             except Exception as error:
@@ -185,6 +199,18 @@ class Samples:
             return self._dataset[row]
         except Exception as error:
             raise self._not_read([sample_id], error) from error
+
+    def _refuse_missing(self, id_list: list[int], samples: list[Any]) -> None:
+        # A collate function that drops samples gets them as None.
+        for sample_id, sample in zip(id_list, samples, strict=True):
+            if sample is None:
+                raise DataError(
+                    f"sample {sample_id} is None.",
+                    where=self.errors.where(),
+                    why="a collate function that drops it would change the number of samples of the step.",
+                    fix="leave such samples out of the dataset (torch.utils.data.Subset).",
+                    sample=sample_id,
+                )
 
     def _not_read(self, id_list: list[int], error: Exception) -> SampleError:
         why = f"`__getitem__` of {type(self._dataset).__name__} raised."
@@ -292,13 +318,12 @@ def is_stream(dataset: Any) -> bool:
         )
     if callable(getattr(dataset, "__getitem__", None)):
         return False
-    if isinstance(dataset, DataLoader) or _gives_batches(dataset):
+    if _gives_batches(dataset):
         raise ConfigError(
             f"{name} is a data loader: it gives batches instead of samples.",
             why="Paceline itself decides which samples make a step.",
-            fix="pass its dataset (`loader.dataset`), `collate=loader.collate_fn` and "
-            "`workers=loader.num_workers`; the batch size is `global_batch` for `Batches` and "
-            "`micro_batch` for `evaluate`.",
+            fix="pass its dataset (`loader.dataset`), or a `torch.utils.data.DataLoader`; the batch size is "
+            "`global_batch` for `Batches` and `micro_batch` for `evaluate`.",
         )
     if isinstance(dataset, Iterable):
         if isinstance(dataset, Iterator):

@@ -29,8 +29,9 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -89,13 +90,26 @@ class Workers:
     Args:
         work: Copied into each worker: a map-style object whose indices are tasks, or an iterable.
         tasks: Whether `work` is map-style.
+        init: A user's `worker_init_fn`, which each worker calls with its number.
+        seed: Decides torch's seeds of the workers.
     """
 
-    def __init__(self, job: Job, work: Any, workers: int, *, tasks: bool) -> None:
+    def __init__(
+        self,
+        job: Job,
+        work: Any,
+        workers: int,
+        *,
+        tasks: bool,
+        init: Callable[[int], Any] | None = None,
+        seed: int = 0,
+    ) -> None:
         self._job = job
         self._work = work
         self._num_workers = workers
         self._tasks = _Tasks() if tasks else None
+        self._init = init
+        self._seed = seed
         self._loader: DataLoader[Any] | None = None
         self._results: Iterator[Any] | None = None
         self._processes: list[BaseProcess] = []
@@ -115,12 +129,12 @@ class Workers:
                 num_workers=self._num_workers,
                 collate_fn=_identity,
                 pin_memory=self._job.device.type == "cuda",
-                worker_init_fn=_init_worker,
+                worker_init_fn=partial(_init_worker, self._init),
                 multiprocessing_context=_start_method(),
                 persistent_workers=True,
                 prefetch_factor=_PREFETCH,
                 # The default draws a seed from torch's global generator, which belongs to the training.
-                generator=torch.Generator(),
+                generator=torch.Generator().manual_seed(self._seed),
             )
         _pools.add(self)
         before = set(multiprocessing.active_children())
@@ -301,9 +315,8 @@ def _identity(result: Any) -> Any:
     return result
 
 
-def _init_worker(worker: int) -> None:
+def _init_worker(init: Callable[[int], Any] | None, worker: int) -> None:
     """Runs first in each worker."""
-    del worker
     notice.ignore_in_worker()
     gc.freeze()
     if sys.platform == "linux":
@@ -311,6 +324,11 @@ def _init_worker(worker: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if parent is not None and os.getppid() != parent.pid:
             os._exit(1)  # the parent ended before the call of prctl
+    if init is not None:
+        info: Any = get_worker_info()
+        dataset = getattr(info.dataset, "dataset", info.dataset)
+        object.__setattr__(info, "dataset", dataset)  # torch refuses an assignment
+        init(worker)
 
 
 def worker_number() -> int | None:

@@ -8,14 +8,14 @@ for bit equal for any number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 
 from paceline import torch_private
-from paceline.data.evaluation import EvaluationBatch, evaluation_batches
+from paceline.data.evaluation import EvaluationBatches
 from paceline.data.samples import Collate
 from paceline.errors import ConfigError, EvaluationError, rank_location
 from paceline.job import collectives
@@ -65,8 +65,8 @@ def evaluate(
     dataset: Any,
     score: Score,
     *,
-    micro_batch: int = 64,
-    workers: int = 0,
+    micro_batch: int | None = None,
+    workers: int | None = None,
     metrics: Mapping[str, Any] | None = None,
     collate: Collate | None = None,
 ) -> Evaluation:
@@ -74,12 +74,14 @@ def evaluate(
 
     Args:
         model: Wrapped or not; run unwrapped, in eval mode, without gradients, and left as it was.
-        dataset: Map-style.
+        dataset: Map-style, or a `DataLoader` over such a dataset. A loader gives its dataset, the selection
+            of its sampler, batch size, collate function and workers.
         score: `score(model, batch)` returns results by name. A number or tensor of shape () is a sum over the
             batch's samples, to be divided by the number of samples; a pair (sum, count) is divided
             by the sum of its counts.
         micro_batch: Number of samples in a forward, for any number of ranks. It changes the result's last
-            bits.
+            bits. None means the loader's batch size, or 64.
+        workers: Loader processes of each rank. None means the loader's number, or 0.
         metrics: By name, a torchmetrics metric, for which score returns the tuple of arguments of `update`
             under that name; or "rows": score returns a tensor with a row per sample, and the result is the
             tensor of all samples in their order.
@@ -107,7 +109,7 @@ def evaluate(
     requested = metrics or {}
     own = {name: _reset_copy(m, job.device) for name, m in requested.items() if m != "rows"}
     kept: dict[str, list[torch.Tensor]] = {name: [] for name in requested if name not in own}
-    share = evaluation_batches(
+    share = EvaluationBatches(
         job, dataset, micro_batch=micro_batch, workers=workers, collate=collate
     )
     mine = _run(unwrap(model), share, score, own, kept)
@@ -115,18 +117,18 @@ def evaluate(
     if any(entry["is_preempted"] for entry in everyone):
         # When the job is left, `Training` saves the step in progress and replaces the step number 0.
         raise Preempted(notice.take(), 0)
-    values: dict[str, Any] = _add_up(job, everyone, len(dataset), micro_batch)
+    values: dict[str, Any] = _add_up(job, everyone, share.num_samples, share.micro_batch)
     num_updates = [len(entry["batches"]) for entry in everyone]
     for name, metric in own.items():
         values[name] = _merge_metric(job, metric, num_updates)
     for name, rows in kept.items():
         values[name] = _concatenate_ranks(job, torch.cat(rows) if rows else None)
-    return Evaluation(len(dataset), values)
+    return Evaluation(share.num_samples, values)
 
 
 def _run(
     model: torch.nn.Module,
-    share: Generator[EvaluationBatch],
+    share: EvaluationBatches,
     score: Score,
     metrics: Mapping[str, Any],
     kept: dict[str, list[torch.Tensor]],
@@ -138,8 +140,8 @@ def _run(
     batches: list[tuple[int, int]] = []
     sums: list[dict[str, Any]] = []
     is_preempted = False
-    with _evaluating(model), closing(share):
-        for each in share:
+    with _evaluating(model), closing(iter(share)) as batches_of_rank:
+        for each in batches_of_rank:
             if notice.received:
                 is_preempted = True
                 break

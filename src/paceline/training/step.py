@@ -25,6 +25,7 @@ from paceline.training.clipping import scale_and_clip
 from paceline.training.control_word import Control
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
+from paceline.training.weight import Reduction
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -166,13 +167,14 @@ class Step:
                     step=self.number,
                 )
 
-    def run(self, loss_fn: Callable[[Any], Any]) -> None:
+    def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction = "sum") -> None:
         """Run forward and backward of every micro-batch: the loop over micro-batches in one call.
 
         Args:
-            loss_fn: `loss_fn(batch)` computes the loss of a micro-batch. It returns a pair
-                `(loss_sum, count)`, as for `backward`, or `loss_sum` alone, whose count is then the number
-                of samples of the micro-batch.
+            loss_fn: `loss_fn(batch)` computes the loss of a micro-batch. It returns a pair `(loss, count)`,
+                as for `backward`, or the loss alone, whose count is then the number of samples of the
+                micro-batch.
+            reduction: See `backward`.
 
         Raises:
             StepError: the training has several optimizers.
@@ -199,25 +201,29 @@ class Step:
                 assert self._micro is not None
                 result = result, self._micro.count
             loss, count = result
-            self.backward(loss, count=count)
+            self.backward(loss, count=count, reduction=reduction)
 
     def backward(
         self,
         loss: torch.Tensor,
         *,
-        count: int | torch.Tensor,
+        count: int | torch.Tensor | None = None,
+        reduction: Reduction = "sum",
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Add the gradient of a micro-batch; the last one sums the gradients of all ranks.
 
         Args:
-            loss: Shape (): the sum of the losses over the samples (or tokens) of this micro-batch.
-            count: The number of samples (or tokens) in that sum; 0 tokens are legal in one micro-batch.
+            loss: Shape (): the sum, or the mean, of the losses over the samples (or tokens) of this
+                micro-batch.
+            count: The number of samples (or tokens) in the loss; 0 tokens are legal in one micro-batch. None
+                is only for a mean over the samples: then it is the number of samples of the micro-batch.
+            reduction: "sum" or "mean": what the loss is over its `count` samples or tokens.
             optimizer: With several optimizers, the one whose parameters are differentiated.
 
         Raises:
-            LossError: the loss is not a scalar, is a mean, or depends on no parameter.
-            CountError: the count is negative or not the number of samples of the micro-batch.
+            LossError: the loss is not a scalar, is not what `reduction` says, or depends on no parameter.
+            CountError: the count is missing, negative or not the number of samples of the micro-batch.
             StepError: called outside of the loop over micro-batches, or for an unknown optimizer.
 
         Collective: all ranks, for each of their micro-batches.
@@ -231,9 +237,12 @@ class Step:
                 where=self._where(),
                 step=self.number,
             )
+        is_mean = reduction == "mean"
+        if count is None:
+            count = weight.default_count(micro.count, context.count, reduction, self._where)
         if self.number < context.check_losses_until:
             known = isinstance(count, int) or count.device.type == "cpu"
-            weight.check_loss(loss, int(count) if known else None, self._where)
+            weight.check_loss(loss, int(count) if known else None, reduction, self._where)
         if count != micro.count:
             weight.check_count(count, micro.count, context.count, self._where)
         is_single = len(self._tallies) == 1
@@ -245,13 +254,16 @@ class Step:
         if micro.is_ghost:
             start = torch.zeros_like(scaled)
         else:
-            own = context.strategy.logged_loss(loss.detach())
+            own = weight.as_sum(loss.detach(), count) if is_mean else loss.detach()
+            own = context.strategy.logged_loss(own)
             tally.loss = own if tally.loss is None else tally.loss + own
             tally.count = tally.count + count
             by_tokens = context.count == "tokens"
             start = context.weight_of(
                 scaled, tally.trained.token_divisor if by_tokens else self.num_samples
             )
+            if is_mean:
+                start = start * count
         inputs = None if is_single else tally.trained.parameters
         try:
             context.strategy.backward(scaled, start, micro, inputs)

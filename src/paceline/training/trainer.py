@@ -28,6 +28,7 @@ from paceline.parallel.syncbn import plain_batchnorms, sync_batchnorm
 from paceline.training.evaluation import Evaluation, Score, evaluate
 from paceline.training.step import Step
 from paceline.training.training import Training
+from paceline.training.weight import Reduction
 
 EVENTS = ("start", "step", "epoch", "validated", "end")
 Batch = Any
@@ -38,9 +39,9 @@ class Validation:
     """What `Trainer` evaluates at the end of epochs.
 
     Args:
-        dataset: Map-style.
+        dataset: Map-style, or a `DataLoader`.
         score: As for `evaluate`; None computes only the loss.
-        micro_batch: Samples in a forward.
+        micro_batch: Samples in a forward. None is the batch size of a `DataLoader`, or 64.
         every_epochs: Number of epochs between evaluations. The last epoch is always evaluated.
 
     Collective: none.
@@ -48,13 +49,14 @@ class Validation:
 
     dataset: Any
     score: Score | None = None
-    micro_batch: int = 64
+    micro_batch: int | None = None
     every_epochs: int = 1
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "every_epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}.")
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,11 @@ class Trainer:
         model: A module, or a function without arguments that builds it. The function is called after the
             generators are seeded, so its weights depend on the seed.
         loss: `loss(output, target)`: the sum over the samples, or `PerToken(...)` of a function that returns
-            a pair (sum, number of tokens). A torch function with a `reduction` argument gets "sum".
+            a pair (sum, number of tokens). A torch function with a `reduction` argument gets "sum"; a
+            module may have `reduction="mean"`.
         optimizer: A function that returns an optimizer of the parameters it is given.
-        data: Samples (input, ..., target): map-style or a stream.
-        global_batch: Samples of one optimizer step over all ranks.
+        data: Samples (input, ..., target): map-style, a stream, or a `DataLoader`.
+        global_batch: Samples of one optimizer step over all ranks; only for a `DataLoader` it may be None.
         precision: "fp32", "bf16", "fp16" or "auto".
         validation: What to evaluate at the end of epochs.
         schedule: A function that returns a scheduler of torch for the optimizer it is given.
@@ -135,7 +138,7 @@ class Trainer:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     data: Any
     _: KW_ONLY
-    global_batch: int
+    global_batch: int | None = None
     precision: str = "fp32"
     validation: Validation | None = None
     schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
@@ -151,6 +154,7 @@ class Trainer:
                 fix="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
             )
         self.loss = _summing(self.loss)
+        self._reduction: Reduction = "mean" if _is_mean(self.loss) else "sum"
 
     def fit(
         self,
@@ -158,7 +162,7 @@ class Trainer:
         *,
         seed: int = 0,
         micro_batch: int | None = None,
-        workers: int = 0,
+        workers: int | None = None,
         clip_norm: float | None = None,
         folder: str | Path | None = None,
         resume: str = "auto",
@@ -168,8 +172,9 @@ class Trainer:
 
         Args:
             seed: Seed of all generators; not used if a job is joined already.
-            micro_batch: Largest forward of one rank, in samples; None is a rank's whole share.
-            workers: Loader processes of each rank.
+            micro_batch: Largest forward of one rank, in samples. None is a rank's whole share, or the batch
+                size of a `DataLoader`.
+            workers: Loader processes of each rank. None is 0, or the number of a `DataLoader`.
             clip_norm: Bound of the gradient's 2-norm.
             folder: For metrics.jsonl, checkpoints (each epoch) and the final weights, model.pth.
             resume: "auto", "never" or "must"; see `Checkpoints`.
@@ -247,7 +252,7 @@ class Trainer:
         evaluation: Evaluation | None = None
         call("start")
         for step in training.steps(epochs=epochs):
-            step.run(partial(self._forward, model))
+            step.run(partial(self._forward, model), reduction=self._reduction)
             step.update(clip_norm=clip_norm)
             training.log(loss=step.loss)
             call("step", step=step)
@@ -283,7 +288,8 @@ class Trainer:
         )
 
     def _loss_alone(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
-        return {"loss": self._forward(model, batch)}
+        loss, count = self._forward(model, batch)
+        return {"loss": (loss * count if self._reduction == "mean" else loss, count)}
 
 
 def _parts(batch: Batch) -> tuple[Any, ...]:
@@ -296,9 +302,9 @@ def _parts(batch: Batch) -> tuple[Any, ...]:
 
 
 def _summing(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss as a sum: torch's functions get reduction="sum", its modules must have it."""
+    """The loss as a scalar: torch's functions get reduction="sum", its modules keep a sum or a mean."""
     if isinstance(loss, nn.Module):
-        if getattr(loss, "reduction", "sum") != "sum":
+        if getattr(loss, "reduction", "sum") not in ("sum", "mean"):
             raise ConfigError(
                 f"{type(loss).__name__} has reduction={loss.reduction!r}.",
                 fix=f'{type(loss).__name__}(reduction="sum")',
@@ -309,6 +315,10 @@ def _summing(loss: Callable[..., Any]) -> Callable[..., Any]:
     if "reduction" in inspect.signature(loss).parameters:
         return partial(loss, reduction="sum")
     return loss
+
+
+def _is_mean(loss: Callable[..., Any]) -> bool:
+    return isinstance(loss, nn.Module) and getattr(loss, "reduction", "sum") == "mean"
 
 
 def _numbers(evaluation: Evaluation) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """The weight of a micro-batch's loss in the gradient of a step, from its sum of losses and its count.
 
 A step needs the mean over its samples, or tokens. The user gives a sum and a count, and backward starts from
-`strategy.divisor / number` instead of 1, so that the sum over ranks is that mean for any split over ranks.
+`strategy.divisor / number` instead of 1, so that the sum over ranks is that mean for any split over ranks. A
+mean loss starts from `count` times that.
 The number of samples is known before the step. The number of tokens is not: there the divisor is a power
 of two near the last total, and `update` multiplies by `token_divisor / total`. Dividing by a power of two
 does not round, so the result does not depend on it.
@@ -21,9 +22,11 @@ from paceline.job import collectives
 from paceline.job.job import Job
 
 Count = Literal["samples", "tokens"]
+Reduction = Literal["sum", "mean"]
 
 # Reductions as torch's loss functions save them for backward (`_saved_reduction`).
 _MEAN_REDUCTION = 1
+_SUM_REDUCTION = 2
 _NODE = "torch.autograd.graph.Node"
 
 
@@ -64,12 +67,42 @@ def token_factor(
     return token_divisor / total
 
 
-def check_loss(loss: Any, count: int | None, where: Callable[[], str]) -> None:
-    """Raise LossError unless `loss` is a scalar that can be a sum over `count` samples.
+def default_count(samples: int, kind: str, reduction: Reduction, where: Callable[[], str]) -> int:
+    """The count of a loss for which none was given.
+
+    Raises:
+        CountError: the loss is a sum, or is weighed by tokens.
+    """
+    if reduction == "mean" and kind == "samples":
+        return samples
+    raise CountError(
+        "the loss has no count.",
+        where=where(),
+        why="only a mean over the samples of a micro-batch has a known count."
+        if reduction == "sum"
+        else "the number of tokens of a micro-batch is not known.",
+        fix=f"pass count=, the number of {kind} in the loss.",
+    )
+
+
+def as_sum(mean: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
+    """The sum over `count` tokens from their mean, shape (); 0 for no token, whose mean is NaN."""
+    if isinstance(count, torch.Tensor):
+        total = mean * count
+        return torch.where(count > 0, total, torch.zeros_like(total))
+    return mean * count if count else torch.zeros_like(mean)
+
+
+def check_loss(
+    loss: Any, count: int | None, reduction: Reduction, where: Callable[[], str]
+) -> None:
+    """Raise LossError unless `loss` is a scalar that can be the sum or mean over `count` samples.
 
     A mean is recognised by the operation it came from: torch's loss functions and `mean` record it.
     `count` is None if it is not known on the host.
     """
+    if reduction not in ("sum", "mean"):
+        raise LossError(f'reduction must be "sum" or "mean", got {reduction!r}.', where=where())
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.dim() > 0:
         got = (
             f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -85,13 +118,15 @@ def check_loss(loss: Any, count: int | None, where: Callable[[], str]) -> None:
             where=where(),
             fix="compute it from the model's output, outside of `torch.no_grad()`.",
         )
-    if _is_mean(loss.grad_fn, count):
+    if reduction == "sum" and _is_mean(loss.grad_fn, count):
         raise LossError(
             "the loss is a mean over the samples; it must be their sum.",
             where=where(),
-            why="a sum and its count are exact over ragged micro-batches and ranks; means are not.",
-            fix='use reduction="sum"; `step.backward(loss, count=...)` divides by the count.',
+            why="`step.backward` divides by the count itself.",
+            fix='use `step.backward(loss, reduction="mean")`, or the sum as the loss.',
         )
+    if reduction == "mean":
+        _refuse_other_mean(loss.grad_fn, count, where)
 
 
 def _is_mean(node: Any, count: int | None) -> bool:
@@ -111,6 +146,30 @@ def _is_mean(node: Any, count: int | None) -> bool:
     if kind == "AddBackward0":
         return any(_is_mean(term, count) for term, _ in node.next_functions)
     return False
+
+
+def _refuse_other_mean(node: Any, count: int | None, where: Callable[[], str]) -> None:
+    """Raise LossError if the last operation of a loss shows that it is not a mean over `count`."""
+    if count is None or count < 2:
+        return
+    sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
+    is_sum = type(node).__name__ == "SumBackward0" and sizes is not None and sizes[:1] == (count,)
+    if is_sum or torch_private.attribute(f"{_NODE}._saved_reduction", node) == _SUM_REDUCTION:
+        raise LossError(
+            'the loss is a sum, and reduction="mean" was given.',
+            where=where(),
+            fix='leave `reduction="mean"` out, or compute the mean.',
+        )
+    # cross_entropy and nll_loss divide by the sum of the weights of all targets that are not ignored.
+    total = torch_private.attribute(f"{_NODE}._saved_total_weight", node)
+    if total is None or total.device.type != "cpu" or float(total) in (0.0, count):
+        return
+    raise LossError(
+        f"the loss is a mean over a total weight of {float(total):g}, but the count is {count}.",
+        where=where(),
+        why="its targets are tokens, or have class weights, or some are ignored (ignore_index).",
+        fix='use Training(..., count="tokens") and pass that total as count.',
+    )
 
 
 def check_count(

@@ -1,0 +1,362 @@
+"""Adopts a `DataLoader` of torch: its dataset, order, batch size, collate function and workers.
+
+`Batches` and `evaluate` read the samples themselves, so that a step holds the same samples on any number of
+ranks. The sampler decides the order of an epoch over all ranks:
+
+- `RandomSampler` and `DistributedSampler` become a permutation from the job's seed, `SequentialSampler` the
+  order of the dataset.
+- Any other sampler or batch sampler is drawn once per epoch on every rank, with equal seeds.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from paceline import log
+from paceline.data.plan import Int64Array, Order
+from paceline.data.samples import Collate, checked_size, is_stream, keep_globals, seed_globals
+from paceline.data.workers import Workers
+from paceline.errors import ConfigError, DataError
+from paceline.job import collectives, rng
+from paceline.job.job import Job
+
+BY_RANK_AND_WORKER = "by_rank_and_worker"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to read, and how.
+
+    Attributes:
+        collate: None for torch's `default_collate`.
+        workers: number of loader workers of each rank.
+        shuffle: whether to use a new permutation in each epoch.
+        sampled: the order of the epochs from a sampler; else None.
+        batch_size: the loader's batch size, or the size of its largest batch; None without a loader.
+        worker_init: the loader's `worker_init_fn`.
+    """
+
+    dataset: Any
+    collate: Collate | None = None
+    workers: int = 0
+    shuffle: bool = False
+    sampled: SampledOrder | None = None
+    batch_size: int | None = None
+    worker_init: Callable[[int], Any] | None = None
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch; None for a stream.
+
+        Raises:
+            ConfigError: the dataset is empty, has no length, or cannot be read.
+        """
+        if self.sampled is not None:
+            return self.sampled.num_samples
+        return None if is_stream(self.dataset) else checked_size(self.dataset)
+
+
+def adopt(job: Job, loader: DataLoader[Any], shard: str | None = None) -> Source:
+    """Read the settings of a `DataLoader`.
+
+    Args:
+        shard: "by_rank_and_worker", if its dataset is a stream that divides itself; else None.
+
+    Raises:
+        ConfigError: its dataset is a stream and `shard` is None, it does not make batches of samples, or its
+            sampler gives no indices or cannot be drawn again.
+    """
+    dataset, name = loader.dataset, type(loader.dataset).__name__
+    is_iterable = isinstance(dataset, IterableDataset)
+    if shard not in (None, BY_RANK_AND_WORKER) or (shard is not None and not is_iterable):
+        raise ConfigError(
+            f"shard={shard!r} cannot be used here.",
+            why=f'the only value is "{BY_RANK_AND_WORKER}", for a DataLoader over an IterableDataset.',
+            fix="leave `shard` out.",
+            option="shard",
+        )
+    if is_iterable and shard is None:
+        raise ConfigError(
+            f"this DataLoader reads a stream, {name}, which has to be divided over ranks and workers.",
+            fix=f"define in {name} `def shard(self, index, count): return "
+            "itertools.islice(iter(self), index, None, count)` and pass `loader.dataset` with "
+            "`workers=loader.num_workers`. "
+            f'If {name} divides itself by rank and worker already, pass shard="{BY_RANK_AND_WORKER}".',
+        )
+    if (loader.batch_size if is_iterable else loader.batch_sampler) is None:
+        raise ConfigError(
+            "this DataLoader has batch_size=None, so its dataset gives batches instead of samples.",
+            why="Paceline itself decides which samples make a step.",
+            fix="pass a dataset of samples, with `global_batch`.",
+        )
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    if is_iterable:
+        return Source(DividedStream(job, loader), collate, batch_size=loader.batch_size)
+    size = checked_size(dataset)
+    shuffle, sampled, batch_size = False, None, loader.batch_size
+    if type(loader.batch_sampler) is BatchSampler and batch_size is not None:
+        sampler: Any = loader.sampler
+        kind = type(sampler)
+        if kind is DistributedSampler and len(sampler.dataset) == size:
+            shuffle = sampler.shuffle
+        elif kind is RandomSampler and _is_plain(sampler, size):
+            shuffle = True
+        elif kind is not SequentialSampler or len(sampler) != size:
+            sampled = SampledOrder(sampler, job.seed)
+    else:
+        sampled = SampledOrder(loader.batch_sampler, job.seed)
+        batch_size = sampled.largest_batch
+    if loader.drop_last:
+        log.once(
+            "drop_last=True of the DataLoader has no effect: the last step of an epoch is smaller."
+        )
+    return Source(
+        dataset,
+        collate,
+        loader.num_workers,
+        shuffle,
+        sampled,
+        batch_size,
+        loader.worker_init_fn,
+    )
+
+
+def refuse_with_loader(**given: Any) -> None:
+    """Refuse arguments that a `DataLoader` decides: `name=value`, None if not given.
+
+    Raises:
+        ConfigError: for the first that was given.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} was given together with a DataLoader.",
+                why="the loader decides it.",
+                fix=f"set it in the loader, or pass `loader.dataset` with `{name}`.",
+                option=name,
+            )
+
+
+def _is_plain(sampler: RandomSampler, size: int) -> bool:
+    """Whether it draws each sample of the dataset once, from a seed that the user did not choose."""
+    return not sampler.replacement and sampler.num_samples == size and sampler.generator is None
+
+
+class SampledOrder:
+    """The order of each epoch, as a sampler or batch sampler draws it. The same on all ranks and workers.
+
+    Before each draw the global generators of torch, numpy and `random` and every `torch.Generator` in the
+    sampler are seeded from `(seed, epoch)`, and `set_epoch(epoch)` is called if the sampler has it. A sampler
+    that nevertheless draws two different orders for one epoch keeps a state of its own. The order of such a
+    sampler depends on all earlier draws, so they are repeated after a resume. The user's sampler is not
+    changed, because a copy is drawn.
+
+    Attributes:
+        num_samples: number of indices of an epoch.
+        largest_batch: size of the largest batch in epoch 0; 1 for a sampler of single indices.
+        has_state: whether the sampler keeps a state of its own.
+
+    Raises:
+        ConfigError: the sampler gives no indices, or has a state of its own and cannot be copied.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._name = type(sampler).__name__
+        # Generators are seeded from their first seeds, so a seed that the user chose has an effect.
+        self._first_seeds = [generator.initial_seed() for generator in _generators(sampler)]
+        self._drawn_of = (-1, -1)
+        self._drawn = np.empty(0, np.int64)
+        self._draws = 0
+        self._original: Any = None
+        self.largest_batch = 1
+        try:
+            self._original = _copy(sampler)
+            self._sampler = _copy(sampler)
+        except Exception as error:
+            self._sampler = sampler
+            reason: Exception | None = error
+        else:
+            reason = None
+        first, again = self._draw(seed, 0), self._draw(seed, 0)
+        self.has_state = not np.array_equal(first, again)
+        if self.has_state and self._original is None:
+            raise ConfigError(
+                f"{self._name} keeps a random state of its own and cannot be copied: {reason}",
+                why="its order could not be repeated on all ranks and after a resume.",
+                fix="draw from `torch.Generator` or from the global generators in its `__iter__`.",
+            ) from reason
+        if not len(first):
+            raise ConfigError(
+                f"{self._name} gives no index.", fix="check the sampler of the loader."
+            )
+        self.num_samples = len(first)
+        self._digest = zlib.crc32(again.tobytes(), zlib.crc32(first.tobytes()))
+        self._restart()
+
+    def __call__(self, seed: int, epoch: int) -> Order:
+        """The order of an epoch: a function from places to indices of the dataset.
+
+        Raises:
+            DataError: the epoch has another number of samples than epoch 0.
+        """
+        if self._drawn_of != (seed, epoch):
+            if self.has_state:
+                if self._draws > epoch:
+                    self._restart()
+                while self._draws < epoch:
+                    self._draw(seed, self._draws)
+            drawn = self._draw(seed, epoch)
+            if len(drawn) != self.num_samples:
+                raise DataError(
+                    f"{self._name} gives {len(drawn)} indices in epoch {epoch} and {self.num_samples} in "
+                    "epoch 0.",
+                    why="the position in an epoch is a number of samples, so epochs must be equally long.",
+                    fix="let the sampler give the same number of indices in each epoch.",
+                )
+            self._drawn, self._drawn_of = drawn, (seed, epoch)
+        return self._drawn.take
+
+    def agree(self, job: Job) -> None:
+        """Check that the sampler draws the same order on all ranks.
+
+        Raises:
+            RankDisagreement: on all ranks.
+        """
+        collectives.agree(
+            job,
+            f"order of {self._name}",
+            [self.num_samples, self._digest],
+            fix="let the sampler give the indices of all ranks, in an order that depends only on seeds that "
+            "are equal on all ranks. Paceline divides them over the ranks.",
+        )
+
+    def log_replay(self, epoch: int) -> None:
+        """Log that a resume in this epoch repeats earlier draws, if it does."""
+        if self.has_state and epoch:
+            text = "drawing the orders of %d earlier epochs again, because %s keeps a random state."
+            log.logger.info(text, epoch, self._name)
+
+    def _restart(self) -> None:
+        if self._original is not None:
+            self._sampler, self._draws = _copy(self._original), 0
+
+    def _draw(self, seed: int, epoch: int) -> Int64Array:
+        self._draws += 1
+        with keep_globals():
+            key = rng.key(seed, rng.SAMPLER, epoch)
+            seed_globals(key)
+            for generator, first in zip(_generators(self._sampler), self._first_seeds, strict=True):
+                generator.manual_seed(rng.key(key, first) >> 1)
+            if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+                set_epoch(epoch)
+            indices: list[Any] = []
+            for item in self._sampler:
+                if isinstance(item, list | tuple):
+                    indices += item
+                    self.largest_batch = max(self.largest_batch, len(item))
+                else:
+                    indices.append(item)
+        try:
+            return np.array([int(index) for index in indices], dtype=np.int64)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self._name} gives something else than integers: {error}",
+                fix="let the sampler give indices of the dataset, or lists of them.",
+            ) from error
+
+
+def _copy(sampler: Any) -> Any:
+    """A copy that shares the sampler's datasets."""
+    return copy.deepcopy(sampler, {id(each): each for each in _parts(sampler, Dataset)})
+
+
+def _generators(sampler: Any) -> list[torch.Generator]:
+    return list(_parts(sampler, torch.Generator))
+
+
+def _parts(sampler: Any, kind: type) -> Iterator[Any]:
+    """The attributes of this type of a sampler and of the samplers in it."""
+    for value in vars(sampler).values() if hasattr(sampler, "__dict__") else ():
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, Sampler):
+            yield from _parts(value, kind)
+
+
+class DividedStream:
+    """A stream whose dataset divides itself by rank and loader worker, read as `DataLoader` reads it.
+
+    `StreamLoader` takes this rank's samples from `shard`.
+    """
+
+    def __init__(self, job: Job, loader: DataLoader[Any]) -> None:
+        self._job = job
+        self._loader = loader
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset the epoch, if it takes it."""
+        self._epoch = epoch
+        if callable(set_epoch := getattr(self._loader.dataset, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._samples()
+
+    def shard(self, index: int, count: int) -> Iterator[Any]:
+        """This rank's samples, from its workers in turn.
+
+        Raises:
+            DataError: samples of another rank are asked for, because this rank has none.
+        """
+        axis = self._job.data
+        if (index, count) != (axis.rank, axis.size):
+            raise DataError(
+                f"the stream {type(self._loader.dataset).__name__} gives no sample to this rank.",
+                where=self._job.where(),
+                why="it divides itself by rank and worker, and has fewer parts than there are.",
+                fix="use fewer ranks, or more and smaller parts.",
+            )
+        return self._samples()
+
+    def _samples(self) -> Iterator[Any]:
+        loader = self._loader
+        dataset: Any = loader.dataset
+        if not loader.num_workers:
+            yield from dataset
+            return
+        workers = Workers(
+            self._job,
+            dataset,
+            loader.num_workers,
+            tasks=False,
+            init=loader.worker_init_fn,
+            seed=rng.key(self._job.seed, rng.SAMPLER, self._epoch, self._job.data.rank) >> 1,
+        )
+        try:
+            workers.start()
+            while True:
+                try:
+                    yield workers.get()
+                except StopIteration:
+                    return
+        finally:
+            workers.close()

@@ -1,0 +1,484 @@
+"""A `DataLoader` given to `Batches` or `evaluate`: the same samples on any ranks and after a resume."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
+
+from paceline.data.batches import Batches
+from paceline.data.evaluation import EvaluationBatches
+from paceline.data.plan import Position
+from paceline.errors import ConfigError, DataError, RankDisagreement
+from paceline.job.job import Job
+from paceline.testing import run_ranks
+
+SIZE = 23
+
+
+class Augmented(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(()).item()
+
+
+class Lengths(Sampler[list[int]]):
+    """Batches of samples of similar length, in an order from the global generator of `random`."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        buckets = [list(range(at, min(at + 4, SIZE))) for at in range(0, SIZE, 4)]
+        random.shuffle(buckets)
+        return iter(buckets)
+
+    def __len__(self) -> int:
+        return (SIZE + 3) // 4
+
+
+class Stateful(Sampler[int]):
+    """Draws from a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(5)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SIZE))
+        self.random.shuffle(order)
+        return iter(order)
+
+
+class SetEpoch(Sampler[int]):
+    """Draws from its seed and the epoch, as `DistributedSampler` does."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(range(SIZE), SIZE))
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+DATA = Augmented()
+WEIGHTS = [1.0 + index % 3 for index in range(SIZE)]
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffle": lambda: {"shuffle": True},
+    "in order": lambda: {"sampler": SequentialSampler(DATA)},
+    "distributed": lambda: {"sampler": DistributedSampler(DATA, num_replicas=2, rank=1)},
+    "generator": lambda: {"shuffle": True, "generator": _seeded()},
+    "replacement": lambda: {"sampler": RandomSampler(DATA, replacement=True, num_samples=17)},
+    "weighted": lambda: {"sampler": WeightedRandomSampler(WEIGHTS, 30, generator=_seeded())},
+    "subset": lambda: {"sampler": SubsetRandomSampler([3, 1, 4, 15, 9, 2, 6])},
+    "lengths": lambda: {"batch_sampler": Lengths()},
+    "stateful": lambda: {"sampler": Stateful()},
+    "set_epoch": lambda: {"sampler": SetEpoch()},
+}
+
+
+def _loader(name: str, workers: int = 0) -> DataLoader[Any]:
+    options = SAMPLERS[name]()
+    if "batch_sampler" not in options:
+        options["batch_size"] = 3
+    return DataLoader(DATA, num_workers=workers, **options)
+
+
+def _rows(job: Job, name: str, workers: int, start: Position, epochs: int = 3) -> list[Any]:
+    """Of each step: its position and the samples of this rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Nothing may depend on the state of the global generators of one rank.
+        patch.setattr(random, "_inst", random.Random(job.rank), raising=False)
+        torch.manual_seed(job.rank)
+        batches = Batches(job, _loader(name, workers), global_batch=8)
+        steps = []
+        for step in batches.iterate(start, epochs=epochs):
+            rows = [
+                row for m in step for row in zip(*map(torch.Tensor.tolist, m.batch), strict=True)
+            ]
+            steps.append(((step.epoch, step.offset), rows))
+        batches.close()
+    return steps
+
+
+def _all_rows(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = {name: _rows(job, name, 0, Position(7)) for name in SAMPLERS}
+    for name in ("shuffle", "weighted", "stateful"):
+        found[f"{name} workers"] = _rows(job, name, 2, Position(7))
+    for name in SAMPLERS:
+        found[f"{name} resumed"] = _rows(job, name, 0, Position(7, 2, 4))
+    return found
+
+
+def _joined(ranks: list[dict[str, Any]], name: str) -> list[Any]:
+    steps = zip(*(rank[name] for rank in ranks), strict=True)
+    return [(step[0][0], [row for _, rows in step for row in rows]) for step in steps]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    ranks = run_ranks(_all_rows, nproc=1)
+    return {name: _joined(ranks, name) for name in ranks[0]}
+
+
+def test_one_process_gives_the_order_of_the_sampler(alone: dict[str, Any]) -> None:
+    ids = {
+        name: [
+            [row[0] for (at, _), rows in steps if at == epoch for row in rows]
+            for epoch in (0, 1, 2)
+        ]
+        for name, steps in alone.items()
+    }
+    for name in ("shuffle", "distributed", "generator", "lengths", "stateful", "set_epoch"):
+        assert all(sorted(epoch) == list(range(SIZE)) for epoch in ids[name])
+        assert ids[name][0] != ids[name][1] != ids[name][2]
+    assert ids["in order"] == [list(range(SIZE))] * 3
+    assert ids["shuffle"] == ids["distributed"] != ids["generator"]
+    assert [len(epoch) for epoch in ids["replacement"] + ids["weighted"]] == [17] * 3 + [30] * 3
+    assert all(sorted(epoch) == [1, 2, 3, 4, 6, 9, 15] for epoch in ids["subset"])
+    assert ids["set_epoch"] == [random.Random(at).sample(range(SIZE), SIZE) for at in range(3)]
+    own, expected = Stateful(), []
+    for _ in range(3):
+        expected.append(list(own))
+    assert ids["stateful"] == expected
+    # A sample that is drawn twice in an epoch is augmented anew.
+    drawn = [row for (epoch, _), rows in alone["weighted"] if epoch == 0 for row in rows]
+    assert len({row[0] for row in drawn}) < len(set(drawn)) == 30
+
+
+def test_workers_and_a_resume_change_nothing(alone: dict[str, Any]) -> None:
+    for name in ("shuffle", "weighted", "stateful"):
+        assert alone[f"{name} workers"] == alone[name]
+    for name in SAMPLERS:
+        rest = [row for (epoch, _), rows in alone[name] if epoch == 2 for row in rows][4:]
+        assert [row for _, rows in alone[f"{name} resumed"] for row in rows] == rest
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 4])
+def test_steps_hold_the_same_samples_on_any_ranks(alone: dict[str, Any], nproc: int) -> None:
+    ranks = run_ranks(_all_rows, nproc=nproc)
+    for name, steps in alone.items():
+        assert _joined(ranks, name) == steps, name
+
+
+def _settings(job: Job) -> Any:
+    opened: list[Any] = []
+
+    def drop_nothing(samples: list[Any]) -> Any:
+        return [index for index, _ in samples]
+
+    loader = DataLoader(DATA, batch_size=4, collate_fn=drop_nothing, drop_last=True)
+    derived = Batches(job, loader)
+    micros = [m.batch for step in derived.iterate(Position(7), epochs=1) for m in step]
+    tensors = Batches(job, DataLoader(TensorDataset(torch.arange(10)), 4), global_batch=8)
+    plain = Batches(
+        job, TensorDataset(torch.arange(10)), global_batch=8, micro_batch=4, shuffle=False
+    )
+    for one, other in zip(
+        *(b.iterate(Position(7), epochs=1) for b in (tensors, plain)), strict=True
+    ):
+        opened += [torch.equal(a.batch[0], b.batch[0]) for a, b in zip(one, other, strict=True)]
+    longest = Batches(job, DataLoader(DATA, batch_sampler=Lengths()), global_batch=8)
+    return derived.global_batch, derived.micro_batch, micros, longest.micro_batch, all(opened)
+
+
+def test_settings_come_from_the_loader() -> None:
+    for nproc in (1, 2):
+        for global_batch, micro_batch, micros, longest, same in run_ranks(_settings, nproc=nproc):
+            assert (global_batch, micro_batch, longest) == (4 * nproc, 4, 4)
+            assert same
+            assert all(type(batch) is list for batch in micros)
+            assert max(len(batch) for batch in micros) == 4
+
+
+class Opened(Dataset):  # type: ignore[type-arg]
+    """Must be opened in each worker."""
+
+    file: str | None = None
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return f"{index} of {self.file}"
+
+
+def _open(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.file = f"file {worker}"
+
+
+def _initialized(job: Job) -> list[str]:
+    loader = DataLoader(Opened(), batch_size=1, num_workers=2, worker_init_fn=_open)
+    with_loader = Batches(job, loader)
+    found = [m.batch[0] for step in with_loader.iterate(Position(7), epochs=1) for m in step]
+    with_loader.close()
+    return found + [each.batch[0] for each in EvaluationBatches(job, loader)]
+
+
+def test_worker_init_fn_finds_the_dataset() -> None:
+    expected = [f"{index} of file {index % 2}" for index in range(6)]
+    assert run_ranks(_initialized, nproc=1) == [expected * 2]
+
+
+def _evaluated(job: Job) -> Any:
+    found = {}
+    for name in ("shuffle", "distributed", "subset", "lengths"):
+        for workers in (0, 2):
+            batches = EvaluationBatches(job, _loader(name, workers))
+            rows = [(each.index, each.batch[0].tolist()) for each in batches]
+            found[name, workers] = batches.num_samples, batches.micro_batch, rows
+    return found
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_an_evaluation_reads_what_the_sampler_selects(nproc: int) -> None:
+    everyone = run_ranks(_evaluated, nproc=nproc)
+    first = run_ranks(_evaluated, nproc=1)[0]
+    for (name, workers), (size, micro_batch, _) in first.items():
+        rows = [row for rank in everyone for row in rank[name, workers][2]]
+        assert rows == first[name, 0][2]
+        ids = [i for _, batch in rows for i in batch]
+        chosen = [1, 2, 3, 4, 6, 9, 15] if name == "subset" else list(range(SIZE))
+        assert sorted(ids) == chosen
+        assert (size, micro_batch) == (len(chosen), 4 if name == "lengths" else 3)
+        if name in ("shuffle", "distributed"):
+            assert ids == chosen
+
+
+# Streams
+
+
+class Divided(IterableDataset):  # type: ignore[type-arg]
+    """Divides itself by rank and worker, as many published datasets do."""
+
+    def __init__(self, job: Job, size: int) -> None:
+        self.rank, self.ranks, self.size = job.rank, job.world_size, size
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        return iter(range(self.rank * workers + worker, self.size, self.ranks * workers))
+
+
+def _divided(job: Job) -> Any:
+    seen = []
+    for workers in (0, 2):
+        loader = DataLoader(Divided(job, 25), batch_size=3, num_workers=workers)
+        batches = Batches(job, loader, shard="by_rank_and_worker")
+        epochs: list[list[int]] = [[], []]
+        for step in batches.iterate(Position(7), epochs=2, equal=True):
+            for micro in step:
+                if not micro.is_ghost:
+                    epochs[step.epoch] += micro.batch.tolist()
+        batches.close()
+        seen.append(epochs)
+    return seen
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_a_stream_may_divide_itself_by_rank_and_worker(nproc: int) -> None:
+    ranks = run_ranks(_divided, nproc=nproc)
+    for by_workers in zip(*ranks, strict=True):
+        for epochs in zip(*by_workers, strict=True):
+            assert sorted(itertools.chain(*epochs)) == list(range(25))
+
+
+# Refusals
+
+
+def _different_order(job: Job) -> None:
+    class Mine(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(job.rank, SIZE - SIZE % job.world_size, job.world_size))
+
+    Batches(job, DataLoader(DATA, batch_size=2, sampler=Mine()))
+
+
+def test_a_sampler_that_differs_between_ranks_is_refused() -> None:
+    with pytest.raises(RankDisagreement, match="order of Mine") as caught:
+        run_ranks(_different_order, nproc=3)
+    assert "indices of all ranks" in str(caught.value)
+
+
+def _none(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+class Missing(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        return None if index == 5 else index
+
+
+class Growing(Sampler[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5 + self.epoch))
+
+
+class Uncopied(Stateful):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("cannot be copied")
+
+
+def _read(batches: Batches) -> None:
+    for step in batches.iterate(Position(7), epochs=2):
+        list(step)
+
+
+REFUSED: list[tuple[str, type[Exception], Callable[[Job], Any]]] = [
+    (
+        "def shard(self, index, count)",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(Divided(job, 5), batch_size=2)),
+    ),
+    ("batch_size=None", ConfigError, lambda job: Batches(job, DataLoader(DATA, batch_size=None))),
+    (
+        "less than the DataLoader's batch size, 8",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(DATA, batch_size=8), global_batch=4),
+    ),
+    (
+        "shuffle was given together with a DataLoader",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(DATA, batch_size=2), shuffle=True),
+    ),
+    (
+        "workers was given together",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(DATA, batch_size=2), workers=0),
+    ),
+    (
+        "shard='by_rank_and_worker' cannot be used here",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(DATA, batch_size=2), shard="by_rank_and_worker"),
+    ),
+    ("`shard` is only for", ConfigError, lambda job: Batches(job, DATA, shard="by_rank")),
+    ("global_batch must be an integer", ConfigError, lambda job: Batches(job, DATA)),
+    (
+        "is an iterator",
+        ConfigError,
+        lambda job: Batches(job, iter(DataLoader(DATA, batch_size=2)), global_batch=2),
+    ),
+    (
+        "gives no index",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(DATA, sampler=SubsetRandomSampler([]))),
+    ),
+    (
+        "something else than integers",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(DATA, sampler=["a", "b"])),  # type: ignore[arg-type]
+    ),
+    (
+        "cannot be copied",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(DATA, sampler=Uncopied())),
+    ),
+    (
+        "Growing gives 6 indices in epoch 1 and 5 in epoch 0",
+        DataError,
+        lambda job: _read(Batches(job, DataLoader(DATA, sampler=Growing()))),
+    ),
+    (
+        "sample 5 is None",
+        DataError,
+        lambda job: _read(Batches(job, DataLoader(Missing(), batch_size=4, collate_fn=_none))),
+    ),
+    (
+        "batch_size=None",
+        ConfigError,
+        lambda job: EvaluationBatches(job, DataLoader(DATA, batch_size=None)),
+    ),
+    (
+        "collate was given together",
+        ConfigError,
+        lambda job: EvaluationBatches(job, DataLoader(DATA), collate=default_collate),
+    ),
+]
+
+
+def _refused(job: Job) -> None:
+    for match, kind, build in REFUSED:
+        with pytest.raises(kind, match=match.replace("(", r"\(").replace(")", r"\)")):
+            build(job)
+
+
+def test_what_cannot_be_adopted_is_refused() -> None:
+    run_ranks(_refused, nproc=1)
+
+
+def _other_packages(job: Job, shards: list[str]) -> Any:
+    import datasets
+    import webdataset
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    rows = datasets.Dataset.from_dict({"x": list(range(SIZE))}).with_format("torch")
+    loaders: list[Any] = [
+        DataLoader(rows, batch_size=4, shuffle=True),  # type: ignore[arg-type]
+        StatefulDataLoader([{"x": i} for i in range(SIZE)], batch_size=4, shuffle=True),
+    ]
+    stream = webdataset.WebDataset(
+        shards, shardshuffle=False, nodesplitter=webdataset.split_by_node, empty_check=False
+    )
+    loaders.append(DataLoader(stream.map(lambda s: {"x": int(s["__key__"])}), 4, num_workers=2))
+    seen = []
+    for loader in loaders:
+        divided = isinstance(loader.dataset, IterableDataset)
+        shard = "by_rank_and_worker" if divided else None
+        batches = Batches(job, loader, global_batch=8, shard=shard)
+        ids: list[int] = []
+        for step in batches.iterate(Position(7), epochs=1, equal=True):
+            for micro in step:
+                ids += [] if micro.is_ghost else micro.batch["x"].tolist()
+        batches.close()
+        seen.append(ids)
+    return seen
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_loaders_and_datasets_of_other_packages(tmp_path: Path, nproc: int) -> None:
+    for package in ("datasets", "torchdata", "webdataset"):
+        pytest.importorskip(package)
+    shards = []
+    for number in range(4):
+        shards.append(str(tmp_path / f"{number}.tar"))
+        with tarfile.open(shards[-1], "w") as tar:
+            for index in range(number, SIZE, 4):
+                tar.addfile(tarfile.TarInfo(f"{index}.cls"), io.BytesIO())
+    ranks = run_ranks(_other_packages, shards, nproc=nproc)
+    for kind, by_rank in zip(
+        ("datasets", "torchdata", "webdataset"), zip(*ranks, strict=True), strict=True
+    ):
+        ids = [i for own in by_rank for i in own]
+        assert sorted(ids) == list(range(SIZE)), kind
+        assert ids != sorted(ids)
