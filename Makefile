@@ -13,9 +13,11 @@ help:
 	@echo "make demo      train a small net on handwritten digits, on 2 processes"
 	@echo "make check     format, lint, types, layering"
 	@echo "make test      unit, dist and e2e tests"
-	@echo "make test-all  those and the long ones (make test-slow)"
+	@echo "make test-slow the exhaustive matrices (about an hour)"
+	@echo "make test-all  both"
 	@echo "make bench     measure speed against hand-written loops and other frameworks"
 	@echo "make bench-all that, and checkpoints, restarts, verdicts (hours)"
+	@echo "make clean     remove .venv, runs and caches"
 
 setup: $(STAMP)
 

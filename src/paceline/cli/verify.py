@@ -98,8 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="paceline verify",
         usage="paceline verify [options] SCRIPT [-- ARGUMENTS]",
         description="Run a training script on 1 and on several processes. A script that uses paceline must "
-        "train the same on all; any other script is checked for 20 known faults of distributed training.",
-        epilog="exit codes: 0 sound, 1 a fault was found, 2 usage, 3 the script itself failed",
+        "train the same on all; any other script is checked for 21 known faults of distributed training.",
+        epilog="exit codes: 0 sound, 1 a fault was found, 2 usage, 3 the script failed or cannot be judged",
     )
     parser.add_argument("script", metavar="SCRIPT", help="the training script")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module name")

@@ -110,7 +110,8 @@ def parser() -> ArgumentParser:
     ours.usage = "paceline run [options] SCRIPT [args ...]"
     ours.description = (
         "Run a training script on several processes. The options are those of torchrun in the "
-        "installed torch."
+        "installed torch; --duplicate-stdout-filters, --duplicate-stderr-filters and a --start-method "
+        "other than spawn are refused."
     )
     hangs = ours.add_argument_group("hangs")
     hangs.add_argument(
