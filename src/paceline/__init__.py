@@ -38,7 +38,13 @@ if TYPE_CHECKING:
     from paceline.job.job import join as join
     from paceline.job.preemption import Preempted as Preempted
     from paceline.launch.spawning import spawn as spawn
+    from paceline.metrics.csv_table import CSV as CSV
+    from paceline.metrics.json_lines import JSONLines as JSONLines
+    from paceline.metrics.logger import Logger as Logger
+    from paceline.metrics.mlflow import MLflow as MLflow
     from paceline.metrics.step_loss import StepLoss as StepLoss
+    from paceline.metrics.tensorboard import TensorBoard as TensorBoard
+    from paceline.metrics.wandb import WandB as WandB
     from paceline.parallel.ddp import ddp as ddp
     from paceline.parallel.fsdp import fsdp as fsdp
     from paceline.parallel.modules import unwrap as unwrap
@@ -58,6 +64,7 @@ _HOMES = {
     "AuditError": "paceline.errors",
     "Batches": "paceline.data.batches",
     "CheckpointError": "paceline.errors",
+    "CSV": "paceline.metrics.csv_table",
     "Checkpoints": "paceline.checkpoint.manager",
     "CollectiveTimeout": "paceline.errors",
     "ConfigError": "paceline.errors",
@@ -68,10 +75,13 @@ _HOMES = {
     "EvaluationError": "paceline.errors",
     "Fit": "paceline.training.trainer",
     "GradientError": "paceline.errors",
+    "JSONLines": "paceline.metrics.json_lines",
     "Job": "paceline.job.job",
     "LaunchFailed": "paceline.errors",
     "LauncherError": "paceline.errors",
+    "Logger": "paceline.metrics.logger",
     "LossError": "paceline.errors",
+    "MLflow": "paceline.metrics.mlflow",
     "Moment": "paceline.training.trainer",
     "NonFinite": "paceline.errors",
     "PacelineError": "paceline.errors",
@@ -84,9 +94,11 @@ _HOMES = {
     "Step": "paceline.training.step",
     "StepError": "paceline.errors",
     "StepLoss": "paceline.metrics.step_loss",
+    "TensorBoard": "paceline.metrics.tensorboard",
     "Trainer": "paceline.training.trainer",
     "Training": "paceline.training.training",
     "Validation": "paceline.training.trainer",
+    "WandB": "paceline.metrics.wandb",
     "agree": "paceline.job.collectives",
     "ddp": "paceline.parallel.ddp",
     "evaluate": "paceline.training.evaluation",

@@ -100,7 +100,7 @@ def test_a_node_that_is_done_says_so_where_the_others_are_lost(
     wait_served(free_port)
     other = start(words, tmp_path)
     while not (tmp_path / "gone-on").exists():
-        assert other.poll() is None
+        assert other.poll() is None, other.communicate()
         time.sleep(0.01)
     other.kill()
     other.communicate()

@@ -49,19 +49,19 @@ class Progress:
         self._task = self._bar.add_task("train", total=total, completed=step, values="")
         self._bar.start()
 
-    def show(self, line: dict[str, Any], samples_per_s: float) -> None:
-        """Show the newest line of metrics and the rate."""
+    def show(self, step: int, line: dict[str, Any], samples_per_s: float) -> None:
+        """Show the values of the newest step and the rate."""
         values = "  ".join(
             f"{name} {value}" if isinstance(value, str) else f"{name} {value:.4g}"
             for name, value in line.items()
-            if name not in ("step", "time_s", "epoch")
+            if name not in ("time_s", "epoch")
         )
         text = f"epoch {line['epoch'] + 1}  {values}  {samples_per_s:,.0f} samples/s"
         if self._bar is not None:
-            self._bar.update(self._task, completed=line["step"], values=text)
+            self._bar.update(self._task, completed=step, values=text)
             return
         of = f"/{self._total}" if self._total else ""
-        self._last = f"step {line['step']}{of}  {text}"
+        self._last = f"step {step}{of}  {text}"
         if time.monotonic() - self._printed_at >= _PLAIN_INTERVAL_S:
             self._print()
 

@@ -1,4 +1,4 @@
-"""Write a run's metrics to JSON lines, a progress bar and TensorBoard. Only rank 0 writes.
+"""Write a run's metrics to JSON lines, a progress bar and loggers. Only rank 0 writes.
 
 Values are kept while a step runs, and written when the control word has summed the losses of all ranks, so no
 rank waits. A line of metrics.jsonl has the step, the epoch, `time_s` since the start, and the logged values.
@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse_different_values
+from paceline.job import collectives
 from paceline.job.job import Job
+from paceline.metrics.json_lines import JSONLines
+from paceline.metrics.logger import BackgroundLogger, Logger
 from paceline.metrics.progress import Progress
 from paceline.metrics.step_loss import StepLoss, StepTotal
+from paceline.metrics.tensorboard import TensorBoard
 
 _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
 
@@ -28,79 +31,99 @@ _OWN_NAMES = ("step", "epoch", "time_s")
 
 
 class Report:
+    """What `training.log` was given, and where it goes."""
+
     def __init__(self, job: Job) -> None:
+        self._job = job
         self._active = False
-        self._is_rank0 = job.rank == 0
-        self._device = job.device
         self._pending: dict[int, tuple[int, int, dict[str, Any]]] = {}
-        self._file: IO[str] | None = None
-        self._path: Path | None = None
+        # By step and name, on every rank: how the ranks' values are combined.
+        self._reduced: dict[int, dict[str, tuple[str, Any]]] = {}
+        self._lines: JSONLines | None = None
+        self._loggers: list[BackgroundLogger] = []
         self._progress: Progress | None = None
-        self._board: Any = None
         self._began = time.perf_counter()
         self._window_began = self._began
         self._window_samples = 0
         self._rate = 0.0
 
-    def open(self, folder: str | None, *, progress: bool, tensorboard: bool) -> None:
+    def open(
+        self,
+        folder: str | None,
+        *,
+        progress: bool,
+        tensorboard: bool,
+        loggers: Sequence[Logger],
+    ) -> None:
         """Choose the destinations; see `Training.report`.
 
         Raises:
-            ConfigError: the folder cannot be made, or TensorBoard is not installed or has no folder.
+            ConfigError: the folder cannot be made, TensorBoard is not installed or has no folder, or a
+                logger lacks a method.
         """
-        if tensorboard and folder is None:
-            raise ConfigError("tensorboard=True needs a folder to write to.")
-        if not self._is_rank0:
+        if tensorboard:
+            if folder is None:
+                raise ConfigError("tensorboard=True needs a folder to write to.")
+            loggers = [*loggers, TensorBoard(Path(folder) / "tensorboard")]
+        for logger in loggers:
+            if not callable(getattr(logger, "log", None)) or not hasattr(logger, "close"):
+                raise ConfigError(
+                    f"{type(logger).__name__} is not a logger.",
+                    why="a logger has the methods `log(step, values)` and `close()`.",
+                    fix="pass an object with both.",
+                )
+        if self._job.rank != 0:
             return
         if folder is not None:
-            self._path = Path(folder) / "metrics.jsonl"
+            path = Path(folder) / "metrics.jsonl"
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(
                     f"the folder {folder} cannot be made: {error.strerror}.",
                     fix="choose a folder that rank 0 may write to.",
                 ) from error
+            self._lines = JSONLines(path)
         if progress:
             self._progress = Progress()
-        if tensorboard:
-            self._board = _tensorboard(Path(str(folder)) / "tensorboard")
-        self._active = bool(self._path or self._progress or self._board)
+        self._loggers = [BackgroundLogger(logger) for logger in loggers]
+        self._active = bool(self._lines or self._progress or self._loggers)
 
     def begin(self, step: int, total: int | None) -> None:
         """Start after `step`, and remove the lines of later steps, which an interrupted run wrote."""
         if not self._active:
             return
         self._began = self._window_began = time.perf_counter()
-        if self._path is not None:
-            keep = _lines_up_to(self._path, step) if step else []
-            if keep:  # time continues from the last line
-                self._began -= json.loads(keep[-1])["time_s"]
-            scratch = self._path.with_suffix(".jsonl.new")
-            scratch.write_text("".join(keep))
-            scratch.replace(self._path)
-            self._file = self._path.open("a", encoding="utf-8")
+        if self._lines is not None:
+            self._began -= self._lines.rewind(step)  # time continues from the last line
         if self._progress is not None:
             self._progress.begin(step, total)
 
-    def note(self, step: int, epoch: int, num_samples: int, values: dict[str, Any]) -> None:
+    def note(
+        self, step: int, epoch: int, num_samples: int, values: dict[str, Any], reduce: str
+    ) -> None:
+        """Keep values of a step until the control word with its loss has come."""
+        if reduce != "rank0":
+            of_step = self._reduced.setdefault(step, {})
+            of_step |= {name: (reduce, _copied(value)) for name, value in values.items()}
         if not self._active:
             return
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                # It is read later, and the program may change it in between.
-                values[name] = value.detach().clone()
-        if step in self._pending:
-            self._pending[step][2].update(values)
-        else:
-            self._pending[step] = (epoch, num_samples, values)
+        _, _, kept = self._pending.setdefault(step, (epoch, num_samples, {}))
+        kept |= {name: _copied(value) for name, value in values.items()}
 
-    def write(self, totals: Sequence[StepTotal]) -> None:
+    def write(self, totals: Sequence[StepTotal], *, reduce: bool) -> None:
+        """Write the values of these steps.
+
+        Args:
+            reduce: Whether a rank has values of these steps that are combined over ranks; equal on all ranks.
+        """
+        if reduce:
+            self._exchange([total.step for total in totals])
         if not self._active:
             return
         now = time.perf_counter()
-        last = None
-        device = _gpu_use(self._device)
+        shown = None
+        device = _gpu_use(self._job.device)
         for total in totals:
             noted = self._pending.pop(total.step, None)
             if noted is None:
@@ -110,38 +133,60 @@ class Report:
             mean = total.loss_sum / total.count if total.count else float("nan")
             numbers = {name: _number(value, mean) for name, value in values.items()}
             last = {
-                "step": total.step,
                 "epoch": epoch,
                 "time_s": round(now - self._began, 4),
                 **numbers,
                 **device,
             }
-            self._write_line(last)
+            if self._lines is not None:
+                self._lines.log(total.step, last)
+            for logger in self._loggers:
+                logger.log(total.step, last)
+            shown = total.step, last
         elapsed = now - self._window_began
         if elapsed >= _RATE_WINDOW_S or not self._rate:
             self._rate = self._window_samples / max(elapsed, 1e-9)
             self._window_began, self._window_samples = now, 0
-        if last is not None and self._progress is not None:
-            self._progress.show(last, self._rate)
+        if shown is not None and self._progress is not None:
+            self._progress.show(*shown, self._rate)
 
     def end(self) -> None:
-        """Close the destinations; `begin` may open them again."""
+        """End the progress bar and close metrics.jsonl; `begin` opens them again."""
         if self._progress is not None:
             self._progress.end()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._board is not None:
-            self._board.flush()
+        if self._lines is not None:
+            self._lines.close()
 
-    def _write_line(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
-        if self._board is not None:
-            for name, value in line.items():
-                if name not in _OWN_NAMES and not isinstance(value, str):
-                    self._board.add_scalar(name, value, line["step"])
+    def close(self) -> None:
+        """Close all destinations, at the end of the job."""
+        self.end()
+        for logger in self._loggers:
+            logger.close()
+        self._loggers = []
+
+    def _exchange(self, steps: list[int]) -> None:
+        """Combine the values of these steps over ranks, and put the results in place of rank 0's values.
+
+        Raises:
+            RankDisagreement: on all ranks, if they logged different names.
+        """
+        own = [
+            [step, name, how, float(value)]
+            for step in steps
+            for name, (how, value) in self._reduced.pop(step, {}).items()
+        ]
+        everyone = collectives.gather(self._job, own)
+        refuse_different_values(
+            "step, name and `reduce` of logged values",
+            [[entry[:3] for entry in entries] for entries in everyone],
+            fix="call training.log(..., reduce=...) on all ranks, with the same names.",
+        )
+        for entries in zip(*everyone, strict=True):
+            step, name, how, _ = entries[0]
+            total = math.fsum(value for *_, value in entries)
+            if step in self._pending:
+                count = len(entries) if how == "mean" else 1
+                self._pending[step][2][name] = total / count
 
 
 @functools.cache
@@ -159,9 +204,14 @@ def _gpu_use(device: torch.device) -> dict[str, float]:
     }
 
 
-def refuse_values(values: dict[str, Any]) -> None:
+def refuse_values(values: dict[str, Any], reduce: str) -> None:
     """Raise ConfigError, on every rank, for values that cannot be logged."""
     for name, value in values.items():
+        if isinstance(value, StepLoss) and reduce != "rank0":
+            raise ConfigError(
+                f"{name!r} is the loss over all ranks, which is not combined again.",
+                fix="log it in a call without `reduce`.",
+            )
         if name in _OWN_NAMES:
             raise ConfigError(
                 f"{name!r} is written in every line already.", fix="log it under another name."
@@ -183,23 +233,6 @@ def _number(value: Any, mean: float) -> float | int | str:
     return number if math.isfinite(number) else str(number)
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    if not path.exists():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        if json.loads(line)["step"] <= step:
-            lines.append(line)
-    return lines
-
-
-def _tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "TensorBoard is not installed.", fix="pip install 'paceline[tensorboard]'"
-        ) from error
-    return SummaryWriter(str(folder))
+def _copied(value: Any) -> Any:
+    # It is read later, and the program may change a tensor in between.
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -28,7 +28,7 @@ from paceline.shm.group import ShmGroup
 WORDS_PER_S = 16.0
 WORDS_PER_S_IN_MEMORY = 8.0
 MAX_STEPS_PER_WORD = 128
-_HEAD = 5  # numbers before the losses: stop, step_s, save, save_failed, preempt
+_HEAD = 6  # numbers before the losses: stop, step_s, save, save_failed, preempt, reduce
 _MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
 
 
@@ -38,6 +38,7 @@ class Word:
     save: bool
     save_failed: bool
     preempt: bool
+    reduce: bool
     totals: list[StepTotal]
     step_s: float
 
@@ -48,6 +49,7 @@ class Control:
     Attributes:
         save: Set when it is time to save; sent with the next word.
         save_failed: Set when a save in the background failed; sent with the next word.
+        reduce: Set when values were logged that are combined over ranks; sent with the next word.
         in_memory: Whether all ranks share memory, so that a direct exchange is faster than one in a thread.
 
     All ranks call `end_step` after every step, with the same numbers.
@@ -59,6 +61,7 @@ class Control:
         self._stop = False
         self.save = False
         self.save_failed = False
+        self.reduce = False
         self._losses: list[torch.Tensor | None] = []
         self._counts: list[float | torch.Tensor] = []
         self._first = 0
@@ -119,7 +122,8 @@ class Control:
         elapsed = time.perf_counter() - self._began
         sums = _to_host(self._losses)
         head = [self._stop, elapsed / size, self.save, self.save_failed, bool(notice.received)]
-        self.save = self.save_failed = False
+        head.append(self.reduce)
+        self.save = self.save_failed = self.reduce = False
         # A NaN spreads to all ranks within a step, so each step carries which ranks had one.
         rank = self._job.data.rank
         bit = float(1 << rank) if rank < _MAX_RANKS_NAMED else 0.0
@@ -163,13 +167,14 @@ class Control:
         steps = round(1 / (per_s * max(step_s, 1e-6)))
         self._every = min(MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
-        stop, save, save_failed, preempt = (numbers[i] > 0 for i in (0, 2, 3, 4))
+        stop, save, save_failed, preempt, reduce = (numbers[i] > 0 for i in (0, 2, 3, 4, 5))
         return [
             Word(
                 stop=stop or preempt,
                 save=save,
                 save_failed=save_failed,
                 preempt=preempt,
+                reduce=reduce,
                 totals=totals,
                 step_s=step_s,
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
 from paceline.errors import ConfigError
 from paceline.job.job import Job, current, join
+from paceline.metrics.logger import Logger
 from paceline.parallel.ddp import DEFAULT_BUCKET_MB, ddp
 from paceline.parallel.modules import unwrap
 from paceline.parallel.syncbn import plain_batchnorms, sync_batchnorm
@@ -129,6 +130,7 @@ class Trainer:
         bucket_mb: Size of a gradient bucket in MiB; see `ddp`.
         desync_every: Number of steps between comparisons of the replicas; see `Training`.
         desync_also: Compared besides weights and optimizer state; see `Training`.
+        loggers: Where metrics go besides `folder`/metrics.jsonl; see `Training.report`.
 
     Collective: none to create it.
     """
@@ -146,6 +148,7 @@ class Trainer:
     bucket_mb: float = DEFAULT_BUCKET_MB
     desync_every: int | None = None
     desync_also: Collection[str] = ()
+    loggers: Sequence[Logger] = ()
 
     def __post_init__(self) -> None:
         if not callable(self.optimizer):
@@ -233,7 +236,9 @@ class Trainer:
             desync_every=self.desync_every,
             desync_also=self.desync_also,
         )
-        training.report(None if folder is None else str(folder), progress=True)
+        training.report(
+            None if folder is None else str(folder), progress=True, loggers=self.loggers
+        )
         return training
 
     def _loop(
@@ -321,7 +326,7 @@ def _is_mean(loss: Callable[..., Any]) -> bool:
     return isinstance(loss, nn.Module) and getattr(loss, "reduction", "sum") == "mean"
 
 
-def _numbers(evaluation: Evaluation) -> dict[str, float]:
+def _numbers(evaluation: Evaluation) -> dict[str, Any]:
     return {
         f"validation_{name}": float(value)
         for name, value in evaluation.values.items()

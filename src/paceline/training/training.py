@@ -16,7 +16,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from paceline.job import collectives, current_step
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import MICRO_BATCH, default_generator, key
+from paceline.metrics.logger import Logger
 from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
@@ -193,13 +194,27 @@ class Training:
             self._kept[name] = thing
 
     def report(
-        self, folder: str | None = None, *, progress: bool = False, tensorboard: bool = False
+        self,
+        folder: str | None = None,
+        *,
+        progress: bool = False,
+        tensorboard: bool = False,
+        loggers: Sequence[Logger] = (),
     ) -> None:
-        """Choose where `log` writes: `folder`/metrics.jsonl, a progress bar, TensorBoard.
+        """Choose where `log` writes.
+
+        Args:
+            folder: For metrics.jsonl, one line per step.
+            progress: Show a progress bar.
+            tensorboard: Write to `folder`/tensorboard.
+            loggers: Such as `paceline.WandB(project="...")`, or your own; see `Logger`.
+
+        Raises:
+            ConfigError: the folder cannot be made, or something that is given is not a logger.
 
         Collective: none; only rank 0 writes, the other ranks may call it too.
         """
-        self._report.open(folder, progress=progress, tensorboard=tensorboard)
+        self._report.open(folder, progress=progress, tensorboard=tensorboard, loggers=loggers)
 
     def steps(self, epochs: int | None = None, *, until: int | None = None) -> Iterator[Step]:
         """Resume from the newest checkpoint, then yield the optimizer steps that are left.
@@ -243,24 +258,52 @@ class Training:
             raise preempted
         notice.deliver()  # a signal that only this rank received, after the last exchange
 
-    def log(self, **values: Any) -> None:
+    def log(
+        self,
+        *,
+        reduce: Literal["rank0", "mean", "sum"] = "rank0",
+        every_n: int = 1,
+        **values: Any,
+    ) -> None:
         """Log values of the step in progress: numbers, tensors of shape (), or `step.loss`.
 
         Rank 0 writes them within about 0.2 s, when the losses of all ranks are known.
 
-        Collective: none. The control word sums `step.loss` over ranks without a further call.
+        Args:
+            reduce: "rank0" writes rank 0's values and costs no communication; "mean" and "sum" combine the
+                values of all ranks with equal weight, in one gather of the ranks for all steps that are
+                written together. `step.loss` is over all ranks in any case.
+            every_n: Log only in steps whose number is a multiple of this.
+
+        Raises:
+            ConfigError: a value is not one number, or an option is out of range.
+            StepError: called outside of the loop.
+
+        Collective: none with "rank0"; otherwise all ranks, with the same names in the same steps. If they
+        differ, all ranks raise a RankDisagreement within about 0.2 s.
         """
+        if reduce not in ("rank0", "mean", "sum"):
+            raise ConfigError(f'reduce must be "rank0", "mean" or "sum", got {reduce!r}.')
+        if type(every_n) is not int or every_n < 1:
+            raise ConfigError(f"every_n must be an integer of at least 1, got {every_n!r}.")
         if self._open is None or not self._is_in_loop:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
         step, _ = self._open
-        refuse_values(values)
-        self._report.note(step.number, step.epoch, step.num_samples, values)
+        refuse_values(values, reduce)
+        if step.number % every_n == 0:
+            control = self._context.control
+            control.reduce = control.reduce or reduce != "rank0"
+            self._report.note(step.number, step.epoch, step.num_samples, values, reduce)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a later run needs, under the models' own names, equal on every rank.
 
+        Raises:
+            StepError: a step is in progress, so weights and position do not belong together.
+
         Collective: none.
         """
+        self._refuse_in_step("state_dict")
         at, context = self.position, self._context
         return state.save(self.models, self.optimizers) | {
             "step": self.number,
@@ -281,13 +324,25 @@ class Training:
 
         Raises:
             CheckpointError: the state does not fit this training; nothing was changed.
+            StepError: a step is in progress.
 
         Collective: all ranks, same state.
         """
+        self._refuse_in_step("load_state_dict")
         self._load(saved)
         if self._checkpoints is not None:
             # A checkpoint of the same step number holds another state.
             self._checkpoints.last_saved = 0
+
+    def _refuse_in_step(self, what: str) -> None:
+        if self._open is not None and self._is_in_loop:
+            raise StepError(
+                f"`training.{what}` was called inside the loop over `training.steps`.",
+                where=self.job.where(),
+                why="the position moves on when the next step is requested.",
+                fix="call training.save() to save this step; otherwise call it before or after the loop.",
+                step=self._open[0].number,
+            )
 
     def _load(self, saved: dict[str, Any]) -> None:
         context = self._context
@@ -446,7 +501,7 @@ class Training:
             divisor = weight.next_token_divisor(word.totals[-1].count)
             for trained in context.optimizers:
                 trained.token_divisor = divisor
-        self._report.write(word.totals)
+        self._report.write(word.totals, reduce=word.reduce)
 
     def _finish(self) -> None:
         """Exchange what is left and save the last step, after a loop that ran to its end."""
@@ -529,7 +584,7 @@ class Training:
             if self.job.preempted is not None:
                 self._save_open(self.job.preempted)
         finally:
-            self._report.end()
+            self._report.close()
             if self._checkpoints is not None:
                 self._checkpoints.close(self.job)
 

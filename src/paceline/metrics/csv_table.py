@@ -1,0 +1,58 @@
+"""Metrics as a CSV table: one row per step."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from paceline.metrics.logger import Values
+
+
+class CSV:
+    """Writes one row per step to a CSV file, with a column for each name.
+
+    A name that appears for the first time gets a new column, and the file is written anew. Rows of an
+    existing file are kept up to the first step that is logged, so that a resumed run continues its table.
+
+    Collective: none.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._names: list[str] | None = None
+
+    def log(self, step: int, values: Values) -> None:
+        """Append a row."""
+        row: dict[str, Any] = {"step": step, **values}
+        if self._names is None:
+            self._start(step)
+        assert self._names is not None
+        new = [name for name in row if name not in self._names]
+        if new:
+            self._rewrite(self._rows(), self._names + new)
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, self._names, restval="").writerow(row)
+
+    def close(self) -> None:
+        """Nothing to do: each row is written when it is logged."""
+
+    def _start(self, step: int) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [row for row in self._rows() if int(row["step"]) < step]
+        self._rewrite(rows, list(rows[0]) if rows else [])
+
+    def _rows(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        with self._path.open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
+
+    def _rewrite(self, rows: list[dict[str, Any]], names: list[str]) -> None:
+        scratch = self._path.with_name(self._path.name + ".new")
+        with scratch.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, names, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        scratch.replace(self._path)
+        self._names = names

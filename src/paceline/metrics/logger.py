@@ -1,0 +1,77 @@
+"""`Logger`: where a run's metrics go, and the thread that keeps a slow one from delaying the training."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from paceline import log
+
+Values = Mapping[str, float | int | str]
+
+_CLOSE_S = 30.0  # longest wait for a slow server at the end
+
+
+class Logger(Protocol):
+    """A destination of metrics. Any object with these two methods can be given to `Training.report`.
+
+    Both are called on rank 0, in a thread of their own, so that a slow server does not delay the training. If
+    one raises, a warning names the error once, the logger gets nothing more, and the training goes on.
+
+    Collective: none.
+    """
+
+    def log(self, step: int, values: Values) -> None:
+        """Write the values of one step. Steps come in increasing order.
+
+        Args:
+            values: By name: `epoch` (from 0), `time_s` since the start, and what was logged. NaN and
+                infinity are strings.
+        """
+
+    def close(self) -> None:
+        """Write what is left; called once, at the end of the job."""
+
+
+class BackgroundLogger:
+    """Calls a logger in a thread. The thread ends when the object is closed, freed, or Python exits."""
+
+    def __init__(self, logger: Logger) -> None:
+        lines: queue.SimpleQueue[tuple[int, Values] | None] = queue.SimpleQueue()
+        name = type(logger).__name__
+        thread = threading.Thread(
+            target=_run, args=(logger, lines), name=f"{name} log", daemon=True
+        )
+        thread.start()
+        self._lines = lines
+        self.close = weakref.finalize(self, _end, name, lines, thread)
+
+    def log(self, step: int, values: Values) -> None:
+        """Hand over the values of one step; returns at once."""
+        self._lines.put((step, values))
+
+
+def _run(logger: Logger, lines: queue.SimpleQueue[tuple[int, Values] | None]) -> None:
+    try:
+        while (line := lines.get()) is not None:
+            logger.log(*line)
+        logger.close()
+    except Exception as error:
+        log.logger.warning(
+            "%s failed and gets no more metrics; the training goes on. metrics.jsonl has all of them, if "
+            "`report` got a folder. The error was: %s: %s",
+            *(type(logger).__name__, type(error).__name__, error),
+        )
+        while lines.get() is not None:
+            continue  # so that they do not fill the memory
+
+
+def _end(name: str, lines: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    lines.put(None)
+    thread.join(_CLOSE_S)
+    if thread.is_alive():
+        text = "%s did not take the last metrics within %.0f s; it may lack some."
+        log.logger.warning(text, name, _CLOSE_S)

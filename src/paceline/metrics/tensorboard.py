@@ -1,0 +1,43 @@
+"""Metrics for TensorBoard. A front to `torch.utils.tensorboard`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.metrics.logger import Values
+
+
+class TensorBoard:
+    """Writes scalars for TensorBoard to a folder.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+
+    Collective: none.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError(
+                "TensorBoard is not installed.", fix="pip install 'paceline[tensorboard]'"
+            )
+        self._folder = str(folder)
+        self._writer: Any = None
+
+    def log(self, step: int, values: Values) -> None:
+        """Write the numbers of a step; strings are left out."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self._folder)
+        for name, value in values.items():
+            if name not in ("epoch", "time_s") and not isinstance(value, str):
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,282 @@
+"""What `training.log` was given arrives in every logger, from rank 0 or from all ranks."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import importlib.util
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.errors import ConfigError, RankDisagreement
+from paceline.metrics.logger import BackgroundLogger
+from paceline.testing import run_failing_ranks, run_ranks
+
+
+def _training(job: Any) -> paceline.Training:
+    torch.manual_seed(1)
+    model = paceline.ddp(job, nn.Linear(2, 1))
+    data = TensorDataset(torch.ones(12, 2), torch.ones(12, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return paceline.Training(job, model, optimizer, paceline.Batches(job, data, global_batch=4))
+
+
+def _train(training: paceline.Training, epochs: int = 2) -> Any:
+    for step in training.steps(epochs=epochs):
+        for x, y in step:
+            step.backward(nn.functional.mse_loss(training.models[0](x), y), reduction="mean")
+        step.update()
+        yield step
+
+
+def _log(job: Any, folder: str) -> list[float]:
+    training = _training(job)
+    loggers: list[Any] = [
+        paceline.CSV(f"{folder}/csv/table.csv"),
+        paceline.JSONLines(f"{folder}/json/lines.jsonl"),
+        paceline.WandB(mode="offline", project="test", dir=folder, settings={"silent": True}),
+        paceline.MLflow(
+            "trial", tracking_uri=f"file:{folder}/mlruns", run_name="one", parameters={"lr": 0.1}
+        ),
+    ]
+    training.report(folder, tensorboard=True, loggers=loggers)
+    losses = []
+    for step in _train(training):
+        training.log(loss=step.loss, own=job.rank + 10 * step.number)
+        training.log(reduce="mean", mean=torch.tensor(float(job.rank)))
+        training.log(reduce="sum", total=job.rank + step.number)
+        training.log(rare=step.number, every_n=3)
+        losses.append(float(step.loss))
+    return losses
+
+
+def _read_all(folder: Path) -> dict[str, list[dict[str, float]]]:
+    """The values of each step, as every logger wrote them to its own files."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for name in ("metrics.jsonl", "json/lines.jsonl"):
+        found[name] = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    with (folder / "csv/table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    found["csv"] = [{k: float(v) for k, v in row.items() if v} for row in rows]
+    found["tensorboard"] = _read_tensorboard(folder)
+    found["wandb"] = _read_wandb(folder)
+    found["mlflow"] = _read_mlflow(folder)
+    return found
+
+
+def _read_tensorboard(folder: Path) -> list[dict[str, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    steps: dict[int, dict[str, float]] = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            steps.setdefault(event.step, {"step": event.step})[name] = event.value
+    return [steps[step] for step in sorted(steps)]
+
+
+def _read_wandb(folder: Path) -> list[dict[str, float]]:
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = glob.glob(f"{folder}/wandb/offline-run-*/run-*.wandb")
+    rows = []
+    for data in _leveldb_records(Path(path).read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            row = {i.key or i.nested_key[0]: json.loads(i.value_json) for i in items}
+            rows.append({("step" if k == "_step" else k): v for k, v in row.items()})
+    return rows
+
+
+def _leveldb_records(log: bytes) -> Iterator[bytes]:
+    """The records of a log of LevelDB, behind the 7 bytes with which wandb begins it."""
+    block, at, record = 1 << 15, 7, b""
+    while at + 7 <= len(log):
+        if (left := block - at % block) < 7:
+            at += left
+            continue
+        end = at + 7 + int.from_bytes(log[at + 4 : at + 6], "little")
+        record += log[at + 7 : end]
+        if log[at + 6] in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+        at = end
+
+
+def _read_mlflow(folder: Path) -> list[dict[str, float]]:
+    import mlflow
+
+    client = mlflow.MlflowClient(f"file:{folder}/mlruns")
+    experiment = client.get_experiment_by_name("trial")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"lr": "0.1"}
+    steps: dict[int, dict[str, float]] = {}
+    for name in run.data.metrics:
+        for metric in client.get_metric_history(run.info.run_id, name):
+            steps.setdefault(metric.step, {"step": metric.step})[name] = metric.value
+    return [steps[step] for step in sorted(steps)]
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_values_can_be_read_back_from_every_logger(
+    tmp_path: Path, nproc: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    losses = run_ranks(_log, str(tmp_path), nproc=nproc)[0]
+    for name, rows in _read_all(tmp_path).items():
+        assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6], name
+        for step, row in enumerate(rows, start=1):
+            assert row["loss"] == pytest.approx(losses[step - 1], rel=1e-6), name
+            assert row["own"] == 10 * step, name
+            assert row["mean"] == (nproc - 1) / 2, name
+            assert row["total"] == nproc * step + nproc * (nproc - 1) / 2, name
+            assert row.get("rare") == (step if step % 3 == 0 else None), name
+
+
+class Failing:
+    """A server that is away after the first line."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def log(self, step: int, values: Any) -> None:
+        self.seen.append(step)
+        if step > 1:
+            raise ConnectionError("no route to the server")
+
+    def close(self) -> None:
+        raise AssertionError("a logger that failed is not closed")
+
+
+def test_a_logger_that_fails_stops_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing()
+    with caplog.at_level(logging.WARNING, "paceline"), paceline.join() as job:
+        training = _training(job)
+        training.report(str(tmp_path), loggers=[failing])
+        assert len([training.log(loss=step.loss) for step in _train(training)]) == 6
+    assert failing.seen == [1, 2]
+    said = [record.getMessage() for record in caplog.records if "Failing" in record.getMessage()]
+    assert len(said) == 1
+    assert "the training goes on" in said[0]
+    assert "ConnectionError: no route to the server" in said[0]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 6
+
+
+def test_a_slow_logger_delays_no_step_and_the_end_only_for_a_while(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.metrics.logger._CLOSE_S", 0.05)
+    release = threading.Event()
+
+    class Slow:
+        def log(self, step: int, values: Any) -> None:
+            release.wait()
+
+        def close(self) -> None:
+            pass
+
+    with caplog.at_level(logging.WARNING, "paceline"), paceline.join() as job:
+        training = _training(job)
+        training.report(loggers=[Slow()])
+        assert len([training.log(loss=step.loss) for step in _train(training)]) == 6
+    release.set()
+    assert "Slow did not take the last metrics" in caplog.text
+
+
+def test_a_resumed_table_has_each_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    for first in (1, 3):
+        table = paceline.CSV(path)
+        for step in range(first, first + 4):
+            table.log(step, {"loss": step / first} | ({"late": 1.0} if step > 5 else {}))
+        table.close()
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["step"], row["loss"], row["late"]) for row in rows] == [
+        ("1", "1.0", ""),
+        ("2", "2.0", ""),
+        ("3", "1.0", ""),
+        ("4", str(4 / 3), ""),
+        ("5", str(5 / 3), ""),
+        ("6", "2.0", "1.0"),
+    ]
+
+
+def _differ(job: Any, kind: str) -> None:
+    training = _training(job)
+    for step in _train(training, epochs=9):
+        if job.rank == 1 and kind == "missing":
+            continue
+        training.log(reduce="mean", **{f"value_{job.rank if kind == 'names' else 0}": step.number})
+
+
+@pytest.mark.parametrize("kind", ["missing", "names"])
+def test_ranks_that_log_different_names_get_an_error(kind: str) -> None:
+    for outcome in run_failing_ranks(_differ, kind, nproc=3):
+        assert isinstance(outcome.error, RankDisagreement)
+        assert "call training.log(..., reduce=...) on all ranks" in str(outcome.error)
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
+def test_a_missing_package_is_named_with_its_cure(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    makers: dict[str, Any] = {
+        "tensorboard": lambda: paceline.TensorBoard("folder"),
+        "wandb": lambda: paceline.WandB(),
+        "mlflow": lambda: paceline.MLflow(),
+    }
+    with pytest.raises(ConfigError, match=rf"pip install 'paceline\[{package}\]'"):
+        makers[package]()
+
+
+def test_wrong_use_is_refused() -> None:
+    with paceline.join() as job:
+        training = _training(job)
+        with pytest.raises(ConfigError, match="is not a logger"):
+            training.report(loggers=[print])
+        for step in _train(training, epochs=1):
+            with pytest.raises(ConfigError, match="reduce must be"):
+                training.log(reduce="max", value=1)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="every_n must be"):
+                training.log(every_n=0, value=1)
+            with pytest.raises(ConfigError, match="is the loss over all ranks"):
+                training.log(reduce="sum", loss=step.loss)
+            for method in (training.state_dict, lambda: training.load_state_dict({})):
+                with pytest.raises(paceline.StepError, match="inside the loop"):
+                    method()
+        training.state_dict()
+
+
+def test_a_logger_that_is_forgotten_is_closed() -> None:
+    closed = threading.Event()
+
+    class Closing:
+        def log(self, step: int, values: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            closed.set()
+
+    logger = BackgroundLogger(Closing())
+    logger.log(1, {})
+    del logger
+    assert closed.is_set()
