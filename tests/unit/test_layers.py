@@ -41,7 +41,9 @@ ORDER = [
 # Imports inside functions: optional dependencies, and what keeps `paceline --help` free of torch.
 MAY_DEFER = {
     "__init__.py": "names are resolved when first used",
-    "metrics/report.py": "tensorboard is optional",
+    "metrics/mlflow.py": "mlflow is optional",
+    "metrics/tensorboard.py": "tensorboard is optional",
+    "metrics/wandb.py": "wandb is optional",
     "machine.py": "psutil takes 20 ms, and only messages need it",
     "checkpoint/layout.py": "torch's DCP takes 0.6 s, and only those who save need it",
     "checkpoint/store.py": "fsspec takes 0.1 s, and is needed for URLs alone",
