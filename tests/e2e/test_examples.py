@@ -117,3 +117,18 @@ def test_the_language_model_learns_as_well_in_bf16_as_in_fp32(tmp_path: Path) ->
         losses.append(json.loads(lines[-1])["loss"])
     assert losses[0] != losses[1], "one of the formats was not used"
     assert losses[1] == pytest.approx(losses[0], rel=0.01)  # what bf16 may lose
+
+
+@pytest.mark.parametrize("options", [[], ["--trainer"]])
+def test_a_starter_script_trains_and_resumes(tmp_path: Path, options: list[str]) -> None:
+    init = [sys.executable, "-m", "paceline", "init", *options, "go.py"]
+    assert "paceline run --nproc-per-node 2 go.py" in _run(init, tmp_path)
+    again = subprocess.run(init, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert again.returncode == 73
+    assert "go.py cannot be written: File exists." in again.stderr
+    assert "paceline run --nproc-per-node 2 go.py" in (tmp_path / "go.py").read_text()
+    outputs = [_run([*PACELINE, "2", "go.py"], tmp_path) for _ in range(2)]
+    found = [re.search(r"accuracy ([\d.]+) on 500 samples", output) for output in outputs]
+    assert all(each is not None and float(each[1]) > 0.95 for each in found), outputs
+    assert len((tmp_path / "runs/train/metrics.jsonl").read_text().splitlines()) == 320
+    assert (tmp_path / "runs/train/model.pth").exists()

@@ -14,7 +14,7 @@ from importlib import import_module
 
 import paceline
 
-COMMANDS = ("run", "verify", "doctor", "explain", "ckpt")
+COMMANDS = ("init", "run", "verify", "doctor", "explain", "ckpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
