@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
     from paceline.training.evaluation import Evaluation as Evaluation
     from paceline.training.evaluation import evaluate as evaluate
+    from paceline.training.labels import count_labels as count_labels
     from paceline.training.state import load_weights as load_weights
     from paceline.training.step import Step as Step
     from paceline.training.trainer import Fit as Fit
@@ -100,6 +101,7 @@ _HOMES = {
     "Validation": "paceline.training.trainer",
     "WandB": "paceline.metrics.wandb",
     "agree": "paceline.job.collectives",
+    "count_labels": "paceline.training.labels",
     "ddp": "paceline.parallel.ddp",
     "evaluate": "paceline.training.evaluation",
     "fsdp": "paceline.parallel.fsdp",

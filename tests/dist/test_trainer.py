@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +154,43 @@ def _assert_a_loader_and_a_mean_loss_give_the_same(job: Any) -> None:
     assert by_mean == pytest.approx(by_sum, rel=1e-9)  # a mean is divided before it is multiplied
 
 
+class _ForTokens(nn.Module):
+    """Computes its own mean loss over the labels that are not -100, as models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 7).double()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return SimpleNamespace(
+            loss=F.cross_entropy(self.table(ids).flatten(0, 1), labels.flatten())
+        )
+
+
+def _dicts(job: Any) -> list[float]:
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(0, 7, (26, 5), generator=generator)
+    rows = [
+        {"ids": row, "labels": row.masked_fill(row == n % 3, -100)} for n, row in enumerate(ids)
+    ]
+
+    def loss(out: Any, batch: Any) -> Any:
+        count = paceline.count_labels(batch["labels"])
+        return out.loss * count, count
+
+    trainer = paceline.Trainer(
+        _ForTokens,
+        paceline.PerToken(loss),
+        _adam,
+        DataLoader(rows, batch_size=2, shuffle=True),  # type: ignore[arg-type]
+        global_batch=8,
+        validation=paceline.Validation(dataset=rows),
+    )
+    torch.manual_seed(11)
+    result = trainer.fit(2)
+    return [*_flat(result.model), result.evaluation.loss]
+
+
 def _batchnorm(job: Any) -> list[float]:
     torch.manual_seed(11)
     trainer = paceline.Trainer(
@@ -203,7 +241,7 @@ def _each(job: Any) -> tuple[list[float], list[float], int, int]:
         job.settle()
     _assert_a_loader_and_a_mean_loss_give_the_same(job)
     buckets = set(_bucket_sizes(job)) if job.world_size > 1 else {4}
-    return _tokens(job), _batchnorm(job), _stop(job), *buckets
+    return _tokens(job), _batchnorm(job) + _dicts(job), _stop(job), *buckets
 
 
 def test_tokens_batchnorm_stops_and_wrong_arguments_on_any_number_of_ranks() -> None:

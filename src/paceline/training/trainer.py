@@ -119,9 +119,10 @@ class Trainer:
             generators are seeded, so its weights depend on the seed.
         loss: `loss(output, target)`: the sum over the samples, or `PerToken(...)` of a function that returns
             a pair (sum, number of tokens). A torch function with a `reduction` argument gets "sum"; a
-            module may have `reduction="mean"`.
+            module may have `reduction="mean"`. If batches are dicts, the model gets their entries as keyword
+            arguments, and the loss gets the output and the batch.
         optimizer: A function that returns an optimizer of the parameters it is given.
-        data: Samples (input, ..., target): map-style, a stream, or a `DataLoader`.
+        data: Samples (input, ..., target), or dicts: map-style, a stream, or a `DataLoader`.
         global_batch: Samples of one optimizer step over all ranks; only for a `DataLoader` it may be None.
         precision: "fp32", "bf16", "fp16" or "auto".
         validation: What to evaluate at the end of epochs.
@@ -273,9 +274,12 @@ class Trainer:
         return evaluation
 
     def _forward(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
-        *inputs, target = _parts(batch)
-        result = self.loss(model(*inputs), target)
-        return result if isinstance(result, tuple) else (result, len(target))
+        if isinstance(batch, Mapping):
+            result, size = self.loss(model(**batch), batch), len(next(iter(batch.values())))
+        else:
+            *inputs, target = _parts(batch)
+            result, size = self.loss(model(*inputs), target), len(target)
+        return result if isinstance(result, tuple) else (result, size)
 
     def _is_due(self, epochs_done: int, epochs: int) -> bool:
         if self.validation is None:
@@ -300,8 +304,8 @@ class Trainer:
 def _parts(batch: Batch) -> tuple[Any, ...]:
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise ConfigError(
-            f"Trainer needs samples (input, ..., target), got {type(batch).__name__}.",
-            fix="return tuples from the dataset, or write the loop (docs/own_loop.md).",
+            f"Trainer needs samples (input, ..., target) or dicts, got {type(batch).__name__}.",
+            fix="return tuples or dicts from the dataset, or write the loop (docs/own_loop.md).",
         )
     return tuple(batch)
 

@@ -1,0 +1,97 @@
+"""Fine-tune a Hugging Face model: dict batches, a loss that the model computes, and FSDP by one option.
+
+    pip install '.[finetune]'
+    paceline run --nproc-per-node 2 examples/finetune.py
+    paceline run --nproc-per-node 2 examples/finetune.py --fsdp
+
+The model is a small GPT-2 with random weights, so nothing is downloaded, and the text is a sequence of
+bytes, so no tokenizer is needed. For a real model use `AutoModelForCausalLM.from_pretrained(...)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
+
+import paceline
+
+IGNORED = -100  # a label that the model's loss leaves out
+
+
+def sums(count: int) -> list[torch.Tensor]:
+    """Lines such as "17+25=42", as bytes."""
+    draw = random.Random(0)
+    pairs = [(draw.randrange(20), draw.randrange(20)) for _ in range(count)]
+    return [torch.tensor(list(f"{a}+{b}={a + b}.".encode())) for a, b in pairs]
+
+
+def pad(lines: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    ids = pad_sequence(lines, batch_first=True)
+    mask = pad_sequence([torch.ones_like(line) for line in lines], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
+
+
+def score(model, batch):
+    out = model(**batch)
+    tokens = paceline.count_labels(batch["labels"], shifted=True)
+    return {"loss": (out.loss * tokens, tokens)}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--epochs", type=int, default=3)
+    options.add_argument("--folder", default="runs/finetune")
+    options.add_argument("--fsdp", action="store_true", help="shard the model over the ranks")
+    args = options.parse_args()
+    logging.set_verbosity_error()
+    lines = sums(1200)
+    train, test = lines[:1000], lines[1000:]
+
+    with paceline.join(seed=1) as job:
+        config = GPT2Config(
+            vocab_size=128,
+            n_positions=16,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        model = GPT2LMHeadModel(config).to(job.device)
+        if args.fsdp:
+            model = paceline.fsdp(job, model, blocks=[type(model.transformer.h[0])])
+        else:
+            model = paceline.ddp(job, model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        loader = DataLoader(train, batch_size=16, shuffle=True, collate_fn=pad)
+        batches = paceline.Batches(job, loader, global_batch=32)
+        training = paceline.Training(job, model, optimizer, batches, count="tokens")
+        training.report(args.folder, progress=True)
+
+        for step in training.steps(epochs=args.epochs):
+            for batch in step:
+                out = model(**batch)
+                tokens = paceline.count_labels(batch["labels"], shifted=True)
+                step.backward(out.loss, count=tokens, reduction="mean")
+            step.update(clip_norm=1.0)
+            training.log(loss=step.loss)
+
+        training.export(f"{args.folder}/model.pth")
+        if args.fsdp:
+            if job.rank == 0:
+                print(f"wrote {args.folder}/model.pth")
+            return
+        held_out = DataLoader(test, batch_size=32, collate_fn=pad)
+        result = paceline.evaluate(job, model, held_out, score)
+        if job.rank == 0:
+            print(f"loss {result.loss:.3f} on {result.num_samples} lines")
+
+
+if __name__ == "__main__":
+    main()
