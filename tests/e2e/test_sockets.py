@@ -76,6 +76,7 @@ EVENT = {
     "place": "p",
     "time": 1.0,
     "step": 0,
+    "lost_peer": False,
     "shown": False,
 }
 

@@ -32,7 +32,7 @@ ERROR = Error(
 )
 OTHER = dataclasses.replace(ERROR, message="another")
 LOST = dataclasses.replace(
-    ERROR, type="RuntimeError", kinds=("builtins.RuntimeError",), module="torch.distributed.c10d"
+    ERROR, type="RuntimeError", module="torch.distributed.c10d", lost_peer=True
 )
 INFO = JobInfo(world_size=4, restarts=0, max_restarts=0)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
+from collections.abc import Callable
 
 import pytest
+import torch.distributed as dist
 
+from paceline.errors import CollectiveTimeout, PeerFailed
 from paceline.launch.messages import JobInfo, render_failure, render_restart
 from paceline.watch.crash import Error, RankOutcome, find_first_failure
 from paceline.watch.rank_state import last_call
@@ -15,19 +19,20 @@ SHAPE = JobInfo(world_size=4, restarts=0, max_restarts=3)
 NODES = JobInfo(world_size=4, restarts=0, max_restarts=3, nodes=2)
 
 
-def error(kind: str = "ValueError", message: str = "bad", module: str = "__main__") -> Error:
+def error(kind: str = "ValueError", message: str = "bad", *, lost_peer: bool = False) -> Error:
     return Error(
         type=kind,
         kinds=(f"builtins.{kind}", "builtins.Exception"),
         message=message,
         traceback=f"Traceback\n{kind}: {message}\n",
-        module=module,
+        module="__main__",
         place="train.py:7 in main",
+        lost_peer=lost_peer,
     )
 
 
-def lost_peer(module: str = "torch.distributed.distributed_c10d") -> Error:
-    return error("RuntimeError", "connection closed", module)
+def lost_peer() -> Error:
+    return error("RuntimeError", "connection closed", lost_peer=True)
 
 
 def fact(rank: int, time: float, *, returncode: int | None = 1, **more: object) -> RankOutcome:
@@ -48,25 +53,45 @@ def test_the_cause_wins_over_an_earlier_follower() -> None:
     assert (verdict.original.rank, verdict.followers, verdict.certain) == (1, (0,), True)
 
 
-@pytest.mark.parametrize("kind", ["torch.distributed.DistError", "paceline.errors.PeerFailed"])
-def test_followers_are_known_by_type(kind: str) -> None:
-    follower = Error(
-        type="X", kinds=("x.X", kind), message="", traceback="", module="__main__", place=""
-    )
-    assert fact(0, 1.0, error=follower).follows
+def raised(error: Exception, module: str = "__main__", cause: Exception | None = None) -> Exception:
+    """The error with a traceback whose innermost frame is in this module."""
+    names = {"__name__": module}
+    exec("def fail(error, cause): raise error from cause", names)
+    with contextlib.suppress(type(error)):
+        names["fail"](error, cause)  # type: ignore[operator]
+    return error
+
+
+C10D = "torch.distributed.distributed_c10d"
 
 
 @pytest.mark.parametrize(
-    ("kind", "module", "follows"),
+    ("raises", "follows"),
     [
-        ("RuntimeError", "torch.autograd.graph", True),
-        ("RuntimeError", "torch.nn.functional", False),
-        ("RuntimeError", "__main__", False),
-        ("ValueError", "torch.distributed.distributed_c10d", False),
+        (lambda: raised(dist.DistNetworkError("lost")), True),
+        (lambda: raised(PeerFailed("rank 1 failed first")), True),
+        (lambda: raised(RuntimeError("lost"), "torch.autograd.graph"), True),
+        (lambda: raised(RuntimeError("lost"), "torch.nn.functional"), False),
+        (lambda: raised(RuntimeError("connection closed by peer")), False),
+        (lambda: raised(ValueError("lost"), C10D), False),
+        # A script's own error, once or twice around the error of the lost peer.
+        (lambda: raised(OSError("sync"), cause=raised(RuntimeError("lost"), C10D)), True),
+        (lambda: raised(OSError("a"), cause=raised(KeyError("b"), cause=PeerFailed("c"))), True),
+        (lambda: raised(OSError("sync"), cause=raised(RuntimeError("bad"))), False),
+        # An error of Paceline says itself what happened.
+        (lambda: raised(CollectiveTimeout("late"), cause=dist.DistStoreError("late")), False),
     ],
 )
-def test_followers_are_known_by_where_they_waited(kind: str, module: str, follows: bool) -> None:
-    assert fact(0, 1.0, error=error(kind, "connection closed by peer", module)).follows is follows
+def test_followers_are_known_by_type_and_by_where_they_waited(
+    raises: Callable[[], Exception], follows: bool
+) -> None:
+    assert fact(0, 1.0, error=Error.of(raises(), "")).follows is follows
+
+
+def test_an_error_that_causes_itself_is_judged() -> None:
+    one, two = ValueError(), KeyError()
+    one.__cause__, two.__cause__ = two, one
+    assert not Error.of(one, "").lost_peer
 
 
 def test_a_death_by_a_signal_is_a_cause_and_one_that_we_sent_is_none() -> None:
@@ -178,7 +203,7 @@ def test_a_known_error_gets_its_cause_and_cure() -> None:
 
 def test_a_known_error_says_more_than_where_it_was_raised() -> None:
     text = "Rank 1 failed to pass monitoredBarrier in 1000 ms"
-    waited = error("RuntimeError", text, "torch.distributed.distributed_c10d")
+    waited = error("RuntimeError", text, lost_peer=True)
     assert any(
         "why:   the rank that the line names" in line
         for line in _failure(fact(0, 1.0, error=waited))

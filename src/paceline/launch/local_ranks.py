@@ -49,7 +49,8 @@ _PROBE_BYTES = 1 << 20
 _EVENT_BYTES = 8 << 20  # longest event
 
 # The fields of each event of worker.py. They are checked: a script may write anything into the socket.
-_FAILED: dict[str, Any] = {"time": (int, float), "step": int, "kinds": list, "shown": bool}
+_FAILED: dict[str, Any] = {"time": (int, float), "step": int, "kinds": list}
+_FAILED |= {"lost_peer": bool, "shown": bool}
 _FAILED |= dict.fromkeys(("type", "message", "traceback", "module", "place"), str)
 _EVENTS: dict[str, dict[str, Any]] = {
     "failed": _FAILED,

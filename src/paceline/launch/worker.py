@@ -13,6 +13,7 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import gc
 import importlib.machinery
@@ -48,6 +49,7 @@ def _load(room: str, name: str) -> Any:
 
 
 _stacks = _load("watch", "stacks")
+_crash_facts = _load("watch", "crash")
 _load("watch", "flight_recorder")
 _load("watch", "sampling")
 _probe = _load("watch", "probe")
@@ -310,20 +312,10 @@ def _crash(error: BaseException, launcher: Control, hook: Callable[..., Any]) ->
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    trace = _strip(error.__traceback__)
-    frames = list(traceback.walk_tb(trace))
-    try:
-        message = str(error)
-    except Exception as broken:
-        message = f"<its text raised {type(broken).__name__}>"
-    return {
+    facts: dict[str, Any] = dataclasses.asdict(_crash_facts.Error.of(error, _format(error)))
+    return facts | {
         "event": "failed",
-        "type": type(error).__qualname__,
-        "kinds": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__],
-        "message": message[:_TRACEBACK_CHARS],
-        "traceback": _format(error),
-        "module": str(frames[-1][0].f_globals.get("__name__", "")) if frames else "",
-        "place": _stacks.place_of_error(error.__traceback__),
+        "message": facts["message"][:_TRACEBACK_CHARS],
         "time": time.time(),
         "step": getattr(sys.modules.get("paceline.job.current_step"), "step", 0),
     }

@@ -1,8 +1,11 @@
 """Which rank failed first, and which ranks failed only because they lost it. Pure.
 
 When one rank fails, its peers fail a moment later because they lost it. Only the first failure matters.
-A follower is recognised by the type of its error and the module that raised it, never by its message. A rank
-that ended with exit code 0 did not fail, but may be the peer that the followers lost.
+A follower is recognised by the type of its error and the module that raised it, never by its message. The
+errors in its chain of `__cause__` count too, because a script may wrap an error of torch.distributed in its
+own. A rank that ended with exit code 0 did not fail, but may be the peer that the followers lost.
+
+Also loaded by file name in each rank: the standard library and stacks.py alone.
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from traceback import walk_tb
 
+from paceline.watch.stacks import place_of_error
+
 # Modules that raise an error if a peer is lost.
 _WAITING = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed")
 _LOST_PEER_TYPES = frozenset({"torch.distributed.DistError", "paceline.errors.PeerFailed"})
+_OWN_ERRORS = "paceline.errors.PacelineError"
 
 # The rank itself reports the time of an error. The launcher notices an end up to this much later.
 _NOTICED_LATE_S = 0.5
@@ -31,6 +37,7 @@ class Error:
         kinds: Qualified names of its class and its base classes.
         module: The module of the innermost frame.
         place: `file:line in function` of the innermost frame of the script.
+        lost_peer: Whether it was raised because a peer was lost.
         shown: Whether the script's own sys.excepthook has printed it already.
     """
 
@@ -40,20 +47,51 @@ class Error:
     traceback: str
     module: str
     place: str
+    lost_peer: bool = False
     shown: bool = False
 
     @classmethod
     def of(cls, error: BaseException, text: str) -> Error:
         """The facts about an exception of this process; `text` is its traceback."""
-        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        try:
+            message = str(error)
+        except Exception as broken:
+            message = f"<its text raised {type(broken).__name__}>"
         return cls(
             type=type(error).__qualname__,
-            kinds=tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__),
-            message=str(error),
+            kinds=_kinds(error),
+            message=message,
             traceback=text,
-            module=str(frames[-1].f_globals.get("__name__", "")) if frames else "",
-            place="",
+            module=_module(error),
+            place=place_of_error(error.__traceback__),
+            lost_peer=_lost_peer(error),
         )
+
+
+def _kinds(error: BaseException) -> tuple[str, ...]:
+    return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
+
+
+def _module(error: BaseException) -> str:
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+
+
+def _lost_peer(error: BaseException | None) -> bool:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        kinds = _kinds(error)
+        if not _LOST_PEER_TYPES.isdisjoint(kinds):
+            return True
+        if kinds[0] == "builtins.RuntimeError" and _module(error).startswith(_WAITING):
+            return True
+        if _OWN_ERRORS in kinds:
+            return (
+                False  # such as a CollectiveTimeout from a DistError: it says itself what happened
+            )
+        error = error.__cause__
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +135,7 @@ class RankOutcome:
     @property
     def follows(self) -> bool:
         """Whether the rank failed because it lost a peer."""
-        error = self.error
-        if error is None or self.hung:
-            return False
-        if not _LOST_PEER_TYPES.isdisjoint(error.kinds):
-            return True
-        return error.kinds[:1] == ("builtins.RuntimeError",) and error.module.startswith(_WAITING)
+        return self.error is not None and self.error.lost_peer and not self.hung
 
     @property
     def left(self) -> bool:
