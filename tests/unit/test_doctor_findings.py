@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import doctor
 from paceline.doctor.facts import gather, interfaces
-from paceline.doctor.findings import Finding, Need, judge
+from paceline.doctor.findings import Finding, Need, judge, render
 from paceline.doctor.links import Listener, address_towards, measure, rounds
 from paceline.doctor.variables import interface_fits
 from paceline.job.environment import RankInfo
@@ -284,13 +283,10 @@ def test_containers_of_one_name_are_told_apart() -> None:
     assert _wrong(found)[0].what.startswith("a (rank 0) cannot reach a (rank 2)")
 
 
-def test_what_is_wrong_comes_first_and_what_is_well_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_wrong_comes_first_and_what_is_well_once() -> None:
     found = _two_hosts()
     found["ranks"][2]["memory_kills"] = 1
-    doctor._print(judge(found, Need()), found, 0, as_json=False)
-    lines = capsys.readouterr().out.splitlines()
+    lines = render(judge(found, Need())).splitlines()
     assert lines[0] == "warn  memory: 1 process ran out of memory in the container of b."
     assert lines[1].startswith("      fix: ")
     assert "ok    devices: a: 2 x H. (and 1 more)" in lines

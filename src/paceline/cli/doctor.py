@@ -9,12 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
-
-if TYPE_CHECKING:
-    from paceline.doctor.findings import Finding
 
 HELP = "check this host, or all hosts of a job, before the job runs"
 
@@ -26,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit code 0 if nothing fails, 1 if something fails, 2 if the ranks could not meet."""
     given = _parser().parse_args(argv)
     # Torch is imported here and not for --help.
-    from paceline.doctor.findings import Need, judge
+    from paceline.doctor.findings import Need, judge, render
     from paceline.doctor.session import examine
 
     try:
@@ -37,28 +33,16 @@ def main(argv: Sequence[str]) -> int:
     need = Need(workers=given.workers, batch_bytes=round(given.batch_mib * (1 << 20)))
     findings = judge(found, need)
     code = _FAIL if any(finding.level == "fail" for finding in findings) else 0
-    if found["prints"]:
-        _print(findings, found, code, as_json=given.json)
+    if found["prints"] and given.json:
+        plain = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"findings": plain, "facts": found, "exit_code": code}, indent=1))
+    elif found["prints"]:
+        print(render(findings))
     if any("error" in facts for facts in found["reduce"]):
         # A thread may still wait in Gloo, and would abort the shutdown of the interpreter.
         sys.stdout.flush()
         os._exit(code)
     return code
-
-
-def _print(findings: list[Finding], found: dict[str, Any], code: int, *, as_json: bool) -> None:
-    if as_json:
-        plain = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({"findings": plain, "facts": found, "exit_code": code}, indent=1))
-        return
-    for finding in sorted(findings, key=lambda f: ("fail", "warn", "ok").index(f.level)):
-        alike = [f for f in findings if (f.level, f.name) == ("ok", finding.name)]
-        if finding in alike[1:]:
-            continue  # an ok finding is printed for the first host only
-        more = f" (and {len(alike) - 1} more)" if alike[1:] and finding is alike[0] else ""
-        print(f"{finding.level:<5} {finding.name}: {finding.what}{more}")
-        if finding.fix:
-            print(f"      fix: {finding.fix}")
 
 
 def _parser() -> argparse.ArgumentParser:
