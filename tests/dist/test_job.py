@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import sys
+import threading
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,23 +43,10 @@ def _facts(job: Any) -> dict[str, Any]:
         "from rank 0": paceline.on_rank0(job, lambda: {"rank": job.rank}),
         "drawn": [torch.rand(1).item(), float(np.random.rand()), random.random()],
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
-        "listens on": sorted(_listening()),
+        "listens on": [
+            c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"
+        ],
     }
-
-
-def _listening() -> set[str]:
-    inodes = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
-        except OSError:
-            continue
-    found = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and fields[9] in inodes:
-            found.add(socket.inet_ntoa(bytes.fromhex(fields[1].split(":")[0])[::-1]))
-    return found
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
@@ -117,8 +104,7 @@ def test_an_error_of_rank_0_reaches_all() -> None:
 
 
 def _rank0_sleeps(job: Any) -> None:
-    event = __import__("threading").Event()
-    collectives.on_rank0(job, lambda: event.wait(3), timeout_s=0.5)
+    collectives.on_rank0(job, lambda: threading.Event().wait(3), timeout_s=0.5)
 
 
 def test_waiting_for_rank_0_can_be_bounded() -> None:
@@ -127,8 +113,7 @@ def test_waiting_for_rank_0_can_be_bounded() -> None:
     assert outcomes[1].error.missing == [0]
 
 
-def _caught(job: Any, faults: list[Fault]) -> str:
-    """The failing rank catches its own error and lives on; the others must hear of it all the same."""
+def _sums(job: Any, faults: list[Fault]) -> str:
     for step in range(3):
         inject(job, faults, step)
         collectives.sum_numbers(job, [1.0])
@@ -136,9 +121,10 @@ def _caught(job: Any, faults: list[Fault]) -> str:
 
 
 def _survives(job: Any, faults: list[Fault]) -> str:
+    """The failing rank catches its own error and goes on; its peers must still get the error."""
     try:
         with job:
-            return _caught(job, faults)
+            return _sums(job, faults)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -146,15 +132,14 @@ def _survives(job: Any, faults: list[Fault]) -> str:
 def test_an_error_that_leaves_the_block_can_be_caught_and_still_reaches_the_others() -> None:
     faults = [Fault(rank=2, step=1, kind="raise")]
     outcomes = run_failing_ranks(_survives, faults, nproc=3, faults=faults)
-    texts = [outcome.value for outcome in outcomes]
-    assert texts[2].startswith("InjectedFault")
-    assert texts[0].startswith("PeerFailed: rank 2 failed first")
-    assert texts[1].startswith("PeerFailed: rank 2 failed first")
+    for outcome in outcomes[:2]:
+        assert outcome.value.startswith("PeerFailed: rank 2 failed first")
+    assert outcomes[2].value.startswith("InjectedFault")
 
 
 def test_a_killed_rank_is_named_by_the_parent() -> None:
     faults = [Fault(rank=1, step=1, kind="kill")]
-    outcomes = run_failing_ranks(_caught, faults, nproc=3, faults=faults)
+    outcomes = run_failing_ranks(_sums, faults, nproc=3, faults=faults)
     assert isinstance(outcomes[1].error, LaunchFailed)
     assert "SIGKILL" in str(outcomes[1].error)
     assert all(outcome.error is not None for outcome in outcomes)
@@ -163,29 +148,25 @@ def test_a_killed_rank_is_named_by_the_parent() -> None:
 def test_a_fault_that_is_never_reached_fails_the_test() -> None:
     faults = [Fault(rank=1, step=99, kind="kill")]
     with pytest.raises(AssertionError, match="never reached"):
-        run_failing_ranks(_caught, faults, nproc=2, faults=faults)
+        run_failing_ranks(_sums, faults, nproc=2, faults=faults)
 
 
 def _leaves(job: Any) -> list[Any]:
-    inside = os.environ.get("GLOO_SOCKET_IFNAME")
+    hook: Any = sys.excepthook
+    inside = [
+        os.environ.get("GLOO_SOCKET_IFNAME"),
+        hook.peers is job.peers,
+        callable(hook.previous),
+    ]
     job.leave()
     job.leave()  # once more does nothing
-    return [inside, os.environ.get("GLOO_SOCKET_IFNAME"), dist.is_initialized(), job.alive]
+    after = [os.environ.get("GLOO_SOCKET_IFNAME"), dist.is_initialized(), job.alive]
+    return [*inside, *after, sys.excepthook is hook.previous]
 
 
-def test_leaving_takes_everything_back() -> None:
-    assert run_ranks(_leaves, nproc=2) == [["lo", None, False, False]] * 2
-
-
-def _hook(job: Any) -> list[Any]:
-    hook: Any = sys.excepthook
-    inside = [hook.peers is job.peers, callable(hook.previous)]
-    job.leave()
-    return [*inside, sys.excepthook is hook.previous]
-
-
-def test_the_excepthook_is_taken_back() -> None:
-    assert run_ranks(_hook, nproc=2) == [[True, True, True]] * 2
+def test_leaving_undoes_all_changes_of_the_process() -> None:
+    expected = ["lo", True, True, None, False, False, True]
+    assert run_ranks(_leaves, nproc=2) == [expected] * 2
 
 
 def _joins_twice(job: Any) -> str:
@@ -252,21 +233,18 @@ def test_the_results_of_a_lambda_come_back() -> None:
     assert paceline.spawn(lambda job, x: job.rank + x + offset, 1, nproc=2) == [11, 12]
 
 
-class _Where:
-    local_rank = 1
-    local_world_size = 2
+LOCAL = {"launcher": "torch", "rank": 0, "world_size": 4, "local_rank": 0}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a host without GPU lacks")
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="none is visible"):
-        choose_device("cuda", _Where)  # type: ignore[arg-type]
+        choose_device("cuda", RankInfo(**LOCAL, local_world_size=4))
 
 
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    ranks = {"launcher": "torch", "rank": 0, "world_size": 4, "local_rank": 0}
-    one_host, two_hosts = (RankInfo(**ranks, local_world_size=n) for n in (4, 2))
+    one_host, two_hosts = (RankInfo(**LOCAL, local_world_size=n) for n in (4, 2))
     assert choose_backend(None, cpu, one_host) == "shm"
     assert choose_backend(None, cpu, two_hosts) == "gloo"
     assert choose_backend("gloo", cpu, one_host) == "gloo"
