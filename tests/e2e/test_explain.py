@@ -76,20 +76,6 @@ def test_a_port_that_is_taken_has_its_owner_named(tmp_path: Path) -> None:
     assert "  fix:   do not set --master-port" in done.err
 
 
-def test_the_verdict_of_the_launcher_says_why_and_how(tmp_path: Path) -> None:
-    folder = Path(__file__).parent
-    script = f"""
-import sys; sys.path.insert(0, {str(folder)!r})
-import torch.distributed as dist, provocations
-dist.init_process_group("gloo")
-provocations.unused()
-"""
-    done = run("--nproc-per-node 2", script, tmp_path)
-    assert done.code == 1
-    assert "  why:   DDP reduces a gradient for each parameter" in done.err
-    assert "  fix:   freeze it" in done.err
-
-
 def test_a_log_of_torchrun_by_a_pipe(tmp_path: Path) -> None:
     script = "if rank == 1: raise ValueError('bad sample')\njoin()\n"
     text = _torchrun(script, tmp_path)

@@ -1,4 +1,4 @@
-"""Which launcher said what: every set, every mixture, every contradiction."""
+"""Variables of launchers: each set, mixtures of sets, and contradictions."""
 
 from __future__ import annotations
 
@@ -108,52 +108,39 @@ def test_leftovers_of_an_outer_launcher_do_not_spoil_a_complete_set() -> None:
     assert read({**SLURM, "WORLD_SIZE": "3"}).launcher == "slurm"
 
 
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
-def test_a_partial_set_names_what_is_missing(missing: str) -> None:
-    environ = {name: value for name, value in TORCHRUN.items() if name != missing}
-    with pytest.raises(LauncherError) as caught:
-        read(environ)
+@pytest.mark.parametrize(
+    ("whole", "missing"),
+    [
+        *((TORCHRUN, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")),
+        *((OPEN_MPI, name) for name in OPEN_MPI if name != "PMIX_NAMESPACE"),
+    ],
+)
+def test_an_incomplete_set_is_refused_with_its_missing_name(
+    whole: dict[str, str], missing: str
+) -> None:
+    with pytest.raises(LauncherError, match=missing) as caught:
+        read({name: value for name, value in whole.items() if name != missing})
     assert caught.value.variables == [missing]
-    assert missing in str(caught.value)
-
-
-@pytest.mark.parametrize("missing", sorted(OPEN_MPI.keys() - {"PMIX_NAMESPACE"}))
-def test_a_partial_mpi_set_names_what_is_missing(missing: str) -> None:
-    environ = {name: value for name, value in OPEN_MPI.items() if name != missing}
-    with pytest.raises(LauncherError) as caught:
-        read(environ)
-    assert caught.value.variables == [missing]
-
-
-def test_ranks_that_cannot_meet() -> None:
-    environ = {**TORCHRUN}
-    del environ["MASTER_PORT"]
-    with pytest.raises(LauncherError) as caught:
-        read(environ)
-    assert caught.value.variables == ["MASTER_PORT"]
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("whole", "wrong", "variables"),
     [
-        {"RANK": "4"},
-        {"RANK": "-1"},
-        {"WORLD_SIZE": "0"},
-        {"LOCAL_RANK": "2"},
-        {"LOCAL_WORLD_SIZE": "5"},
-        {"RANK": "three"},
+        (TORCHRUN, {"RANK": "4"}, ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
+        (TORCHRUN, {"RANK": "-1"}, ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
+        (TORCHRUN, {"WORLD_SIZE": "0"}, ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
+        (TORCHRUN, {"LOCAL_RANK": "2"}, ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
+        (TORCHRUN, {"RANK": "three"}, ["RANK"]),
+        (SLURM, {"WORLD_SIZE": "8"}, ["WORLD_SIZE"]),
     ],
 )
-def test_values_that_contradict_each_other(wrong: dict[str, str]) -> None:
+def test_contradictions_are_refused(
+    whole: dict[str, str], wrong: dict[str, str], variables: list[str]
+) -> None:
     with pytest.raises(LauncherError) as caught:
-        read({**TORCHRUN, **wrong})
-    assert caught.value.variables
-
-
-def test_a_variable_that_contradicts_the_launcher() -> None:
-    with pytest.raises(LauncherError) as caught:
-        read({**SLURM, "WORLD_SIZE": "8"})
-    assert caught.value.variables == ["WORLD_SIZE"]
+        read(whole | wrong)
+    assert caught.value.variables == variables
 
 
 @pytest.mark.parametrize(

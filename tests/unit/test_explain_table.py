@@ -27,12 +27,12 @@ def _lines(*lines: str) -> reading.Reading:
 
 
 @pytest.mark.parametrize(("name", "source", "message"), MESSAGES)
-def test_each_message_is_known_as_what_it_is(name: str, source: str, message: str) -> None:
+def test_each_message_gets_its_entry(name: str, source: str, message: str) -> None:
     found = _lines("epoch 3 loss 0.1", message, "bye").found
     assert [(hit.cause.name, hit.line) for hit in found] == [(name, 2)]
 
 
-def test_each_entry_has_a_message_and_says_all() -> None:
+def test_each_entry_is_complete_and_has_a_message() -> None:
     assert {name for name, _, _ in MESSAGES} == {cause.name for cause in causes()}
     for cause in causes():
         assert cause.kind in KINDS
@@ -41,16 +41,10 @@ def test_each_entry_has_a_message_and_says_all() -> None:
         assert cause.fix
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "except torch.OutOfMemoryError:",
-        "loss: 0.3 nanoseconds 12",
-        "[rank0]: epoch 3 step 7 loss 0.3219 lr 3e-4 tokens/s 812 exitcode: 0",
-    ],
-)
-def test_what_only_looks_like_a_message_is_none(line: str) -> None:
-    assert _lines(line).found == ()
+def test_lines_that_only_look_like_messages_are_not_found() -> None:
+    harmless = ["except torch.OutOfMemoryError:", "loss: 0.3 nanoseconds 12"]
+    harmless += ["[rank0]: epoch 3 step 7 loss 0.3219 lr 3e-4 tokens/s 812 exitcode: 0"]
+    assert _lines(*harmless).found == ()
 
 
 def test_an_original_error_comes_before_earlier_victims() -> None:
@@ -66,18 +60,18 @@ def test_an_original_error_comes_before_earlier_victims() -> None:
     assert names[2:] == ["error-file-missing", "peer-lost", "omp-threads"]
 
 
-def test_a_message_stands_once_with_its_first_line() -> None:
+def test_a_message_is_found_once_with_its_first_line() -> None:
     found = _lines("", *["CUDA out of memory"] * 3).found
     assert [(hit.cause.name, hit.line) for hit in found] == [("cuda-out-of-memory", 2)]
 
 
-def test_a_line_that_fits_two_entries_belongs_to_the_upper_one() -> None:
+def test_a_line_that_matches_two_entries_belongs_to_the_earlier_one() -> None:
     shm = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
     found = _lines(shm, shm, "OSError: [Errno 28] No space left on device").found
     assert [(hit.cause.name, hit.line) for hit in found] == [("shared-memory", 1), ("disk-full", 3)]
 
 
-def test_lines_count_right_over_blocks_and_a_line_without_end_is_held_in_pieces(
+def test_line_numbers_are_right_over_blocks_and_very_long_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reading, "_BLOCK_BYTES", 64)
@@ -86,7 +80,7 @@ def test_lines_count_right_over_blocks_and_a_line_without_end_is_held_in_pieces(
     assert text.lines == 103
 
 
-def test_what_is_shown_of_a_line_is_short_and_without_colours_or_bars() -> None:
+def test_a_shown_line_is_short_and_without_colours_or_progress_bars() -> None:
     line = "\r 10% | bar" * 500 + "\r\x1b[31m" + "z" * 100 + " CUDA out of memory. " + "t" * 999
     shown = _lines(line).found[0].text
     assert shown.startswith("... zzz")
@@ -96,7 +90,7 @@ def test_what_is_shown_of_a_line_is_short_and_without_colours_or_bars() -> None:
     assert len(shown) < 300
 
 
-def test_the_first_python_error_that_nobody_knows_is_named() -> None:
+def test_the_first_unknown_python_error_is_named() -> None:
     text = _lines(
         "[rank1]: Traceback (most recent call last):",
         "[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:1",
@@ -109,15 +103,11 @@ def test_the_first_python_error_that_nobody_knows_is_named() -> None:
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
     )
     assert text.unknown == (7, "mylib.BadSample: number 7")
+    assert _lines("Traceback (most recent call last):", "MemoryError").unknown is None
     assert [hit.cause.name for hit in text.found] == ["peer-lost"]
 
 
-def test_known_errors_are_not_unknown() -> None:
-    text = _lines("Traceback (most recent call last):", "MemoryError")
-    assert text.unknown is None
-
-
-def test_recognise_gives_the_most_telling() -> None:
+def test_recognise_gives_the_most_useful_message() -> None:
     hit = recognise("Connection closed by peer\nCUDA out of memory")
     assert hit is not None
     assert hit.cause.name == "cuda-out-of-memory"

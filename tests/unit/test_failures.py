@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -147,9 +146,3 @@ def test_the_hook_passes_over_an_error_that_ended_no_job(
     assert hook.peers is second
     failures.uninstall_excepthook()
     assert not isinstance(sys.excepthook, ExceptHook)
-
-
-def test_threads_of_peers_end(connect: Any) -> None:
-    peers = connect()
-    peers.close()
-    assert peers._thread not in threading.enumerate()

@@ -1,4 +1,4 @@
-"""Who failed first, from facts alone."""
+"""Which rank failed first, judged from facts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeout, PeerFailed
+from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed
 from paceline.launch.messages import JobInfo, render_failure, render_restart
-from paceline.watch.crash import Error, RankOutcome, find_first_failure
+from paceline.watch.crash import Error, FirstFailure, RankOutcome, find_first_failure
 from paceline.watch.rank_state import last_call
 
 SHAPE = JobInfo(world_size=4, restarts=0, max_restarts=3)
@@ -39,17 +39,24 @@ def fact(rank: int, time: float, *, returncode: int | None = 1, **more: object) 
     return RankOutcome(rank=rank, host="h", pid=rank, time=time, returncode=returncode, **more)  # type: ignore[arg-type]
 
 
-def test_nobody_failed() -> None:
+def judged(*facts: RankOutcome) -> FirstFailure:
+    found = find_first_failure(facts)
+    assert found is not None
+    return found
+
+
+def report(*facts: RankOutcome, info: JobInfo = SHAPE) -> list[str]:
+    return render_failure(judged(*facts), info).splitlines()
+
+
+def test_ranks_that_run_ended_well_or_were_stopped_did_not_fail() -> None:
     stopped = fact(1, 2.0, returncode=-15, stopped=True)
-    assert (
-        find_first_failure([fact(0, 1.0, returncode=0), stopped, fact(2, 0.0, returncode=None)])
-        is None
-    )
+    ended, running = fact(0, 1.0, returncode=0), fact(2, 0.0, returncode=None)
+    assert find_first_failure([ended, stopped, running]) is None
 
 
 def test_the_cause_wins_over_an_earlier_follower() -> None:
-    verdict = find_first_failure([fact(0, 1.0, error=lost_peer()), fact(1, 1.4, error=error())])
-    assert verdict is not None
+    verdict = judged(fact(0, 1.0, error=lost_peer()), fact(1, 1.4, error=error()))
     assert (verdict.original.rank, verdict.followers, verdict.certain) == (1, (0,), True)
 
 
@@ -95,34 +102,28 @@ def test_an_error_that_causes_itself_is_judged() -> None:
 
 
 def test_a_death_by_a_signal_is_a_cause_and_one_that_we_sent_is_none() -> None:
-    verdict = find_first_failure(
-        [
-            fact(0, 1.1, error=lost_peer()),
-            fact(1, 1.0, returncode=-signal.SIGKILL),
-            fact(2, 1.5, returncode=-signal.SIGTERM, stopped=True),
-        ]
+    verdict = judged(
+        fact(0, 1.1, error=lost_peer()),
+        fact(1, 1.0, returncode=-signal.SIGKILL),
+        fact(2, 1.5, returncode=-signal.SIGTERM, stopped=True),
     )
-    assert verdict is not None
     assert (verdict.original.rank, verdict.exit_code, verdict.others) == (1, 137, ())
 
 
 def test_only_followers_make_an_uncertain_verdict() -> None:
-    verdict = find_first_failure([fact(0, 1.0, error=lost_peer()), fact(1, 1.1, error=lost_peer())])
-    assert verdict is not None
+    verdict = judged(fact(0, 1.0, error=lost_peer()), fact(1, 1.1, error=lost_peer()))
     assert not verdict.certain
     assert "another host" in render_failure(verdict, NODES)
     assert "host," not in render_failure(verdict, SHAPE).partition("why:")[2]
 
 
 def test_a_rank_that_ended_with_0_is_the_cause_of_those_that_lost_it() -> None:
-    facts = [
+    verdict = judged(
         fact(0, 1.1, error=lost_peer()),
         fact(1, 1.0, returncode=0),
         fact(2, 1.05, error=lost_peer()),
         fact(3, 2.0, returncode=0, stopped=True),
-    ]
-    verdict = find_first_failure(facts)
-    assert verdict is not None
+    )
     # A cause may still be on its way, so the launcher goes on listening.
     assert (verdict.original.rank, verdict.certain, verdict.exit_code) == (1, False, 1)
     assert render_failure(verdict, SHAPE).splitlines() == [
@@ -143,20 +144,17 @@ def test_a_rank_that_ended_with_0_is_the_cause_of_those_that_lost_it() -> None:
 
 def test_a_failure_wins_over_a_rank_that_ended_with_0() -> None:
     ended, follower = fact(1, 1.0, returncode=0), fact(0, 1.1, error=lost_peer())
-    verdict = find_first_failure([ended, follower, fact(2, 1.3, error=error())])
-    assert verdict is not None
+    verdict = judged(ended, follower, fact(2, 1.3, error=error()))
     assert (verdict.original.rank, verdict.alike, verdict.followers) == (2, (2,), (0,))
 
 
 def test_a_rank_that_ended_long_after_the_loss_did_not_cause_it() -> None:
-    verdict = find_first_failure([fact(0, 1.0, error=lost_peer()), fact(1, 9.0, returncode=0)])
-    assert verdict is not None
+    verdict = judged(fact(0, 1.0, error=lost_peer()), fact(1, 9.0, returncode=0))
     assert verdict.original.rank == 0
 
 
 def test_equal_errors_are_one() -> None:
-    verdict = find_first_failure([fact(rank, 1.0 + rank / 10, error=error()) for rank in range(4)])
-    assert verdict is not None
+    verdict = judged(*(fact(rank, 1.0 + rank / 10, error=error()) for rank in range(4)))
     text = render_failure(verdict, SHAPE)
     assert "ranks 0-3 of 4 failed: ValueError: bad" in text
     assert text.count("Traceback") == 1
@@ -169,22 +167,17 @@ def test_the_exit_code_is_the_first_failures(returncode: int | None, code: int) 
     # One that told of an error counts as failed by it, also where it was stopped before it had ended.
     # With a code of its own, that one stands.
     told = error() if returncode in (None, -15, 74) else None
-    verdict = find_first_failure([fact(0, 1.0, returncode=returncode, error=told)])
-    assert verdict is not None
-    assert verdict.exit_code == code
+    assert judged(fact(0, 1.0, returncode=returncode, error=told)).exit_code == code
 
 
 def test_the_report_has_the_traceback_first_and_once() -> None:
-    verdict = find_first_failure(
-        [
-            fact(0, 2.0, error=lost_peer()),
-            fact(1, 1.0, error=error()),
-            fact(2, 3.0, error=error("KeyError", "'x'")),
-            fact(3, 2.0, error=lost_peer()),
-        ]
-    )
-    assert verdict is not None
-    assert render_failure(verdict, SHAPE).splitlines() == [
+    failures = [
+        fact(0, 2.0, error=lost_peer()),
+        fact(1, 1.0, error=error()),
+        fact(2, 3.0, error=error("KeyError", "'x'")),
+        fact(3, 2.0, error=lost_peer()),
+    ]
+    assert report(*failures) == [
         "[1] Traceback",
         "[1] ValueError: bad",
         "paceline: rank 1 of 4 failed: ValueError: bad",
@@ -196,7 +189,7 @@ def test_the_report_has_the_traceback_first_and_once() -> None:
 
 def test_a_known_error_gets_its_cause_and_cure() -> None:
     text = "Expected to have finished reduction in the prior iteration before starting a new one."
-    lines = _failure(fact(0, 1.0, error=error("RuntimeError", text)))
+    lines = report(fact(0, 1.0, error=error("RuntimeError", text)))
     assert lines[-2].startswith("  why:   DDP reduces a gradient for each parameter")
     assert lines[-1].startswith("  fix:   freeze it")
 
@@ -204,14 +197,9 @@ def test_a_known_error_gets_its_cause_and_cure() -> None:
 def test_a_known_error_says_more_than_where_it_was_raised() -> None:
     text = "Rank 1 failed to pass monitoredBarrier in 1000 ms"
     waited = error("RuntimeError", text, lost_peer=True)
-    assert any(
-        "why:   the rank that the line names" in line
-        for line in _failure(fact(0, 1.0, error=waited))
-    )
-    assert any(
-        "why:   it failed where ranks wait" in line
-        for line in _failure(fact(0, 1.0, error=lost_peer()))
-    )
+    assert "  why:   the rank that the line names" in "\n".join(report(fact(0, 1.0, error=waited)))
+    unknown = report(fact(0, 1.0, error=lost_peer()))
+    assert "  why:   it failed where ranks wait" in "\n".join(unknown)
 
 
 @pytest.mark.parametrize(
@@ -222,44 +210,22 @@ def test_a_known_error_says_more_than_where_it_was_raised() -> None:
     ],
 )
 def test_a_signal_gets_its_cause_and_cure(number: int, why: str) -> None:
-    lines = _failure(fact(0, 1.0, returncode=-number))
+    lines = report(fact(0, 1.0, returncode=-number))
     assert lines[-2].startswith(f"  why:   {why}")
     assert lines[-1].startswith("  fix:   ")
 
 
 def test_an_error_of_ours_explains_itself() -> None:
-    ours = Error(
-        type="paceline.errors.ConfigError",
-        kinds=("paceline.errors.ConfigError", "paceline.errors.PacelineError"),
-        message="rank 0 cannot listen: Address already in use.",
-        traceback="",
-        module="paceline.job.rendezvous",
-        place="",
-    )
-    assert not [line for line in _failure(fact(0, 1.0, error=ours)) if "why:" in line]
-
-
-def _failure(*facts: RankOutcome) -> list[str]:
-    verdict = find_first_failure(facts)
-    assert verdict is not None
-    return render_failure(verdict, SHAPE).splitlines()
+    ours = Error.of(ConfigError("rank 0 cannot listen: Address already in use."), "")
+    assert not [line for line in report(fact(0, 1.0, error=ours)) if "why:" in line]
 
 
 def test_what_ranks_called_last_is_said_where_native_code_gave_up() -> None:
     said = "what(): op.preamble.length <= op.nbytes. 44 vs 12."
-    facts = [
-        fact(0, 1.0, returncode=-6, abort_message=said),
-        *(fact(n, 1.1, error=lost_peer()) for n in (1, 2, 3)),
-    ]
-    verdict = find_first_failure(facts)
-    assert verdict is not None
-    calls = {
-        0: "",
-        1: "all_reduce #4 (f32[9])",
-        2: "all_reduce #4 (f32[7])",
-        3: "all_reduce #4 (f32[7])",
-    }
-    lines = render_failure(verdict, dataclasses.replace(SHAPE, calls=calls)).splitlines()
+    followers = (fact(n, 1.1, error=lost_peer()) for n in (1, 2, 3))
+    short, long = "all_reduce #4 (f32[7])", "all_reduce #4 (f32[9])"
+    info = dataclasses.replace(SHAPE, calls={0: "", 1: long, 2: short, 3: short})
+    lines = report(fact(0, 1.0, returncode=-6, abort_message=said), *followers, info=info)
     assert lines[0] == "paceline: rank 0 of 4 failed: killed by SIGABRT"
     assert lines[2].startswith("  why:   collectives are matched by order alone")
     assert (

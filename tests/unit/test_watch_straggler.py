@@ -1,4 +1,4 @@
-"""From the times at which ranks enter collectives to the rank that the others wait for."""
+"""Stragglers, found from the times at which ranks enter collectives and from stack samples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +195,7 @@ def test_less_than_a_millisecond_is_scheduler_noise() -> None:
     assert suspect(arrivals(lambda r, s: slow(1.8)(r, s) / 50, 60)) == 1
 
 
+PHASES = ["data", "forward", "backward"]
 Phases = Callable[[int, int], dict[str, float]]  # rank, step -> seconds, in turn
 
 
@@ -245,8 +247,8 @@ def test_the_phase_and_the_line_are_named(kind: str, world: int, shows_waiting: 
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("paused", ["data", "forward", "backward"])
-@pytest.mark.parametrize("kind", ["data", "forward", "backward"])
+@pytest.mark.parametrize("paused", PHASES)
+@pytest.mark.parametrize("kind", PHASES)
 def test_pauses_during_the_profile_change_nothing(kind: str, paused: str, world: int) -> None:
     for rank in range(world):
 
@@ -358,22 +360,22 @@ class Rank:
         self.answers[do] = told
 
 
-class Crew:
-    def __init__(self) -> None:
-        self.said = ""
+def watched(
+    work: Work, steps: int, seconds: range, *, silent: bool = False
+) -> tuple[str, list[Any], StragglerWatch]:
+    """The output of a watch of a job that takes ten steps a second, the job's ranks, and the watch.
 
-    def say(self, text: str) -> None:
-        self.said += text
-
-
-def watched(work: Work, steps: int, seconds: range) -> tuple[str, list[Any], StragglerWatch]:
-    """What is said of a job that takes ten steps a second, its ranks, and the watch."""
-    crew: Any = Crew()
-    watch = StragglerWatch(crew)
+    Args:
+        silent: whether rank 1 answers nothing.
+    """
+    said: list[str] = []
+    watch = StragglerWatch(SimpleNamespace(say=said.append))  # type: ignore[arg-type]
     ranks: Any = [Rank(rank, dict(entered)) for rank, entered in arrivals(work, steps).items()]
+    if silent:
+        ranks[1].ask = lambda *args, **more: None
     for second in seconds:
         watch.look(float(second), ranks, entered=100 * second)
-    return crew.said, ranks, watch
+    return "".join(said), ranks, watch
 
 
 def test_a_straggler_is_said_once_and_within_fifty_steps() -> None:
@@ -401,32 +403,25 @@ def test_a_pause_during_the_profile_only_delays_the_verdict() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_not_asked_again() -> None:
-    crew: Any = Crew()
-    watch = StragglerWatch(crew)
-    ranks: Any = [Rank(rank, dict(each)) for rank, each in arrivals(slow(1.5), 60).items()]
-    ranks[1].ask = lambda *args, **more: None
-    for second in range(20, 60):
-        watch.look(float(second), ranks, entered=100 * second)
+    said, ranks, _ = watched(slow(1.5), 60, range(20, 60), silent=True)
     assert ranks[0].asked == ["arrivals"]
-    assert not crew.said
+    assert not said
 
 
 FILES = {
-    "/v/site-packages/torch/serialization.py": "checkpoint",
-    "/v/site-packages/torch/utils/data/_utils/fetch.py": "data",
-    "/v/site-packages/torch/autograd/graph.py": "backward",
-    "/v/site-packages/torch/autograd/function.py": "",
-    "/v/site-packages/torch/optim/adamw.py": "optimizer",
-    "/v/site-packages/torch/nn/utils/clip_grad.py": "optimizer",
-    "/v/site-packages/torch/nn/modules/module.py": "forward",
-    "/me/train.py": "",
+    "checkpoint": ["/v/site-packages/torch/serialization.py"],
+    "data": ["/v/site-packages/torch/utils/data/_utils/fetch.py"],
+    "backward": ["/v/site-packages/torch/autograd/graph.py"],
+    "optimizer": [f"/v/torch/{file}.py" for file in ("optim/adamw", "nn/utils/clip_grad")],
+    "forward": ["/v/site-packages/torch/nn/modules/module.py"],
+    "none": ["/v/site-packages/torch/autograd/function.py", "/me/train.py"],
 }
 
 
 def test_files_show_the_phase() -> None:
-    phases = ["checkpoint", "data", "backward", "optimizer", "forward", ""]
-    for file, phase in FILES.items():
-        assert classify(file) == (False, phases.index(phase)), file
+    for index, files in enumerate(FILES.values()):
+        for file in files:
+            assert classify(file) == (False, index), file
     assert classify("/v/site-packages/torch/distributed/distributed_c10d.py")[0]
     assert classify("/v/site-packages/paceline/shm/work_queue.py")[0]
     assert not classify("/v/site-packages/torch/distributed/fsdp/_runtime_utils.py")[0]
