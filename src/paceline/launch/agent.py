@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from string import Template
 from typing import Any
 
@@ -45,7 +45,6 @@ class Agent(LocalElasticAgent):
     """Runs the ranks of one node, again after each restart. A round is the time between two restarts.
 
     Args:
-        start: Starts the processes of a round.
         threads: How many threads each rank has, in words.
 
     Attributes:
@@ -60,7 +59,6 @@ class Agent(LocalElasticAgent):
         options: LaunchOptions,
         local_ranks: LocalRanks,
         signals: Signals,
-        start: Callable[[], None],
         threads: str,
     ) -> None:
         logs = options.config.logs_specs
@@ -69,7 +67,6 @@ class Agent(LocalElasticAgent):
         self._options = options
         self._local_ranks = local_ranks
         self._signals = signals
-        self._start = start
         self._threads = threads
         self.verdict: FirstFailure | None = None
         self.interrupted_at = ""
@@ -83,7 +80,7 @@ class Agent(LocalElasticAgent):
         self._store = None
         worker_group.store = None
         if self._local_ranks.announced and not self._local_ranks.ranks:
-            self._start()  # they import torch while the nodes meet
+            self._local_ranks.start_again()  # they import torch while the nodes meet
         with self._signals.interruptible():
             super()._rendezvous(worker_group)
         self._exchange = None
@@ -128,7 +125,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if not self._local_ranks.ranks:
-            self._start()
+            self._local_ranks.start_again()
         environments = {
             worker.local_rank: self._environment(worker_group, worker)
             for worker in worker_group.workers

@@ -61,6 +61,9 @@ _EVENTS: dict[str, dict[str, Any]] = {
 }
 _NO_SIZE = bytes(8)
 
+# Puts words before the command of a local rank, such as those of numactl.
+Wrap = Callable[[int, tuple[str, ...]], tuple[str, ...]]
+
 
 class Rank:
     """One rank of this host: its process, control socket, output, and how it ended.
@@ -72,12 +75,12 @@ class Rank:
         changed: Called in the pump's thread when the rank has sent an event or has ended.
         prefix: Put before each line until the global rank is known.
         terminal: Whether it gets a pseudo-terminal where the launcher has a terminal.
-        wrap: Puts words before the command, such as those of numactl.
     """
 
     def __init__(
         self,
         local_rank: int,
+        command: Sequence[str],
         *,
         environment: Mapping[str, str],
         consoles: Consoles,
@@ -85,7 +88,6 @@ class Rank:
         changed: Callable[[], None],
         prefix: bytes,
         terminal: bool,
-        wrap: Callable[[int, tuple[str, ...]], tuple[str, ...]],
     ) -> None:
         self.local_rank = self.rank = local_rank
         self.events: list[dict[str, Any]] = []
@@ -107,17 +109,15 @@ class Rank:
         self._probe_text = ""
         self._read_probe_events = False
         self.streams: list[Stream] = []
-        self._terminals: list[tuple[Stream, Console]] = []
         out, err = self._open_streams(consoles, prefix, terminal)
         environment = {
             **environment,
             "PACELINE_CONTROL_FD": str(theirs.fileno()),
             "PACELINE_PROBE_FD": str(self._probe),
         }
-        python = os.environ.get("PYTHON_EXEC", sys.executable)
         try:
             self.process = subprocess.Popen(
-                wrap(local_rank, (python, "-u", str(WORKER))),
+                command,
                 stdin=None if local_rank == 0 else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -152,28 +152,23 @@ class Rank:
             termios.tcsetattr(theirs, termios.TCSANOW, modes)
         else:
             ours, theirs = os.pipe2(os.O_CLOEXEC)
-        stream = Stream(ours, console, b"" if terminal else prefix)
-        self.streams.append(stream)
-        if terminal:
-            self._terminals.append((stream, console))
-            self.copy_window_size()
+        self.streams.append(Stream(ours, console, b"" if terminal else prefix, terminal=terminal))
+        self.copy_window_size()
         return theirs
 
     def set_prefix(self, prefix: str) -> None:
         """What to put before each line, except on a terminal."""
-        terminals = [stream for stream, _ in self._terminals]
         for stream in self.streams:
-            if stream not in terminals:
+            if not stream.terminal:
                 stream.prefix = prefix.encode()
 
     def copy_window_size(self) -> None:
         """Give the rank's terminal the size of ours."""
-        for stream, console in self._terminals:
-            if stream.ended:
-                continue
-            size = fcntl.ioctl(console.fd, termios.TIOCGWINSZ, _NO_SIZE)
-            if size != fcntl.ioctl(stream.fd, termios.TIOCGWINSZ, _NO_SIZE):
-                fcntl.ioctl(stream.fd, termios.TIOCSWINSZ, size)
+        for stream in self.streams:
+            if stream.terminal and stream.console is not None and not stream.ended:
+                size = fcntl.ioctl(stream.console.fd, termios.TIOCGWINSZ, _NO_SIZE)
+                if size != fcntl.ioctl(stream.fd, termios.TIOCGWINSZ, _NO_SIZE):
+                    fcntl.ioctl(stream.fd, termios.TIOCSWINSZ, size)
 
     def send(self, request: Mapping[str, Any]) -> None:
         """Send a request to worker.py; an ended rank ignores it."""
@@ -355,7 +350,10 @@ class LocalRanks:
         self.signalled: Callable[[], bool] = lambda: False
         # Interpreters that have imported torch, and become the ranks after a restart.
         self._spares: list[Rank] = []
-        self._start_all: Callable[[str], list[Rank]] = lambda preload: []
+        self._count = 0
+        self._environment: Mapping[str, str] = {}
+        self._wrap: Wrap | None = None
+        self._terminal = True
         self._script_began = 0.0
         self._changed = threading.Event()
         self._guard = subprocess.Popen(
@@ -373,36 +371,46 @@ class LocalRanks:
         environment: Mapping[str, str],
         *,
         terminal: bool = True,
-        wrap: Callable[[int, tuple[str, ...]], tuple[str, ...]] = lambda _, command: command,
+        wrap: Wrap | None = None,
     ) -> None:
         """Start `count` processes, which import torch and wait for `run`.
 
         With `terminal`, local rank 0 has a terminal if the launcher has one. Progress bars need a terminal,
         and only one rank may draw them.
         """
+        self._count, self._environment = count, environment
+        self._terminal, self._wrap = terminal, wrap
+        self.start_again()
 
-        def start_all(preload: str) -> list[Rank]:
-            given = {"PACELINE_PRELOAD": preload, **environment}
-            ranks = []
-            for local_rank in range(count):
-                rank = Rank(
-                    local_rank,
-                    environment=given,
-                    consoles=self.consoles,
-                    pump=self.pump,
-                    changed=self._changed.set,
-                    prefix=f"[{local_rank}] ".encode() if count > 1 else b"",
-                    terminal=terminal and local_rank == 0,
-                    wrap=wrap,
-                )
-                self._tell_guard(f"+{rank.pid}\n")
-                ranks.append(rank)
-            return ranks
-
-        self._start_all = start_all
+    def start_again(self) -> None:
+        """Start the processes of the next round, unless spares wait already."""
         if any(spare.poll() is not None for spare in self._spares):
             self._end_spares()
-        self.ranks, self._spares = self._spares or start_all("torch.distributed"), []
+        self.ranks, self._spares = self._spares or self._start_all("torch.distributed"), []
+
+    def _start_all(self, preload: str) -> list[Rank]:
+        ranks = []
+        for local_rank in range(self._count):
+            command: tuple[str, ...] = (
+                os.environ.get("PYTHON_EXEC", sys.executable),
+                "-u",
+                str(WORKER),
+            )
+            if self._wrap is not None:
+                command = self._wrap(local_rank, command)
+            rank = Rank(
+                local_rank,
+                command,
+                environment={"PACELINE_PRELOAD": preload, **self._environment},
+                consoles=self.consoles,
+                pump=self.pump,
+                changed=self._changed.set,
+                prefix=f"[{local_rank}] ".encode() if self._count > 1 else b"",
+                terminal=self._terminal and local_rank == 0,
+            )
+            self._tell_guard(f"+{rank.pid}\n")
+            ranks.append(rank)
+        return ranks
 
     def keep_spares(self) -> None:
         """Start the interpreters of the next restart, when the scripts have run for 3 s."""
@@ -488,7 +496,7 @@ class LocalRanks:
         for rank in self.ranks:
             if rank.poll() is None:
                 rank.kill()
-        self._wait_done(_KILLED_S, lambda: False)
+        self._wait_done(_KILLED_S)
 
     def settle(
         self, enough: Callable[[Sequence[RankOutcome]], bool], *, hurry: Callable[[], bool]
@@ -538,7 +546,7 @@ class LocalRanks:
     def end(self) -> None:
         """Kill the ranks and wait for their end."""
         self.kill()
-        self._wait_done(_KILLED_S, lambda: False)
+        self._wait_done(_KILLED_S)
         self.clean_up()
         self.forget()
 
@@ -584,7 +592,7 @@ class LocalRanks:
 
         self.pump.call(read, stalled_s=_KILLED_S)
 
-    def _wait_done(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
+    def _wait_done(self, timeout_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
         deadline = time.monotonic() + timeout_s
         while not self.done and time.monotonic() < deadline and not hurry():
             self.wait_change(min(0.1, timeout_s))

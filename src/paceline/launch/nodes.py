@@ -3,7 +3,9 @@
 A front to `torch.distributed.elastic.rendezvous.dynamic_rendezvous`, which takes 43 s to notice a lost node.
 Changes: a node is dead when its heartbeat has not changed for 3 s of *this* node's clock (torch compares the
 clocks of two hosts); a later round is complete as soon as all living nodes are back, without a last call;
-each round has a new store for the ranks; the state is read ten times a second while nodes meet.
+each round has a new store for the ranks; the state is read ten times a second while nodes meet. Several nodes
+with static or etcd rendezvous use torch's own. torch does not authenticate the nodes and exchanges pickled
+state between them: use several nodes in trusted networks only.
 """
 
 from __future__ import annotations
@@ -14,15 +16,31 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous import registry as torch_registry
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
     RendezvousSettings,
+    RendezvousTimeout,
 )
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from paceline import torch_private
+from paceline.errors import ConfigError
 from paceline.launch.node_exchange import NodeExchange
+from paceline.launch.rendezvous import (
+    C10D_PORT,
+    READ_TIMEOUT_S,
+    endpoint_store,
+    interface_of,
+    serve_store,
+)
 
 _MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _NAMES = tuple(
@@ -46,16 +64,6 @@ _HEARTBEAT_S = 1
 _HEARTBEAT_OF_MANY_S = 5
 _POLL_S = 0.1
 _ATTEMPTS = 3
-
-
-def available() -> bool:
-    """Whether the installed torch has what this file needs; a missing name gives one warning."""
-    return None not in [torch_private.find(name) for name in _NAMES]
-
-
-def heartbeat_s(max_nodes: int) -> int:
-    """The default of seconds between heartbeats of a node."""
-    return _HEARTBEAT_S if max_nodes <= _MANY_NODES else _HEARTBEAT_OF_MANY_S
 
 
 class StateHolder(_StateHolderBase):  # type: ignore[misc]
@@ -142,41 +150,23 @@ class _Executor(_ExecutorBase):  # type: ignore[misc]
 
 
 class NodeRendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous of several nodes, with a new store for the ranks in each round.
-
-    Args:
-        serve: Serves a store on this host, given its address as the others see it.
-    """
+    """torch's rendezvous of several nodes, with a new store for the ranks in each round."""
 
     def __init__(
         self,
-        node: Any,
         settings: RendezvousSettings,
         backend: RendezvousBackend,
         store: TCPStore,
-        serve: Callable[[str, int], TCPStore],
+        local_addr: str | None,
     ) -> None:
+        node = self._node_desc_generator.generate(local_addr)
         self._holder = StateHolder(backend, settings)
         super().__init__(node, settings, backend.name, store, self._holder)
         executor = _Executor(node, self._holder, settings)
         executor.survivors = lambda: self._met - self._holder.dead
         self._op_executor = executor
         self._rendezvous_store = store
-        self._serve = serve
         self._met: set[Any] = set()
-
-    @classmethod
-    def of(
-        cls,
-        settings: RendezvousSettings,
-        local_addr: str | None,
-        backend: RendezvousBackend,
-        store: TCPStore,
-        serve: Callable[[str, int], TCPStore],
-    ) -> NodeRendezvous:
-        """The rendezvous of a new node."""
-        node = cls._node_desc_generator.generate(local_addr)
-        return cls(node, settings, backend, store, serve)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See torch. Collective: one agent of each node."""
@@ -211,18 +201,58 @@ class NodeRendezvous(DynamicRendezvousHandler):
         return self._this_node not in self._holder.state.participants
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        return self._serve(master_addr, master_port)
+        return serve_store(interface_of(master_addr), master_addr, master_port)
 
 
-def settings_of(
-    run_id: str, nodes: tuple[int, int], timeout: Any, interval_s: int | None, attempts: int | None
-) -> RendezvousSettings:
-    """torch's settings, with our defaults."""
-    return RendezvousSettings(
-        run_id,
-        nodes[0],
-        nodes[1],
-        timeout,
-        keep_alive_interval=timedelta(seconds=interval_s or heartbeat_s(nodes[1])),
-        keep_alive_max_attempt=attempts or _ATTEMPTS,
+def rendezvous_of_nodes(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The rendezvous of several nodes: `NodeRendezvous` for c10d over TCP, otherwise torch's own.
+
+    Raises:
+        ConfigError: wrong options.
+    """
+    is_tcp = parameters.get("store_type", "tcp").strip().lower() == "tcp"
+    if parameters.backend != "c10d" or not is_tcp or not _available():
+        return torch_registry.get_rendezvous_handler(parameters)
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, C10D_PORT)
+    store = endpoint_store(
+        host,
+        port,
+        is_host=parameters.get_as_bool("is_host"),
+        timeout=timedelta(seconds=_positive(parameters, "read_timeout", READ_TIMEOUT_S)),
     )
+    timeouts = {
+        name: timedelta(seconds=seconds)
+        for name in ("join", "last_call", "close", "heartbeat")
+        if (seconds := parameters.get_as_int(f"{name}_timeout")) is not None
+    }
+    many = parameters.max_nodes > _MANY_NODES
+    interval_s = _positive(
+        parameters, "keep_alive_interval", _HEARTBEAT_OF_MANY_S if many else _HEARTBEAT_S
+    )
+    settings = RendezvousSettings(
+        parameters.run_id,
+        parameters.min_nodes,
+        parameters.max_nodes,
+        RendezvousTimeout(**timeouts),
+        keep_alive_interval=timedelta(seconds=interval_s),
+        keep_alive_max_attempt=_positive(parameters, "keep_alive_max_attempt", _ATTEMPTS),
+    )
+    backend = C10dRendezvousBackend(store, parameters.run_id)
+    return NodeRendezvous(settings, backend, store, parameters.local_addr)
+
+
+def _available() -> bool:
+    """Whether the installed torch has what this file needs; a missing name gives one warning."""
+    return None not in [torch_private.find(name) for name in _NAMES]
+
+
+def _positive(parameters: RendezvousParameters, key: str, default: int) -> int:
+    value = parameters.get_as_int(key)
+    if value is None:
+        return default
+    if value <= 0:
+        raise ConfigError(
+            f"--rdzv-conf {key} must be a positive number, got {value}.",
+            fix=f"give a positive number, or leave out {key}.",
+        )
+    return value

@@ -177,12 +177,14 @@ class Stream:
         fd: The launcher's end, read without blocking.
         console: Where it is shown; None if it is not.
         prefix: Put before each line; if empty, bytes pass unchanged, as those of a pseudo-terminal do.
+        terminal: Whether the rank writes to a pseudo-terminal.
         files: Get the bytes unchanged.
     """
 
     fd: int
     console: Console | None
     prefix: bytes = b""
+    terminal: bool = False
     files: list[LogFile] = field(default_factory=list)
     tail: bytes = field(default=b"", init=False)
     _kept: bytearray = field(default_factory=bytearray, init=False)

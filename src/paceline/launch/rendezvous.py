@@ -1,9 +1,8 @@
-"""The rendezvous of the nodes, with a new store in each round.
+"""The stores of a job, and the rendezvous of one node. nodes.py has the rendezvous of several nodes.
 
 A front to `torch.distributed.elastic.rendezvous`. torch keeps one store over restarts, so that restarted
-ranks read the addresses of dead ones, and its stores listen on all interfaces. Several nodes with static or
-etcd rendezvous use torch's own. torch does not authenticate the nodes and exchanges pickled state between
-them: use several nodes in trusted networks only.
+ranks read the addresses of dead ones, and its stores listen on all interfaces. Here each round has a new
+store, which listens on one interface if possible.
 """
 
 from __future__ import annotations
@@ -16,27 +15,18 @@ import weakref
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
-from torch.distributed.elastic.rendezvous import registry as torch_registry
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from paceline.errors import ConfigError
-from paceline.launch import nodes
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 _REBIND_S = 10.0
-_READ_TIMEOUT_S = 60
+READ_TIMEOUT_S = 60
 C10D_PORT = 29400
 _BACKLOG = 4096
-ANY = ""
+_ANY_INTERFACE = ""
 
 
 class LocalRendezvous(StaticTCPRendezvous):
@@ -48,7 +38,7 @@ class LocalRendezvous(StaticTCPRendezvous):
     """
 
     def __init__(self, host: str, port: int, run_id: str) -> None:
-        super().__init__(host, port, 0, 1, run_id, _READ_TIMEOUT_S)
+        super().__init__(host, port, 0, 1, run_id, READ_TIMEOUT_S)
         self._host = host
         self._port = port
         self._round = 0
@@ -58,7 +48,7 @@ class LocalRendezvous(StaticTCPRendezvous):
         """See torch."""
         if self._port and self._last is not None:
             self._wait_gone(self._last)
-        store = bind_store(self._host, self._host, self._port)
+        store = serve_store(self._host, self._host, self._port)
         self._last = weakref.ref(store)
         self._round += 1
         return RendezvousInfo(
@@ -76,7 +66,7 @@ class LocalRendezvous(StaticTCPRendezvous):
             time.sleep(0.01)
 
 
-def _serve_store(host: str, listener: socket.socket, timeout: timedelta) -> TCPStore:
+def _store(host: str, listener: socket.socket, timeout: timedelta) -> TCPStore:
     return TCPStore(
         host,
         listener.getsockname()[1],
@@ -87,7 +77,7 @@ def _serve_store(host: str, listener: socket.socket, timeout: timedelta) -> TCPS
     )
 
 
-def bind_store(interface: str, host: str, port: int) -> TCPStore:
+def serve_store(interface: str, host: str, port: int) -> TCPStore:
     """Serve a store on one interface; its clients connect to `host`.
 
     Raises:
@@ -101,11 +91,11 @@ def bind_store(interface: str, host: str, port: int) -> TCPStore:
             why="the port is taken, or the address is not one of this host.",
             fix="omit the port, so that the kernel chooses a free one; or choose another.",
         ) from error
-    return _serve_store(host, listener, _STORE_TIMEOUT)
+    return _store(host, listener, _STORE_TIMEOUT)
 
 
 def _listen(interface: str, port: int) -> socket.socket:
-    if interface == ANY:
+    if interface == _ANY_INTERFACE:
         if socket.has_dualstack_ipv6():
             return socket.create_server(
                 ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
@@ -115,12 +105,12 @@ def _listen(interface: str, port: int) -> socket.socket:
     return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
 
 
-def _interface(host: str) -> str:
+def interface_of(host: str) -> str:
     """The address to listen on, so that other hosts can connect to `host`."""
     address = _address_of(host)
     if address is None or (address.is_loopback and not is_loopback(host)):
         # Many hosts map their own name to 127.0.1.1, which no other host can reach.
-        return ANY
+        return _ANY_INTERFACE
     return str(address)
 
 
@@ -160,65 +150,25 @@ def local_address(endpoint: str) -> str | None:
     return None if ipaddress.ip_address(found).is_loopback else found
 
 
-def rendezvous_of_nodes(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of several nodes: `NodeRendezvous` for c10d over TCP, otherwise torch's own.
+def endpoint_store(host: str, port: int, *, is_host: bool | None, timeout: timedelta) -> TCPStore:
+    """The store at the endpoint of the nodes: the node that can bind the address serves it.
 
-    Raises:
-        ConfigError: wrong options.
+    Args:
+        is_host: Whether this node has to serve it; None if that is unknown.
     """
-    is_tcp = parameters.get("store_type", "tcp").strip().lower() == "tcp"
-    if parameters.backend != "c10d" or not is_tcp or not nodes.available():
-        return torch_registry.get_rendezvous_handler(parameters)
-    store = _rendezvous_store(parameters)
-    backend = C10dRendezvousBackend(store, parameters.run_id)
-    timeouts = {
-        name: timedelta(seconds=seconds)
-        for name in ("join", "last_call", "close", "heartbeat")
-        if (seconds := parameters.get_as_int(f"{name}_timeout")) is not None
-    }
-    settings = nodes.settings_of(
-        parameters.run_id,
-        (parameters.min_nodes, parameters.max_nodes),
-        RendezvousTimeout(**timeouts),
-        _positive(parameters, "keep_alive_interval"),
-        _positive(parameters, "keep_alive_max_attempt"),
-    )
-    return nodes.NodeRendezvous.of(
-        settings,
-        parameters.local_addr,
-        backend,
-        store,
-        lambda host, port: bind_store(_interface(host), host, port),
-    )
-
-
-def _positive(parameters: RendezvousParameters, key: str) -> int | None:
-    value = parameters.get_as_int(key)
-    if value is not None and value <= 0:
-        raise ConfigError(
-            f"--rdzv-conf {key} must be a positive number, got {value}.",
-            fix=f"give a positive number, or leave out {key}.",
-        )
-    return value
-
-
-def _rendezvous_store(parameters: RendezvousParameters) -> TCPStore:
-    """The store at the endpoint: the node that can bind the address serves it, the others connect."""
-    host, port = parse_rendezvous_endpoint(parameters.endpoint, C10D_PORT)
-    timeout = timedelta(seconds=_positive(parameters, "read_timeout") or _READ_TIMEOUT_S)
-    is_host = parameters.get_as_bool("is_host")
     if is_host is not False:
         listener = _claim(host, port, must=bool(is_host))
         if listener is not None:
-            return _serve_store(host, listener, timeout)
+            return _store(host, listener, timeout)
     return TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def _claim(host: str, port: int, *, must: bool) -> socket.socket | None:
-    # The node that can bind the address serves the store; two launchers of one host may both try. A host
-    # behind a virtual address cannot bind it, so with `must` it listens on all interfaces.
-    interface = _interface(host)
-    if interface == ANY and not must and not _is_own_name(host):
+    # Two launchers of one host may both try. A host behind a virtual address cannot bind it, so with `must`
+    # it listens on all interfaces.
+    interface = interface_of(host)
+    may_be_other = interface == _ANY_INTERFACE and not must
+    if may_be_other and host not in (socket.gethostname(), socket.getfqdn()):
         return None
     try:
         return _listen(interface, port)
@@ -226,13 +176,9 @@ def _claim(host: str, port: int, *, must: bool) -> socket.socket | None:
         if not must:
             return None
     try:
-        return _listen(ANY, port)
+        return _listen(_ANY_INTERFACE, port)
     except OSError as error:
         raise ConfigError(
             f"is_host is set, and this host cannot listen on {host}:{port}: {error.strerror}.",
             fix="choose a free port in --rdzv-endpoint, or set is_host on the node that has this address.",
         ) from error
-
-
-def _is_own_name(host: str) -> bool:
-    return host in (socket.gethostname(), socket.getfqdn())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import DistError
@@ -25,10 +25,11 @@ from paceline.errors import ConfigError, LaunchFailed
 from paceline.job.preemption import REQUEUE
 from paceline.launch import signals
 from paceline.launch.agent import Agent
-from paceline.launch.local_ranks import LocalRanks, choose_threads, environment_of_ranks
+from paceline.launch.local_ranks import LocalRanks, Wrap, choose_threads, environment_of_ranks
+from paceline.launch.nodes import rendezvous_of_nodes
 from paceline.launch.options import LaunchOptions, read_options
 from paceline.launch.prescan import check_script
-from paceline.launch.rendezvous import LocalRendezvous, local_address, rendezvous_of_nodes
+from paceline.launch.rendezvous import LocalRendezvous, local_address
 
 # torch's loop sleeps this long before it calls `_monitor_workers`, which itself waits for events.
 _LOOP_S = 0.001
@@ -58,9 +59,11 @@ def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
     if options.is_python:
         check_script(args.training_script, module=args.module and not args.run_path)
     threads, reason = choose_threads(config.nproc_per_node)
-    bind = _numa(config)
-
-    def start() -> None:
+    wrap = _numa(config)
+    # Ranks that were started early have none of these settings.
+    needs_other_start = args.no_python or options.uses_logs or wrap is not None
+    if needs_other_start or len(local_ranks.ranks) != config.nproc_per_node:
+        local_ranks.end()
         environment = environment_of_ranks(threads)
         if args.no_python:
             environment["PACELINE_PRELOAD"] = "0"
@@ -68,20 +71,12 @@ def launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
             config.nproc_per_node,
             environment,
             terminal=not options.uses_logs,
-            wrap=bind or (lambda local_rank, command: command),
+            wrap=wrap,
         )
-
-    # Ranks that were started early have none of these settings.
-    needs_other_start = args.no_python or options.uses_logs or bind is not None
-    if needs_other_start or len(local_ranks.ranks) != config.nproc_per_node:
-        local_ranks.end()
-        start()
-    return _run(options, local_ranks, start, reason)
+    return _run(options, local_ranks, reason)
 
 
-def _run(
-    options: LaunchOptions, local_ranks: LocalRanks, start: Callable[[], None], threads: str
-) -> int:
+def _run(options: LaunchOptions, local_ranks: LocalRanks, threads: str) -> int:
     config = options.config
 
     def stuck(number: int) -> None:
@@ -113,7 +108,7 @@ def _run(
         except (RendezvousError, DistError) as error:
             return _rendezvous_failed(local_ranks, options, error)
         spec = _spec(options, rendezvous)
-        agent = Agent(spec, options, local_ranks, received_signals, start, threads)
+        agent = Agent(spec, options, local_ranks, received_signals, threads)
         return _run_agent(agent, options, local_ranks, rendezvous)
 
 
@@ -225,7 +220,7 @@ def _spec(options: LaunchOptions, rendezvous: RendezvousHandler) -> WorkerSpec:
     )
 
 
-def _numa(config: LaunchConfig) -> Callable[[int, tuple[str, ...]], tuple[str, ...]] | None:
+def _numa(config: LaunchConfig) -> Wrap | None:
     """Puts numactl before a rank's command, as --numa-binding asks; None without the option."""
     options = config.numa_options
     if options is None:
