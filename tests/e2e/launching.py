@@ -1,4 +1,4 @@
-"""Run the command in a process of its own, with a deadline, and see what it leaves."""
+"""Starts the command in its own process, and waits for its end with a deadline."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -44,6 +45,12 @@ def start(words: Sequence[str], cwd: Path, **more: str) -> subprocess.Popen[str]
     return spawn([sys.executable, "-m", "paceline", *words], cwd, **more)
 
 
+def node_words(port: int, *more: str) -> list[str]:
+    """`paceline run` on one of two nodes, whose rendezvous is on this port."""
+    words = ["run", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    return [*words, f"--rdzv-endpoint=localhost:{port}", *more]
+
+
 def spawn(
     command: Sequence[str], cwd: Path, *, own_group: bool = False, **more: str
 ) -> subprocess.Popen[str]:
@@ -62,10 +69,15 @@ def spawn(
 
 
 def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Finished:
-    """Wait for the end; kill it and fail when that is late."""
+    """Wait for the end; after the deadline kill it, with its own group if it has one, and fail."""
     try:
         out, err = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
+        if os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         out, err = process.communicate()
         raise AssertionError(f"not finished in {deadline_s} s:\n{out}\n{err}") from None
@@ -81,7 +93,7 @@ def run(
 
 
 def rows_of(benchmark: str, words: Sequence[str], deadline_s: float) -> list[dict[str, Any]]:
-    """What `benchmarks/BENCHMARK.py` gives; it writes nothing then."""
+    """The rows of `benchmarks/BENCHMARK.py --json`, which writes no file."""
     path = Path(__file__).resolve().parents[2] / "benchmarks" / f"{benchmark}.py"
     done = subprocess.run(
         [sys.executable, str(path), "--json", *words],
@@ -106,7 +118,7 @@ def alive(pid: int) -> bool:
 
 
 def unused_port() -> int:
-    """A port that nobody uses, and that the kernel gives to nobody who asks for any port."""
+    """A free port outside the range from which the kernel chooses free ports."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.randrange(max(1024, first - 10_000), first)
@@ -115,7 +127,7 @@ def unused_port() -> int:
 
 
 def wait_served(port: int) -> None:
-    """Wait until somebody listens on this port."""
+    """Wait until a process listens on this port."""
     deadline = time.monotonic() + 20
     needle = f":{port:04X} "
     while time.monotonic() < deadline:
@@ -123,4 +135,4 @@ def wait_served(port: int) -> None:
         if any(needle in line and " 0A " in line for text in tables for line in text.splitlines()):
             return
         time.sleep(0.02)
-    raise AssertionError(f"nobody listens on port {port}")
+    raise AssertionError(f"no process listens on port {port}")

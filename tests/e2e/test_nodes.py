@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hangs import PLAIN
-from launching import Finished, finish, start, wait_served
+from launching import Finished, finish, node_words, start, wait_served
 
 STEPS = """
 rank = dist.get_rank()
@@ -18,40 +18,36 @@ print("at", time.time(), flush=True)
 """
 WAIT = "\ndist.all_reduce(torch.ones(3))"
 KILL = "if rank == 3: os.kill(os.getpid(), signal.SIGKILL)" + WAIT
-# What happens, ranks on each node, the rank that is the cause, the exit code, and how it is named.
-CASES = {
-    "raises while others compute": (
-        "if rank == 1: raise ValueError('bad')\ntime.sleep(600)",
-        *(1, 1, 1, "ValueError: bad"),
-    ),
-    "is killed on the second node": (KILL, 2, 3, 137, "killed by SIGKILL"),
-}
+RAISE = "if rank == 1: raise ValueError('bad')\ntime.sleep(600)"
 
 
-def _run(tmp_path: Path, port: int, script: str, ranks: int, *more: str) -> list[Finished]:
-    """Two nodes."""
+def _run_nodes(tmp_path: Path, port: int, script: str, ranks: int, *more: str) -> list[Finished]:
     (tmp_path / "train.py").write_text(PLAIN + STEPS + script)
-    words = ["--nnodes=2", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-id=job"]
-    words += [f"--rdzv-endpoint=localhost:{port}", *more, "train.py"]
-    nodes = [start(["run", *words], tmp_path) for _ in range(2)]
+    words = node_words(port, f"--nproc-per-node={ranks}", *more, "train.py")
+    nodes = [start(words, tmp_path) for _ in range(2)]
     return [finish(node) for node in nodes]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_both_nodes_name_the_cause(tmp_path: Path, free_port: int, name: str) -> None:
-    script, ranks, rank, code, how = CASES[name]
-    ends = _run(tmp_path, free_port, script, ranks)
+@pytest.mark.parametrize(
+    ("script", "ranks", "cause", "code", "how"),
+    [(RAISE, 1, 1, 1, "ValueError: bad"), (KILL, 2, 3, 137, "killed by SIGKILL")],
+)
+def test_both_nodes_name_the_cause(
+    tmp_path: Path, free_port: int, script: str, ranks: int, cause: int, code: int, how: str
+) -> None:
+    """With `ranks` on each node; rank `cause` is on the second."""
+    ends = _run_nodes(tmp_path, free_port, script, ranks)
     ended = time.time()
     for end in ends:
         assert end.code == code, ends
-        assert f"paceline: rank {rank} of {2 * ranks} failed: {how}" in end.err.splitlines()
-    # One of them has seen it, the other was told.
+        assert f"paceline: rank {cause} of {2 * ranks} failed: {how}" in end.err.splitlines()
+    # One node saw the failure, the other was told.
     assert sum("another node, host" in end.err for end in ends) == 1
     assert sum("see the output of the launcher on host" in end.err for end in ends) == 1
-    assert "".join(end.err for end in ends).count("Traceback") == ("raises" in name)
+    assert "".join(end.err for end in ends).count("Traceback") == (script is RAISE)
     if ranks == 2:
-        # Those of them that have noticed before they are ended.
+        # Only the ranks that noticed before they were ended.
         assert all(re.search(r"  ranks? [0-2,-]+ only followed: ", end.err) for end in ends), ends
     assert ended - max(float(at) for e in ends for at in re.findall(r"at ([\d.]+)", e.out)) < 10
 
@@ -67,7 +63,7 @@ dist.all_reduce(torch.ones(3))
 
 @pytest.mark.slow
 def test_a_hang_is_judged_over_both_nodes(tmp_path: Path, free_port: int) -> None:
-    ends = _run(tmp_path, free_port, EVALUATES, 2, "--hang-after=2", "--on-hang=end")
+    ends = _run_nodes(tmp_path, free_port, EVALUATES, 2, "--hang-after=2", "--on-hang=end")
     line = (PLAIN + STEPS + EVALUATES).splitlines().index("    time.sleep(600)") + 1
     for end in ends:
         assert end.code == 1, ends
@@ -88,12 +84,11 @@ if "HOST" not in os.environ:
 
 
 @pytest.mark.slow
-def test_a_node_that_is_done_says_so_where_the_others_are_lost(
+def test_a_node_whose_ranks_have_ended_reports_the_loss_of_the_other_node(
     tmp_path: Path, free_port: int
 ) -> None:
     (tmp_path / "train.py").write_text(PLAIN + GOES_ON)
-    words = ["run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=job"]
-    words += [f"--rdzv-endpoint=localhost:{free_port}", "train.py"]
+    words = node_words(free_port, "train.py")
     host = start(words, tmp_path, HOST="1")
     assert host.stderr is not None
     assert "waiting for 2 nodes" in host.stderr.readline()
@@ -110,7 +105,7 @@ def test_a_node_that_is_done_says_so_where_the_others_are_lost(
 
 
 LEAVES = "if rank == 1: sys.exit(0)" + WAIT
-# A process of its own keeps the connections open, so that nobody notices.
+# A child keeps the connections open, so the other rank does not notice the end.
 LEAVES_UNSEEN = """
 if rank == 1:
     if os.fork():
@@ -122,11 +117,11 @@ dist.all_reduce(torch.ones(3))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unseen", [False, True])
-def test_a_node_whose_rank_is_done_tells_those_that_wait_for_it(
+def test_a_rank_that_ended_on_another_node_is_named(
     tmp_path: Path, free_port: int, unseen: bool
 ) -> None:
     words = ["--hang-after=2", "--on-hang=end"] if unseen else []
-    ends = _run(tmp_path, free_port, LEAVES_UNSEEN if unseen else LEAVES, 1, *words)
+    ends = _run_nodes(tmp_path, free_port, LEAVES_UNSEEN if unseen else LEAVES, 1, *words)
     ended = time.time()
     for end in ends:
         assert end.code == 1, ends

@@ -1,4 +1,4 @@
-"""What a job survives: stopped ranks, lost nodes, and nodes that come back; by `benchmarks/restarts.py`."""
+"""Restarts after stopped ranks and lost nodes; `benchmarks/restarts.py` has more kinds of failures."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import finish, rows_of, run, start, wait_served
+from launching import finish, node_words, rows_of, run, start, wait_served
 
 WAITS = """
 import os, signal, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-open(f"pid-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}", "w").write(str(os.getpid()))
+open(f"began-{rank}", "w").close()
 for step in range(int(os.environ["STEPS"])):
     dist.all_reduce(torch.ones(10))
     if step == 5 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -55,29 +55,20 @@ def test_the_same_exception_in_the_same_step_ends_the_job(tmp_path: Path) -> Non
     assert "The same exception was raised in step 3 before the restart" in done.err
 
 
-def _pids(folder: Path, pattern: str, count: int) -> list[int]:
-    deadline = time.monotonic() + 40
-    while time.monotonic() < deadline:
-        found = [path.read_text() for path in folder.glob(pattern)]
-        if len(found) >= count and all(found):
-            return [int(pid) for pid in found]
-        time.sleep(0.02)
-    raise AssertionError(f"no {count} of {pattern}")
-
-
 def test_the_loss_of_the_rendezvous_host_ends_the_job_with_69(
     tmp_path: Path, free_port: int
 ) -> None:
     (tmp_path / "train.py").write_text(WAITS)
-    words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port}"]
-    words += ["--rdzv-id=job", "--max-restarts=3", "train.py"]
-    host = start(["run", *words], tmp_path, STEPS="100000")
+    words = node_words(free_port, "--max-restarts=3", "train.py")
+    host = start(words, tmp_path, STEPS="100000")
     assert host.stderr is not None
     assert "waiting for 2 nodes" in host.stderr.readline()
-    # It says so before it serves; only who comes second is sure not to be the host.
+    # It prints this before it serves. Only a node that starts later is certainly not the host.
     wait_served(free_port)
-    other = start(["run", *words], tmp_path, STEPS="100000")
-    _pids(tmp_path, "pid-0-*", 2)
+    other = start(words, tmp_path, STEPS="100000")
+    while len(list(tmp_path.glob("began-*"))) < 2:
+        assert other.poll() is None, finish(other)
+        time.sleep(0.02)
     children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
     for pid in [host.pid, *map(int, children)]:
         os.kill(pid, signal.SIGKILL)

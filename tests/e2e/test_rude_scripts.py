@@ -1,4 +1,4 @@
-"""Scripts that do what a launcher dreads: what is said of them still is true, and nothing is left."""
+"""Scripts that close the launcher's files, block signals, fork or print much: the report is still right."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from launching import finish, run, start
 
-# Rank 1 does it; rank 0 waits until it is ended.
+# Rank 1 goes on with the case; rank 0 waits until it is ended.
 ALONE = """
 import os, signal, sys, time
 if os.environ["RANK"] == "0":
     time.sleep(600)
 """
 RUDE = [
-    # Descriptors of the launcher's are among them; the error reaches it all the same.
+    # The control socket is among these descriptors; the error still reaches the launcher.
     ("os.closerange(3, 4096)\nraise OSError('disk is gone')", 1, "OSError: disk is gone"),
     ("os.closerange(3, 4096)\nopen('a', 'w'), open('b', 'w')\nsys.exit(5)", 5, "exit code 5"),
-    # The script's own hook ends the process before the error could be told as usual.
+    # The script's own hook ends the process before the usual report.
     ("sys.excepthook = lambda *a: os._exit(9)\nraise OSError('x')", 9, "OSError: x"),
 ]
 
@@ -29,11 +29,11 @@ RUDE = [
     ("end", "code", "said"),
     [RUDE[0], *(pytest.param(*r, marks=pytest.mark.slow) for r in RUDE[1:])],
 )
-def test_the_error_is_told(tmp_path: Path, end: str, code: int, said: str) -> None:
+def test_the_error_is_reported(tmp_path: Path, end: str, code: int, said: str) -> None:
     done = run("--nproc-per-node=2", ALONE + end, tmp_path, PACELINE_PRELOAD="0")
     assert done.code == code, done
     assert f"paceline: rank 1 of 2 failed: {said}" in done.err
-    assert "train.py:" in done.err  # the line is known too
+    assert "train.py:" in done.err  # with the line
     assert "os._exit() or from native code" not in done.err
     assert done.err.count("Traceback") == (0 if "exit" in end else 1)
 
@@ -90,23 +90,23 @@ raise OSError("disk is full")
 
 
 @pytest.mark.slow
-def test_much_output_costs_no_memory(tmp_path: Path) -> None:
+def test_much_output_needs_no_memory(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PRINTS)
     process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path, PACELINE_PRELOAD="0")
     assert process.stdout is not None
     size, last = 0, b""
-    told: set[bytes] = set()
-    while len(told) < 2:
+    ended: set[bytes] = set()
+    while len(ended) < 2:
         data = os.read(process.stdout.fileno(), 1 << 20)
         assert data, process.communicate()
         size += len(data)
-        told |= set(re.findall(rb"(\[\d\]) that was all", last + data))
+        ended |= set(re.findall(rb"(\[\d\]) that was all", last + data))
         last = data[-100:]
     most = _peak_kib(process)
     (tmp_path / "looked").touch()
     done = finish(process)
     assert size > 300 << 20
-    # torch is most of it; a copy of what was printed would come on top.
+    # Most of this is torch; a copy of the output would be 300 MiB more.
     assert most < 450 << 10, f"{most >> 10} MiB"
     assert re.search(r"ranks? (0 and 1|0|1) of 2 failed: OSError: disk is full", done.err)
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import alive, environment, finish, run, start
+from launching import alive, finish, node_words, run, spawn, start
 
 CRASH = """
 import os, sys, time
@@ -43,7 +43,7 @@ def test_the_original_error_comes_first(tmp_path: Path) -> None:
     assert (tmp_path / "log1.txt").read_text() == "last words"
 
 
-# What Hydra does, and many scripts: the error is caught and printed, and the exit code says the rest.
+# As Hydra does: the script catches and prints the error, and exits with a code.
 CAUGHT = """
 import os, sys, traceback
 import torch, torch.distributed as dist
@@ -90,7 +90,7 @@ def test_an_error_that_the_script_caught_before_sys_exit_is_named(tmp_path: Path
         pytest.param("raise SystemExit(5) from None", 5, "exit code 5", marks=pytest.mark.slow),
     ],
 )
-def test_a_handled_error_is_not_the_cause_of_every_exit(
+def test_an_error_that_was_handled_before_the_exit_is_not_named(
     tmp_path: Path, text: str, code: int, said: str
 ) -> None:
     script = f"import sys\ntry: 1 / 0\nexcept ZeroDivisionError: {text}"
@@ -120,7 +120,7 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, said: s
 
 
 @pytest.mark.slow
-def test_tensors_of_two_sizes_are_why_gloo_gave_up(tmp_path: Path) -> None:
+def test_tensors_of_two_sizes_are_explained(tmp_path: Path) -> None:
     script = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -150,7 +150,7 @@ def test_a_rank_that_leaves_the_others_is_named(tmp_path: Path, end: str) -> Non
     said = "paceline: rank 1 ended with exit code 0 while the others went on"
     assert said in done.err.splitlines()
     assert "another host" not in done.err
-    # Followers' errors are shown as well: one of them may say more.
+    # The error of one follower is printed, because it may say more.
     assert done.err.count("Traceback") == 1
 
 
@@ -165,7 +165,7 @@ paceline.agree(job, "a thing", 1)
 """
 
 
-def test_a_job_hears_of_an_error_and_the_users_hook_too(tmp_path: Path) -> None:
+def test_the_hook_of_the_script_and_the_launcher_both_get_the_error(tmp_path: Path) -> None:
     done = run("--nproc-per-node=2", JOINED, tmp_path)
     assert done.code == 1
     assert "[1] my hook disk is gone" in done.out
@@ -174,18 +174,17 @@ def test_a_job_hears_of_an_error_and_the_users_hook_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_may_end_early(tmp_path: Path) -> None:
-    # Rank 1 goes on until the process of rank 0, whose number it was told, has ended.
+    # Rank 1 goes on until the process of rank 0 has ended.
     script = """
 import os
 if os.environ["RANK"] == "0":
     with open("pid", "w") as file:
         file.write(str(os.getpid()))
-    os.rename("pid", "told")
+    os.rename("pid", "whole")
     raise SystemExit
-while not os.path.exists("told"):
+while not os.path.exists("whole"):
     pass
-pid = open("told").read()
-while os.path.exists(f"/proc/{pid}"):
+while os.path.exists(f"/proc/{open('whole').read()}"):
     pass
 print("went on")
 """
@@ -214,7 +213,7 @@ def _started(process: subprocess.Popen[str], ranks: int) -> list[int]:
 
 
 def _wait_gone(pids: list[int]) -> list[int]:
-    """Wait on processes that are no children of ours, by their pidfds; those that stay."""
+    """Wait up to 10 s for the end of each process; returns those that still run."""
     for pid in pids:
         try:
             fd = os.pidfd_open(pid)
@@ -282,13 +281,12 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
 
 def test_two_nodes_restart_together(tmp_path: Path, free_port: int) -> None:
     (tmp_path / "train.py").write_text(RESTARTS)
-    words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port}"]
-    words += ["--rdzv-id=job", "--max-restarts=3", "train.py"]
-    nodes = [start(["run", *words], tmp_path) for _ in range(2)]
+    words = node_words(free_port, "--max-restarts=3", "train.py")
+    nodes = [start(words, tmp_path) for _ in range(2)]
     ends = [finish(node) for node in nodes]
     assert [end.code for end in ends] == [0, 0], ends
     assert sorted(line for end in ends for line in end.out.splitlines()) == RECOVERED
-    # Not the first round's store: there they would find the addresses of the dead.
+    # Each round has a new store: the old one has the addresses of the ended ranks.
     stores = {tuple(line.split()) for line in (tmp_path / "stores").read_text().splitlines()}
     assert len({port for _, port in stores}) == 2
     assert len(stores) == 4
@@ -297,19 +295,9 @@ def test_two_nodes_restart_together(tmp_path: Path, free_port: int) -> None:
 @pytest.mark.slow
 def test_a_program_may_call_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
-    program = (
-        "import paceline.launch as l; print(l.run(['train.py', '4']), l.run(['train.py', '0']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=environment(PACELINE_PRELOAD="0"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout == "4 0\n", done
+    program = "from paceline.launch import run; print(*(run(['train.py', n]) for n in '40'))"
+    done = finish(spawn([sys.executable, "-c", program], tmp_path, PACELINE_PRELOAD="0"))
+    assert done.out == "4 0\n", done
 
 
 FAILS_AFTER_WORDS = """
@@ -339,7 +327,7 @@ def test_a_failed_job_leaves_a_folder(tmp_path: Path) -> None:
     assert "last words of 0" in (folder / "rank0-output.txt").read_text()
     assert "bad sample 17" in (folder / "rank1-error.txt").read_text()
     state = json.loads((folder / "rank0-state.json").read_text())["stacks and collectives"]
-    # The rank that lost its peer: where it waited, by its stack, or by its own error if it had noticed.
+    # The rank that lost its peer waited in gather(): its stack, or its own error, shows it.
     frames = [frame[2] for thread in state["threads"] for frame in thread["stack"]]
     errors = [path.read_text() for path in folder.glob("rank0-error.txt")]
     assert "gather" in frames or any("in gather" in error for error in errors)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import Finished, environment
+from launching import environment
 
 import paceline
 
@@ -49,34 +49,13 @@ for thread in threads:
 after = vars(sys.modules["__main__"])
 print(results[1], results[2], all(after[name] is before[name] for name in before))
 """
-SAID = ["script begins", "[0, 20] True", "caught ('scale', -1) True", "1 1 True"]
+EXPECTED = ["script begins", "[0, 20] True", "caught ('scale', -1) True", "1 1 True"]
 
 
-def _python(words: list[str], cwd: Path, text: str = "") -> Finished:
-    (cwd / "helper.py").write_text("def double(x):\n    return 2 * x\n")
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=cwd,
-        env=environment(),
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    return Finished(done.returncode, done.stdout, done.stderr)
+SLOW = [pytest.param(k, marks=pytest.mark.slow) for k in ("stdin", "module", "command", "guarded")]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "script",
-        *(
-            pytest.param(k, marks=pytest.mark.slow)
-            for k in ("stdin", "module", "command", "guarded")
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", ["script", *SLOW])
 def test_spawn_from_any_main(tmp_path: Path, kind: str) -> None:
     script = SCRIPT
     if kind == "guarded":
@@ -84,10 +63,19 @@ def test_spawn_from_any_main(tmp_path: Path, kind: str) -> None:
         body = "\n".join(f"    {row}" for row in (line + body).splitlines())
         script = f"{head}if __name__ == '__main__':\n{body}\n"
     (tmp_path / "train.py").write_text(script)
+    (tmp_path / "helper.py").write_text("def double(x):\n    return 2 * x\n")
     words = {"stdin": ["-"], "module": ["-m", "train"], "command": ["-c", script]}
-    done = _python(words.get(kind, ["train.py"]), tmp_path, script if kind == "stdin" else "")
-    assert done.out.splitlines() == SAID, done
-    assert (done.code, done.err) == (0, "")
+    done = subprocess.run(
+        [sys.executable, *words.get(kind, ["train.py"])],
+        cwd=tmp_path,
+        env=environment(),
+        input=script if kind == "stdin" else "",
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.splitlines() == EXPECTED, done
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_main_is_itself_again_when_a_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,15 +22,15 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure
-from torch.distributed.elastic.utils import macros
 
 from paceline.errors import name_ranks
 from paceline.launch import bundle
-from paceline.launch.local_ranks import LocalRanks
+from paceline.launch.hang_watch import HangWatch
+from paceline.launch.local_ranks import LocalRanks, has_probe
 from paceline.launch.messages import JobInfo, render_failure, render_restart
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.nodes import NodeRendezvous
-from paceline.launch.options import LaunchOptions, loopback_interface, script_of
+from paceline.launch.options import LaunchOptions, loopback_interface
 from paceline.launch.output import LogFile
 from paceline.launch.signals import Signals
 from paceline.machine import read_memory
@@ -72,7 +72,12 @@ class Agent(LocalElasticAgent):
         self.interrupted_at = ""
         self.preempted = False
         self._memory = read_memory()
-        self._watch = options.watch(local_ranks)
+        # None if it is switched off, or if the ranks are not Python.
+        self._watch: HangWatch | None = None
+        if has_probe() and options.is_python:
+            args = options.args
+            ends = args.on_hang == "end"
+            self._watch = HangWatch(local_ranks, after_s=args.hang_after, ends=ends)
         self._exchange: NodeExchange | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -132,32 +137,27 @@ class Agent(LocalElasticAgent):
         }
         self._setup_local_watchdog(environments)
         self._setup_healthcheck()
-        ranks = self._local_ranks.ranks
-        template = self._options.config.log_line_prefix_template
-        world_size = worker_group.workers[0].world_size
-        for worker in worker_group.workers:
-            prefix = f"[{worker.global_rank}] " if world_size > 1 else ""
-            if template is not None:
-                prefix = Template(template).safe_substitute(
-                    role_name=worker_group.spec.role,
-                    rank=worker.global_rank,
-                    local_rank=worker.local_rank,
-                )
-            ranks[worker.local_rank].set_prefix(prefix)
         if self._options.uses_logs:
             self._connect_logs(self._logs_specs, environments)
-        shown = self._options.shown
-        for rank in ranks:
-            if shown is not None and rank.local_rank not in shown:
+        ranks, shown = self._local_ranks.ranks, self._options.shown
+        for worker in worker_group.workers:
+            rank = ranks[worker.local_rank]
+            rank.set_prefix(self._prefix(worker_group, worker))
+            if shown is not None and worker.local_rank not in shown:
                 for stream in rank.streams:
                     stream.console = None
-        for worker in worker_group.workers:
-            script = script_of(self._options.args) | {"env": environments[worker.local_rank]}
-            for key in ("argv", "command"):
-                if key in script:
-                    script[key] = macros.substitute(script[key], str(worker.local_rank))
+            script = self._options.script_of(worker.local_rank)
+            script["env"] = environments[worker.local_rank]
             self._local_ranks.run(worker.local_rank, worker.global_rank, script)
         return {rank.local_rank: rank.pid for rank in ranks}
+
+    def _prefix(self, group: WorkerGroup, worker: Any) -> str:
+        template = self._options.config.log_line_prefix_template
+        if template is not None:
+            return Template(template).safe_substitute(
+                role_name=group.spec.role, rank=worker.global_rank, local_rank=worker.local_rank
+            )
+        return f"[{worker.global_rank}] " if worker.world_size > 1 else ""
 
     def _environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
         spec = group.spec

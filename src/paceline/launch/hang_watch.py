@@ -32,7 +32,7 @@ from paceline.watch.rank_state import (
     read_stack,
 )
 
-HANG_AFTER_S = 10.0
+_HANG_AFTER_S = 10.0  # without --hang-after
 _STEPS = 10  # as many median steps without progress, if that is longer
 _INTERVAL_S = 0.5  # between two checks
 _SOON_S = 0.05  # the same, while answers are awaited
@@ -192,7 +192,7 @@ class HangWatch:
         if self._after_s is not None:
             return self._after_s
         usual_s = statistics.median(self._steps) if self._steps else 0.0
-        return max(HANG_AFTER_S, _STEPS * usual_s)
+        return max(_HANG_AFTER_S, _STEPS * usual_s)
 
     def _sample(self, rank: Rank, now: float) -> None:
         seen = self._seen.setdefault(rank.local_rank, Activity(since=now))

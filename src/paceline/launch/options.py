@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.utils import macros
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import (
     config_from_args,
@@ -26,12 +27,11 @@ from torch.distributed.run import (
 )
 
 from paceline.errors import ConfigError
-from paceline.launch.hang_watch import HangWatch
-from paceline.launch.local_ranks import LocalRanks, count_of, has_probe
+from paceline.launch.local_ranks import count_of
 from paceline.launch.rendezvous import C10D_PORT, is_loopback
 
-GRACE_S = 5.0
-SIGNAL_GRACE_S = 30.0
+_GRACE_S = 5.0
+_SIGNAL_GRACE_S = 30.0
 _DEFAULT_PORT = 29500
 
 
@@ -53,16 +53,19 @@ class LaunchOptions:
     uses_logs: bool
     notes: tuple[str, ...]
 
-    def watch(self, local_ranks: LocalRanks) -> HangWatch | None:
-        """Detects hangs and stragglers; None if that is switched off or the ranks are not Python."""
-        if not has_probe() or not self.is_python:
-            return None
-        return HangWatch(local_ranks, after_s=self.args.hang_after, ends=self.args.on_hang == "end")
-
     @property
     def is_python(self) -> bool:
         """Whether the ranks run a Python script; --run-path overrides --no-python, as in torch."""
         return not self.args.no_python or self.args.run_path
+
+    def script_of(self, local_rank: int) -> dict[str, Any]:
+        """What this rank runs, in the form that worker.py takes."""
+        script = self.args.training_script
+        words = macros.substitute([script, *self.args.training_script_args], str(local_rank))
+        if not self.is_python:
+            return {"command": words}
+        kind = "module" if self.args.module and not self.args.run_path else "script"
+        return {"argv": words, kind: script}
 
     @property
     def grace_s(self) -> tuple[float, float]:
@@ -70,7 +73,7 @@ class LaunchOptions:
         given = getattr(self.args, "shutdown_timeout", None)
         if given is None:
             given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-        return (GRACE_S, SIGNAL_GRACE_S) if given is None else (float(given), float(given))
+        return (_GRACE_S, _SIGNAL_GRACE_S) if given is None else (float(given), float(given))
 
     @property
     def shown(self) -> frozenset[int] | None:
@@ -186,7 +189,13 @@ def _check_nproc(word: str) -> None:
         determine_local_world_size(word)
     except (ValueError, AssertionError, RuntimeError, AttributeError) as error:
         if word in ("gpu", "xpu"):
-            raise _no_device(word) from error
+            raise ConfigError(
+                f"--nproc-per-node={word}, and torch finds no {word.upper()} on this host.",
+                where=f"host {socket.gethostname()}, torch {torch.__version__}",
+                why="this torch was built without support for it, none is visible, or its driver does not "
+                "answer.",
+                fix="run `paceline doctor`; to run without it, give a number or --nproc-per-node=cpu.",
+            ) from error
         raise ConfigError(
             f"--nproc-per-node must be a number, and is {word!r}.",
             where="the command line, or PET_NPROC_PER_NODE",
@@ -194,15 +203,6 @@ def _check_nproc(word: str) -> None:
             "and `auto`.",
             fix="give the number of ranks on this node, such as --nproc-per-node=2.",
         ) from error
-
-
-def _no_device(word: str) -> ConfigError:
-    return ConfigError(
-        f"--nproc-per-node={word}, and torch finds no {word.upper()} on this host.",
-        where=f"host {socket.gethostname()}, torch {torch.__version__}",
-        why="this torch was built without support for it, none is visible, or its driver does not answer.",
-        fix="run `paceline doctor`; to run without it, give a number or --nproc-per-node=cpu.",
-    )
 
 
 def _check(args: Namespace) -> None:
@@ -286,15 +286,6 @@ def _parse_endpoint(endpoint: str) -> tuple[str, int]:
             f"--rdzv-endpoint is not an address: {endpoint!r}.", fix="give HOST:PORT."
         ) from error
     return host, port
-
-
-def script_of(args: Namespace) -> dict[str, Any]:
-    """What the ranks run, in the form that worker.py takes."""
-    words = [args.training_script, *args.training_script_args]
-    if args.no_python and not args.run_path:
-        return {"command": words}
-    kind = "module" if args.module and not args.run_path else "script"
-    return {"argv": words, kind: args.training_script}
 
 
 def loopback_interface() -> dict[str, str]:

@@ -17,17 +17,8 @@ from paceline.errors import ConfigError
 
 # With these options and variables ranks are not started early: they change the start or the output of ranks.
 _NO_EARLY_START = (
-    *(
-        "-h",
-        "--help",
-        "--no-python",
-        "--run-path",
-        "--numa-binding",
-        "--log-dir",
-        "-r",
-        "--redirects",
-    ),
-    *("-t", "--tee", "--logs-specs", "--start-method"),
+    *("-h", "--help", "--no-python", "--run-path", "--numa-binding", "--log-dir"),
+    *("-r", "--redirects", "-t", "--tee", "--logs-specs", "--start-method"),
 )
 _NO_EARLY_START_VARIABLES = tuple(
     f"PET_{name}" for name in ("NO_PYTHON", "RUN_PATH", "LOG_DIR", "REDIRECTS", "TEE")

@@ -94,7 +94,7 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads: str) -> int:
         numbers = signals.parse(config.signals_to_handle)
     except ValueError as error:
         raise ConfigError(f"--signals-to-handle: {error}.") from error
-    forced = config.signals_to_handle != signals.DEFAULT
+    forced = config.signals_to_handle != signals.DEFAULT_SIGNALS
     with received_signals.handled(numbers, force=forced):
         try:
             if options.waiting:

@@ -16,21 +16,21 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-# torch's default.
-DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+# torch's default of --signals-to-handle.
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 # Schedulers announce preemption with these; they do not end the launcher.
-FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
+_FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
-STUCK_S = 5.0
+_STUCK_S = 5.0
 
 
 class Signals:
     """The received signals of the launcher, and whether they may interrupt the main thread.
 
     Args:
-        stuck: Called in a thread with a signal that the main thread has not handled for `STUCK_S`
-            seconds, because it waits in native code, which Python handlers do not interrupt.
+        stuck: Called in a thread with a signal that the main thread has not handled for 5 s,
+            because it waits in native code, which Python handlers do not interrupt.
         wake: Called in a thread when a signal was received.
     """
 
@@ -87,7 +87,7 @@ class Signals:
                 if force or signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, self._note)
             self._handled = set(before)
-            for number in FOR_RANKS:
+            for number in _FOR_RANKS:
                 if number not in before and signal.getsignal(number) is signal.SIG_DFL:
                     before[number] = signal.signal(number, self._note_for_ranks)
         with self._watched() if before else contextlib.nullcontext():
@@ -117,7 +117,7 @@ class Signals:
         while numbers := wakeups.recv(64):
             self._wake()
             ours = [number for number in numbers if number in self._handled]
-            deadline = time.monotonic() + STUCK_S
+            deadline = time.monotonic() + _STUCK_S
             while ours and not self.received and time.monotonic() < deadline:
                 time.sleep(0.05)
             if ours and not self.received:
