@@ -73,11 +73,12 @@ def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Fi
     try:
         out, err = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        if os.getpgid(process.pid) == process.pid:
-            os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=5)
-            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and a child holds its output
+            if os.getpgid(process.pid) == process.pid:
+                os.killpg(process.pid, signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=5)
+                os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         out, err = process.communicate()
         raise AssertionError(f"not finished in {deadline_s} s:\n{out}\n{err}") from None

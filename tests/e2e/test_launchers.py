@@ -1,8 +1,9 @@
-"""`join` under the launchers themselves: OpenMPI, MPICH, Slurm, torchrun and none."""
+"""`join` under each launcher: OpenMPI, MPICH, Slurm, torchrun and none."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Finished, spawn, unused_port
+from launching import Finished, finish, spawn, unused_port
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 50.0
@@ -27,15 +28,15 @@ import os, tempfile
 import torch
 import torch.distributed as dist
 import paceline
-for _ in range(2):  # who joined, left and joins again meets the others again
+for _ in range(2):  # join again after leaving
     with paceline.join(device="cpu", timeout_s=30) as job:
         total = torch.ones(1)
         if job.group is not None:
             dist.all_reduce(total, group=job.group)
         ranks = list(paceline.gather(job, f"{job.rank}{os.environ.get('JOB', '')}"))
         folder = f"{tempfile.gettempdir()}/paceline-{os.getuid()}/rendezvous"
-        notices = os.listdir(folder) if job.peers else []
-line = f"{job.launcher} {job.rank}/{job.world_size} sum {total.item():g} {' '.join(ranks)} {notices}"
+        files = os.listdir(folder) if job.peers else []
+line = f"{job.launcher} {job.rank}/{job.world_size} sum {total.item():g} {' '.join(ranks)} {files}"
 os.write(1, (line + chr(10)).encode())
 """
 LOOP = """
@@ -73,29 +74,14 @@ model(torch.ones(4, 8)).sum().backward()
 
 
 @pytest.fixture(autouse=True)
-def _short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # so that notices can be counted
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # so that port files can be counted
 
 
 def launch(words: list[str], cwd: Path, **more: str) -> subprocess.Popen[str]:
     """Start a launcher in a process group of its own."""
     return spawn(words, cwd, own_group=True, OMP_NUM_THREADS="1", **more)
-
-
-def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Finished:
-    """Wait for the end; end its whole group and fail when that is late."""
-    try:
-        out, err = process.communicate(timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            out, err = process.communicate(timeout=5)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-        raise AssertionError(f"not finished in {deadline_s} s:\n{out}\n{err}") from None
-    return Finished(process.returncode, out, err)
 
 
 def script(tmp_path: Path, text: str) -> list[str]:
@@ -123,31 +109,30 @@ def lines(done: Finished, launcher: str) -> list[str]:
     return sorted(line for line in done.out.splitlines() if line.startswith(launcher))
 
 
-def notices(tmp_path: Path) -> list[str]:
+def port_files(tmp_path: Path) -> list[str]:
     return [path.name for path in (tmp_path / "tmp").glob("paceline-*/rendezvous/*")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MPI)
 def test_two_mpi_jobs_at_once_behind_shells_do_not_mix(tmp_path: Path, kind: str) -> None:
-    # A shell that must come back after the rank stays between launcher and rank.
+    # This shell has a command after the rank, so it stays between launcher and rank.
     wrapped = ["bash", "-c", " ".join(script(tmp_path, FACTS)) + "; exit $?"]
     jobs = {name: launch(mpi(kind, 2) + wrapped, tmp_path, JOB=name) for name in "ab"}
     done = {name: finish(process) for name, process in jobs.items()}
     for name in "ab":
-        # What they see of notices may be the other job's.
+        # The port files that they see may be the other job's.
         said = [line.partition(" [")[0] for line in lines(done[name], "mpi")]
         assert said == [line.removesuffix(" []") for line in expected("mpi", 2, name)]
-    assert notices(tmp_path) == []
+    assert port_files(tmp_path) == []
 
 
 @pytest.mark.slow
 def test_an_address_that_the_user_names(tmp_path: Path, free_port: int) -> None:
-    words = mpi("openmpi", 2) + script(tmp_path, FACTS.replace("range(2)", "range(1)"))
+    # Without port files there is no folder for them.
+    text = FACTS.replace("range(2)", "range(1)").replace("if job.peers", "if False")
+    words = mpi("openmpi", 2) + script(tmp_path, text)
     more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
-    # Without a meeting by file there is no folder for it.
-    text = (tmp_path / "script.py").read_text().replace("if job.peers", "if False")
-    (tmp_path / "script.py").write_text(text)
     assert lines(finish(launch(words, tmp_path, **more)), "mpi") == expected("mpi", 2)
     assert not list((tmp_path / "tmp").glob("paceline-*"))
 
@@ -158,40 +143,40 @@ def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path) -> None:
     done = finish(launch(mpi("mpich", 3) + script(tmp_path, text), tmp_path))
     assert done.code != 0
     assert done.err.count("rank 1 of 3 did not come within 2 s") >= 1
-    assert notices(tmp_path) == []
+    assert port_files(tmp_path) == []
 
 
 @pytest.mark.slow
-def test_a_notice_of_a_killed_job_is_passed_over(tmp_path: Path) -> None:
-    # Rank 0 is killed while it waits. Its job's key is used again, as a job that is requeued does.
+def test_the_port_file_of_a_killed_job_is_ignored(tmp_path: Path) -> None:
+    # Rank 0 is killed while it waits. A requeued job uses the same key again.
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     words = script(tmp_path, FACTS)
     ranks = [{**step, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)]
     killed = launch(words, tmp_path, **ranks[0])
     deadline = time.monotonic() + DEADLINE_S
-    while not notices(tmp_path) and time.monotonic() < deadline:
+    while not port_files(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.killpg(killed.pid, signal.SIGKILL)
     finish(killed)
-    assert len(notices(tmp_path)) == 1
+    assert len(port_files(tmp_path)) == 1
     early = launch(words, tmp_path, **ranks[1])
     late = launch(words, tmp_path, **ranks[0])
     assert (
         lines(finish(early), "slurm") + lines(finish(late), "slurm") == expected("slurm", 2)[::-1]
     )
-    assert notices(tmp_path) == []
+    assert port_files(tmp_path) == []
 
 
 def test_an_error_of_one_mpi_rank_ends_all(tmp_path: Path) -> None:
     words = [*mpi("openmpi", 2), *script(tmp_path, LOOP), "raise"]
     done = finish(launch(words, tmp_path))
     assert done.code != 0
-    # The launcher may end the other rank before it has said that it follows.
+    # The launcher may end the other rank before it reports anything.
     assert "ValueError: bad sample 17" in done.err
 
 
 @pytest.mark.slow
-def test_torchrun_ends_with_0_though_nobody_left(tmp_path: Path) -> None:
+def test_torchrun_ends_with_0_if_no_rank_leaves_the_job(tmp_path: Path) -> None:
     script(tmp_path, UNLEFT)
     words = [str(BIN / "torchrun"), "--nproc-per-node=2", "--standalone", "script.py"]
     done = finish(launch(words, tmp_path))
@@ -199,7 +184,7 @@ def test_torchrun_ends_with_0_though_nobody_left(tmp_path: Path) -> None:
     assert "without an active exception" not in done.err
 
 
-def test_nothing(tmp_path: Path) -> None:
+def test_no_launcher(tmp_path: Path) -> None:
     assert lines(finish(launch(script(tmp_path, FACTS), tmp_path)), "none") == expected("none", 1)
 
 
@@ -239,9 +224,9 @@ def _find(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A cluster of this host alone; what its commands need in the environment."""
+    """A Slurm cluster of this host; yields the variables that its commands need."""
     if os.getuid() != 0:
-        pytest.skip("Slurm's daemons are started by root alone")
+        pytest.skip("only root can start Slurm's daemons")
     munged, slurmctld, slurmd, _ = (_find(n) for n in ("munged", "slurmctld", "slurmd", "srun"))
     folder = tmp_path_factory.mktemp("slurm")
     host = socket.gethostname().partition(".")[0]
@@ -300,7 +285,7 @@ def _wait(until: Any, folder: Path) -> None:
 def test_a_slurm_step(tmp_path: Path, slurm: dict[str, str], words: list[str]) -> None:
     done = finish(launch(["srun", *words, *script(tmp_path, FACTS)], tmp_path, **slurm))
     assert lines(done, "slurm") == expected("slurm", int(words[1]))
-    assert notices(tmp_path) == []
+    assert port_files(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -326,29 +311,27 @@ def test_a_batch_script_and_its_step(tmp_path: Path, slurm: dict[str, str]) -> N
         [sys.executable, "-m", "paceline", "run"],
     ],
 )
-def test_torchrun_inside_a_step_wins(
+def test_torchrun_inside_a_step_is_the_launcher(
     tmp_path: Path, slurm: dict[str, str], inner: list[str]
 ) -> None:
-    text = FACTS.replace("if job.peers", "if False")
-    script(tmp_path, text)
+    script(tmp_path, FACTS.replace("if job.peers", "if False"))
     words = ["srun", "-n", "1", *inner, "--nproc-per-node=2", "script.py"]
     done = finish(launch(words, tmp_path, **slurm))
     assert done.code == 0, done.err
     # `paceline run` puts the rank before each line.
-    said = sorted(
-        line.partition("] ")[2] if line[0] == "[" else line for line in done.out.splitlines()
+    assert sorted(re.sub(r"^\[\d\] ", "", line) for line in done.out.splitlines()) == expected(
+        "torchrun", 2
     )
-    assert said == expected("torchrun", 2)
 
 
 @pytest.mark.parametrize(
     "how",
     ["raise", *(pytest.param(how, marks=pytest.mark.slow) for how in ("exit", "unleft"))],
 )
-def test_the_end_of_one_rank_of_a_step_is_told_to_the_others(
+def test_the_other_ranks_of_a_step_name_the_rank_that_ended_first(
     tmp_path: Path, slurm: dict[str, str], how: str
 ) -> None:
-    # srun lets the others go on, so all of them are heard.
+    # srun does not end the other ranks, so all of them report.
     words = ["srun", "-n", "3", *script(tmp_path, LOOP), how]
     done = finish(launch(words, tmp_path, **slurm))
     assert done.code != 0

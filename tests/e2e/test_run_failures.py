@@ -15,32 +15,56 @@ import pytest
 from launching import alive, finish, node_words, run, spawn, start
 
 CRASH = """
-import os, sys, time
+import os, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
 log = open(f"log{dist.get_rank()}.txt", "w")
 log.write("last words")
+print("printed by", dist.get_rank(), flush=True)
 def work(rank):
     if rank == 1:
+        while not os.path.exists("waiting"):
+            time.sleep(0.01)
         raise ValueError("bad sample 17")
-    dist.all_reduce(torch.ones(1000))
+    pending = dist.all_reduce(torch.ones(4), async_op=True)
+    if rank == 0:
+        open("waiting", "w").close()
+    pending.wait()
 work(dist.get_rank())
 """
 
 
-def test_the_original_error_comes_first(tmp_path: Path) -> None:
-    done = run("--nproc-per-node=3", CRASH, tmp_path)
+def test_the_original_error_comes_first_and_the_rest_is_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    secrets = {"NCCL_TOKEN": "sesame", "SLURM_API_KEY": "sesame", "AWS_REGION": "sesame"}
+    words = "--nproc-per-node=3 --log-dir=logs"
+    done = run(words, CRASH, tmp_path, NCCL_DEBUG="WARN", **secrets)
     assert done.code == 1
     lines = done.err.splitlines()[1:]
     assert lines[0] == "[1] Traceback (most recent call last):"
-    assert re.fullmatch(r'\[1\]   File "[^"]*train\.py", line 12, in <module>', lines[1])
+    assert re.fullmatch(r'\[1\]   File "[^"]*train\.py", line 18, in <module>', lines[1])
     assert lines.count("[1] ValueError: bad sample 17") == 1
     assert done.err.count("Traceback") == 1
     assert "paceline: rank 1 of 3 failed: ValueError: bad sample 17" in lines
     assert "site-packages" not in done.err
     assert "paceline/launch" not in done.err
     assert (tmp_path / "log1.txt").read_text() == "last words"
+
+    folder = tmp_path / lines[-1].rpartition(" of all ranks are in ")[2]
+    assert folder.parent == tmp_path / "logs"
+    assert "rank 1 of 3 failed: ValueError" in (folder / "verdict.txt").read_text()
+    assert "printed by 0" in (folder / "rank0-output.txt").read_text()
+    assert "bad sample 17" in (folder / "rank1-error.txt").read_text()
+    state = json.loads((folder / "rank0-state.json").read_text())["stacks and collectives"]
+    # The rank that lost its peer waited in work(): its stack, or its own error, shows it.
+    frames = [frame[2] for thread in state["threads"] for frame in thread["stack"]]
+    errors = [path.read_text() for path in folder.glob("rank0-error.txt")]
+    assert "work" in frames or any("in work" in error for error in errors)
+    assert state["entries"][-1]["profiling_name"] == "gloo:all_reduce"
+    assert json.loads((folder / "environment.json").read_text())["NCCL_DEBUG"] == "WARN"
+    assert "sesame" not in "".join(path.read_text() for path in folder.iterdir())
+    assert json.loads((folder / "versions.json").read_text())["torch"]
 
 
 # As Hydra does: the script catches and prints the error, and exits with a code.
@@ -272,11 +296,16 @@ def test_restart_after_a_kill(tmp_path: Path, free_port: int) -> None:
 
 
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
-    done = run("--max-restarts=1", "raise OSError('again')", tmp_path, PACELINE_PRELOAD="0")
+    more = {"PACELINE_PRELOAD": "0", "TMPDIR": str(tmp_path)}
+    done = run("--max-restarts=1", "raise OSError('again')", tmp_path, **more)
     assert done.code == 1
     assert done.err.count("Traceback") == 1
     assert "restart 1 of 1 begins" in done.err
     assert "This was after 1 of 1 restarts." in done.err
+    # Without --log-dir, the report is in the temporary folder.
+    folder = Path(done.err.splitlines()[-1].rpartition(" are in ")[2])
+    assert folder.parent == tmp_path / f"paceline-{os.getuid()}" / "reports"
+    assert "OSError: again" in (folder / "rank0-error.txt").read_text()
 
 
 def test_two_nodes_restart_together(tmp_path: Path, free_port: int) -> None:
@@ -298,50 +327,3 @@ def test_a_program_may_call_the_launcher(tmp_path: Path) -> None:
     program = "from paceline.launch import run; print(*(run(['train.py', n]) for n in '40'))"
     done = finish(spawn([sys.executable, "-c", program], tmp_path, PACELINE_PRELOAD="0"))
     assert done.out == "4 0\n", done
-
-
-FAILS_AFTER_WORDS = """
-import os, time
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-print("last words of", dist.get_rank(), flush=True)
-if dist.get_rank() == 1:
-    while not os.path.exists("there"): time.sleep(0.01)
-    raise ValueError("bad sample 17")
-def gather():
-    work = dist.all_reduce(torch.ones(4), async_op=True)
-    open("there", "w").close()
-    work.wait()
-gather()
-"""
-
-
-def test_a_failed_job_leaves_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    words = "--nproc-per-node=2 --log-dir=logs --tee=3"
-    done = run(words, FAILS_AFTER_WORDS, tmp_path, NCCL_TOKEN="sesame", NCCL_DEBUG="WARN")
-    (line,) = (line for line in done.err.splitlines() if "of all ranks are in " in line)
-    folder = tmp_path / line.rpartition(" are in ")[2]
-    assert folder.parent == tmp_path / "logs"
-    assert "rank 1 of 2 failed: ValueError" in (folder / "verdict.txt").read_text()
-    assert "last words of 0" in (folder / "rank0-output.txt").read_text()
-    assert "bad sample 17" in (folder / "rank1-error.txt").read_text()
-    state = json.loads((folder / "rank0-state.json").read_text())["stacks and collectives"]
-    # The rank that lost its peer waited in gather(): its stack, or its own error, shows it.
-    frames = [frame[2] for thread in state["threads"] for frame in thread["stack"]]
-    errors = [path.read_text() for path in folder.glob("rank0-error.txt")]
-    assert "gather" in frames or any("in gather" in error for error in errors)
-    assert state["entries"][-1]["profiling_name"] == "gloo:all_reduce"
-    assert json.loads((folder / "environment.json").read_text())["NCCL_DEBUG"] == "WARN"
-    assert "sesame" not in "".join(path.read_text() for path in folder.iterdir())
-    assert json.loads((folder / "versions.json").read_text())["torch"]
-
-
-@pytest.mark.slow
-def test_without_a_log_dir_the_folder_is_a_temporary_one(tmp_path: Path) -> None:
-    done = run("", "raise OSError('x')", tmp_path, TMPDIR=str(tmp_path), PACELINE_PRELOAD="0")
-    folder = Path(done.err.splitlines()[-1].rpartition(" are in ")[2])
-    assert folder.parent == tmp_path / f"paceline-{os.getuid()}" / "reports"
-    assert "OSError: x" in (folder / "rank0-error.txt").read_text()
-    again = run("", "raise OSError('y')", tmp_path, TMPDIR=str(tmp_path), PACELINE_PRELOAD="0")
-    assert again.err.splitlines()[-1] != done.err.splitlines()[-1]

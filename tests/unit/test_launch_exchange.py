@@ -37,22 +37,24 @@ LOST = dataclasses.replace(
 INFO = JobInfo(world_size=4, restarts=0, max_restarts=0)
 
 
-def fact(rank: int, time: float, error: Error | None = ERROR, code: int | None = 1) -> RankOutcome:
+def outcome(
+    rank: int, time: float, error: Error | None = ERROR, code: int | None = 1
+) -> RankOutcome:
     return RankOutcome(
         rank=rank, host=f"h{rank}", pid=rank, time=time, returncode=code, error=error
     )
 
 
-def _verdicts(facts: list[list[RankOutcome]]) -> list[FirstFailure]:
+def _verdicts(outcomes: list[list[RankOutcome]]) -> list[FirstFailure]:
     """The verdict of each node."""
     store = HashStore()
-    nodes = [NodeExchange(store, number, len(facts)) for number in range(len(facts))]
+    nodes = [NodeExchange(store, number, len(outcomes)) for number in range(len(outcomes))]
 
     def verdict(number: int) -> FirstFailure:
         nodes[number].announce_failure()
-        found, silent = nodes[number].exchange_facts(facts[number], lambda: False)
+        found, silent = nodes[number].exchange_outcomes(outcomes[number], lambda: False)
         assert silent == 0
-        judged = find_first_failure([*facts[number], *found])
+        judged = find_first_failure([*outcomes[number], *found])
         assert judged is not None
         return judged
 
@@ -62,15 +64,18 @@ def _verdicts(facts: list[list[RankOutcome]]) -> list[FirstFailure]:
 
 @pytest.mark.parametrize("skew_s", [0.0, -93.0, 1e9])
 def test_all_nodes_name_the_same_cause_whatever_their_clocks(skew_s: float) -> None:
-    there = [fact(2, skew_s - 1.5), fact(3, skew_s - 1.4, LOST)]
-    for verdict in _verdicts([[fact(0, -1.2, LOST), fact(1, -1.3, LOST)], there]):
+    there = [outcome(2, skew_s - 1.5), outcome(3, skew_s - 1.4, LOST)]
+    for verdict in _verdicts([[outcome(0, -1.2, LOST), outcome(1, -1.3, LOST)], there]):
         assert (verdict.original.rank, verdict.followers, verdict.certain) == (2, (0, 1, 3), True)
 
 
 @pytest.mark.parametrize("skew_s", [0.0, 3.0, -3.0])
 def test_failures_of_two_nodes_are_both_printed(skew_s: float) -> None:
-    facts = [[fact(0, 2.0, OTHER)], [fact(1, 1.0 + skew_s), fact(3, skew_s, None, None)]]
-    for verdict in _verdicts(facts):
+    outcomes = [
+        [outcome(0, 2.0, OTHER)],
+        [outcome(1, 1.0 + skew_s), outcome(3, skew_s, None, None)],
+    ]
+    for verdict in _verdicts(outcomes):
         original, (other,) = verdict.original, verdict.others
         assert {original.rank, other.rank} == {0, 1}
         text = render_failure(verdict, INFO)
@@ -82,12 +87,12 @@ def test_failures_of_two_nodes_are_both_printed(skew_s: float) -> None:
 
 
 def test_equal_errors_of_all_nodes_are_one() -> None:
-    for verdict in _verdicts([[fact(0, -2.0)], [fact(1, -1.9), fact(2, -1.8)]]):
+    for verdict in _verdicts([[outcome(0, -2.0)], [outcome(1, -1.9), outcome(2, -1.8)]]):
         assert (verdict.original.rank, verdict.alike) == (0, (0, 1, 2))
 
 
 def test_a_rank_that_ended_well_on_another_node_is_named() -> None:
-    for verdict in _verdicts([[fact(0, -60.0, None, 0)], [fact(1, -92.0, LOST)]]):
+    for verdict in _verdicts([[outcome(0, -60.0, None, 0)], [outcome(1, -92.0, LOST)]]):
         assert (verdict.original.rank, verdict.followers) == (0, (1,))
 
 
@@ -122,7 +127,7 @@ def test_the_host_of_the_store_leaves_last_but_does_not_wait_for_ever() -> None:
 
 
 def test_the_traceback_stays_with_its_launcher() -> None:
-    here, there = _verdicts([[fact(0, -2.0)], [fact(1, -1.9, LOST)]])
+    here, there = _verdicts([[outcome(0, -2.0)], [outcome(1, -1.9, LOST)]])
     info = JobInfo(world_size=2, restarts=0, max_restarts=0)
     assert "Traceback" in render_failure(here, info)
     assert "another node" not in render_failure(here, info)
@@ -138,21 +143,23 @@ def test_the_traceback_stays_with_its_launcher() -> None:
 def test_values_that_cannot_be_read_are_ignored(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(node_exchange, "_LEAVE_S", 0.01)
     store = HashStore()
-    store.set("facts/1", text)
+    store.set("outcomes/1", text)
     node = NodeExchange(store, 0, 2)
-    assert node.exchange_facts([], lambda: False) == ([], 0)
+    assert node.exchange_outcomes([], lambda: False) == ([], 0)
 
 
-def test_facts_count_though_the_store_ends_afterwards() -> None:
+def test_outcomes_count_if_the_store_ends_afterwards() -> None:
     class Ending(PrefixStore):
         def set(self, key: str, value: str) -> None:
             if key.startswith("read/"):
                 raise RuntimeError("Broken pipe")
 
     store = HashStore()
-    NodeExchange(PrefixStore("a", store), 1, 2).publish_facts([fact(1, 80.0)])
-    found, silent = NodeExchange(Ending("a", store), 0, 2).exchange_facts([], lambda: False)
-    assert [(fact.rank, fact.time, fact.clock_error_s) for fact in found] == [(1, 80.0, math.inf)]
+    NodeExchange(PrefixStore("a", store), 1, 2).publish_outcomes([outcome(1, 80.0)])
+    found, silent = NodeExchange(Ending("a", store), 0, 2).exchange_outcomes([], lambda: False)
+    assert [(outcome.rank, outcome.time, outcome.clock_error_s) for outcome in found] == [
+        (1, 80.0, math.inf)
+    ]
     assert silent == 0
 
 
@@ -163,7 +170,7 @@ def test_no_node_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [NodeExchange(PrefixStore("job/0", store), number, 3) for number in range(3)]
     assert not nodes[1].peer_failed()
     nodes[0].announce_failure()
-    assert nodes[0].exchange_facts([fact(0, 1.0)], lambda: False) == ([], 2)
+    assert nodes[0].exchange_outcomes([outcome(0, 1.0)], lambda: False) == ([], 2)
     nodes[1]._next_poll = 0.0
     assert nodes[1].peer_failed()
     assert not NodeExchange(PrefixStore("job/1", store), 1, 3).peer_failed()

@@ -15,8 +15,8 @@ from paceline.launch.output import LINE_BYTES, Console, LogFile, Pump, Stream
 class Reader:
     """Reads a pipe to its end in a thread."""
 
-    def __init__(self) -> None:
-        self.fd, self.write_fd = os.pipe()
+    def __init__(self, *pipe: int) -> None:
+        self.fd, self.write_fd = pipe or os.pipe()
         self.data = b""
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -39,16 +39,17 @@ def pump() -> Iterator[Pump]:
     made.stop(timeout_s=10)
 
 
-def _stream(console: Console, prefix: bytes) -> tuple[int, Stream]:
+def _stream(pump: Pump, console: Console, prefix: bytes = b"[0] ") -> tuple[int, Stream]:
+    """A stream that the pump reads, and the end of its pipe that a rank writes to."""
     ours, theirs = os.pipe()
-    return theirs, Stream(ours, console, prefix)
+    stream = Stream(ours, console, prefix)
+    pump.add(stream)
+    return theirs, stream
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.close(fd)
+    with open(fd, "wb") as file:
+        file.write(data)
 
 
 def _pass(pump: Pump, outputs: list[tuple[bytes, bytes]]) -> bytes:
@@ -57,8 +58,7 @@ def _pass(pump: Pump, outputs: list[tuple[bytes, bytes]]) -> bytes:
     console = Console(reader.write_fd)
     streams, writers = [], []
     for prefix, data in outputs:
-        theirs, stream = _stream(console, prefix)
-        pump.add(stream)
+        theirs, stream = _stream(pump, console, prefix)
         streams.append(stream)
         writers.append(threading.Thread(target=_write_all, args=(theirs, data)))
     for writer in writers:
@@ -101,36 +101,24 @@ def test_lines_of_two_ranks_stay_whole(pump: Pump) -> None:
         assert b"".join(line.removeprefix(prefix) for line in lines) == data[name]
 
 
-def test_a_reader_that_stands_still_holds_up_the_writer(pump: Pump) -> None:
+def test_a_reader_that_does_not_read_blocks_the_writer(pump: Pump) -> None:
     read, write = os.pipe()
-    theirs, stream = _stream(Console(write), b"[0] ")
-    pump.add(stream)
+    theirs, stream = _stream(pump, Console(write))
     line, lines = b"x" * 999 + b"\n", 0
     while lines < 10_000 and select.select([], [theirs], [], 0.5)[1]:
         lines += os.write(theirs, line) // len(line)
     assert 0 < lines * len(line) < LINE_BYTES
     os.close(theirs)
-    shown: list[bytes] = []
-    reader = threading.Thread(
-        target=lambda: shown.extend(iter(lambda: os.read(read, 1 << 16), b""))
-    )
-    reader.start()
+    reader = Reader(read, write)
     assert pump.finish([stream], stalled_s=10)
-    os.close(write)
-    reader.join(20)
-    os.close(read)
-    assert b"".join(shown) == (b"[0] " + line) * lines
+    assert reader.close() == (b"[0] " + line) * lines
 
 
-def test_a_reader_that_has_gone_does_not_stop_the_ranks(pump: Pump) -> None:
+def test_a_reader_that_has_ended_does_not_stop_the_ranks(pump: Pump) -> None:
     read, write = os.pipe()
     os.close(read)
-    theirs, stream = _stream(Console(write), b"[0] ")
-    pump.add(stream)
-    writer = threading.Thread(target=_write_all, args=(theirs, b"line\n" * 100_000))
-    writer.start()
-    writer.join(20)
-    assert not writer.is_alive()
+    theirs, stream = _stream(pump, Console(write))
+    _write_all(theirs, b"line\n" * 100_000)
     assert pump.finish([stream], stalled_s=10)
     os.close(write)
 
@@ -138,27 +126,24 @@ def test_a_reader_that_has_gone_does_not_stop_the_ranks(pump: Pump) -> None:
 def test_a_full_disk_under_a_log_file_does_not_stop_the_rank(pump: Pump) -> None:
     said: list[str] = []
     reader = Reader()
-    theirs, stream = _stream(Console(reader.write_fd), b"[0] ")
+    theirs, stream = _stream(pump, Console(reader.write_fd))
     stream.files.append(LogFile("/dev/full", said.append))
-    pump.add(stream)
-    writer = threading.Thread(target=_write_all, args=(theirs, b"line\n" * 50_000))
-    writer.start()
-    writer.join(20)
+    _write_all(theirs, b"line\n" * 50_000)
     assert pump.finish([stream], stalled_s=10)
     assert reader.close() == b"[0] line\n" * 50_000
     assert said == ["/dev/full cannot be written: No space left on device"]
+    assert "/dev/full" not in [os.path.realpath(fd) for fd in os.scandir("/proc/self/fd")]
 
 
-def test_a_console_that_nobody_reads_blocks_neither_messages_nor_other_consoles(pump: Pump) -> None:
+def test_a_console_that_is_not_read_blocks_neither_messages_nor_other_consoles(pump: Pump) -> None:
     read, write = os.pipe()
-    theirs, stream = _stream(Console(write), b"[0] ")
-    pump.add(stream)
+    console = Console(write)
+    theirs, stream = _stream(pump, console)
     while select.select([], [theirs], [], 0.5)[1]:
         os.write(theirs, b"x" * 999 + b"\n")
     reader = Reader()
-    pump.say("to standard output\n", stream.console or Console(write))
-    errors = Console(reader.write_fd)
-    pump.say("to standard error\n", errors)
+    pump.say("to standard output\n", console)
+    pump.say("to standard error\n", Console(reader.write_fd))
     assert pump.call(lambda: None, stalled_s=5)
     assert not pump.drain(stalled_s=0.2)
     assert reader.close() == b"to standard error\n"

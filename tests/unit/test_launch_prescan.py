@@ -1,4 +1,4 @@
-"""What is known before torch is imported."""
+"""The prescan of the command line, and the options as torch's parser reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.launch.options import read_options
 from paceline.launch.prescan import ScriptError, check_script, early_count
-from paceline.machine import cgroup_quota, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_the_early_start_reads_the_environment_as_torchrun_does() -> None:
 
 
 @pytest.mark.parametrize("content", ["def f(\n", "x = = 1\n", "\0"])
-def test_a_script_that_is_no_python(tmp_path: Path, content: str) -> None:
+def test_a_script_that_is_not_valid_python(tmp_path: Path, content: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(content)
     with pytest.raises(ScriptError) as caught:
@@ -48,7 +47,7 @@ def test_a_script_that_is_no_python(tmp_path: Path, content: str) -> None:
     assert "site-packages" not in str(caught.value)
 
 
-def test_scripts_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_scripts_and_modules(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no script"):
         check_script(str(tmp_path / "no.py"), module=False)
     with pytest.raises(ConfigError, match="is a directory"):
@@ -63,8 +62,6 @@ def test_scripts_that_are_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--nproc-per-node=0 t.py",
-        "--nproc-per-node=some t.py",
         "--standalone --nnodes=2 t.py",
         "--nnodes=a t.py",
         "--nnodes=0 t.py",
@@ -76,7 +73,7 @@ def test_scripts_that_are_not_there(tmp_path: Path) -> None:
         "--no-python no-such-program-anywhere",
     ],
 )
-def test_options_that_cannot_be(words: str) -> None:
+def test_options_that_are_refused(words: str) -> None:
     with pytest.raises(ConfigError):
         read_options(words.split())
 
@@ -102,32 +99,3 @@ def test_reading_options_leaves_the_environment_alone(monkeypatch: pytest.Monkey
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     read_options(["--nproc-per-node=2", "t.py"])
     assert "OMP_NUM_THREADS" not in os.environ
-
-
-def test_usable_cores_is_a_number_of_cores() -> None:
-    assert 1 <= usable_cores() <= 4096
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def test_quota_of_version_2_counts_on_each_level(tmp_path: Path) -> None:
-    member, mount = tmp_path / "cgroup", tmp_path / "mount"
-    member.write_text("0::/pod/box\n")
-    assert cgroup_quota(member, mount) is None
-    _write(mount / "pod/box/cpu.max", "max 100000\n")
-    assert cgroup_quota(member, mount) is None
-    _write(mount / "pod/cpu.max", "250000 100000\n")
-    assert cgroup_quota(member, mount) == 2.5
-
-
-def test_quota_of_version_1(tmp_path: Path) -> None:
-    member, mount = tmp_path / "cgroup", tmp_path / "mount"
-    member.write_text("4:cpu,cpuacct:/docker/x\n3:memory:/y\n0::/\n")
-    _write(mount / "cpu,cpuacct/cpu.cfs_quota_us", "-1\n")
-    _write(mount / "cpu,cpuacct/cpu.cfs_period_us", "100000\n")
-    assert cgroup_quota(member, mount) is None
-    _write(mount / "cpu,cpuacct/cpu.cfs_quota_us", "150000\n")
-    assert cgroup_quota(member, mount) == 1.5

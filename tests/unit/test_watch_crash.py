@@ -16,7 +16,7 @@ from paceline.watch.crash import Error, FirstFailure, RankOutcome, find_first_fa
 from paceline.watch.rank_state import last_call
 
 SHAPE = JobInfo(world_size=4, restarts=0, max_restarts=3)
-NODES = JobInfo(world_size=4, restarts=0, max_restarts=3, nodes=2)
+NODES = JobInfo(world_size=4, restarts=0, max_restarts=3, silent_nodes=1)
 
 
 def error(kind: str = "ValueError", message: str = "bad", *, lost_peer: bool = False) -> Error:

@@ -21,10 +21,9 @@ def main(argv: Sequence[str]) -> int:
     """Run `paceline ckpt` with these arguments. Returns 0, or 65 if there is no whole checkpoint."""
     args = _parser().parse_args(argv)
     store = open_store(args.folder)
+    actions = {"ls": _ls, "show": _show, "check": _check, "export": _export, "rm": _rm}
     try:
-        return {"ls": _ls, "show": _show, "check": _check, "export": _export, "rm": _rm}[
-            args.action
-        ](store, args)
+        return actions[args.action](store, args)
     except (Damaged, PacelineError, OSError) as error:
         print(f"paceline ckpt: {error}", file=sys.stderr)
         return _NO_CHECKPOINT
@@ -48,16 +47,8 @@ def _parser() -> argparse.ArgumentParser:
                 "--model", type=int, default=0, help="which model, if there are several"
             )
         if name != "ls":
-            action.add_argument(
-                "--step",
-                type=int,
-                required=name == "rm",
-                help="default: all"
-                if name == "check"
-                else None
-                if name == "rm"
-                else "default: the newest",
-            )
+            default = {"check": "default: all", "rm": None}.get(name, "default: the newest")
+            action.add_argument("--step", type=int, required=name == "rm", help=default)
     return parser
 
 

@@ -239,7 +239,7 @@ class Agent(LocalElasticAgent):
             ranks.clean_up()
             if self._exchange is not None:
                 # Ranks of other nodes may fail because these have ended.
-                self._exchange.publish_facts(ranks.facts())
+                self._exchange.publish_outcomes(ranks.outcomes())
             ranks.forget()
             results = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
@@ -257,7 +257,7 @@ class Agent(LocalElasticAgent):
     def _all_nodes_done(self) -> bool:
         """Whether the ranks of all nodes have ended; those of this node have ended well.
 
-        Ranks of other nodes may wait for ranks of this node. Their launchers then need the facts of this one.
+        Ranks of other nodes may wait for ranks of this node. Their launchers then need its outcomes.
         """
         try:
             if self._exchange is None or self._local_ranks.preempted or self._exchange.all_done():
@@ -283,14 +283,19 @@ class Agent(LocalElasticAgent):
             rank.hung = rank.rank in hang.culprits
         return True
 
-    def _fail(self) -> RunResult:
+    def _stop_failed(self) -> tuple[list[RankOutcome], list[RankOutcome], int]:
+        """End the ranks after a failure.
+
+        Returns:
+            The outcomes of this node's ranks and of other nodes' ranks, and how many nodes did not answer.
+        """
         ranks, exchange = self._local_ranks, self._exchange
 
         def hurry() -> bool:
             return bool(self._signals.received)
 
-        def enough(facts: Sequence[RankOutcome]) -> bool:
-            verdict = find_first_failure(facts)
+        def enough(outcomes: Sequence[RankOutcome]) -> bool:
+            verdict = find_first_failure(outcomes)
             if verdict is None or not verdict.certain:
                 return False
             return exchange is None or verdict.original.returncode is not None
@@ -304,11 +309,16 @@ class Agent(LocalElasticAgent):
         elsewhere: list[RankOutcome] = []
         silent = 0
         if exchange is not None:
-            elsewhere, silent = exchange.exchange_facts(ranks.facts(), hurry)
+            elsewhere, silent = exchange.exchange_outcomes(ranks.outcomes(), hurry)
         ranks.stop(signal.SIGTERM, grace_s=self._options.grace_s[0], hurry=hurry, may_save=False)
         ranks.clean_up()
-        facts = ranks.facts()
-        verdict = find_first_failure([*facts, *elsewhere])
+        return ranks.outcomes(), elsewhere, silent
+
+    def _fail(self) -> RunResult:
+        """End this round after a failure, and report the failure."""
+        outcomes, elsewhere, silent = self._stop_failed()
+        ranks = self._local_ranks
+        verdict = find_first_failure([*outcomes, *elsewhere])
         if verdict is None:
             ranks.say("paceline: another node failed without reporting why\n")
             ranks.forget()
@@ -317,36 +327,36 @@ class Agent(LocalElasticAgent):
         if repeated:
             self._remaining_restarts = 0
         self.verdict = verdict
+        memory_before, self._memory = self._memory, read_memory()
         info = JobInfo(
             world_size=self._worker_group.workers[0].world_size,
             restarts=self._restarts,
             max_restarts=self._worker_group.spec.max_restarts,
-            nodes=1 + silent,
+            silent_nodes=silent,
             repeated=repeated,
-            memory=(self._memory, read_memory()),
+            memory=(memory_before, self._memory),
             calls={rank.rank: last_call(rank.answer) for rank in ranks.ranks},
         )
-        self._memory = info.memory[1]
         if self._remaining_restarts > 0:
             ranks.say(render_restart(verdict, info))
         else:
-            ranks.say(self._report(facts, render_failure(verdict, info)))
+            ranks.say(self._report(outcomes, render_failure(verdict, info)))
         failures = {
-            fact.rank: ProcessFailure(
+            outcome.rank: ProcessFailure(
                 local_rank=rank.local_rank,
-                pid=fact.pid,
-                exitcode=fact.returncode or 1,
+                pid=outcome.pid,
+                exitcode=outcome.returncode or 1,
                 error_file="",
             )
-            for rank, fact in zip(ranks.ranks, facts, strict=True)
-            if fact.failed
+            for rank, outcome in zip(ranks.ranks, outcomes, strict=True)
+            if outcome.failed
         }
         ranks.forget()
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
-    def _report(self, facts: Sequence[RankOutcome], text: str) -> str:
+    def _report(self, outcomes: Sequence[RankOutcome], text: str) -> str:
         try:
-            path = bundle.write(self._local_ranks.ranks, facts, text, self._options.args.log_dir)
+            path = bundle.write(self._local_ranks.ranks, outcomes, text, self._options.args.log_dir)
         except OSError as error:
             return f"{text}  stacks and logs could not be written: {error}\n"
         return f"{text}  stacks, collectives and logs of all ranks are in {path}\n"

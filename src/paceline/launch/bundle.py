@@ -30,7 +30,7 @@ _PACKAGES = ("paceline", "torch", "numpy", "accelerate", "lightning", "transform
 
 
 def write(
-    ranks: Sequence[Rank], facts: Sequence[RankOutcome], verdict: str, log_dir: str | None
+    ranks: Sequence[Rank], outcomes: Sequence[RankOutcome], verdict: str, log_dir: str | None
 ) -> str:
     """Write the report in `log_dir`, or else in the temporary folder; returns its path.
 
@@ -39,10 +39,10 @@ def write(
     """
     folder = Path(_folder(log_dir))
     (folder / "verdict.txt").write_text(verdict, errors="backslashreplace")
-    for rank, fact in zip(ranks, facts, strict=True):
-        if fact.error is not None:
+    for rank, outcome in zip(ranks, outcomes, strict=True):
+        if outcome.error is not None:
             error = folder / f"rank{rank.rank}-error.txt"
-            error.write_text(fact.error.traceback, errors="backslashreplace")
+            error.write_text(outcome.error.traceback, errors="backslashreplace")
         if tail := b"".join(stream.tail for stream in rank.streams):
             (folder / f"rank{rank.rank}-output.txt").write_bytes(tail)
         state = {"stacks and collectives": rank.answer, "last seen": rank.probed()}

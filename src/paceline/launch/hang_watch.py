@@ -71,18 +71,16 @@ class Activity:
     state: str = ""
     ending: float | None = None  # since when its process has been exiting
 
-    def add(
-        self, at_s: float, processes: Sequence[Process], place: Any, *, window_s: float
-    ) -> None:
+    def add(self, at_s: float, tree: Sequence[Process], place: Any, *, window_s: float) -> None:
         """Add a sample, and drop those that `busy` does not need.
 
         A process counts from its first sample, since what it used before says nothing about now.
         """
-        known = [(self.processes[new.pid], new) for new in processes if new.pid in self.processes]
+        known = [(self.processes[new.pid], new) for new in tree if new.pid in self.processes]
         cpu_s = self.used[0] + sum(new.cpu_s - old.cpu_s for old, new in known)
         io_bytes = self.used[1] + sum(new.io_bytes - old.io_bytes for old, new in known)
         self.used = (cpu_s, io_bytes)
-        self.processes = {process.pid: process for process in processes}
+        self.processes = {process.pid: process for process in tree}
         self.samples.append(Sample(at_s, cpu_s, io_bytes, place))
         # The window, and the last sample before it.
         while len(self.samples) > 1 and self.samples[1].at_s <= at_s - window_s:

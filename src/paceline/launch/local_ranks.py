@@ -1,7 +1,7 @@
 """The ranks of this host: started early, sent their script, watched, stopped, and cleaned up.
 
 torch's agent (agent.py) decides when each of these happens. This file does not import torch, because ranks
-are started before the launcher imports it. It collects the facts about failures; `watch.crash` judges them.
+are started before the launcher imports it. It collects how ranks ended; `watch.crash` judges it.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Rank:
 
         self._pump.watch(fd, ended)
 
-    def fact(self) -> RankOutcome:
+    def outcome(self) -> RankOutcome:
         """How it ended, as far as known."""
         error, exit_place, at, step = None, None, self.ended_at, 0
         for event in list(self.events):
@@ -501,9 +501,9 @@ class LocalRanks:
     def settle(
         self, enough: Callable[[Sequence[RankOutcome]], bool], *, hurry: Callable[[], bool]
     ) -> None:
-        """Wait up to half a second for the reports of other failures, or until `enough(facts)`."""
+        """Wait up to half a second for the reports of other failures, or until `enough(outcomes)`."""
         deadline = time.monotonic() + _SETTLE_S
-        while time.monotonic() < deadline and not self.done and not enough(self.facts()):
+        while time.monotonic() < deadline and not self.done and not enough(self.outcomes()):
             self.wait_change(0.02)
             if hurry():
                 return
@@ -565,10 +565,10 @@ class LocalRanks:
         with contextlib.suppress(BrokenPipeError):  # the guard was killed
             self._guard.stdin.write(line.encode())
 
-    def facts(self) -> list[RankOutcome]:
+    def outcomes(self) -> list[RankOutcome]:
         """How each rank has ended so far."""
         self._read_all_events()
-        return [rank.fact() for rank in self.ranks]
+        return [rank.outcome() for rank in self.ranks]
 
     def interrupted_at(self) -> str:
         """Where the first rank was that ended by KeyboardInterrupt; empty if there is none."""

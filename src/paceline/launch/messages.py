@@ -23,7 +23,7 @@ class JobInfo:
 
     Args:
         restarts: The number of restarts so far.
-        nodes: The number of nodes that did not report how their ranks ended, and this one.
+        silent_nodes: The number of other nodes that did not report how their ranks ended.
         memory: The kernel's counters at the start of the round and now.
         calls: The collective that each rank entered last, as far as known.
         repeated: Whether the round before this one had the same exception in the same step.
@@ -32,7 +32,7 @@ class JobInfo:
     world_size: int
     restarts: int
     max_restarts: int
-    nodes: int = 1
+    silent_nodes: int = 0
     memory: tuple[Memory, Memory] = (Memory(), Memory())
     calls: Mapping[int, str] = field(default_factory=dict)
     repeated: bool = False
@@ -60,7 +60,7 @@ def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
     if verdict.followers:
         reason = "it lost its peer" if len(verdict.followers) == 1 else "they lost their peer"
         lines.append(f"  {name_ranks(verdict.followers)} only followed: {reason}.")
-    others = ((fact.rank, _later(verdict, fact)) for fact in verdict.others)
+    others = ((outcome.rank, _later(verdict, outcome)) for outcome in verdict.others)
     for text, numbers in _ranks_by_text(others):
         lines.append(f"  {name_ranks(numbers)} failed {text}.")
     if original.abort_message and (called := _ranks_by_text(info.calls.items())):
@@ -76,10 +76,10 @@ def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _later(verdict: FirstFailure, fact: RankOutcome) -> str:
-    if verdict.is_certainly_before(fact):
-        return f"later: {fact.how}"
-    return f"too, perhaps earlier (the clocks of the hosts are not compared): {fact.how}"
+def _later(verdict: FirstFailure, outcome: RankOutcome) -> str:
+    if verdict.is_certainly_before(outcome):
+        return f"later: {outcome.how}"
+    return f"too, perhaps earlier (the clocks of the hosts are not compared): {outcome.how}"
 
 
 def render_restart(verdict: FirstFailure, info: JobInfo) -> str:
@@ -98,44 +98,44 @@ def _prefixed(text: str, rank: int, world_size: int) -> list[str]:
     return [prefix + line for line in text.rstrip("\n").splitlines()]
 
 
-def _where(fact: RankOutcome, *, several: bool) -> str:
-    parts = [f"first on rank {fact.rank}"] if several else [f"rank {fact.rank}"]
-    parts += [f"{'another node, ' * fact.elsewhere}host {fact.host}", f"pid {fact.pid}"]
-    if fact.error is not None and fact.returncode is not None and fact.returncode > 0:
-        parts.append(f"exit code {fact.returncode}")
-    place = fact.error.place if fact.error is not None else fact.exit_place
+def _where(outcome: RankOutcome, *, several: bool) -> str:
+    parts = [f"first on rank {outcome.rank}"] if several else [f"rank {outcome.rank}"]
+    parts += [f"{'another node, ' * outcome.elsewhere}host {outcome.host}", f"pid {outcome.pid}"]
+    if outcome.error is not None and outcome.returncode is not None and outcome.returncode > 0:
+        parts.append(f"exit code {outcome.returncode}")
+    place = outcome.error.place if outcome.error is not None else outcome.exit_place
     return ", ".join([*parts, place] if place else parts)
 
 
-def _known_cause(fact: RankOutcome) -> Found | None:
+def _known_cause(outcome: RankOutcome) -> Found | None:
     """The entry of `paceline explain` for an error or a signal; None for errors of Paceline itself."""
-    error = fact.error
+    error = outcome.error
     if error is not None and "paceline.errors.PacelineError" in error.kinds:
         return None
-    text = fact.how if error is None else f"{error.type}: {error.message}"
+    text = outcome.how if error is None else f"{error.type}: {error.message}"
     # The text that native code wrote when it aborted says more than the signal.
-    found = recognise(fact.abort_message) or recognise(text)
+    found = recognise(outcome.abort_message) or recognise(text)
     # An entry about a lost peer ("victim") adds nothing: the summary names the followers already.
     return None if found is None or found.cause.kind == "victim" else found
 
 
 def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
-    fact = verdict.original
-    if fact.hung:
+    outcome = verdict.original
+    if outcome.hung:
         return ""
-    if fact.left:
-        elsewhere = "; or the cause is on another host" if info.nodes > 1 else ""
+    if outcome.left:
+        elsewhere = "; or the cause is on another host" if info.silent_nodes else ""
         return (
             "it reached its end, or called sys.exit(0) or os._exit(0), before the others were done"
             f"{elsewhere}."
         )
-    if fact.elsewhere:
+    if outcome.elsewhere:
         return ""
-    if (cause := _cause_by_counters(fact, info)) or fact.frozen_s:
+    if (cause := _cause_by_counters(outcome, info)) or outcome.frozen_s:
         return cause or "something outside the job sent SIGSTOP, and the other ranks waited for it."
     if known is not None:
         return f"{known.cause.why} {facts(known.cause.facts, known.text)}".rstrip()
-    if not verdict.certain and info.nodes > 1:
+    if not verdict.certain and info.silent_nodes:
         return (
             "it lost a peer, and no rank of this host failed by itself: the cause is on another "
             "host, or the connection between the hosts broke."
@@ -145,41 +145,41 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
             "it failed where ranks wait for each other, and no rank failed elsewhere: the error "
             "above is the cause, or the connection between ranks broke."
         )
-    if fact.error is not None and fact.exit_place is not None:
-        return f"the script caught the error and called sys.exit() at {fact.exit_place}."
-    if fact.error is not None or (fact.returncode is not None and fact.returncode < 0):
+    if outcome.error is not None and outcome.exit_place is not None:
+        return f"the script caught the error and called sys.exit() at {outcome.exit_place}."
+    if outcome.error is not None or (outcome.returncode is not None and outcome.returncode < 0):
         return ""
-    if fact.exit_place is not None:
+    if outcome.exit_place is not None:
         return "the script called sys.exit()."
     return "the process ended itself, by os._exit() or from native code; there was no exception."
 
 
-def _cause_by_counters(fact: RankOutcome, info: JobInfo) -> str:
+def _cause_by_counters(outcome: RankOutcome, info: JobInfo) -> str:
     before, after = info.memory
     killed = after.killed_since(before)
-    if killed and (fact.error is not None or fact.returncode == -signal.SIGKILL):
-        victim = "a process of this job" if fact.error is not None else "it"
+    if killed and (outcome.error is not None or outcome.returncode == -signal.SIGKILL):
+        victim = "a process of this job" if outcome.error is not None else "it"
         return f"the kernel killed {victim} for memory: {killed}."
-    if fact.error is not None or fact.frozen_s:
+    if outcome.error is not None or outcome.frozen_s:
         return ""
-    if fact.returncode == -signal.SIGKILL and after.kills is not None:
+    if outcome.returncode == -signal.SIGKILL and after.kills is not None:
         why = "by its counter, the kernel did not kill it for memory."
         return f"something outside the job sent SIGKILL; {why}"
-    if fact.returncode == -signal.SIGBUS and after.shm_bytes:
+    if outcome.returncode == -signal.SIGBUS and after.shm_bytes:
         free = f"{format_bytes(after.shm_bytes)}, {format_bytes(after.shm_free_bytes)} free now"
         return f"native code used memory that the system could not provide; /dev/shm has {free}."
     return ""
 
 
-def _fix(fact: RankOutcome, info: JobInfo, known: Found | None) -> str:
-    if fact.hung or fact.frozen_s:
+def _fix(outcome: RankOutcome, info: JobInfo, known: Found | None) -> str:
+    if outcome.hung or outcome.frozen_s:
         return ""
-    if fact.left:
+    if outcome.left:
         return "let all ranks do the same number of steps and end together."
-    if fact.elsewhere:
-        return f"see the output of the launcher on host {fact.host}."
+    if outcome.elsewhere:
+        return f"see the output of the launcher on host {outcome.host}."
     before, after = info.memory
-    if fact.returncode == -signal.SIGKILL and after.kills is not None:
+    if outcome.returncode == -signal.SIGKILL and after.kills is not None:
         if after.killed_since(before):
             return "lower the micro-batch or the number of loader workers, or raise the limit."
         return "find the sender: a time or memory limit of the scheduler, or a person."

@@ -62,39 +62,41 @@ class NodeExchange:
         with contextlib.suppress(RuntimeError):  # here and below: the host of the store has ended
             self._store.set(_FAILED, "")
 
-    def exchange_facts(
-        self, facts: Sequence[RankOutcome], hurry: Callable[[], bool]
+    def exchange_outcomes(
+        self, outcomes: Sequence[RankOutcome], hurry: Callable[[], bool]
     ) -> tuple[list[RankOutcome], int]:
         """Publish how the ranks of this node ended, and get those of the others.
 
         Returns:
-            Facts of other nodes, and the number of nodes that did not answer within 2 s.
+            Outcomes of other nodes' ranks, and the number of nodes that did not answer within 2 s.
         """
-        found: list[list[RankOutcome]] = []
+        found: list[RankOutcome] = []
+        silent = len(self._others)
         with contextlib.suppress(RuntimeError):
-            self.publish_facts(facts)
-            self._wait("facts", self._others, _ANSWER_S, hurry)
-            answered = [node for node in self._others if self._has(f"facts/{node}")]
-            found = [self._read_facts(node) for node in answered]
+            self.publish_outcomes(outcomes)
+            self._wait("outcomes", self._others, _ANSWER_S, hurry)
+            answered = [node for node in self._others if self._has(f"outcomes/{node}")]
+            found = [outcome for node in answered for outcome in self._read_outcomes(node)]
+            silent -= len(answered)
             self._store.set(f"read/{self.node}", "")
             # The store may end with this process.
             self._wait("read", answered, _LEAVE_S, hurry)
-        return [fact for facts in found for fact in facts], len(self._others) - len(found)
+        return found, silent
 
-    def publish_facts(self, facts: Sequence[RankOutcome]) -> None:
+    def publish_outcomes(self, outcomes: Sequence[RankOutcome]) -> None:
         """Publish how the ranks of this node ended."""
         # Only the launcher on a rank's own host prints its traceback.
         brief = [
             dataclasses.replace(
-                fact,
-                error=fact.error and dataclasses.replace(fact.error, traceback=""),
+                outcome,
+                error=outcome.error and dataclasses.replace(outcome.error, traceback=""),
                 abort_message="",
             )
-            for fact in facts
+            for outcome in outcomes
         ]
         with contextlib.suppress(RuntimeError):
-            value = json.dumps([dataclasses.asdict(fact) for fact in brief])
-            self._store.set(f"facts/{self.node}", value)
+            value = json.dumps([dataclasses.asdict(outcome) for outcome in brief])
+            self._store.set(f"outcomes/{self.node}", value)
 
     def all_done(self) -> bool:
         """Publish that the ranks of this node have ended well; returns whether those of all nodes have.
@@ -168,9 +170,12 @@ class NodeExchange:
             return self._store.check([key])
         return False
 
-    def _read_facts(self, node: int) -> list[RankOutcome]:
+    def _read_outcomes(self, node: int) -> list[RankOutcome]:
         try:
-            return [_read_fact(fact) for fact in json.loads(self._store.get(f"facts/{node}"))]
+            return [
+                _read_outcome(outcome)
+                for outcome in json.loads(self._store.get(f"outcomes/{node}"))
+            ]
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return []
 
@@ -182,7 +187,7 @@ def _read_state(read: dict[str, Any]) -> RankState:
     return RankState(**read | parts | {"workers": tuple(read["workers"])})
 
 
-def _read_fact(read: dict[str, Any]) -> RankOutcome:
+def _read_outcome(read: dict[str, Any]) -> RankOutcome:
     error = read["error"] and Error(**read["error"] | {"kinds": tuple(read["error"]["kinds"])})
     at = {"time": float(read["time"]), "clock_error_s": math.inf}  # the clock of another host
     return RankOutcome(**read | {"error": error, "elsewhere": True} | at)

@@ -54,9 +54,7 @@ _NAMES = tuple(
 )
 # Without a warning: a job of one node imports this file too, and needs none of them.
 _found: list[Any] = [torch_private.look_up(name) for name in _NAMES]
-_Action, _remove_epilogue = _found[0], _found[3]
-_StateHolderBase: Any = _found[1] or object
-_ExecutorBase: Any = _found[2] or object
+_Action, _StateHolder, _OpExecutor, _remove_epilogue = _found
 
 # All nodes write their heartbeats under one key, so many nodes must write less often.
 _MANY_NODES = 64
@@ -66,7 +64,7 @@ _POLL_S = 0.1
 _ATTEMPTS = 3
 
 
-class StateHolder(_StateHolderBase):  # type: ignore[misc]
+class StateHolder(_StateHolder or object):  # type: ignore[misc]
     """The shared state, and the nodes that this one considers dead.
 
     Attributes:
@@ -88,6 +86,7 @@ class StateHolder(_StateHolderBase):  # type: ignore[misc]
         self.sync()
 
     def _sanitize(self) -> None:
+        """Remove dead nodes from the state; torch's method compares the clocks of hosts."""
         now = time.monotonic()
         beats = self._state.last_heartbeats
         # After a pause of this process no node is called dead: the others may have paused too.
@@ -111,7 +110,7 @@ class StateHolder(_StateHolderBase):  # type: ignore[misc]
             _remove_epilogue(self._state, self._settings)
 
 
-class _Executor(_ExecutorBase):  # type: ignore[misc]
+class _Executor(_OpExecutor or object):  # type: ignore[misc]
     """Polls more often than once a second, and ends a round when all living nodes have come."""
 
     survivors: Callable[[], set[Any]]

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-LINE_BYTES = 1 << 20  # of an unfinished line that a stream keeps
-_TAIL_BYTES = 8192  # kept of each stream for the report of a failed job
+LINE_BYTES = 1 << 20  # a longer unfinished line is written in parts
+_TAIL_BYTES = 8192  # end of each stream, kept for the report of a failed job
 _READ_BYTES = 1 << 16
-_PENDING_BYTES = 1 << 16  # of a console; beyond that its streams are not read
+_PENDING_BYTES = 1 << 16  # if a console has more to write, its streams are not read
 _TURN_S = 0.05
 _IDLE_S = 0.25
 # How long a line that is too long to keep may pause before another rank may write.
@@ -142,7 +142,7 @@ class LogFile:
             # Unbuffered: the last lines of a killed job are the important ones.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            self._give_up(error)
+            self._report(error)
 
     def write(self, data: bytes) -> None:
         """Append `data`."""
@@ -151,7 +151,8 @@ class LogFile:
             try:
                 view = view[os.write(self._fd, view) :]
             except OSError as error:
-                self._give_up(error)
+                self._report(error)
+                self.close()
 
     def close(self) -> None:
         """Close it."""
@@ -160,13 +161,10 @@ class LogFile:
             try:
                 os.close(fd)
             except OSError as error:  # network file systems report write errors here
-                self._give_up(error)
+                self._report(error)
 
-    def _give_up(self, error: OSError) -> None:
-        fd, self._fd = self._fd, -1
+    def _report(self, error: OSError) -> None:
         self._failed(f"{self.path} cannot be written: {error.strerror}")
-        if fd >= 0:
-            self.close()
 
 
 @dataclass(eq=False)
@@ -189,10 +187,9 @@ class Stream:
     tail: bytes = field(default=b"", init=False)
     _kept: bytearray = field(default_factory=bytearray, init=False)
     _line_open: bool = field(default=False, init=False)
-    # The rank has ended: data that cannot be read at once will never come.
-    closing: bool = field(default=False, init=False)
-    ended: bool = field(default=False, init=False)
-    closed: bool = field(default=False, init=False)
+    closing: bool = field(default=False, init=False)  # the rank has ended: no more data will come
+    ended: bool = field(default=False, init=False)  # all data is read
+    closed: bool = field(default=False, init=False)  # all data is passed on
 
     def feed(self, data: bytes) -> None:
         """Take data that the rank wrote."""
@@ -273,7 +270,7 @@ class Pump:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._streams: list[Stream] = []
-        self._consoles: list[Console] = []
+        self._consoles: set[Console] = set()
         self._tasks: list[Callable[[], None]] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._run_tasks)
@@ -291,14 +288,14 @@ class Pump:
     def unwatch(self, fd: int, then: Callable[[], None]) -> None:
         """Stop watching `fd`, then call `then`, which may close it."""
 
-        def leave() -> None:
-            self._leave(fd)
+        def unregister() -> None:
+            self._unregister(fd)
             then()
 
         if threading.current_thread() is self._thread:
-            leave()  # otherwise the descriptor, still ready, would call again
+            unregister()  # otherwise the descriptor, still ready, would call again
         else:
-            self._post(leave)
+            self._post(unregister)
 
     def add(self, stream: Stream) -> None:
         """Read this stream from now on."""
@@ -307,7 +304,7 @@ class Pump:
         def begin() -> None:
             self._streams.append(stream)
             if stream.console is not None:
-                self._know(stream.console)
+                self._consoles.add(stream.console)
             self._register(stream.fd, lambda: self._read(stream))
 
         self._post(begin)
@@ -316,7 +313,7 @@ class Pump:
         """Write a message of the launcher after a complete line; does not block."""
 
         def write() -> None:
-            self._know(console)
+            self._consoles.add(console)
             console.write(text.encode(errors="backslashreplace"))
 
         self._post(write)
@@ -401,13 +398,9 @@ class Pump:
     def _register(self, fd: int, ready: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, ready)
 
-    def _leave(self, fd: int) -> None:
+    def _unregister(self, fd: int) -> None:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
-
-    def _know(self, console: Console) -> None:
-        if console not in self._consoles:
-            self._consoles.append(console)
 
     def _loop(self) -> None:
         while not self._stopping:
@@ -444,7 +437,7 @@ class Pump:
             if stream.free:
                 self._close(stream)
         elif stream.full:
-            self._leave(stream.fd)
+            self._unregister(stream.fd)
         elif stream.fd not in self._selector.get_map():
             self._register(stream.fd, lambda: self._read(stream))
 
@@ -463,10 +456,10 @@ class Pump:
             self._moved_bytes += len(data)
         else:
             stream.ended = True
-            self._leave(stream.fd)
+            self._unregister(stream.fd)
 
     def _close(self, stream: Stream) -> None:
-        self._leave(stream.fd)
+        self._unregister(stream.fd)
         stream.emit_lines(end=True)
         os.close(stream.fd)
         for file in stream.files:

@@ -53,13 +53,13 @@ _PRELOADED = [
 
 @dataclass
 class Outcome:
-    """The result of one rank: its value, or its error, its traceback and the facts for the verdict."""
+    """The result of one rank: its value, or its error, its traceback and how it ended."""
 
     rank: int
     value: Any = None
     error: BaseException | None = None
     text: str = ""
-    fact: RankOutcome | None = None
+    ended: RankOutcome | None = None
 
 
 def spawn(
@@ -95,7 +95,7 @@ def spawn(
     )
     failed = [o for o in outcomes if o.error is not None]
     if failed:
-        verdict = find_first_failure(o.fact for o in failed if o.fact is not None)
+        verdict = find_first_failure(o.ended for o in failed if o.ended is not None)
         # Without a verdict no rank failed by itself: the deadline has passed.
         first = failed[0] if verdict is None else outcomes[verdict.original.rank]
         assert first.error is not None
@@ -250,7 +250,7 @@ def _serve(
     except BaseException as error:
         outcome.error = error
         outcome.text = traceback.format_exc()
-        outcome.fact = _fact(rank, Error.of(error, outcome.text))
+        outcome.ended = _rank_outcome(rank, Error.of(error, outcome.text))
     pipe.send_bytes(_pack(outcome))
     pipe.close()
     for stream in (sys.stdout, sys.stderr):
@@ -298,7 +298,9 @@ def _unfinished(number: int, rank: _Rank, after_s: float) -> Outcome:
     return Outcome(number, error=error, text=rank.dump_stacks())
 
 
-def _fact(rank: int, error: Error | None = None, returncode: int | None = None) -> RankOutcome:
+def _rank_outcome(
+    rank: int, error: Error | None = None, returncode: int | None = None
+) -> RankOutcome:
     here = {"host": "localhost", "pid": os.getpid(), "time": time.time()}
     return RankOutcome(rank=rank, error=error, returncode=returncode, **here)  # type: ignore[arg-type]
 
@@ -312,4 +314,4 @@ def _receive(number: int, rank: _Rank) -> Outcome:
         code = rank.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         error = LaunchFailed(f"rank {number} {how}.", rank=number, exit_code=code)
-        return Outcome(number, error=error, fact=_fact(number, returncode=code))
+        return Outcome(number, error=error, ended=_rank_outcome(number, returncode=code))

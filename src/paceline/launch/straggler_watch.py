@@ -19,6 +19,7 @@ from paceline.watch.straggler import (
     Key,
     Profile,
     Straggler,
+    Suspect,
     describe,
     find_straggler,
     find_suspects,
@@ -97,24 +98,34 @@ class StragglerWatch:
                 for rank, answer in answers.items()
                 if "spent" in answer
             }
-            suspects = [suspect for suspect in suspects if suspect.rank == self._suspect]
-            enough = bool(suspects) and bool(profiled_blocks(suspects[0], profiles))
-            if suspects and not enough and 2 * self._seconds <= _PROFILE_S[1]:
-                self._profile(2 * self._seconds, now, alive)
-                return
-            _, rest_s = self._rest.get(self._suspect, (0.0, _REST_S[0] / 2))
-            rest_s = min(2 * rest_s, _REST_S[1])
-            self._rest[self._suspect] = (now + rest_s, rest_s)
-            found = find_straggler(suspects[0], profiles) if enough else None
-            if found is not None and (found.rank, found.phase) not in self._reported:
-                self._reported.add((found.rank, found.phase))
-                self._report(found, alive)
+            suspect = next((each for each in suspects if each.rank == self._suspect), None)
+            self._judge(suspect, profiles, now, alive)
             return
         for suspect in suspects:
             if now >= self._rest.get(suspect.rank, (0.0, 0.0))[0]:
                 self._suspect = suspect.rank
                 self._profile(suspect.profile_s, now, alive)
                 break
+
+    def _judge(
+        self,
+        suspect: Suspect | None,
+        profiles: dict[int, Profile],
+        now: float,
+        alive: Sequence[Rank],
+    ) -> None:
+        """Report the suspect as a straggler, or profile it for longer; None if it is not late any more."""
+        enough = suspect is not None and bool(profiled_blocks(suspect, profiles))
+        if suspect is not None and not enough and 2 * self._seconds <= _PROFILE_S[1]:
+            self._profile(2 * self._seconds, now, alive)
+            return
+        _, rest_s = self._rest.get(self._suspect, (0.0, _REST_S[0] / 2))
+        rest_s = min(2 * rest_s, _REST_S[1])
+        self._rest[self._suspect] = (now + rest_s, rest_s)
+        found = find_straggler(suspect, profiles) if suspect is not None and enough else None
+        if found is not None and (found.rank, found.phase) not in self._reported:
+            self._reported.add((found.rank, found.phase))
+            self._report(found, alive)
 
     def _profile(self, seconds: float, now: float, alive: Sequence[Rank]) -> None:
         self._seconds = min(max(seconds, _PROFILE_S[0]), _PROFILE_S[1])

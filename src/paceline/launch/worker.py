@@ -197,7 +197,7 @@ def _exec(command: list[str]) -> NoReturn:
         os._exit(127)
 
 
-def _run(script: dict[str, Any], launcher: Control) -> int:
+def _run(script: dict[str, Any], control: Control) -> int:
     global _interrupted
     hook = sys.excepthook
     # This reference keeps the module alive: the functions of this file need its globals.
@@ -214,13 +214,11 @@ def _run(script: dict[str, Any], launcher: Control) -> int:
         else:
             _run_path(script["script"])
     except SystemExit as error:
-        return _exit_code(error, launcher)
+        return _exit_code(error, control)
     except KeyboardInterrupt as error:
-        launcher.send(
-            {"event": "interrupted", "place": _stacks.place_of_error(error.__traceback__)}
-        )
+        control.send({"event": "interrupted", "place": _stacks.place_of_error(error.__traceback__)})
     except BaseException as error:
-        _crash(error, launcher, hook)
+        _crash(error, control, hook)
     else:
         return 0
     # As in the interpreter: threads and atexit functions end first, then the signal kills the process. A new
@@ -254,7 +252,7 @@ def _is_source(script: str) -> bool:
         return file.read(4) != b"PK\x03\x04"
 
 
-def _exit_code(error: SystemExit, launcher: Control) -> int:
+def _exit_code(error: SystemExit, control: Control) -> int:
     code = error.code
     if code is None:
         return 0
@@ -263,8 +261,8 @@ def _exit_code(error: SystemExit, launcher: Control) -> int:
         code = 1
     if code & 0xFF:
         if (handled := _handled_by(error)) is not None:
-            launcher.send(_describe(handled) | {"event": "raised", "shown": False})
-        launcher.send(
+            control.send(_describe(handled) | {"event": "raised", "shown": False})
+        control.send(
             {
                 "event": "exit",
                 "code": code & 0xFF,
@@ -283,22 +281,22 @@ def _handled_by(error: SystemExit) -> Exception | None:
     return handled if isinstance(handled, Exception) else None
 
 
-def _crash(error: BaseException, launcher: Control, hook: Callable[..., Any]) -> NoReturn:
+def _crash(error: BaseException, control: Control, hook: Callable[..., Any]) -> NoReturn:
     """Report the error to the launcher and end at once, without waiting for peers."""
     shown = False
     user_hook = _user_hook(hook, error)
     if user_hook is not None:
         # The hook may end the process, or be a debugger that stays.
-        launcher.send(_describe(error) | {"event": "raised", "shown": True})
+        control.send(_describe(error) | {"event": "raised", "shown": True})
         try:
             user_hook(type(error), error, _strip(error.__traceback__))
             shown = True
         except BaseException as broken:
             print(f"sys.excepthook raised {type(broken).__name__}: {broken}", file=sys.stderr)
     report = _describe(error) | {"shown": shown}
-    if not launcher.send(report):
+    if not control.send(report):
         print(report["traceback"], file=sys.stderr)
-    explain = launcher.handlers.get("explain")
+    explain = control.handlers.get("explain")
     if explain is not None and report["module"].startswith("torch.distributed"):
         explain({"do": "explain", "id": -1})  # the collective that failed, and its tensors
     # os._exit() flushes nothing, and the last lines before a crash are the important ones. A thread does it,
