@@ -86,8 +86,9 @@ def test_a_module_with_an_exit_code_and_its_own_threads(tmp_path: Path) -> None:
     package = tmp_path / "box"
     package.mkdir()
     (package / "__init__.py").touch()
-    show = "import os, sys; print(__spec__.name, sys.argv[1:], *map(os.environ.get, ('OMP_NUM_THREADS', 'PACELINE_THREADS')))"
-    (package / "tool.py").write_text(f"{show}; sys.exit(5)")
+    threads = "map(os.environ.get, ('OMP_NUM_THREADS', 'PACELINE_THREADS'))"
+    show = f"print(__spec__.name, sys.argv[1:], *{threads})"
+    (package / "tool.py").write_text(f"import os, sys; {show}; sys.exit(5)")
     more = {"PACELINE_PRELOAD": "0", "OMP_NUM_THREADS": "4"}
     done = finish(start(["run", "-m", "box.tool", "a"], tmp_path, **more))
     assert (done.code, done.out) == (5, "box.tool ['a'] 4 None\n")
