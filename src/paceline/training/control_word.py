@@ -40,7 +40,6 @@ class Word:
     preempt: bool
     reduce: bool
     totals: list[StepTotal]
-    step_s: float
 
 
 class Control:
@@ -89,7 +88,7 @@ class Control:
     def end_step(
         self, step: int, loss: torch.Tensor | None, count: float | torch.Tensor, *, now: bool
     ) -> list[Word]:
-        """Add the loss of a step; returns the words that are due, at most two.
+        """Add the loss of a step, and return the words that are due, at most two.
 
         Args:
             loss: This rank's sum, shape (), on any device; None if it had no sample.
@@ -176,7 +175,6 @@ class Control:
                 preempt=preempt,
                 reduce=reduce,
                 totals=totals,
-                step_s=step_s,
             )
         ]
 

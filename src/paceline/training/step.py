@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from paceline.data.plan import MicroBatch, PlannedStep
-from paceline.errors import ConfigError, NonFinite, StepError, listed, rank_location
+from paceline.errors import ConfigError, NonFinite, StepError, listed
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
 from paceline.parallel.strategy import Strategy
 from paceline.training import weight
-from paceline.training.clipping import scale_and_clip
 from paceline.training.control_word import Control
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
@@ -69,15 +68,11 @@ class StepContext:
 
 
 @dataclass(slots=True, eq=False)
-class _Tally:
-    """Losses, counts and backwards of one optimizer in this step.
-
-    Attributes:
-        is_owed: Whether the current micro-batch still needs a backward for this optimizer.
-    """
+class _Record:
+    """Losses, counts and backwards of one optimizer in this step."""
 
     trained: TrainedOptimizer
-    is_owed: bool = False
+    needs_backward: bool = False  # of the current micro-batch
     loss: torch.Tensor | None = None
     count: float | torch.Tensor = 0
     backwards: int = 0
@@ -101,11 +96,10 @@ class Step:
 
     __slots__ = (
         "_context",
-        "_left",
         "_micro",
         "_planned",
+        "_records",
         "_seen",
-        "_tallies",
         "_totals",
         "ends_epoch",
         "epoch",
@@ -117,8 +111,7 @@ class Step:
     def __init__(self, context: StepContext, planned: PlannedStep, number: int) -> None:
         self._context = context
         self._planned = planned
-        self._tallies = [_Tally(trained) for trained in context.optimizers]
-        self._left = len(self._tallies)
+        self._records = [_Record(trained) for trained in context.optimizers]
         self._micro: MicroBatch | None = None
         self._totals: torch.Tensor | None = None
         self._seen = 0
@@ -133,22 +126,22 @@ class Step:
         strategy = self._context.strategy
         strategy.begin_step(self._planned)
         micros = list(self._planned) if strategy.repeats_steps else self._planned
-        yield from self._give(micros)
+        yield from self._run_micro_batches(micros)
         while strategy.must_repeat():
             strategy.begin_step(self._planned)
             self._seen = 0
-            self._tallies = [_Tally(tally.trained) for tally in self._tallies]
-            yield from self._give(micros)
+            self._records = [_Record(record.trained) for record in self._records]
+            yield from self._run_micro_batches(micros)
 
-    def _give(self, micros: Iterable[MicroBatch]) -> Iterator[Any]:
+    def _run_micro_batches(self, micros: Iterable[MicroBatch]) -> Iterator[Any]:
         context = self._context
         strategy, precision = context.strategy, context.precision
         for micro in micros:
             self._seen += 1
             self._micro = micro
             strategy.before_forward(micro)
-            for tally in self._tallies:
-                tally.is_owed = True
+            for record in self._records:
+                record.needs_backward = True
             # Dropout depends on the step and the first sample, not on the rank.
             context.begun = self.number
             seed = pair_seed(context.dropout_key, self.number, micro.offset)
@@ -157,14 +150,12 @@ class Step:
             yield micro.batch
             precision.leave()
             self._micro = None
-            if any(tally.is_owed for tally in self._tallies):
-                raise StepError(
+            if any(record.needs_backward for record in self._records):
+                raise self._error(
                     f"micro-batch {self._seen} of {self._planned.num_micro_batches} had no "
                     "`step.backward`.",
-                    where=self._where(),
                     fix="call step.backward(loss, count=...) for each micro-batch"
-                    + (" and optimizer." if len(self._tallies) > 1 else "."),
-                    step=self.number,
+                    + (" and optimizer." if len(self._records) > 1 else "."),
                 )
 
     def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction = "sum") -> None:
@@ -182,21 +173,17 @@ class Step:
 
         Collective: all ranks.
         """
-        if len(self._tallies) > 1:
-            raise StepError(
-                f"`step.run` is for one optimizer; this training has {len(self._tallies)}.",
-                where=self._where(),
+        if len(self._records) > 1:
+            raise self._error(
+                f"`step.run` is for one optimizer; this training has {len(self._records)}.",
                 fix="write the loop: `for batch in step: ... step.backward(loss, count=n, optimizer=...)`.",
-                step=self.number,
             )
         for batch in self:
             result = loss_fn(batch)
             if not isinstance(result, tuple):
                 if self._context.count == "tokens":
-                    raise StepError(
-                        'with count="tokens", the function given to `step.run` must return (loss, count).',
-                        where=self._where(),
-                        step=self.number,
+                    raise self._error(
+                        'with count="tokens", the function given to `step.run` must return (loss, count).'
                     )
                 assert self._micro is not None
                 result = result, self._micro.count
@@ -229,13 +216,11 @@ class Step:
         Collective: all ranks, for each of their micro-batches.
         """
         context, micro = self._context, self._micro
-        tally = self._tally(optimizer)
+        record = self._record_of(optimizer)
         context.precision.leave()
         if micro is None:
-            raise StepError(
-                "`step.backward` belongs inside `for batch in step`, once for each micro-batch.",
-                where=self._where(),
-                step=self.number,
+            raise self._error(
+                "`step.backward` belongs inside `for batch in step`, once for each micro-batch."
             )
         is_mean = reduction == "mean"
         if count is None:
@@ -245,31 +230,39 @@ class Step:
             weight.check_loss(loss, int(count) if known else None, reduction, self._where)
         if count != micro.count:
             weight.check_count(count, micro.count, context.count, self._where)
-        is_single = len(self._tallies) == 1
-        if not tally.is_owed or (not is_single and self._is_out_of_order(tally)):
-            raise self._wrong_backward(tally)
-        tally.is_owed = False
-        tally.backwards += 1
+        is_single = len(self._records) == 1
+        if not record.needs_backward:
+            raise self._error(
+                "this micro-batch had its `step.backward` already.",
+                fix="add the losses up, and call step.backward once for each micro-batch and optimizer.",
+            )
+        if next(each for each in self._records if each.needs_backward) is not record:
+            raise self._error(
+                "the backwards came in another order than the optimizers were given to Training.",
+                fix="give Training the optimizers in the order of their backwards.",
+            )
+        record.needs_backward = False
+        record.backwards += 1
         scaled = context.precision.scaler.scale(loss)
         if micro.is_ghost:
             start = torch.zeros_like(scaled)
         else:
             own = weight.as_sum(loss.detach(), count) if is_mean else loss.detach()
             own = context.strategy.logged_loss(own)
-            tally.loss = own if tally.loss is None else tally.loss + own
-            tally.count = tally.count + count
+            record.loss = own if record.loss is None else record.loss + own
+            record.count = record.count + count
             by_tokens = context.count == "tokens"
             start = context.weight_of(
-                scaled, tally.trained.token_divisor if by_tokens else self.num_samples
+                scaled, record.trained.token_divisor if by_tokens else self.num_samples
             )
             if is_mean:
                 start = start * count
-        inputs = None if is_single else tally.trained.parameters
+        inputs = None if is_single else record.trained.parameters
         try:
             context.strategy.backward(scaled, start, micro, inputs)
         except RuntimeError as error:
             context.job.reraise(error)
-        if not is_single and any(other.is_owed for other in self._tallies):
+        if not is_single and any(other.needs_backward for other in self._records):
             context.precision.enter()  # a forward for the next optimizer may follow
 
     def update(
@@ -293,11 +286,10 @@ class Step:
 
         Collective: all ranks, once for each optimizer.
         """
-        context, planned = self._context, self._planned.num_micro_batches
-        tally = self._tally(optimizer)
-        trained = tally.trained
-        if self._seen != planned or tally.backwards < planned or tally.is_updated:
-            raise self._unfinished(tally)
+        context = self._context
+        record = self._record_of(optimizer)
+        trained = record.trained
+        self._refuse_update(record)
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(
                 f"clip_norm must be more than 0, got {clip_norm}.",
@@ -305,42 +297,52 @@ class Step:
             )
         context.strategy.finish(trained.optimizer)
         context.precision.scaler.unscale_(trained.optimizer)
-        factor = self._factor(tally)
-        if factor is not None or clip_norm is not None:
-            gradients = [p.grad for p in trained.parameters if p.grad is not None]
-            self.grad_norm = scale_and_clip(
-                gradients, context.strategy.grad_norm, factor=factor, clip_norm=clip_norm
-            )
-            if self.grad_norm is not None:
-                self._refuse_non_finite(self.grad_norm, trained)
+        self._scale_and_clip(record, clip_norm)
         context.before_update()
         context.precision.scaler.step(trained.optimizer)
-        tally.is_updated = True
-        self._left -= 1
-        if not self._left:
-            for each in self._tallies if context.precision.end_step() else ():
-                if each.trained.schedule is not None:
-                    each.trained.schedule.step()
+        record.is_updated = True
+        if self.is_done and context.precision.end_step():
+            for each in context.optimizers:
+                if each.schedule is not None:
+                    each.schedule.step()
         trained.clear_gradients()
 
-    def _factor(self, tally: _Tally) -> torch.Tensor | None:
+    def _scale_and_clip(self, record: _Record, clip_norm: float | None) -> None:
+        """Multiply the gradients by `_factor` and clip their 2-norm, in one pass over them."""
+        factor = self._factor(record)
+        if factor is None and clip_norm is None:
+            return
+        gradients = [p.grad for p in record.trained.parameters if p.grad is not None]
+        coefficient = factor
+        if clip_norm is not None:
+            norm = self._context.strategy.grad_norm(gradients)
+            norm = norm if factor is None else norm * factor
+            coefficient = torch.clamp(
+                clip_norm / (norm + 1e-6), max=1.0
+            )  # as torch's clip_grad_norm_
+            coefficient = coefficient if factor is None else coefficient * factor
+            self.grad_norm = norm
+        assert coefficient is not None
+        torch._foreach_mul_(gradients, coefficient)
+        if clip_norm is not None:
+            self._refuse_non_finite(norm, record.trained)
+
+    def _factor(self, record: _Record) -> torch.Tensor | None:
         """The factor for the gradients of an optimizer, shape (); None for 1."""
         context = self._context
         factor = None
         if context.count == "tokens":
             if self._totals is None:
-                if any(each.backwards < self._planned.num_micro_batches for each in self._tallies):
-                    raise StepError(
+                if any(each.backwards < self._planned.num_micro_batches for each in self._records):
+                    raise self._error(
                         'with several optimizers and count="tokens", this `update` came too early.',
-                        where=self._where(),
                         why="the tokens of all ranks are counted after the loop over micro-batches.",
                         fix="call step.update(optimizer) for each after that loop.",
-                        step=self.number,
                     )
-                self._totals = weight.total_counts(context.job, [t.count for t in self._tallies])
-            total = self._totals[self._tallies.index(tally)]
+                self._totals = weight.total_counts(context.job, [r.count for r in self._records])
+            total = self._totals[self._records.index(record)]
             factor = weight.token_factor(
-                total, tally.trained.token_divisor, self._where, self.number
+                total, record.trained.token_divisor, self._where, self.number
             )
         if context.precision.scaler.is_enabled() and context.strategy.divisor != 1:
             undo = torch.tensor(float(context.strategy.divisor), device=context.job.device)
@@ -394,9 +396,9 @@ class Step:
 
         Collective: none. Converting it to a number: all ranks.
         """
-        tally = self._tallies[0]
+        record = self._records[0]
         context = self._context
-        return StepLoss(context.job, context.loop, self.number, tally.loss, tally.count)
+        return StepLoss(context.job, context.loop, self.number, record.loss, record.count)
 
     @property
     def is_done(self) -> bool:
@@ -404,61 +406,47 @@ class Step:
 
         Collective: none.
         """
-        return not self._left
+        return all(record.is_updated for record in self._records)
 
     def _local_loss(self) -> tuple[torch.Tensor | None, Any]:
-        return self._tallies[0].loss, self._tallies[0].count
+        return self._records[0].loss, self._records[0].count
 
-    def _tally(self, optimizer: torch.optim.Optimizer | None) -> _Tally:
+    def _record_of(self, optimizer: torch.optim.Optimizer | None) -> _Record:
         if optimizer is None:
-            if len(self._tallies) == 1:
-                return self._tallies[0]
-            raise StepError(
-                f"this training has {len(self._tallies)} optimizers; the call names none of them.",
-                where=self._where(),
+            if len(self._records) == 1:
+                return self._records[0]
+            raise self._error(
+                f"this training has {len(self._records)} optimizers; the call names none of them.",
                 fix="step.backward(loss, count=n, optimizer=...), step.update(optimizer).",
             )
-        for tally in self._tallies:
-            if tally.trained.optimizer is optimizer:
-                return tally
-        raise StepError(
+        for record in self._records:
+            if record.trained.optimizer is optimizer:
+                return record
+        raise self._error(
             "this optimizer was not given to Training.",
-            where=self._where(),
             fix="Training(job, models, [optimizer, ...], batches).",
         )
 
-    def _unfinished(self, tally: _Tally) -> StepError:
+    def _refuse_update(self, record: _Record) -> None:
         planned = self._planned.num_micro_batches
-        what = f"{planned} micro-batches, but {tally.backwards} calls of `step.backward`."
-        why, fix = "", "call step.backward(loss, count=...) for each micro-batch."
-        if tally.is_updated:
-            what, fix = (
-                "this step was updated already.",
-                "call step.update once for each optimizer.",
+        if record.is_updated:
+            raise self._error(
+                "this step was updated already.", fix="call step.update once for each optimizer."
             )
-        elif self._seen < planned:
-            what = f"`update` was called after {self._seen} of {planned} micro-batches."
-            why = "the loop over the step was not run, or was left by `break`."
-            fix = "let `for batch in step` run to its end; samples cannot be left out."
+        if self._seen < planned:
+            raise self._error(
+                f"`update` was called after {self._seen} of {planned} micro-batches.",
+                why="the loop over the step was not run, or was left by `break`.",
+                fix="let `for batch in step` run to its end; samples cannot be left out.",
+            )
+        if self._seen > planned or record.backwards < planned:
+            raise self._error(
+                f"{planned} micro-batches, but {record.backwards} calls of `step.backward`.",
+                fix="call step.backward(loss, count=...) for each micro-batch.",
+            )
+
+    def _error(self, what: str, *, why: str = "", fix: str = "") -> StepError:
         return StepError(what, where=self._where(), why=why, fix=fix, step=self.number)
 
-    def _is_out_of_order(self, tally: _Tally) -> bool:
-        """Whether an earlier optimizer of the list had no backward for this micro-batch yet."""
-        before = self._tallies[: self._tallies.index(tally)]
-        return any(other.is_owed for other in before)
-
-    def _wrong_backward(self, tally: _Tally) -> StepError:
-        what, fix = (
-            "the backwards came in another order than the optimizers were given to Training.",
-            "give Training the optimizers in the order of their backwards.",
-        )
-        if not tally.is_owed:
-            what = "this micro-batch had its `step.backward` already."
-            fix = (
-                "add the losses up, and call step.backward once for each micro-batch and optimizer."
-            )
-        return StepError(what, where=self._where(), fix=fix, step=self.number)
-
     def _where(self) -> str:
-        job = self._context.job
-        return rank_location(job.rank, job.world_size, step=self.number)
+        return self._context.job.where(step=self.number)
