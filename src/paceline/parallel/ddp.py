@@ -26,6 +26,7 @@ from paceline.parallel.modules import (
     agree_on_parameters,
     compiled_module,
     equalize_buffers,
+    owned_parameters,
     refuse_module,
     unwrap,
     warn_untrained,
@@ -261,12 +262,11 @@ class DDPStrategy(Strategy):
 
     def _prepare(self, batches: Batches) -> None:
         job = self._job
-        found = [find_wrapper(model) for model in self._models]
-        self._wrappers = [wrapper for wrapper in found if wrapper is not None]
+        self._wrappers = [w for w in map(find_wrapper, self._models) if w is not None]
         self._wrappers_of: dict[int, list[DistributedDataParallel]] = {}
         self._shapes: dict[int, tuple[int, int]] = {}
         for optimizer in self._optimizers:
-            owned = {id(p) for p in _owned(optimizer)}
+            owned = {id(p) for p in owned_parameters(optimizer)}
             self._wrappers_of[id(optimizer)] = [
                 wrapper
                 for wrapper in self._wrappers
@@ -316,15 +316,11 @@ class DDPStrategy(Strategy):
             _refuse_unused(self._job, wrapper)
 
     def _refuse_changes(self, optimizer: Optimizer) -> None:
-        parameters = _owned(optimizer)
+        parameters = owned_parameters(optimizer)
         shape = (len(parameters), sum(p.grad is not None for p in parameters))
         if shape != self._shapes.get(id(optimizer)):
             self.check()
             self._shapes[id(optimizer)] = shape
-
-
-def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def check_parameters(job: Job, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -339,7 +335,7 @@ def check_parameters(job: Job, model: nn.Module, optimizers: Sequence[Optimizer]
         # An optimizer may own parameters of several models, each with a wrapper of its own.
         handled = {id(p) for each in _wrappers for p in _handled_parameters(each)}
         inner = unwrap(model)
-        owned = [p for optimizer in optimizers for p in _owned(optimizer)]
+        owned = owned_parameters(*optimizers)
         trainable = {id(p): p for p in [*inner.parameters(), *owned] if p.requires_grad}
         named = {id(p): name for name, p in inner.named_parameters()}
         unknown = [
@@ -348,7 +344,22 @@ def check_parameters(job: Job, model: nn.Module, optimizers: Sequence[Optimizer]
             if key not in handled
         ]
         if unknown:
-            raise _unknown_error(job, unknown, wrapped=wrapper is not None)
+            if wrapper is None:
+                why = "the model is not wrapped, so each rank would train its own copy."
+                fix = "model = paceline.ddp(job, model)."
+            else:
+                why = (
+                    "they were added or unfrozen after wrapping, "
+                    "or are in the optimizer but not in the model."
+                )
+                fix = "call paceline.ddp(...) when all parameters are in the model and unfrozen."
+            raise GradientError(
+                f"DDP does not know {listed(unknown)}: the gradients would differ over ranks.",
+                where=job.where(),
+                why=why,
+                fix=fix,
+                parameters=unknown,
+            )
         frozen = [name for name, p in known if not p.requires_grad]
         if frozen:
             raise GradientError(
@@ -365,22 +376,6 @@ def _handled_parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
     ignored = wrapper.parameters_to_ignore
     ignored_parameters = [p for name, p in wrapper.module.named_parameters() if name in ignored]
     return [p for _, p in known_parameters(wrapper)] + ignored_parameters
-
-
-def _unknown_error(job: Job, names: list[str], *, wrapped: bool) -> GradientError:
-    if wrapped:
-        why = "they were added or unfrozen after wrapping, or are in the optimizer but not in the model."
-        fix = "call paceline.ddp(...) when all parameters are in the model and unfrozen."
-    else:
-        why = "the model is not wrapped, so each rank would train its own copy."
-        fix = "model = paceline.ddp(job, model)."
-    return GradientError(
-        f"DDP does not know {listed(names)}: the gradients would differ over ranks.",
-        where=job.where(),
-        why=why,
-        fix=fix,
-        parameters=names,
-    )
 
 
 def _refuse_unused(job: Job, wrapper: DistributedDataParallel) -> None:

@@ -33,7 +33,7 @@ from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
-from paceline.parallel.modules import unwrap
+from paceline.parallel.modules import owned_parameters, unwrap
 
 _BITS = 62  # bits of a sum: 64 without the sign bit and one bit of margin
 _MARGIN_BITS = 8  # a gradient may be 2^8 times as large as the largest of the step before
@@ -57,14 +57,8 @@ class ExactStrategy(DDPStrategy):
         batches.align()
         self._micro_batch = batches.micro_batch
         most = -(-batches.global_batch // batches.micro_batch)
-        owned = {
-            id(p): p
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.requires_grad
-        }
-        self._sum = ExactSum(self._job, list(owned.values()), most_micro_batches=most)
+        trained = {id(p): p for p in owned_parameters(*self._optimizers) if p.requires_grad}
+        self._sum = ExactSum(self._job, list(trained.values()), most_micro_batches=most)
         modules = [unwrap(model) for model in self._models]
         if self._batchnorms.synchronised:
             raise ConfigError(
@@ -115,7 +109,7 @@ class ExactStrategy(DDPStrategy):
         for fold in self._folds:
             fold.record((micro.offset - self._offset) // self._micro_batch)
 
-    def must_repeat(self) -> bool:
+    def end_micro_batches(self) -> bool:
         changed = zip(self._other_buffers, self._versions, self._buffer_versions(), strict=True)
         for (name, _), before, after in changed:
             if before != after:
@@ -124,21 +118,21 @@ class ExactStrategy(DDPStrategy):
                     why="reproducible training can restore the order for BatchNorm's buffers only.",
                     fix="leave reproducible=True out, or remove the update of the buffer.",
                 )
-        fits = self._sum.agree()
+        fitted = self._sum.all_fitted()
         for fold in self._folds:
             fold.restore()
-        if fits:
-            self._fold()
+        if fitted:
+            self._fold_batchnorms()
             self._sum.finish()
             for wrapper in self._wrappers:
                 wrapper.__dict__["require_backward_grad_sync"] = True
-        return not fits
+        return not fitted
 
     def _buffer_versions(self) -> list[int]:
         version = torch_private.find("torch.Tensor._version")
         return [0 if version is None else version.__get__(b) for _, b in self._other_buffers]
 
-    def _fold(self) -> None:
+    def _fold_batchnorms(self) -> None:
         if not self._folds:
             return
         # Each row is nonzero on one rank only, so this sum is exact.
@@ -150,7 +144,7 @@ class ExactStrategy(DDPStrategy):
             fold.fold()
 
     def finish(self, optimizer: Optimizer) -> None:
-        pass  # `must_repeat` has summed the gradients
+        pass  # `end_micro_batches` has summed the gradients
 
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return (loss.double() / _LOSS_GRID).round() * _LOSS_GRID
@@ -229,7 +223,7 @@ class ExactSum:
         # One transfer for all values, because each transfer waits for the device.
         values = torch.stack([value.double() for value in largest]).tolist() if largest else []
         for (i, _), value in zip(gradients, values, strict=True):
-            self._seen_exponents[i] = max(self._seen_exponents[i], exponent_of(value))
+            self._seen_exponents[i] = max(self._seen_exponents[i], _exponent_of(value))
         if self.exponents is not None:
             offset = 0
             for i, p in enumerate(self._parameters):
@@ -257,7 +251,7 @@ class ExactSum:
         # Bounded, because 2^shift must be a finite, nonzero float64.
         return max(-900, min(900, _BITS - self._count_bits - exponent))
 
-    def agree(self) -> bool:
+    def all_fitted(self) -> bool:
         """Whether every micro-batch of all ranks fitted its scale; if not, the step must be repeated.
 
         All ranks call it, after they have added all their micro-batches.
@@ -266,19 +260,19 @@ class ExactSum:
         if self._job.data.control is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._job.data.control)
         self._seen_exponents = largest.tolist()
-        fits = self.exponents is not None and all(
+        fitted = self.exponents is not None and all(
             seen <= allowed or seen == _INFINITE
             for seen, allowed in zip(self._seen_exponents, self.exponents, strict=True)
         )
-        if not fits:
-            self.exponents = next_exponents(self._seen_exponents)
-        return fits
+        if not fitted:
+            self.exponents = _next_exponents(self._seen_exponents)
+        return fitted
 
     def finish(self) -> None:
         """Give each parameter the summed gradient, bit for bit equal on all ranks.
 
         If any gradient of a parameter was NaN or infinite, its sum is NaN. Parameters that no backward
-        reached have no gradient. All ranks call it, after `agree` returned True.
+        reached have no gradient. All ranks call it, after `all_fitted` returned True.
         """
         assert self.exponents is not None
         job, size = self._job, self._shard
@@ -293,7 +287,7 @@ class ExactSum:
         if job.data.group is not None:
             _all_gather(self._gradient, mine.clone(), group=job.data.group)
         self._set_gradients()
-        self.exponents = next_exponents(self._seen_exponents, self.exponents)
+        self.exponents = _next_exponents(self._seen_exponents, self.exponents)
 
     def _exchanged(self) -> torch.Tensor:
         job, size = self._job, self._shard
@@ -332,14 +326,14 @@ class ExactSum:
             offset += p.numel()
 
 
-def exponent_of(value: float) -> int:
+def _exponent_of(value: float) -> int:
     """The least e with |value| < 2^e; `_UNKNOWN` for zero, `_INFINITE` for NaN and infinity."""
     if not math.isfinite(value):
         return _INFINITE
     return math.frexp(value)[1] if value else _UNKNOWN
 
 
-def next_exponents(seen: Sequence[int], before: Sequence[int] | None = None) -> list[int]:
+def _next_exponents(seen: Sequence[int], before: Sequence[int] | None = None) -> list[int]:
     """Exponents for the next step: those seen plus a margin; without a gradient the old one is kept."""
     kept = before or [0] * len(seen)
     return [

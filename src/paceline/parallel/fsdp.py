@@ -27,6 +27,7 @@ from paceline.parallel.modules import (
     agree_on_parameters,
     equalize_buffers,
     is_sharded,
+    owned_parameters,
     refuse_module,
     warn_untrained,
 )
@@ -125,7 +126,7 @@ class FSDPStrategy(Strategy):
         return all(map(is_sharded, models))
 
     def check(self) -> None:
-        owned = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
+        owned = {id(p) for p in owned_parameters(*self._optimizers)}
         for model in self._models:
             named = dict(model.named_parameters())
             unknown = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -99,10 +100,8 @@ def agree_on_parameters(job: Job, module: nn.Module, options: str) -> None:
     digests = gather(job, digest)
     if all(other == digests[0] for other in digests):
         return
-    lists = gather(job, rows)
-    longest = max(len(rows) for rows in lists)
-    for at in range(longest):
-        values = [rows[at] if at < len(rows) else "nothing more" for rows in lists]
+    for each in zip_longest(*gather(job, rows), fillvalue="nothing more"):
+        values = list(each)
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise RankDisagreement(
@@ -139,9 +138,16 @@ def equalize_buffers(job: Job, model: nn.Module) -> None:
             buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
 
 
+def owned_parameters(*optimizers: Optimizer) -> list[torch.Tensor]:
+    """The parameters that the optimizers update now; groups may be added later."""
+    return [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
+
+
 def warn_untrained(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Warn once about trainable parameters that no optimizer owns."""
-    owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    owned = {id(p) for p in owned_parameters(*optimizers)}
     untrained = [
         name
         for name, p in unwrap(model).named_parameters()

@@ -26,13 +26,13 @@ class Strategy:
     """The strategy of one process, and the base of those for several ranks.
 
     A step calls `begin_step`, then `before_forward` and `backward` for each micro-batch (`backward` once
-    for each optimizer), then `must_repeat`, then `finish` for each optimizer.
+    for each optimizer), then `end_micro_batches`, then `finish` for each optimizer.
 
     Attributes:
         divisor: After `finish` a gradient is the sum over all ranks divided by this number.
         needs_equal_micro_batches: Whether every rank must run the same number of micro-batches. A rank
             with fewer samples then gets ghosts: real samples with weight 0.
-        repeats_steps: Whether `must_repeat` may return True, so that a step's micro-batches must be kept.
+        repeats_steps: Whether `end_micro_batches` may return True, so that micro-batches must be kept.
         is_reproducible: Whether the result is bit for bit equal on any number of ranks.
         has_whole_gradients: Whether every rank holds all of every gradient. If not, fp16 is refused, because
             its loss scaler searches infinity in this rank's part only.
@@ -98,11 +98,8 @@ class Strategy:
         """
         torch.autograd.backward(loss, weight, inputs=inputs)
 
-    def must_repeat(self) -> bool:
-        """Whether the step's micro-batches must be run again. Called after the last of them.
-
-        All ranks get the same answer.
-        """
+    def end_micro_batches(self) -> bool:
+        """Called after the last micro-batch. Returns whether all must be run again, equal on all ranks."""
         if self.needs_equal_micro_batches:
             self._batchnorms.set(False)
         return False

@@ -65,10 +65,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
     link: _Link
     was: type[nn.Module]  # the class that `sync_batchnorm` replaced
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # called by torch's forward
-        self._check_dimensions(input)
-
-    def _check_dimensions(self, input: torch.Tensor) -> None:
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # torch's forward calls it too
         allowed = _DIMENSIONS.get(self.was, range(2, 9))
         if input.dim() not in allowed:
             dimensions = " or ".join(f"{number}D" for number in allowed)
@@ -83,7 +80,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
         """
         if not self.training:
             return super().forward(input)
-        self._check_dimensions(input)
+        self._check_input_dim(input)
         job = self.link.job
         if job is None:
             raise StepError(
@@ -92,7 +89,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
                 fix="call paceline.sync_batchnorm(job, model) again.",
             )
         job.refuse_if_left()
-        stats = _Statistics(job, input.detach(), absent=self.ghost)
+        stats = _Statistics(job, input.detach(), is_ghost=self.ghost)
         if self.track_running_stats:
             self._track(stats)
         normalise: Any = _Normalise.apply
@@ -119,9 +116,9 @@ class _Statistics:
     `type` is the dtype to compute with: the input's, or float32 for half precision.
     """
 
-    def __init__(self, job: Job, x: torch.Tensor, *, absent: bool) -> None:
+    def __init__(self, job: Job, x: torch.Tensor, *, is_ghost: bool) -> None:
         self.job = job
-        self.absent = absent or x.numel() == 0
+        self.is_empty = is_ghost or x.numel() == 0
         self.dims = [0, *range(2, x.dim())]
         self.shape = [1, -1] + [1] * (x.dim() - 2)
         self.type = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -130,7 +127,7 @@ class _Statistics:
         rows = self._gathered(self._packed(x))
         counts, means, m2s = rows[:, :1], rows[:, 1::2], rows[:, 2::2]
         self.count = counts.sum()
-        if self.absent or x.numel() == x.shape[1]:
+        if self.is_empty or x.numel() == x.shape[1]:
             # The total can be less than 2 only if every rank is in this branch. It is not read otherwise,
             # because the host would then wait for the device in each layer.
             self._refuse_single_value()
@@ -141,7 +138,7 @@ class _Statistics:
         """This rank's (count, mean 0, M2 0, mean 1, M2 1, ...), shape (1 + 2C,)."""
         channels = x.shape[1]
         packed = torch.zeros(1 + 2 * channels, dtype=self.wide, device=x.device)
-        if self.absent:
+        if self.is_empty:
             return packed
         count = x.numel() // channels
         mean, var = _mean_and_var(x.to(self.type), self.dims, self.wide)
@@ -235,7 +232,7 @@ class _Normalise(torch.autograd.Function):
         dy = dy.to(stats.type)
         xc = x.to(stats.type) - stats.shaped(stats.mean)
         sums = torch.stack([stats.summed(dy), stats.summed(dy * xc)])
-        if stats.absent:
+        if stats.is_empty:
             # Not a product with 0, because the loss of a ghost may be NaN.
             sums = torch.zeros_like(sums)
         dweight = (sums[1] * rstd).to(weight.dtype) if needs[1] else None
@@ -244,7 +241,7 @@ class _Normalise(torch.autograd.Function):
             return None, dweight, dbias, None, None
         # A copy, since weight and bias keep the sums of this rank: the strategy adds them up.
         sums = collectives.all_reduce(stats.job, sums.clone())
-        if stats.absent:
+        if stats.is_empty:
             return torch.zeros_like(x), dweight, dbias, None, None
         scale = rstd if weight is None else rstd * weight.to(stats.wide)
         dx = torch.addcmul(stats.shaped(-scale * sums[0] / stats.count), dy, stats.shaped(scale))
@@ -289,11 +286,9 @@ def _convert(layer: nn.Module, link: _Link) -> None:
     if not isinstance(layer, SyncBatchNorm):
         # The class of the object is changed, as in torch's lazy modules, so that hooks, flags and
         # other references to the layer stay valid.
-        was = type(layer)
         layer.__dict__.pop("process_group", None)
+        layer.__dict__.update(was=type(layer), ghost=False)
         layer.__class__ = SyncBatchNorm
-        layer.__dict__["was"] = was
-        layer.__dict__["ghost"] = False
     layer.__dict__["link"] = link
 
 

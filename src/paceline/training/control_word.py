@@ -17,17 +17,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CountError, NonFinite, name_ranks
+from paceline.errors import NonFinite, name_ranks
 from paceline.job.job import Job
 from paceline.job.preemption import notice
 from paceline.metrics.step_loss import StepTotal
 from paceline.shm.group import ShmGroup
+from paceline.training import weight
 
 # A stop takes up to two words and a step, or one word and a step through shared memory: less than 0.2 s if a
 # step takes less than 0.06 s.
-WORDS_PER_S = 16.0
-WORDS_PER_S_IN_MEMORY = 8.0
-MAX_STEPS_PER_WORD = 128
+_WORDS_PER_S = 16.0
+_WORDS_PER_S_IN_MEMORY = 8.0
+_MAX_STEPS_PER_WORD = 128
 _HEAD = 6  # numbers before the losses: stop, step_s, save, save_failed, preempt, reduce
 _MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
 
@@ -153,18 +154,13 @@ class Control:
         sums, counts, bits = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(3))
         for i, total in enumerate(sums):
             if counts[i] == 0:
-                raise CountError(
-                    f"the counts of all ranks in step {first + i} sum to 0.",
-                    why="every token of the step's samples is masked.",
-                    fix="leave such samples out of the dataset, or use a larger global_batch.",
-                    step=first + i,
-                )
+                raise weight.zero_count_error(first + i)
             if not math.isfinite(total):
                 raise _non_finite(first + i, total, int(bits[i]))
         totals = [StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)]
-        per_s = WORDS_PER_S_IN_MEMORY if self.in_memory else WORDS_PER_S
+        per_s = _WORDS_PER_S_IN_MEMORY if self.in_memory else _WORDS_PER_S
         steps = round(1 / (per_s * max(step_s, 1e-6)))
-        self._every = min(MAX_STEPS_PER_WORD, max(1, steps))
+        self._every = min(_MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
         stop, save, save_failed, preempt, reduce = (numbers[i] > 0 for i in (0, 2, 3, 4, 5))
         return [

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from paceline.errors import ConfigError, Desync, name_ranks, rank_location
+from paceline.errors import ConfigError, Desync, name_ranks
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 from paceline.parallel.modules import unwrap
@@ -85,14 +85,15 @@ class Replicas:
             return
         began = time.perf_counter()
         digests = self._digests()
-        odd = torch.arange(len(digests), dtype=torch.int64) * 2 + 1
+        # Different odd factors, so that equal changes of two tensors do not cancel out.
+        factors = torch.arange(len(digests), dtype=torch.int64) * 2 + 1
         values = [digests[name] for name in sorted(digests)]
-        whole = int((torch.tensor(values, dtype=torch.int64) * odd).sum())
+        total = int((torch.tensor(values, dtype=torch.int64) * factors).sum())
         cost_s = self._cost_s or time.perf_counter() - began + _EXCHANGE_S
         step_s = (began - self._compared_at_s) / (step - self._equal)
-        own_row = torch.tensor([whole, int(cost_s * 1e9), int(step_s * 1e9)])
+        own_row = torch.tensor([total, int(cost_s * 1e9), int(step_s * 1e9)])
         rows = [row.tolist() for row in collectives.gather_tensor(self._job, own_row)]
-        if any(row[0] != whole for row in rows):
+        if any(row[0] != total for row in rows):
             raise self._desync_error(step, digests)
         every = self._every
         if every is None:
@@ -150,7 +151,7 @@ class Replicas:
         since = self._equal
         return Desync(
             f"{what} {name}{more}: replicas have drifted apart.",
-            where=rank_location(self._job.rank, self._job.world_size, step=step),
+            where=self._job.where(step=step),
             why=f"all were equal after step {since}; since then something changed them on some ranks "
             "alone: code under `if rank == ...`, a weight written outside the optimizer, ranks with "
             "different processors or numbers of threads, or faulty memory.",

@@ -17,7 +17,7 @@ import torch
 from paceline import torch_private
 from paceline.data.evaluation import EvaluationBatches
 from paceline.data.samples import Collate
-from paceline.errors import ConfigError, EvaluationError, rank_location
+from paceline.errors import ConfigError, EvaluationError
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
@@ -107,22 +107,21 @@ def evaluate(
     job.settle()
     equalize_buffers(job, model)
     requested = metrics or {}
-    own = {name: _reset_copy(m, job.device) for name, m in requested.items() if m != "rows"}
-    kept: dict[str, list[torch.Tensor]] = {name: [] for name in requested if name not in own}
+    copies = {name: _reset_copy(m, job.device) for name, m in requested.items() if m != "rows"}
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in requested if name not in copies}
     share = EvaluationBatches(
         job, dataset, micro_batch=micro_batch, workers=workers, collate=collate
     )
-    mine = _run(unwrap(model), share, score, own, kept)
-    everyone = collectives.gather(job, mine)
-    if any(entry["is_preempted"] for entry in everyone):
+    results = collectives.gather(job, _run(unwrap(model), share, score, copies, rows))
+    if any(each["is_preempted"] for each in results):
         # When the job is left, `Training` saves the step in progress and replaces the step number 0.
         raise Preempted(notice.take(), 0)
-    values: dict[str, Any] = _add_up(job, everyone, share.num_samples, share.micro_batch)
-    num_updates = [len(entry["batches"]) for entry in everyone]
-    for name, metric in own.items():
+    values: dict[str, Any] = _add_up(job, results, share.num_samples, share.micro_batch)
+    num_updates = [len(each["batches"]) for each in results]
+    for name, metric in copies.items():
         values[name] = _merge_metric(job, metric, num_updates)
-    for name, rows in kept.items():
-        values[name] = _concatenate_ranks(job, torch.cat(rows) if rows else None)
+    for name, own in rows.items():
+        values[name] = _concatenate_ranks(job, torch.cat(own) if own else None)
     return Evaluation(share.num_samples, values)
 
 
@@ -131,9 +130,9 @@ def _run(
     share: EvaluationBatches,
     score: Score,
     metrics: Mapping[str, Any],
-    kept: dict[str, list[torch.Tensor]],
+    rows: dict[str, list[torch.Tensor]],
 ) -> dict[str, Any]:
-    """Score this rank's batches; returns their indices and sums, and fills `metrics` and `kept`.
+    """Score this rank's batches; returns their indices and sums, and fills `metrics` and `rows`.
 
     After a preemption notice no further batch is scored.
     """
@@ -148,8 +147,8 @@ def _run(
             results = dict(score(model, each.batch))
             for name, metric in metrics.items():
                 metric.update(*_arguments(name, results.pop(name, None)))
-            for name, rows in kept.items():
-                rows.append(_rows(name, results.pop(name, None), each.count))
+            for name, own in rows.items():
+                own.append(_rows(name, results.pop(name, None), each.count))
             batches.append((each.index, each.count))
             sums.append(results)
     return {"batches": batches, "sums": _to_host(sums), "is_preempted": is_preempted}
@@ -189,11 +188,8 @@ def _arguments(name: str, value: Any) -> tuple[Any, ...]:
 
 def _rows(name: str, value: Any, count: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or len(value) != count:
-        got = (
-            f"shape {tuple(value.shape)}"
-            if isinstance(value, torch.Tensor)
-            else type(value).__name__
-        )
+        is_tensor = isinstance(value, torch.Tensor)
+        got = f"shape {tuple(value.shape)}" if is_tensor else type(value).__name__
         raise EvaluationError(
             f"{name!r} must have one row for each of the {count} samples, got {got}.",
             fix="return a tensor whose first dimension is the samples of the batch.",
@@ -213,27 +209,27 @@ def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
                     f"{name!r} must be a sum, got shape {tuple(total.shape)}.",
                     fix=f'sum it, or pass metrics={{"{name}": "rows"}}.',
                 )
-            numbers[name] = [float(total)] + ([] if count is None else [float(count)])
+            numbers[name] = [float(total)] if count is None else [float(total), float(count)]
         out.append(numbers)
     return out
 
 
 def _add_up(
-    job: Job, everyone: list[dict[str, Any]], num_samples: int, micro_batch: int
+    job: Job, results: list[dict[str, Any]], num_samples: int, micro_batch: int
 ) -> dict[str, Any]:
     """Add the results of all micro-batches; `math.fsum` is exact, so the order does not matter."""
-    seen_batches = sorted(tuple(pair) for entry in everyone for pair in entry["batches"])
+    seen_batches = sorted(tuple(pair) for each in results for pair in each["batches"])
     seen = sum(count for _, count in seen_batches)
     num_batches = -(-num_samples // micro_batch)
     if [index for index, _ in seen_batches] != list(range(num_batches)) or seen != num_samples:
         raise EvaluationError(
             f"{seen} samples were evaluated, the dataset holds {num_samples}.",
-            where=rank_location(job.rank, job.world_size),
+            where=job.where(),
             why="the ranks may hold datasets of different lengths.",
             fix="build the same dataset on all ranks.",
             seen=seen,
         )
-    sums = [numbers for entry in everyone for numbers in entry["sums"]]
+    sums = [numbers for each in results for numbers in each["sums"]]
     names = list(sums[0])
     if any(set(numbers) != set(names) for numbers in sums):
         raise EvaluationError(

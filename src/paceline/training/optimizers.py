@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import ConfigError, NonFinite
 from paceline.job.job import Job
-from paceline.parallel.modules import unwrap
+from paceline.parallel.modules import owned_parameters, unwrap
 
 Schedule = LRScheduler | Callable[[int], float]
 
@@ -34,8 +34,7 @@ class TrainedOptimizer:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that the optimizer updates; read each time, because groups may be added later."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return owned_parameters(self.optimizer)
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         owned = {id(p) for p in self.parameters}
@@ -51,9 +50,8 @@ class TrainedOptimizer:
             self.optimizer.zero_grad()
             return
         # As torch's, without its profiler record, which takes several microseconds a step.
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
+        for p in self.parameters:
+            p.grad = None
 
 
 def with_schedules(
@@ -105,7 +103,7 @@ def with_schedules(
                 "the schedule belongs to another optimizer.",
                 fix="create the schedule from the optimizer that you give to Training, in the same order.",
             )
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owned = {id(p) for p in owned_parameters(optimizer)}
         own_models = [m for m in models if any(id(p) in owned for p in m.parameters())]
         trained.append(TrainedOptimizer(optimizer, own_models, each))
     return trained

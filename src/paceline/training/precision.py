@@ -6,7 +6,7 @@ for the scaler: summed gradients, with their NaN and infinity, are equal on all 
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from paceline.errors import ConfigError
 from paceline.job import collectives
 from paceline.job.job import Job
 
-Format = Literal["fp32", "bf16", "fp16", "auto"]
+_FORMATS = ("fp32", "bf16", "fp16", "auto")
 
 
 class Precision:
@@ -29,10 +29,8 @@ class Precision:
     """
 
     def __init__(self, name: str, job: Job, *, reproducible: bool) -> None:
-        if name not in get_args(Format):
-            raise ConfigError(
-                f"precision must be one of {', '.join(get_args(Format))}; got {name!r}."
-            )
+        if name not in _FORMATS:
+            raise ConfigError(f"precision must be one of {', '.join(_FORMATS)}; got {name!r}.")
         if name == "auto":
             if reproducible:
                 raise ConfigError(

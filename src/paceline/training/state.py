@@ -20,7 +20,7 @@ import torch
 from paceline.checkpoint.export import read_weights
 from paceline.checkpoint.layout import sharded_like
 from paceline.errors import CheckpointError
-from paceline.parallel.modules import unwrap
+from paceline.parallel.modules import owned_parameters, unwrap
 
 Models = Sequence[torch.nn.Module]
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -47,7 +47,7 @@ def load(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> No
     for model, values in zip(models, saved["models"], strict=True):
         _load_model(model, values)
     for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = owned_parameters(optimizer)
         state: dict[Any, Any] = dict(values["state"])
         groups: list[dict[str, Any]] = [dict(group) for group in values["param_groups"]]
         if saved["version"] > 1:

@@ -127,7 +127,7 @@ class Step:
         strategy.begin_step(self._planned)
         micros = list(self._planned) if strategy.repeats_steps else self._planned
         yield from self._run_micro_batches(micros)
-        while strategy.must_repeat():
+        while strategy.end_micro_batches():
             strategy.begin_step(self._planned)
             self._seen = 0
             self._records = [_Record(record.trained) for record in self._records]

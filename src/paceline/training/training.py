@@ -16,7 +16,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -116,7 +116,7 @@ class Training:
         desync_also: Collection[str] = (),
     ) -> None:
         job.refuse_if_left()
-        if count not in get_args(weight.Count):
+        if count not in ("samples", "tokens"):
             raise ConfigError(f'count must be "samples" or "tokens", got {count!r}.')
         self.job = job
         self.batches = batches
@@ -482,9 +482,8 @@ class Training:
         self._replicas.step_ended(step.number)
         if checkpoints is None:
             return
-        epoch, ends_epoch = self.position.epoch, step.ends_epoch
         if self._save_requested or checkpoints.is_due(
-            step.number, epoch=epoch, ends_epoch=ends_epoch
+            step.number, epoch=self.position.epoch, ends_epoch=step.ends_epoch
         ):
             self._save(checkpoints, wait=False)
 
@@ -564,12 +563,15 @@ class Training:
             log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
 
     def _log_preempted(self, preempted: Preempted) -> None:
-        where = "nothing was saved, because there are no checkpoints"
+        saved = "nothing was saved, because there are no checkpoints"
         if self._checkpoints is not None:
-            where = f"saved in {self._checkpoints.folder}"
+            saved = f"saved in {self._checkpoints.folder}"
         log.logger.info(
             "preempted by %s after step %d: %s; exit code %s asks to be started again.",
-            *(preempted.signal_name, preempted.step, where, preempted.code),
+            preempted.signal_name,
+            preempted.step,
+            saved,
+            preempted.code,
         )
 
     # Leaving the job.

@@ -21,7 +21,6 @@ from paceline.errors import CountError, LossError
 from paceline.job import collectives
 from paceline.job.job import Job
 
-Count = Literal["samples", "tokens"]
 Reduction = Literal["sum", "mean"]
 
 # Reductions as torch's loss functions save them for backward (`_saved_reduction`).
@@ -57,14 +56,18 @@ def token_factor(
         # Reading it would wait for the device; the next control word refuses a total of 0.
         return torch.where(total > 0, token_divisor / total, 0.0).to(torch.float32)
     if not total.item() > 0:
-        raise CountError(
-            f"the counts of all ranks in this step sum to {total.item():g}.",
-            where=where(),
-            why="every token of the step's samples is masked.",
-            fix="leave such samples out of the dataset, or use a larger global_batch.",
-            step=step,
-        )
+        raise zero_count_error(step, where())
     return token_divisor / total
+
+
+def zero_count_error(step: int, where: str = "") -> CountError:
+    return CountError(
+        f"the counts of all ranks in step {step} sum to 0.",
+        where=where,
+        why="every token of the step's samples is masked.",
+        fix="leave such samples out of the dataset, or use a larger global_batch.",
+        step=step,
+    )
 
 
 def default_count(samples: int, kind: str, reduction: Reduction, where: Callable[[], str]) -> int:
@@ -103,10 +106,9 @@ def check_loss(
     """
     if reduction not in ("sum", "mean"):
         raise LossError(f'reduction must be "sum" or "mean", got {reduction!r}.', where=where())
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.dim() > 0:
-        got = (
-            f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        )
+    if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
+        is_tensor = isinstance(loss, torch.Tensor)
+        got = f"shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
         raise LossError(
             f"the loss must be a scalar tensor, got {got}.",
             where=where(),
