@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from small_trainings import backwards, make_data
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import ConfigError, Desync
@@ -20,20 +20,18 @@ from paceline.training.desync import _sum, interval
 
 
 def _training(job: Any, **options: Any) -> Any:
-    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(3))
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     net[1].register_buffer("seen", torch.zeros(3, dtype=torch.int32))
     model = paceline.ddp(job, net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    batches = paceline.Batches(job, TensorDataset(x, x[:, :3].argmax(1)), global_batch=8)
+    batches = paceline.Batches(job, make_data(40), global_batch=8)
     return paceline.Training(job, model, optimizer, batches, **options)
 
 
 def _train(job: Any, training: Any, steps: int, tamper: dict[str, Any] | None = None) -> Any:
     """Train; in step `tamper["step"]` change a bit on `tamper["ranks"]`."""
     for step in training.steps(until=steps):
-        for x, y in step:
-            step.backward(F.cross_entropy(training.models[0](x), y, reduction="sum"), count=len(y))
+        backwards(training, step)
         step.update()
         if tamper and step.number == tamper["step"] and job.rank in tamper["ranks"]:
             _flip(training, tamper["what"])
@@ -41,32 +39,23 @@ def _train(job: Any, training: Any, steps: int, tamper: dict[str, Any] | None = 
 
 
 def _flip(training: Any, what: str) -> None:
-    if what == "random":
-        random.random()
-        return
-    if what == "numpy.random":
-        np.random.rand()
-        return
-    if what == "buffer":
-        paceline.unwrap(training.models[0])[1].seen.view(-1)[2] ^= 1
-        return
     net = paceline.unwrap(training.models[0])
     weight = net[2].weight
-    tensor = weight if what == "weight" else training.optimizers[0].state[weight][what]
-    # The least significant bit: less than any tolerance would see.
-    tensor.detach().view(-1).view(torch.int32)[5] ^= 1
+    if what == "random":
+        random.random()
+    elif what == "numpy.random":
+        np.random.rand()
+    elif what == "buffer":
+        net[1].seen[2] ^= 1
+    else:
+        tensor = weight if what == "weight" else training.optimizers[0].state[weight][what]
+        # The least significant bit: less than any tolerance would see.
+        tensor.detach().view(-1).view(torch.int32)[5] ^= 1
 
 
 def _drift(job: Any, tamper: dict[str, Any], options: dict[str, Any]) -> None:
     training = _training(job, **options)
     _train(job, training, 12, tamper)
-
-
-def _errors(nproc: int, tamper: dict[str, Any], **options: Any) -> list[Desync]:
-    outcomes = run_failing_ranks(_drift, tamper, options, nproc=nproc)
-    errors = [outcome.error for outcome in outcomes]
-    assert all(isinstance(error, Desync) for error in errors), errors
-    return errors  # type: ignore[return-value]
 
 
 ALL = ["buffers", "rng"]
@@ -175,7 +164,7 @@ def test_settings_are_checked() -> None:
         nn.Linear(4, 3),
         F.cross_entropy,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.long)),
+        make_data(8),
         global_batch=4,
         desync_every=-1,
     )

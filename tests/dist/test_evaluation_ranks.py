@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small_trainings import refusals
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import PacelineError, PeerFailed, SampleError
+from paceline.errors import PeerFailed, SampleError
 from paceline.testing import run_failing_ranks, run_ranks
 
 
@@ -148,18 +149,9 @@ WRONG = {
 }
 
 
-def _all_bad(job: Any) -> dict[str, str]:
-    found = {}
-    for kind in WRONG:
-        try:
-            _bad(job, kind)
-        except PacelineError as error:
-            found[kind] = type(error).__name__
-    return found
-
-
 def test_what_cannot_be_evaluated_is_refused_on_all_ranks() -> None:
-    assert run_ranks(_all_bad, nproc=3) == [WRONG] * 3
+    for found in run_ranks(refusals, _bad, list(WRONG), nproc=3):
+        assert {kind: name for kind, (name, _) in found.items()} == WRONG
 
 
 class Broken(torch.utils.data.Dataset[Any]):

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from small_trainings import loss_sum, make_data, refusals
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import ConfigError, GradientError
 from paceline.testing import run_ranks
 
 Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
@@ -54,9 +52,7 @@ def _training(job: Any, folder: str | None, *, count: str = "samples") -> paceli
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # 26 samples in steps of 8 and micro-batches of at most 1: the last step has 2, so that some of 4 ranks
     # have none.
-    x = torch.randn(26, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    data = TensorDataset(x, x[:, :3].argmax(1))
-    batches = paceline.Batches(job, data, global_batch=8, micro_batch=1)
+    batches = paceline.Batches(job, make_data(26, torch.float64), global_batch=8, micro_batch=1)
     checkpoints = paceline.Checkpoints(folder, every_steps=2) if folder else None
     return paceline.Training(job, model, optimizer, batches, count=count, checkpoints=checkpoints)
 
@@ -68,7 +64,7 @@ def _train(job: Any, folder: str | None, until: int, count: str, export: str | N
     assert sharded == (job.world_size > 1)
     losses, norms = [], []
     for step in training.steps(until=until):
-        step.run(lambda batch: (_loss(model, batch), len(batch[1])))
+        step.run(lambda batch: (loss_sum(model, batch), len(batch[1])))
         step.update(clip_norm=0.5)
         losses.append(float(step.loss))
         norms.append(float(step.grad_norm))
@@ -76,10 +72,6 @@ def _train(job: Any, folder: str | None, until: int, count: str, export: str | N
         training.export(export)
     whole = training._context.strategy.whole_state(model)
     return losses, norms, {name: value.clone() for name, value in whole.items()}
-
-
-def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
 
 def _assert_close(got: Result, want: Result) -> None:
@@ -126,6 +118,17 @@ def test_a_resumed_training_is_bit_equal_to_a_straight_one(tmp_path: Path) -> No
     assert run_ranks(_resumed_bits, str(tmp_path / "b"), 6, nproc=2) == straight
 
 
+WRONG = {
+    "blocks": "'layers.*' matches no submodule",
+    "twice": "sharded already",
+    "early": "make the optimizer after paceline.fsdp",
+    "fp16": "fp16",
+    "exact": "reproducible",
+    "evaluate": "evaluate does not support",
+    "unused": "no gradient reached extra.weight, extra.bias",
+}
+
+
 def _refused(job: Any, kind: str) -> None:
     net = Net()
     early = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -135,36 +138,19 @@ def _refused(job: Any, kind: str) -> None:
     if kind == "twice":
         paceline.fsdp(job, model, blocks=Block)
     optimizer = early if kind == "early" else torch.optim.SGD(model.parameters(), lr=0.1)
-    data = TensorDataset(torch.randn(8, 4).double(), torch.zeros(8, dtype=torch.long))
+    data = make_data(8, torch.float64)
     batches = paceline.Batches(job, data, global_batch=4)
-    options: dict[str, Any] = {
-        "fp16": {"precision": "fp16"},
-        "exact": {"reproducible": True},
-    }.get(kind, {})
-    training = paceline.Training(job, model, optimizer, batches, **options)
+    precision = "fp16" if kind == "fp16" else "fp32"
+    training = paceline.Training(
+        job, model, optimizer, batches, precision=precision, reproducible=kind == "exact"
+    )
     if kind == "evaluate":
         paceline.evaluate(job, model, data, lambda model, batch: {})
     for step in training.steps(until=1):
-        step.run(lambda batch: _loss(model, batch))
+        step.run(lambda batch: loss_sum(model, batch))
         step.update()
 
 
-def _all_refused(job: Any) -> dict[str, str]:
-    found = {}
-    for kind in ("blocks", "twice", "early", "fp16", "exact", "evaluate", "unused"):
-        try:
-            _refused(job, kind)
-        except (ConfigError, GradientError) as error:
-            found[kind] = str(error)
-    return found
-
-
 def test_wrong_use_is_refused_on_all_ranks() -> None:
-    for found in run_ranks(_all_refused, nproc=2):
-        assert "'layers.*' matches no submodule" in found["blocks"]
-        assert "sharded already" in found["twice"]
-        assert "make the optimizer after paceline.fsdp" in found["early"]
-        assert "fp16" in found["fp16"]
-        assert "reproducible" in found["exact"]
-        assert "evaluate does not support" in found["evaluate"]
-        assert "no gradient reached extra.weight, extra.bias" in found["unused"]
+    for found in run_ranks(refusals, _refused, list(WRONG), nproc=2):
+        assert all(text in found[kind][1] for kind, text in WRONG.items()), found

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small_trainings import Recording
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -37,19 +38,6 @@ def _random_cases(seed: int) -> list[Case]:
         sizes = draw.randint(1, 30), global_batch, micro_batch
         found.append(Case(*sizes, count, bucket_mb, draw.choice(["sum", "mean"])))
     return found
-
-
-class Recording(torch.optim.SGD):
-    """Keeps the gradient of every step in place of taking it."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.seen: list[torch.Tensor] = []
-
-    def step(self, closure: Any = None) -> None:
-        flat = [p.grad.reshape(-1) for group in self.param_groups for p in group["params"]]
-        self.seen.append(torch.cat(flat).clone())
-        super().step(closure)
 
 
 def _gradients(job: Any, todo: list[Case], dtype: torch.dtype) -> list[list[torch.Tensor]]:
@@ -90,8 +78,8 @@ def _gradients(job: Any, todo: list[Case], dtype: torch.dtype) -> list[list[torc
                         step.backward(loss, count=len(targets))
                 step.update()
         except CountError:
-            optimizer.seen.append(torch.full((1,), -1.0, dtype=dtype))
-        results.append(optimizer.seen)
+            optimizer.seen.append([torch.full((1,), -1.0, dtype=dtype)])
+        results.append([torch.cat([g.reshape(-1) for g in step]) for step in optimizer.seen])
         batches.close()
     return results
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_trainings import backwards, loss_sum, make_data, refusals, weights_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import ConfigError, GradientError, StepError
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.packed import PackedStrategy
 from paceline.testing import run_ranks
@@ -33,31 +32,23 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
-def _data() -> TensorDataset:
-    x = torch.randn(22, 4, generator=torch.Generator().manual_seed(3))
-    return TensorDataset(x, x[:, :3].argmax(1))
-
-
-def _training(job: Any, model: nn.Module, **options: Any) -> paceline.Training:
+def _training(
+    job: Any, model: nn.Module, *, micro_batch: int | None = None, **options: Any
+) -> paceline.Training:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batches = paceline.Batches(job, _data(), global_batch=6, micro_batch=1)
+    batches = paceline.Batches(job, make_data(), global_batch=6, micro_batch=micro_batch)
     return paceline.Training(job, model, optimizer, batches, **options)
 
 
-def _loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
-
-
-def _run(training: paceline.Training, until: int = 8) -> torch.Tensor:
-    model = training.models[0]
-    for step in training.steps(until=until):
-        step.run(lambda batch: _loss(model, batch))
+def _run(training: paceline.Training) -> list[float]:
+    for step in training.steps(until=8):
+        backwards(training, step)
         step.update(clip_norm=1.0)
-    return torch.cat([p.detach().reshape(-1).double() for p in model.parameters()])
+    return weights_of(*training.models)
 
 
-def _both(job: Any, precision: str, count: str) -> tuple[torch.Tensor, torch.Tensor]:
-    options = {"precision": precision, "count": count}
+def _both(job: Any, precision: str, count: str) -> tuple[list[float], list[float]]:
+    options: dict[str, Any] = {"precision": precision, "count": count, "micro_batch": 1}
     packed = _training(job, paceline.ddp(job, Net()), **options)
     by_ddp = _training(job, paceline.ddp(job, Net(), bucket_mb=1), **options)
     weights = _run(packed), _run(by_ddp)
@@ -69,7 +60,7 @@ def _both(job: Any, precision: str, count: str) -> tuple[torch.Tensor, torch.Ten
 KINDS = (("fp32", "samples"), ("fp16", "tokens"))
 
 
-def _both_of_each_kind(job: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _both_of_each_kind(job: Any) -> list[tuple[list[float], list[float]]]:
     return [_both(job, *kind) for kind in KINDS]
 
 
@@ -78,9 +69,9 @@ def test_the_weights_are_those_of_ddp(nproc: int) -> None:
     for pairs in run_ranks(_both_of_each_kind, nproc=nproc):
         for packed, by_ddp in pairs:
             if nproc == 3:  # DDP divides by 3, and the loss was multiplied by it
-                torch.testing.assert_close(packed, by_ddp, rtol=1e-5, atol=1e-6)
+                assert packed == pytest.approx(by_ddp, rel=1e-5, abs=1e-6)
             else:
-                assert torch.equal(packed, by_ddp)
+                assert packed == by_ddp
 
 
 def _hooked(job: Any) -> nn.Module:
@@ -103,11 +94,8 @@ CASES: dict[str, Any] = {
 def _chosen(job: Any) -> dict[str, bool]:
     found = {}
     for name, make in CASES.items():
-        model = make(job)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batches = paceline.Batches(job, _data(), global_batch=6)
-        training = paceline.Training(job, model, optimizer, batches)
-        found[name] = type(training._context.strategy) is PackedStrategy
+        strategy = _training(job, make(job))._context.strategy
+        found[name] = type(strategy) is PackedStrategy
     return found
 
 
@@ -122,24 +110,10 @@ def _hook_between_steps(job: Any) -> None:
     model: Any = paceline.ddp(job, Net())
     training = _training(job, model)
     for step in training.steps(until=3):
-        step.run(lambda batch: _loss(model, batch))
+        backwards(training, step)
         step.update()
         if step.number == 1:
             model.register_comm_hook(job.group, allreduce_hook)
-
-
-def _hook_before_steps(job: Any) -> list[int]:
-    called: list[int] = []
-    model: Any = paceline.ddp(job, Net())
-    training = _training(job, model)
-
-    def hook(state, bucket):  # type: ignore[no-untyped-def] # DDP wants its own annotations or none
-        called.append(1)
-        return allreduce_hook(state, bucket)
-
-    model.register_comm_hook(job.group, hook)
-    _run(training, until=3)
-    return called
 
 
 class Late(nn.Module):
@@ -154,7 +128,7 @@ class Late(nn.Module):
         return self.always(x) + (self.once(x) if bool(x[0, 0] > 100) else 0)
 
 
-def _used_once(job: Any) -> torch.Tensor:
+def _used_once(job: Any) -> list[float]:
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
     x[:, 0] += 200 * (torch.arange(24) % 3 == 0)  # the first of each rank's three
     data = TensorDataset(x / 200, x[:, 1:].argmax(1))
@@ -165,9 +139,9 @@ def _used_once(job: Any) -> torch.Tensor:
     )
     training = paceline.Training(job, model, optimizer, batches)
     for step in training.steps(until=2):
-        step.run(lambda batch: _loss(model, (200 * batch[0], batch[1])))
+        step.run(lambda batch: loss_sum(model, (200 * batch[0], batch[1])))
         step.update()
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return weights_of(model)
 
 
 class Table(nn.Module):
@@ -183,9 +157,7 @@ class Table(nn.Module):
 
 def _sparse_gradient(job: Any) -> None:
     model = paceline.ddp(job, Table())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = paceline.Batches(job, _data(), global_batch=6)
-    for step in paceline.Training(job, model, optimizer, batches).steps(until=2):
+    for step in _training(job, model).steps(until=2):
         step.run(lambda batch: model(batch[1]).sum())
         step.update()
 
@@ -193,13 +165,12 @@ def _sparse_gradient(job: Any) -> None:
 def _updated_in_the_loop(job: Any) -> None:
     models = [paceline.ddp(job, nn.Linear(4, 3)) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    batches = paceline.Batches(job, _data(), global_batch=6)
+    batches = paceline.Batches(job, make_data(), global_batch=6)
     training = paceline.Training(job, models, optimizers, batches, count="tokens")
     for step in training.steps(until=1):
-        for x, y in step:
+        for batch in step:
             for model, optimizer in zip(models, optimizers, strict=True):
-                loss = F.cross_entropy(model(x), y, reduction="sum")
-                step.backward(loss, count=len(y), optimizer=optimizer)
+                step.backward(loss_sum(model, batch), count=len(batch[1]), optimizer=optimizer)
                 step.update(optimizer)
 
 
@@ -213,28 +184,24 @@ def _forwards(job: Any) -> list[str]:
     return seen
 
 
+WRONG: dict[str, tuple[Any, str, str]] = {
+    "hook": (_hook_between_steps, "ConfigError", "training.steps"),
+    "sparse": (_sparse_gradient, "GradientError", "bucket_mb"),
+    "update": (_updated_in_the_loop, "StepError", "after that loop"),
+}
+
+
 def _each(job: Any) -> tuple[Any, ...]:
-    errors = []
-    for refused, kind in (
-        (_hook_between_steps, ConfigError),
-        (_sparse_gradient, GradientError),
-        (_updated_in_the_loop, StepError),
-    ):
-        with pytest.raises(kind) as raised:
-            refused(job)
-        errors.append(str(raised.value))
-        del raised
-        gc.collect()  # closes the loop that the error has left
-        job.settle()
-    return _used_once(job), len(_hook_before_steps(job)), _forwards(job), errors
+    errors = refusals(job, lambda job, kind: WRONG[kind][0](job), WRONG)
+    return _used_once(job), _forwards(job), errors
 
 
 def test_hooks_sparse_gradients_and_layers_used_once() -> None:
     weights = []
-    for used_once, calls, forwards, errors in run_ranks(_each, nproc=2):
+    for used_once, forwards, errors in run_ranks(_each, nproc=2):
         weights.append(used_once)
-        assert calls in (3, 6)  # a bucket, or one for each dtype
         assert forwards == ["module", "wrapper"]
-        texts = ("training.steps", "bucket_mb", "after that loop")
-        assert all(text in error for text, error in zip(texts, errors, strict=True))
-    assert torch.equal(*weights)
+        for kind, (_, name, text) in WRONG.items():
+            assert errors[kind][0] == name
+            assert text in errors[kind][1]
+    assert weights[0] == weights[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small_trainings import backwards, loss_sum, make_data, refusals, weights_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.errors import ConfigError
 from paceline.testing import run_ranks
-
-
-def _data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(26, 4, generator=generator)
-    return TensorDataset(x, x[:, :3].argmax(1))
 
 
 def _net() -> nn.Module:
@@ -37,11 +30,7 @@ def _decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
 
 
 def _score(model: nn.Module, batch: Any) -> dict[str, Any]:
-    return {"loss": F.cross_entropy(model(batch[0]), batch[1], reduction="sum")}
-
-
-def _flat(model: nn.Module) -> list[float]:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+    return {"loss": loss_sum(model, batch)}
 
 
 def _by_trainer(job: Any, folder: str) -> tuple[list[float], float, list[str]]:
@@ -51,9 +40,9 @@ def _by_trainer(job: Any, folder: str) -> tuple[list[float], float, list[str]]:
         _net,
         F.cross_entropy,
         _adam,
-        _data(),
+        make_data(26),
         global_batch=8,
-        validation=paceline.Validation(dataset=_data(), score=_score, micro_batch=5),
+        validation=paceline.Validation(dataset=make_data(26), score=_score, micro_batch=5),
         schedule=_decay,
     )
     names = ("start", "epoch", "validated", "end")
@@ -61,22 +50,21 @@ def _by_trainer(job: Any, folder: str) -> tuple[list[float], float, list[str]]:
     result = trainer.fit(3, micro_batch=3, clip_norm=1.0, folder=folder, on=on)
     assert result.steps == 12
     assert result.epochs == 3
-    return _flat(result.model), result.evaluation.loss, seen
+    return weights_of(result.model), result.evaluation.loss, seen
 
 
 def _by_loop(job: Any) -> tuple[list[float], float]:
     torch.manual_seed(11)
     model = paceline.ddp(job, _net())
     optimizer = _adam(model.parameters())
-    batches = paceline.Batches(job, _data(), global_batch=8, micro_batch=3)
+    batches = paceline.Batches(job, make_data(26), global_batch=8, micro_batch=3)
     training = paceline.Training(job, model, optimizer, batches, schedule=_decay(optimizer))
     for step in training.steps(epochs=3):
-        for x, y in step:
-            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+        backwards(training, step)
         step.update(clip_norm=1.0)
         if step.ends_epoch:
-            result = paceline.evaluate(job, model, _data(), _score, micro_batch=5)
-    return _flat(paceline.unwrap(model)), result.loss
+            result = paceline.evaluate(job, model, make_data(26), _score, micro_batch=5)
+    return weights_of(paceline.unwrap(model)), result.loss
 
 
 def _both(job: Any, folder: str) -> Any:
@@ -122,15 +110,15 @@ def _tokens(job: Any) -> list[float]:
         lambda: _net().double(),
         paceline.PerToken(loss),
         _adam,
-        TensorDataset(_data().tensors[0].double(), _data().tensors[1]),
+        make_data(26, torch.float64),
         global_batch=13,  # divides 26, so that no step is small enough to hold no token
     )
     torch.manual_seed(11)
-    return _flat(trainer.fit(2, micro_batch=1).model)
+    return weights_of(trainer.fit(2, micro_batch=1).model)
 
 
 def _assert_a_loader_and_a_mean_loss_give_the_same(job: Any) -> None:
-    x, y = _data().tensors
+    x, y = make_data().tensors
     data = TensorDataset(x.double(), y)
     loader = DataLoader(data, batch_size=3, shuffle=True)
     ends = []
@@ -148,7 +136,7 @@ def _assert_a_loader_and_a_mean_loss_give_the_same(job: Any) -> None:
             validation=paceline.Validation(dataset=given, micro_batch=micro_batch),
         )
         result = trainer.fit(2, micro_batch=micro_batch)
-        ends.append(([*_flat(result.model), result.evaluation.loss], result.evaluation.num_samples))
+        ends.append(([*weights_of(result.model), result.evaluation.loss], result.evaluation.num_samples))
     (by_sum, size), (by_mean, same_size) = ends
     assert size == same_size == 26
     assert by_mean == pytest.approx(by_sum, rel=1e-9)  # a mean is divided before it is multiplied
@@ -188,7 +176,7 @@ def _dicts(job: Any) -> list[float]:
     )
     torch.manual_seed(11)
     result = trainer.fit(2)
-    return [*_flat(result.model), result.evaluation.loss]
+    return [*weights_of(result.model), result.evaluation.loss]
 
 
 def _batchnorm(job: Any) -> list[float]:
@@ -197,11 +185,11 @@ def _batchnorm(job: Any) -> list[float]:
         lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double(),
         F.cross_entropy,
         lambda p: torch.optim.SGD(p, lr=0.1),
-        TensorDataset(_data().tensors[0].double(), _data().tensors[1]),
+        make_data(26, torch.float64),
         global_batch=8,
     )
     model = trainer.fit(2).model
-    return _flat(model) + model[1].running_mean.tolist() + model[1].running_var.tolist()
+    return weights_of(model) + model[1].running_mean.tolist() + model[1].running_var.tolist()
 
 
 def _stop(job: Any) -> int:
@@ -209,9 +197,9 @@ def _stop(job: Any) -> int:
         _net,
         F.cross_entropy,
         _adam,
-        _data(),
+        make_data(26),
         global_batch=8,
-        validation=paceline.Validation(dataset=_data()),
+        validation=paceline.Validation(dataset=make_data(26)),
     )
 
     def enough(moment: Any) -> None:
@@ -228,17 +216,15 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-def _fit(wrong: dict[str, Any]) -> None:
-    loss, data = wrong.get("loss", F.cross_entropy), wrong.get("data", _data())
+def _fit(job: Any, kind: str) -> None:
+    wrong = WRONG[kind]
+    loss, data = wrong.get("loss", F.cross_entropy), wrong.get("data", make_data(26))
     paceline.Trainer(_net, loss, _adam, data, global_batch=4).fit(1, on=wrong.get("on"))
 
 
 def _each(job: Any) -> tuple[list[float], list[float], int, int]:
-    for wrong in WRONG.values():
-        with pytest.raises(ConfigError):
-            _fit(wrong)
-        gc.collect()  # closes the loop that the error has left
-        job.settle()
+    errors = refusals(job, _fit, WRONG)
+    assert {kind: name for kind, (name, _) in errors.items()} == dict.fromkeys(WRONG, "ConfigError")
     _assert_a_loader_and_a_mean_loss_give_the_same(job)
     buckets = set(_bucket_sizes(job)) if job.world_size > 1 else {4}
     return _tokens(job), _batchnorm(job) + _dicts(job), _stop(job), *buckets

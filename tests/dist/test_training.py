@@ -5,18 +5,26 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_trainings import (
+    backwards,
+    loss_sum,
+    make_data,
+    refusals,
+    weights_of,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import GradientError, NonFinite, PacelineError, PeerFailed, StepError
+from paceline.errors import GradientError, NonFinite, PeerFailed, StepError
 from paceline.testing import (
     Fault,
     InjectedFault,
@@ -27,11 +35,6 @@ from paceline.testing import (
 )
 
 SLOW = pytest.mark.slow
-
-
-def _data(n: int = 22, dtype: torch.dtype = torch.float32) -> TensorDataset:
-    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(3)).to(dtype)
-    return TensorDataset(x, x[:, :3].argmax(1))
 
 
 def _model(*, dropout: float = 0.0) -> nn.Module:
@@ -53,32 +56,18 @@ def _training(
     net = net or _model(dropout=dropout)
     model = paceline.ddp(job, net, static_graph=static_graph)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    data = _data(samples, next(net.parameters()).dtype)
+    data = make_data(samples, next(net.parameters()).dtype)
     batches = paceline.Batches(job, data, global_batch=global_batch, micro_batch=micro_batch)
     return paceline.Training(job, model, optimizer, batches, **options)
-
-
-def _loss(training: Any, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(training.models[0](batch[0]), batch[1], reduction="sum")
-
-
-def _backwards(training: Any, step: Any) -> None:
-    for batch in step:
-        step.backward(_loss(training, batch), count=len(batch[1]))
 
 
 def _run(training: paceline.Training, **how: Any) -> list[float]:
     losses = []
     for step in training.steps(**how):
-        _backwards(training, step)
+        backwards(training, step)
         step.update(clip_norm=1.0)
         losses.append(float(step.loss))
     return losses
-
-
-def _weights(training: paceline.Training) -> list[float]:
-    parameters = [p for model in training.models for p in model.parameters()]
-    return torch.cat([p.detach().reshape(-1) for p in parameters]).tolist()
 
 
 # What must be the same for any number of ranks.
@@ -88,7 +77,7 @@ def _rates(job: Any) -> list[float]:
     training = _training(job, schedule=lambda step: 1 / (1 + step))
     rates = []
     for step in training.steps(epochs=1):
-        _backwards(training, step)
+        backwards(training, step)
         rates.append(training.optimizers[0].param_groups[0]["lr"])
         step.update()
     return rates
@@ -106,7 +95,7 @@ def _collectives_per_step(job: Any, micro_batch: int) -> list[int]:
     per_step = []
     for step in training.steps(epochs=2):
         before = len(counted)
-        _backwards(training, step)
+        backwards(training, step)
         step.update()
         per_step.append(len(counted) - before)
     return per_step
@@ -118,7 +107,7 @@ def _gan(job: Any) -> list[float]:
     critic = paceline.ddp(job, nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double())
     opt_g = torch.optim.SGD(generator.parameters(), lr=0.05)
     opt_c = torch.optim.SGD(critic.parameters(), lr=0.05)
-    data = TensorDataset(_data(25).tensors[0].double())
+    data = TensorDataset(make_data(25).tensors[0].double())
     # Ranks have different numbers of micro-batches, and in the last step some have none.
     batches = paceline.Batches(job, data, global_batch=7, micro_batch=2)
     training = paceline.Training(job, [generator, critic], [opt_c, opt_g], batches)
@@ -131,7 +120,7 @@ def _gan(job: Any) -> list[float]:
             step.backward(F.softplus(-critic(fake)).sum(), count=len(real), optimizer=opt_g)
         step.update(opt_c)
         step.update(opt_g)
-    return _weights(training)
+    return weights_of(*training.models)
 
 
 def _extra_forward(job: Any, where: str) -> list[float]:
@@ -141,20 +130,20 @@ def _extra_forward(job: Any, where: str) -> list[float]:
         for batch in step:
             if where == "before":
                 model(batch[0])
-            step.backward(_loss(training, batch), count=len(batch[1]))
+            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]))
             if where == "after":
                 model(batch[0]).argmax(1)
         step.update()
         if where == "between":
-            model(_data(2, torch.float64).tensors[0])
-    return _weights(training)
+            model(make_data(2, torch.float64).tensors[0])
+    return weights_of(*training.models)
 
 
 def _loss_before_update(job: Any) -> list[float]:
     training = _training(job, _model().double(), global_batch=2, micro_batch=1)
     losses = []
     for step in training.steps(until=6):
-        _backwards(training, step)
+        backwards(training, step)
         losses.append(float(step.loss))  # some ranks have no sample here
         step.update()
     return losses
@@ -171,7 +160,7 @@ def _ghosts(job: Any) -> tuple[list[bool], int]:
         for batch in step:
             ghosts.append(step.is_ghost)
             real += 0 if step.is_ghost else len(batch[1])
-            step.backward(_loss(training, batch), count=len(batch[1]))
+            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]))
         step.update()
     assert norm.training
     assert int(norm.num_batches_tracked) == ghosts.count(False)
@@ -183,15 +172,16 @@ def _loop_and_run(job: Any) -> list[str]:
     found = []
     for kind in ("loop", "sum", "pair"):
         training = _training(job)
+        model = training.models[0]
         for step in training.steps(epochs=2):
             if kind == "loop":
-                _backwards(training, step)
+                backwards(training, step)
             elif kind == "sum":
-                step.run(lambda batch, training=training: _loss(training, batch))
+                step.run(partial(loss_sum, model))
             else:
-                step.run(lambda batch, t=training: (_loss(t, batch), len(batch[1])))
+                step.run(lambda batch, model=model: (loss_sum(model, batch), len(batch[1])))
             step.update(clip_norm=1.0)
-        found.append(digest(_weights(training)))
+        found.append(digest(weights_of(*training.models)))
     return found
 
 
@@ -250,14 +240,14 @@ def test_results_do_not_depend_on_the_number_of_ranks() -> None:
 def _stops(job: Any) -> list[int]:
     at_end = _training(job)
     for step in at_end.steps(epochs=50):
-        _backwards(at_end, step)
+        backwards(at_end, step)
         step.update()
         if step.ends_epoch and step.epoch == 1 and job.rank == job.world_size - 1:
             step.stop()  # one rank is enough
     found = [at_end.number, len(_run(at_end, until=11))]  # a stop ends one loop only
     between = _training(job)
     for step in between.steps():  # endless
-        _backwards(between, step)
+        backwards(between, step)
         step.update()
         if step.number == 10 and job.rank == 0:
             step.stop()
@@ -283,32 +273,22 @@ def test_a_stop_is_after_the_same_step_on_all_ranks(
 
 def _leave(job: Any, kind: str, ranks: list[int]) -> int:
     training = _training(job)
-    for step in training.steps(until=3 if kind == "in the last step" else 40):
-        _backwards(training, step)
-        leaves = step.number == 3 and job.rank in ranks
-        if leaves and kind == "exit":
-            raise SystemExit(0)
-        if leaves and kind == "before the update":
-            break
-        step.update()
-        if leaves:
-            break
-    return training.number
-
-
-def _leave_and_catch(job: Any, kind: str, ranks: list[int]) -> None:
-    if kind != "caught":
-        _leave(job, kind, ranks)
-        return
-    training = _training(job)
     try:
-        for step in training.steps(epochs=5):
-            _backwards(training, step)
-            if step.number == 3 and job.rank in ranks:
+        for step in training.steps(until=3 if kind == "in the last step" else 40):
+            backwards(training, step)
+            leaves = step.number == 3 and job.rank in ranks
+            if leaves and kind == "exit":
+                raise SystemExit(0)
+            if leaves and kind == "caught":
                 raise ValueError("on this rank only")
+            if leaves and kind == "before the update":
+                break
             step.update()
+            if leaves:
+                break
     except ValueError:
-        return
+        pass
+    return training.number
 
 
 @pytest.mark.parametrize(
@@ -325,9 +305,7 @@ def _leave_and_catch(job: Any, kind: str, ranks: list[int]) -> None:
     ],
 )
 def test_a_rank_that_leaves_the_loop_is_named_within_seconds(kind: str, who: int) -> None:
-    outcomes = run_failing_ranks(
-        _leave_and_catch, kind, [who], nproc=3, timeout_s=40, deadline_s=30
-    )
+    outcomes = run_failing_ranks(_leave, kind, [who], nproc=3, timeout_s=40, deadline_s=30)
     for outcome in outcomes:
         assert f"rank {who} left the training loop after step 3" in str(outcome.error)
         if kind == "break":
@@ -353,7 +331,7 @@ def _fault(job: Any, faults: list[Fault]) -> None:
     training = _training(job)
     for step in training.steps(epochs=50):
         inject(job, faults, step.number)
-        _backwards(training, step)
+        backwards(training, step)
         step.update()
 
 
@@ -370,7 +348,7 @@ def test_an_error_on_one_rank_is_named_on_all() -> None:
 def _loss_on_one_rank(job: Any) -> None:
     training = _training(job)
     for step in training.steps(epochs=2):
-        _backwards(training, step)
+        backwards(training, step)
         step.update()
         if job.rank == 0 and step.number == 2:
             float(step.loss)
@@ -444,7 +422,7 @@ def _wrong(job: Any, kind: str) -> None:
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model.requires_grad_(kind != "frozen")
-        batches = paceline.Batches(job, _data(), global_batch=6)
+        batches = paceline.Batches(job, make_data(), global_batch=6)
         options: dict[str, Any] = {}
         if kind == "plateau":
             model = paceline.ddp(job, model)
@@ -455,7 +433,7 @@ def _wrong(job: Any, kind: str) -> None:
     training = _training(job, count=count, static_graph=kind == "static graph")
     for step in training.steps(epochs=1):
         if kind.startswith("run "):
-            step.run(lambda batch: _loss(training, batch))
+            step.run(lambda batch: loss_sum(training.models[0], batch))
         for x, y in step:
             n: Any = {"count": len(y) + 1, "negative tokens": -1, "zero tokens": 0}.get(
                 kind, len(y)
@@ -469,7 +447,7 @@ def _wrong(job: Any, kind: str) -> None:
                 reduction: Any = "median" if kind == "reduction" else "sum"
                 step.backward(loss, count=n, reduction=reduction)
             if kind == "twice":
-                step.backward(_loss(training, (x, y)), count=n)
+                step.backward(loss_sum(training.models[0], (x, y)), count=n)
             if kind == "inner break":
                 break
         if kind != "no update":
@@ -481,20 +459,8 @@ def _wrong(job: Any, kind: str) -> None:
             training.log(value=values[kind[4:]])
 
 
-def _all_wrong(job: Any) -> dict[str, tuple[str, str]]:
-    found = {}
-    for kind in WRONG:
-        try:
-            _wrong(job, kind)
-        except PacelineError as error:
-            found[kind] = type(error).__name__, str(error)
-        gc.collect()  # closes the loop that the error has left
-        job.settle()
-    return found
-
-
 def test_wrong_use_is_refused_on_every_rank() -> None:
-    for found in run_ranks(_all_wrong, nproc=2):
+    for found in run_ranks(refusals, _wrong, list(WRONG), nproc=2):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG
         assert "after 1 of 2 micro-batches" in found["inner break"][1]
         assert "scheduler.step(metric)" in found["plateau"][1]
@@ -527,7 +493,7 @@ def _change(job: Any, kind: str) -> None:
             else:
                 net.use_aside = kind == "unused on rank 1" and job.rank != 1
         for batch in step:
-            loss = _loss(training, batch)
+            loss = loss_sum(training.models[0], batch)
             if kind == "add" and step.number >= 5:
                 loss = loss * net.first.extra.sum()
             step.backward(loss, count=len(batch[1]))
@@ -548,7 +514,7 @@ def _not_finite(job: Any, kind: str) -> None:
     training = _training(job)
     for step in training.steps(until=3 if kind == "last gradient" else 40):
         for batch in step:
-            loss = _loss(training, batch)
+            loss = loss_sum(training.models[0], batch)
             if kind == "last gradient" and step.number == 3:
                 weight = paceline.unwrap(training.models[0])[3].weight
                 loss = loss + (weight * 0).abs().sqrt().sum()  # finite, with a gradient of NaN
@@ -581,7 +547,7 @@ def _dtypes_of_two_optimizers(job: Any) -> set[str]:
     """A GAN whose generator step runs the critic again after the critic's backward."""
     generator, critic = (paceline.ddp(job, nn.Linear(4, 4)) for _ in range(2))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (critic, generator)]
-    batches = paceline.Batches(job, _data(), global_batch=6, micro_batch=2)
+    batches = paceline.Batches(job, make_data(), global_batch=6, micro_batch=2)
     training = paceline.Training(job, [generator, critic], optimizers, batches, precision="bf16")
     seen = set()
     for step in training.steps(until=2):
@@ -605,7 +571,7 @@ def _trainings_alive(job: Any) -> list[bool]:
         training = _training(job)
         models.append(weakref.ref(paceline.unwrap(training.models[0])))
         for step in training.steps(until=3):
-            _backwards(training, step)
+            backwards(training, step)
             step.update()
             if number == 1:
                 break
@@ -644,7 +610,7 @@ def _report(job: Any, folder: str) -> None:
     training.report(folder)
     seen = torch.zeros(())
     for step in training.steps(epochs=2):
-        _backwards(training, step)
+        backwards(training, step)
         step.update(clip_norm=1.0)
         seen += 1  # the log holds the value of its step
         training.log(loss=step.loss, norm=step.grad_norm, seen=seen, bad=float("nan"))
@@ -675,7 +641,7 @@ def _resumed(job: Any, folder: str, until: int, resume: str = "auto") -> Any:
     training = _training(job, schedule=lambda s: 1 / (1 + s), checkpoints=checkpoints)
     losses = _run(training, until=until)
     training.export(f"{folder}/out/model.pth")
-    return losses, _weights(training)
+    return losses, weights_of(*training.models)
 
 
 @pytest.mark.parametrize("nproc", [*[pytest.param(n, marks=SLOW) for n in (1, 2, 3)], 4])
@@ -690,8 +656,7 @@ def test_a_resumed_training_ends_bit_for_bit_where_a_straight_one_ends(
         assert resumed[rank][1] == straight[rank][1]
     model = _model()  # the file has the model's own names, without "module."
     model.load_state_dict(torch.load(tmp_path / "b/out/model.pth", weights_only=True))
-    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    assert flat.tolist() == resumed[0][1]
+    assert weights_of(model) == resumed[0][1]
 
 
 def test_the_number_of_ranks_may_change_and_nothing_saved_is_lost(tmp_path: Path) -> None:
