@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_trainings import loss_sum, make_data, refusals, weights_of
+from small_trainings import loss_sum, refusals, weights_of
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import CheckpointError
@@ -20,9 +20,15 @@ from paceline.testing import digest, run_failing_ranks, run_ranks
 WORLDS = (1, 2, 3, 4, 8)
 
 
+def _data() -> TensorDataset:
+    # 6 features, so that samples begin at addresses of any alignment.
+    x = torch.randn(62, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
 def _net(*, batchnorm: bool, momentum: float | None = 0.1) -> nn.Module:
     norm = [nn.BatchNorm1d(24, momentum=momentum)] if batchnorm else []
-    return nn.Sequential(nn.Linear(4, 24), *norm, nn.Tanh(), nn.Dropout(0.3), nn.Linear(24, 3))
+    return nn.Sequential(nn.Linear(6, 24), *norm, nn.Tanh(), nn.Dropout(0.3), nn.Linear(24, 3))
 
 
 def _training(job: Any, setting: dict[str, Any], **options: Any) -> paceline.Training:
@@ -36,7 +42,7 @@ def _training(job: Any, setting: dict[str, Any], **options: Any) -> paceline.Tra
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batches = paceline.Batches(
         job,
-        make_data(62),
+        _data(),
         global_batch=22,  # 62 samples: the last step of an epoch has 18
         micro_batch=setting.get("micro_batch", 4),
         workers=setting.get("workers", 0),
@@ -96,7 +102,7 @@ def _by_trainer(job: Any) -> str:
         lambda: torch.manual_seed(0) and _net(batchnorm=True),
         F.cross_entropy,
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        make_data(62),
+        _data(),
         global_batch=22,
         reproducible=True,
     )
@@ -158,8 +164,8 @@ def _close_to_normal(job: Any, reproducible: bool) -> list[float]:
     torch.manual_seed(0)
     model = paceline.ddp(job, _net(batchnorm=False).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = make_data(62, torch.float64)
-    batches = paceline.Batches(job, data, global_batch=22, micro_batch=4)
+    x, y = _data().tensors
+    batches = paceline.Batches(job, TensorDataset(x.double(), y), global_batch=22, micro_batch=4)
     training = paceline.Training(job, model, optimizer, batches, reproducible=reproducible)
     _loop(training, epochs=2)
     return weights_of(model)
@@ -188,13 +194,13 @@ def test_what_was_pinned_is_given_back() -> None:
 
 class _Numbers(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Any:
-        return iter((torch.zeros(4), 0) for _ in range(8))
+        return iter((torch.zeros(6), 0) for _ in range(8))
 
 
 class _Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 3)
+        self.linear = nn.Linear(6, 3)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +216,7 @@ def _refused(job: Any, kind: str) -> None:
     if kind == "nan":
         model = _net(batchnorm=False)
     model = paceline.ddp(job, model)
-    data: Any = _Numbers() if kind == "stream" else make_data(62)
+    data: Any = _Numbers() if kind == "stream" else _data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = paceline.Batches(job, data, global_batch=8, micro_batch=4)
     training = paceline.Training(job, model, optimizer, batches, reproducible=True)
@@ -237,7 +243,7 @@ def _saves(job: Any, folder: str) -> None:
 def _resumes_normally(job: Any, folder: str) -> None:
     model = paceline.ddp(job, _net(batchnorm=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batches = paceline.Batches(job, make_data(62), global_batch=22, micro_batch=4)
+    batches = paceline.Batches(job, _data(), global_batch=22, micro_batch=4)
     checkpoints = paceline.Checkpoints(folder)
     _loop(paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints), until=2)
 
