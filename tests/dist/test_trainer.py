@@ -118,7 +118,7 @@ def _tokens(job: Any) -> list[float]:
 
 
 def _assert_a_loader_and_a_mean_loss_give_the_same(job: Any) -> None:
-    x, y = make_data().tensors
+    x, y = make_data(26).tensors
     data = TensorDataset(x.double(), y)
     loader = DataLoader(data, batch_size=3, shuffle=True)
     ends = []
@@ -136,7 +136,9 @@ def _assert_a_loader_and_a_mean_loss_give_the_same(job: Any) -> None:
             validation=paceline.Validation(dataset=given, micro_batch=micro_batch),
         )
         result = trainer.fit(2, micro_batch=micro_batch)
-        ends.append(([*weights_of(result.model), result.evaluation.loss], result.evaluation.num_samples))
+        ends.append(
+            ([*weights_of(result.model), result.evaluation.loss], result.evaluation.num_samples)
+        )
     (by_sum, size), (by_mean, same_size) = ends
     assert size == same_size == 26
     assert by_mean == pytest.approx(by_sum, rel=1e-9)  # a mean is divided before it is multiplied
