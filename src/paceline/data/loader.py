@@ -150,8 +150,9 @@ class LocalLoader(Loader):
             self._read_end = min(begin + self._rows_per_read, len(ids))
             self._read_rows = self._samples.read(seed, epoch, ids[begin : self._read_end])
         begin, end = begin - self._read_begin, end - self._read_begin
-        # `.data`: a change of one batch in place must not count as a change of the other batches.
-        return [rows.data[begin:end] for rows in self._read_rows]
+        # A copy begins at an aligned address, as the result of `index_select` does. A slice does not, and some
+        # kernels round otherwise then, so that equal samples would not give equal bits.
+        return [rows[begin:end].clone() for rows in self._read_rows]
 
     def _read(self, seed: int, epoch: int, ids: torch.Tensor, place: int) -> Any:
         batch = self._samples.read(
