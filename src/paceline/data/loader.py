@@ -31,6 +31,7 @@ Task = tuple[int, int, int, int]
 
 # Small rows of a dataset's tensors are read for several micro-batches in one call, up to this size.
 _READ_BYTES = 1 << 18
+_ALIGNMENT = 64  # bytes; torch allocates CPU memory at multiples of it
 
 
 class Loader(ABC):
@@ -150,9 +151,11 @@ class LocalLoader(Loader):
             self._read_end = min(begin + self._rows_per_read, len(ids))
             self._read_rows = self._samples.read(seed, epoch, ids[begin : self._read_end])
         begin, end = begin - self._read_begin, end - self._read_begin
-        # A copy begins at an aligned address, as the result of `index_select` does. A slice does not, and some
-        # kernels round otherwise then, so that equal samples would not give equal bits.
-        return [rows[begin:end].clone() for rows in self._read_rows]
+        # `.data`: a change of one batch in place must not count as a change of the other batches.
+        pieces = [rows.data[begin:end] for rows in self._read_rows]
+        # The result of `index_select` begins at an aligned address. Where a slice does not, some kernels round
+        # otherwise, so that equal samples would not give equal bits.
+        return [p if p.data_ptr() % _ALIGNMENT == 0 else p.clone() for p in pieces]
 
     def _read(self, seed: int, epoch: int, ids: torch.Tensor, place: int) -> Any:
         batch = self._samples.read(
