@@ -618,3 +618,12 @@ def test_workers_end_at_once_with_the_process_that_started_them(tmp_path: Path) 
     done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, env=environ, timeout=40)
     assert done.returncode == -signal.SIGKILL
     assert len(done.stdout.split()) == 2
+
+
+def test_batches_of_tensors_begin_at_aligned_addresses(job: Job) -> None:
+    # Kernels may round otherwise elsewhere, and a slice of rows that were read together may begin anywhere.
+    for columns, size in ((3, 5), (1, 1), (16, 4)):
+        data = TensorDataset(torch.randn(50, columns), torch.arange(50))
+        batches = Batches(job, data, global_batch=2 * size, micro_batch=size)
+        for step in batches.iterate(START, epochs=2):
+            assert all(t.data_ptr() % 64 == 0 for micro in step for t in micro.batch)
