@@ -153,8 +153,8 @@ class LocalLoader(Loader):
         begin, end = begin - self._read_begin, end - self._read_begin
         # `.data`: a change of one batch in place must not count as a change of the other batches.
         pieces = [rows.data[begin:end] for rows in self._read_rows]
-        # The result of `index_select` begins at an aligned address. Where a slice does not, some kernels round
-        # otherwise, so that equal samples would not give equal bits.
+        # The result of `index_select` begins at an aligned address. Where a slice does not, some kernels
+        # round otherwise, so that equal samples would not give equal bits.
         return [p if p.data_ptr() % _ALIGNMENT == 0 else p.clone() for p in pieces]
 
     def _read(self, seed: int, epoch: int, ids: torch.Tensor, place: int) -> Any:
