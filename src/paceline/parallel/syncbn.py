@@ -65,7 +65,10 @@ class SyncBatchNorm(nn.BatchNorm1d):
     link: _Link
     was: type[nn.Module]  # the class that `sync_batchnorm` replaced
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # torch's forward calls it too
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # called by torch's forward
+        self._check_dimensions(input)
+
+    def _check_dimensions(self, input: torch.Tensor) -> None:
         allowed = _DIMENSIONS.get(self.was, range(2, 9))
         if input.dim() not in allowed:
             dimensions = " or ".join(f"{number}D" for number in allowed)
@@ -80,7 +83,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
         """
         if not self.training:
             return super().forward(input)
-        self._check_input_dim(input)
+        self._check_dimensions(input)
         job = self.link.job
         if job is None:
             raise StepError(
