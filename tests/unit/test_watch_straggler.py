@@ -10,15 +10,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import paceline
 from paceline.launch.straggler_watch import StragglerWatch
 from paceline.watch.probe import Probe
 from paceline.watch.processes import HostSample
-from paceline.watch.sampling import classify
+from paceline.watch.sampling import _PHASES, classify
 from paceline.watch.straggler import (
     Arrivals,
     Key,
@@ -445,3 +447,10 @@ def test_a_garbage_collection_is_its_own_phase() -> None:
     assert 0.3 < collected / in_all < 1
     assert 0.3 <= in_all < time.perf_counter() - begun
     assert all(seconds > -1e-3 for _, _, seconds in spent)
+
+
+def test_files_of_paceline_that_name_a_phase_exist() -> None:
+    source = Path(paceline.__file__).parents[1]
+    own = [name for names in _PHASES.values() for name in names if name.startswith("paceline/")]
+    assert own
+    assert [name for name in own if not (source / name).exists()] == []

@@ -21,6 +21,7 @@ from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
 from paceline.parallel.strategy import Strategy
 from paceline.training import weight
+from paceline.training.clipping import scale_and_clip
 from paceline.training.control_word import Control
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
@@ -313,19 +314,11 @@ class Step:
         if factor is None and clip_norm is None:
             return
         gradients = [p.grad for p in record.trained.parameters if p.grad is not None]
-        coefficient = factor
-        if clip_norm is not None:
-            norm = self._context.strategy.grad_norm(gradients)
-            norm = norm if factor is None else norm * factor
-            coefficient = torch.clamp(
-                clip_norm / (norm + 1e-6), max=1.0
-            )  # as torch's clip_grad_norm_
-            coefficient = coefficient if factor is None else coefficient * factor
-            self.grad_norm = norm
-        assert coefficient is not None
-        torch._foreach_mul_(gradients, coefficient)
-        if clip_norm is not None:
-            self._refuse_non_finite(norm, record.trained)
+        self.grad_norm = scale_and_clip(
+            gradients, self._context.strategy.grad_norm, factor=factor, clip_norm=clip_norm
+        )
+        if self.grad_norm is not None:
+            self._refuse_non_finite(self.grad_norm, record.trained)
 
     def _factor(self, record: _Record) -> torch.Tensor | None:
         """The factor for the gradients of an optimizer, shape (); None for 1."""

@@ -18,7 +18,7 @@ _SAMPLES = 200  # of a profile
 _PHASES = {
     "checkpoint": (
         *("torch/serialization.py", "torch/distributed/checkpoint/", "/safetensors/"),
-        *("paceline/checkpoint/", "paceline/training/saving.py"),
+        "paceline/checkpoint/",
     ),
     "data": ("torch/utils/data/", "paceline/data/"),
     "backward": ("torch/autograd/graph.py", "torch/autograd/__init__.py"),
