@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from paceline.training.evaluation import Evaluation as Evaluation
     from paceline.training.evaluation import evaluate as evaluate
     from paceline.training.labels import count_labels as count_labels
+    from paceline.training.schedules import PerEpoch as PerEpoch
     from paceline.training.state import load_weights as load_weights
     from paceline.training.step import Step as Step
     from paceline.training.trainer import Fit as Fit
@@ -87,6 +88,7 @@ _HOMES = {
     "NonFinite": "paceline.errors",
     "PacelineError": "paceline.errors",
     "PeerFailed": "paceline.errors",
+    "PerEpoch": "paceline.training.schedules",
     "PerToken": "paceline.training.trainer",
     "Preempted": "paceline.job.preemption",
     "RankDisagreement": "paceline.errors",

@@ -401,7 +401,6 @@ WRONG = {
     "static graph": "ConfigError",
     "frozen": "ConfigError",
     "not wrapped": "ConfigError",
-    "plateau": "ConfigError",
 }
 _LOSSES: dict[str, Any] = {
     "mean": _mean,
@@ -418,16 +417,12 @@ _LOSSES: dict[str, Any] = {
 
 
 def _wrong(job: Any, kind: str) -> None:
-    if kind in ("frozen", "not wrapped", "plateau"):
+    if kind in ("frozen", "not wrapped"):
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model.requires_grad_(kind != "frozen")
         batches = paceline.Batches(job, make_data(), global_batch=6)
-        options: dict[str, Any] = {}
-        if kind == "plateau":
-            model = paceline.ddp(job, model)
-            options["schedule"] = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        paceline.Training(job, model, optimizer, batches, **options)
+        paceline.Training(job, model, optimizer, batches)
         return
     count = "tokens" if "tokens" in kind else "samples"
     training = _training(job, count=count, static_graph=kind == "static graph")
@@ -463,7 +458,6 @@ def test_wrong_use_is_refused_on_every_rank() -> None:
     for found in run_ranks(refusals, _wrong, list(WRONG), nproc=2):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG
         assert "after 1 of 2 micro-batches" in found["inner break"][1]
-        assert "scheduler.step(metric)" in found["plateau"][1]
 
 
 class Net(nn.Module):

@@ -6,6 +6,7 @@ process: ranks with fewer samples run ghost micro-batches. torch shards, gathers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -170,9 +171,20 @@ class FSDPStrategy(Strategy):
                 names=names,
             )
 
-    def grad_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        norm = get_total_norm(gradients, foreach=True)
+    def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        if norm_type == math.inf:
+            return self._largest(gradients)
+        norm = get_total_norm(gradients, norm_type, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _largest(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        # torch has no infinity norm of an empty shard, which a rank may hold of a small parameter.
+        parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        own = torch.stack([g.abs().max() for g in parts if g.numel()] or [parts[0].new_zeros(())])
+        # Gathered, because a maximum over ranks does not keep NaN on every backend.
+        each = [torch.empty_like(own[0]) for _ in range(self._job.data.size)]
+        dist.all_gather(each, own.max(), group=self._job.data.group)
+        return torch.stack(each).max()
 
     def whole_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return {

@@ -111,9 +111,9 @@ class Strategy:
             GradientError: a parameter got no gradient, or one that is not summed over ranks.
         """
 
-    def grad_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The 2-norm of all gradients as one vector, shape (), the same on all ranks."""
-        return get_total_norm(gradients, foreach=True)
+    def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The p-norm of all gradients as one vector, shape (), the same on all ranks."""
+        return get_total_norm(gradients, norm_type, foreach=True)
 
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch in the form that is added up for the log."""

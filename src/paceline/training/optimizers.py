@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import ConfigError, NonFinite
 from paceline.job.job import Job
 from paceline.parallel.modules import owned_parameters, unwrap
-
-Schedule = LRScheduler | Callable[[int], float]
+from paceline.training.schedules import Schedule, TrainedSchedule, one_for_each
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +27,7 @@ class TrainedOptimizer:
 
     optimizer: Optimizer
     models: list[torch.nn.Module]
-    schedule: LRScheduler | None
+    schedule: TrainedSchedule
     token_divisor: float = 0.0
 
     @property
@@ -62,7 +60,8 @@ def with_schedules(
     """Combine each optimizer with its models and its schedule.
 
     Raises:
-        ConfigError: nothing to train; no optimizer; the schedules do not fit the optimizers.
+        ConfigError: nothing to train; no optimizer, or one that needs a closure; the schedules do not fit
+            the optimizers.
     """
     for model in models:
         if not any(p.requires_grad for p in model.parameters()):
@@ -74,39 +73,24 @@ def with_schedules(
         raise ConfigError(
             "a training needs an optimizer.", fix="Training(job, model, optimizer, batches)."
         )
-    if schedule is None or callable(schedule) or not isinstance(schedule, Sequence):
-        schedules: list[Any] = [schedule, *[None] * (len(optimizers) - 1)]
-        if schedule is not None and len(optimizers) > 1:
-            raise ConfigError(
-                f"one schedule for {len(optimizers)} optimizers.",
-                fix="schedule=[...] with one schedule or None for each optimizer.",
-            )
-    else:
-        schedules = list(schedule)
-        if len(schedules) != len(optimizers):
-            raise ConfigError(
-                f"{len(schedules)} schedules for {len(optimizers)} optimizers.",
-                fix="give one schedule or None for each optimizer.",
-            )
     trained = []
-    for optimizer, each in zip(optimizers, schedules, strict=True):
-        if isinstance(each, ReduceLROnPlateau):
-            raise ConfigError(
-                "ReduceLROnPlateau is not supported as a schedule.",
-                why="it needs a metric in each step; a schedule counts optimizer steps only.",
-                fix="leave it out of Training, and call scheduler.step(metric) after each evaluation.",
-            )
-        if callable(each) and not isinstance(each, LRScheduler):
-            each = LambdaLR(optimizer, each)
-        if each is not None and each.optimizer is not optimizer:
-            raise ConfigError(
-                "the schedule belongs to another optimizer.",
-                fix="create the schedule from the optimizer that you give to Training, in the same order.",
-            )
+    for optimizer, each in zip(optimizers, one_for_each(schedule, optimizers), strict=True):
+        _refuse_closure(optimizer)
         owned = {id(p) for p in owned_parameters(optimizer)}
         own_models = [m for m in models if any(id(p) in owned for p in m.parameters())]
         trained.append(TrainedOptimizer(optimizer, own_models, each))
     return trained
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{name} is not supported: its `step` needs a closure.",
+            why="it evaluates the loss several times in one step, but a step reads its micro-batches once.",
+            fix="use an optimizer whose `step` needs no closure, such as torch.optim.AdamW.",
+        )
 
 
 def refuse_non_finite_weights(job: Job, models: list[torch.nn.Module], step: int) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from paceline.data.plan import MicroBatch, PlannedStep
-from paceline.errors import ConfigError, NonFinite, StepError, listed
+from paceline.errors import NonFinite, StepError, listed
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
 from paceline.parallel.strategy import Strategy
 from paceline.training import weight
-from paceline.training.clipping import scale_and_clip
+from paceline.training.clipping import Clipping, scale_and_clip
 from paceline.training.control_word import Control
 from paceline.training.optimizers import TrainedOptimizer
 from paceline.training.precision import Precision
@@ -78,6 +78,7 @@ class _Record:
     count: float | torch.Tensor = 0
     backwards: int = 0
     is_updated: bool = False
+    is_skipped: bool = False
 
 
 class Step:
@@ -90,7 +91,9 @@ class Step:
         epoch: Counted from 0.
         num_samples: Samples of this step over all ranks.
         ends_epoch: Whether this is the last step of its epoch.
-        grad_norm: After `update(clip_norm=...)`: the norm before clipping, shape (), else None.
+        grad_norm: After an `update` that clips: the norm of the gradient before that, shape (), else None.
+        grad_norms: After `update(grad_norms=True)`: the norm of each parameter's gradient before clipping,
+            by the parameter's name, each of shape (); else empty.
 
     Collective: see the methods.
     """
@@ -105,6 +108,7 @@ class Step:
         "ends_epoch",
         "epoch",
         "grad_norm",
+        "grad_norms",
         "num_samples",
         "number",
     )
@@ -121,6 +125,7 @@ class Step:
         self.num_samples = planned.num_samples
         self.ends_epoch = planned.ends_epoch
         self.grad_norm: torch.Tensor | None = None
+        self.grad_norms: dict[str, torch.Tensor] = {}
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
@@ -131,7 +136,9 @@ class Step:
         while strategy.end_micro_batches():
             strategy.begin_step(self._planned)
             self._seen = 0
-            self._records = [_Record(record.trained) for record in self._records]
+            self._records = [
+                _Record(record.trained, is_skipped=record.is_skipped) for record in self._records
+            ]
             yield from self._run_micro_batches(micros)
 
     def _run_micro_batches(self, micros: Iterable[MicroBatch]) -> Iterator[Any]:
@@ -142,7 +149,7 @@ class Step:
             self._micro = micro
             strategy.before_forward(micro)
             for record in self._records:
-                record.needs_backward = True
+                record.needs_backward = not record.is_skipped
             # Dropout depends on the step and the first sample, not on the rank.
             context.begun = self.number
             seed = pair_seed(context.dropout_key, self.number, micro.offset)
@@ -158,6 +165,30 @@ class Step:
                     fix="call step.backward(loss, count=...) for each micro-batch"
                     + (" and optimizer." if len(self._records) > 1 else "."),
                 )
+
+    def skip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave an optimizer out of this step: it gets no `backward` and no `update`.
+
+        For a GAN whose critic takes several steps for each step of the generator. The schedule of the
+        optimizer does not advance, unless it is a `PerEpoch`.
+
+        Raises:
+            StepError: the micro-batches have begun, no other optimizer is left, or it is unknown.
+
+        Collective: all ranks, for the same optimizer in the same step, before the loop over micro-batches.
+        """
+        record = self._record_of(optimizer)
+        if self._seen:
+            raise self._error(
+                "`step.skip` was called after the first micro-batch.",
+                fix="call it before `for batch in step`.",
+            )
+        if all(each.is_skipped for each in self._records if each is not record):
+            raise self._error(
+                "`step.skip` would leave this step without an optimizer.",
+                fix="leave at least one optimizer in each step.",
+            )
+        record.is_skipped = True
 
     def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction = "sum") -> None:
         """Run forward and backward of every micro-batch: the loop over micro-batches in one call.
@@ -232,6 +263,8 @@ class Step:
         if count != micro.count:
             weight.check_count(count, micro.count, context.count, self._where)
         is_single = len(self._records) == 1
+        if record.is_skipped:
+            raise self._skipped_error("backward")
         if not record.needs_backward:
             raise self._error(
                 "this micro-batch had its `step.backward` already.",
@@ -271,19 +304,27 @@ class Step:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         clip_norm: float | None = None,
+        norm_type: float = 2.0,
+        clip_value: float | None = None,
+        grad_norms: bool = False,
     ) -> None:
         """Take the optimizer step with the gradient of all ranks' samples.
 
         Args:
             optimizer: With several optimizers, the one to step.
-            clip_norm: Bound of the gradient's 2-norm, > 0; `grad_norm` holds the norm afterwards.
+            clip_norm: Bound of the gradient's norm, > 0; `grad_norm` holds the norm before clipping.
+            norm_type: Which norm `clip_norm` bounds: a number > 0; `math.inf` for the largest absolute value.
+            clip_value: Bound of the absolute value of each element, > 0; `grad_norm` holds the largest
+                absolute value before clipping. It cannot be combined with `clip_norm`.
+            grad_norms: Whether to compute `grad_norms`, the 2-norm of each parameter's gradient.
 
         Raises:
+            ConfigError: an option is out of range or has no effect.
             StepError: a micro-batch was left out or had no backward, or the step was updated already.
             CountError: the counts of all ranks sum to 0.
             GradientError: a parameter got no gradient, or a gradient that is not summed over ranks.
             NonFinite: the gradient's norm is NaN or infinite; no rank has taken the step. Checked on
-                CPU only, with `clip_norm` and without a loss scale.
+                CPU only, when clipping, and without a loss scale.
 
         Collective: all ranks, once for each optimizer.
         """
@@ -291,34 +332,44 @@ class Step:
         record = self._record_of(optimizer)
         trained = record.trained
         self._refuse_update(record)
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError(
-                f"clip_norm must be more than 0, got {clip_norm}.",
-                fix="leave clip_norm out to train without clipping.",
-            )
+        clipping = None
+        if clip_norm is not None or clip_value is not None or norm_type != 2.0:
+            clipping = Clipping(norm=clip_norm, norm_type=norm_type, value=clip_value)
         context.strategy.finish(trained.optimizer)
         context.precision.scaler.unscale_(trained.optimizer)
-        self._scale_and_clip(record, clip_norm)
+        self._scale_and_clip(record, clipping, grad_norms)
         context.before_update()
         context.precision.scaler.step(trained.optimizer)
         record.is_updated = True
-        if self.is_done and context.precision.end_step():
-            for each in context.optimizers:
-                if each.schedule is not None:
-                    each.schedule.step()
+        if self.is_done:
+            was_taken = context.precision.end_step()
+            for each in self._records:
+                each.trained.schedule.end_step(
+                    was_updated=was_taken and each.is_updated, ends_epoch=self.ends_epoch
+                )
         trained.clear_gradients()
 
-    def _scale_and_clip(self, record: _Record, clip_norm: float | None) -> None:
-        """Multiply the gradients by `_factor` and clip their 2-norm, in one pass over them."""
+    def _scale_and_clip(self, record: _Record, clipping: Clipping | None, norms: bool) -> None:
+        """Multiply the gradients by `_factor` and clip them, in one pass."""
         factor = self._factor(record)
-        if factor is None and clip_norm is None:
+        if norms:
+            self.grad_norms |= self._norms(record, factor)
+        if factor is None and clipping is None:
             return
         gradients = [p.grad for p in record.trained.parameters if p.grad is not None]
         self.grad_norm = scale_and_clip(
-            gradients, self._context.strategy.grad_norm, factor=factor, clip_norm=clip_norm
+            gradients, self._context.strategy.grad_norm, factor=factor, clipping=clipping
         )
         if self.grad_norm is not None:
             self._refuse_non_finite(self.grad_norm, record.trained)
+
+    def _norms(self, record: _Record, factor: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        norm_of = self._context.strategy.grad_norm
+        return {
+            name: norm_of([p.grad], 2.0) if factor is None else norm_of([p.grad], 2.0) * factor
+            for name, p in record.trained.named_parameters()
+            if p.grad is not None
+        }
 
     def _factor(self, record: _Record) -> torch.Tensor | None:
         """The factor for the gradients of an optimizer, shape (); None for 1."""
@@ -326,7 +377,8 @@ class Step:
         factor = None
         if context.count == "tokens":
             if self._totals is None:
-                if any(each.backwards < self._planned.num_micro_batches for each in self._records):
+                planned = self._planned.num_micro_batches
+                if any(not r.is_skipped and r.backwards < planned for r in self._records):
                     raise self._error(
                         'with several optimizers and count="tokens", this `update` came too early.',
                         why="the tokens of all ranks are counted after the loop over micro-batches.",
@@ -385,24 +437,26 @@ class Step:
 
     @property
     def loss(self) -> StepLoss:
-        """The mean loss of this step over all ranks, of the first optimizer. See `StepLoss`.
+        """The mean loss of this step over all ranks, of the first optimizer that is not skipped.
+
+        See `StepLoss`.
 
         Collective: none. Converting it to a number: all ranks.
         """
-        record = self._records[0]
         context = self._context
-        return StepLoss(context.job, context.loop, self.number, record.loss, record.count)
+        return StepLoss(context.job, context.loop, self.number, *self._local_loss())
 
     @property
     def is_done(self) -> bool:
-        """Whether every optimizer was updated.
+        """Whether every optimizer that is not skipped was updated.
 
         Collective: none.
         """
-        return all(record.is_updated for record in self._records)
+        return all(record.is_updated or record.is_skipped for record in self._records)
 
     def _local_loss(self) -> tuple[torch.Tensor | None, Any]:
-        return self._records[0].loss, self._records[0].count
+        record = next(each for each in self._records if not each.is_skipped)
+        return record.loss, record.count
 
     def _record_of(self, optimizer: torch.optim.Optimizer | None) -> _Record:
         if optimizer is None:
@@ -422,6 +476,8 @@ class Step:
 
     def _refuse_update(self, record: _Record) -> None:
         planned = self._planned.num_micro_batches
+        if record.is_skipped:
+            raise self._skipped_error("update")
         if record.is_updated:
             raise self._error(
                 "this step was updated already.", fix="call step.update once for each optimizer."
@@ -437,6 +493,12 @@ class Step:
                 f"{planned} micro-batches, but {record.backwards} calls of `step.backward`.",
                 fix="call step.backward(loss, count=...) for each micro-batch.",
             )
+
+    def _skipped_error(self, method: str) -> StepError:
+        return self._error(
+            f"`step.{method}` was called for an optimizer that this step skips.",
+            fix="leave the call out, or call `step.skip(optimizer)` only in the steps without it.",
+        )
 
     def _error(self, what: str, *, why: str = "", fix: str = "") -> StepError:
         return StepError(what, where=self._where(), why=why, fix=fix, step=self.number)

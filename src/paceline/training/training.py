@@ -44,12 +44,9 @@ from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import state, weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import Replicas
-from paceline.training.optimizers import (
-    Schedule,
-    refuse_non_finite_weights,
-    with_schedules,
-)
+from paceline.training.optimizers import refuse_non_finite_weights, with_schedules
 from paceline.training.precision import Precision
+from paceline.training.schedules import Schedule
 from paceline.training.step import Step, StepContext
 
 # The first that fits how the models were wrapped, and `reproducible`, is used.
@@ -73,7 +70,8 @@ class Training:
         batches: The samples of each step.
         schedule: A scheduler of torch over the optimizer, or a function from the number of optimizer steps
             taken to a factor of the learning rate; with several optimizers, one for each. It counts
-            optimizer steps, so it is the same for any number of ranks.
+            optimizer steps, so it is the same for any number of ranks; in `PerEpoch(...)` it counts
+            epochs. `ReduceLROnPlateau` advances with `step_schedule`.
         precision: "fp32", "bf16" or "fp16" autocast; "auto" is bf16 on hardware that has it, else fp32.
         count: What `step.backward(count=...)` counts: "samples", whose number is checked, or "tokens".
         checkpoints: Where and when to save; None saves nothing.
@@ -308,9 +306,7 @@ class Training:
         return state.save(self.models, self.optimizers) | {
             "step": self.number,
             "position": [at.seed, at.epoch, at.offset],
-            "schedules": [
-                t.schedule.state_dict() if t.schedule else {} for t in context.optimizers
-            ],
+            "schedules": [trained.schedule.state_dict() for trained in context.optimizers],
             "divisors": [trained.token_divisor for trained in context.optimizers],
             "scaler": context.precision.scaler.state_dict(),
             "strategy": context.strategy.state_dict(),
@@ -354,8 +350,7 @@ class Training:
             context.optimizers, saved["schedules"], saved["divisors"], strict=True
         ):
             trained.token_divisor = divisor
-            if trained.schedule is not None:
-                trained.schedule.load_state_dict(schedule)
+            trained.schedule.load_state_dict(schedule)
         context.precision.load_state_dict(saved["scaler"])
         if (strategy := _strategy_state(saved)) is not None:
             context.strategy.load_state_dict(strategy)
@@ -382,6 +377,34 @@ class Training:
                 why="the setting changes the bits of every step.",
                 fix="use the setting of the run that saved it, or resume='never'.",
             )
+
+    def step_schedule(
+        self, metric: float | torch.Tensor, optimizer: Optimizer | None = None
+    ) -> None:
+        """Advance a `ReduceLROnPlateau` schedule with a metric, such as the loss of an evaluation.
+
+        Args:
+            metric: A number; the same on all ranks, as what `evaluate` returns.
+            optimizer: With several optimizers, the one whose schedule advances.
+
+        Raises:
+            ConfigError: the schedule takes no metric, or the optimizer is not of this training.
+            RankDisagreement: the ranks gave different values.
+
+        Collective: all ranks, same metric.
+        """
+        if optimizer is None and len(self.optimizers) == 1:
+            optimizer = self.optimizers[0]
+        for trained in self._context.optimizers:
+            if trained.optimizer is optimizer:
+                fix = "give the result of `evaluate`, or add the ranks' values up first."
+                collectives.agree(self.job, "metric of the schedule", repr(float(metric)), fix=fix)
+                trained.schedule.step_metric(float(metric))
+                return
+        raise ConfigError(
+            "`step_schedule` was called for no optimizer of this training.",
+            fix="training.step_schedule(metric, optimizer), with one that you gave to Training.",
+        )
 
     def save(self, *, best: bool = False) -> None:
         """Save after the step in progress. With `best` the checkpoint is kept until the next `best` one.
@@ -448,6 +471,8 @@ class Training:
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         context.loop = 0 if self.job.peers is None else self.job.peers.new_loop()
         context.control.begin(self.number, new_loop=True)
+        for trained in context.optimizers:
+            trained.schedule.begin()
         self._stopping = self._preempted = False
         for model in self.models if not self.reproducible else ():
             syncbn.warn_plain_batchnorm(self.job, model)
@@ -514,6 +539,8 @@ class Training:
         else:
             refuse_non_finite_weights(self.job, self.models, self.number)
         self._report.end()
+        for trained in self._context.optimizers:
+            trained.schedule.refuse_no_metric()
 
     def _is_finished(self, epochs: int | None, until: int | None) -> bool:
         return (epochs is not None and self.position.epoch >= epochs) or (

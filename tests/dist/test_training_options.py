@@ -1,0 +1,287 @@
+"""Options of a step and a training: clipping, norms, schedules by epoch and metric, skipped optimizers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_trainings import Recording, backwards, loss_sum, make_data, refusals, weights_of
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+import paceline
+from paceline.testing import run_ranks
+
+
+def _model(*, wide: bool = False) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Linear(4, 600 if wide else 8), nn.Tanh(), nn.Linear(600 if wide else 8, 3)
+    )
+
+
+def _clip_with_torch(options: dict[str, Any]) -> tuple[list[torch.Tensor], float]:
+    """The gradient of the first step on one process, clipped by torch."""
+    model, data = _model(), make_data()
+    loss = loss_sum(model, data.tensors) / len(data)
+    loss.backward()
+    if "clip_value" in options:
+        largest = max(float(p.grad.abs().max()) for p in model.parameters())
+        clip_grad_value_(model.parameters(), options["clip_value"])
+    else:
+        norm_type = options.get("norm_type", 2.0)
+        largest = float(clip_grad_norm_(model.parameters(), options["clip_norm"], norm_type))
+    return [p.grad for p in model.parameters()], largest
+
+
+CLIPPED = [
+    {"clip_norm": 0.05},
+    {"clip_norm": 0.05, "norm_type": 1.0},
+    {"clip_norm": 0.01, "norm_type": math.inf},
+    {"clip_value": 0.01},
+    {"clip_norm": 1e6, "grad_norms": True},
+]
+
+
+def _clip(job: Any, options: dict[str, Any], *, sharded: bool = False) -> dict[str, Any]:
+    if sharded:
+        model = paceline.fsdp(job, _model(), blocks="0")
+    else:
+        model = paceline.ddp(job, _model())
+    optimizer = Recording(model.parameters())
+    batches = paceline.Batches(job, make_data(), global_batch=22, micro_batch=3, shuffle=False)
+    training = paceline.Training(job, model, optimizer, batches)
+    result: dict[str, Any] = {}
+    for step in training.steps(until=1):
+        backwards(training, step)
+        step.update(**options)
+        norms = {name: float(norm) for name, norm in step.grad_norms.items()}
+        gradients = [g.full_tensor() if sharded else g for g in optimizer.seen[0]]
+        result = {"gradients": gradients, "norm": float(step.grad_norm), "norms": norms}
+    return result
+
+
+def _clip_all(job: Any) -> list[dict[str, Any]]:
+    results = [_clip(job, options) for options in CLIPPED]
+    if job.world_size > 1:
+        results += [_clip(job, options, sharded=True) for options in CLIPPED]
+    return results
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_clipping_is_that_of_torch(nproc: int) -> None:
+    results = run_ranks(_clip_all, nproc=nproc)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+    kinds = CLIPPED if nproc == 1 else CLIPPED + CLIPPED
+    for options, result in zip(kinds, results[0], strict=True):
+        want, largest = _clip_with_torch(options)
+        torch.testing.assert_close(result["gradients"], want)
+        assert result["norm"] == pytest.approx(largest, rel=1e-5)
+        expected = {}
+        if "grad_norms" in options:
+            names = [name for name, _ in _model().named_parameters()]
+            expected = {
+                n: pytest.approx(float(g.norm()), rel=1e-5)
+                for n, g in zip(names, want, strict=True)
+            }
+        assert result["norms"] == expected
+
+
+def _refuse_clipping(job: Any, kind: str) -> None:
+    options: dict[str, Any] = {
+        "norm": {"clip_norm": 0.0},
+        "value": {"clip_value": -1.0},
+        "both": {"clip_norm": 1.0, "clip_value": 1.0},
+        "type": {"clip_norm": 1.0, "norm_type": 0.0},
+        "no effect": {"norm_type": 1.0},
+    }[kind]
+    _clip(job, options)
+
+
+def _refuse_all(job: Any) -> dict[str, Any]:
+    return refusals(job, _refuse_clipping, ["norm", "value", "both", "type", "no effect"])
+
+
+def test_clipping_options_without_sense_are_refused_on_all_ranks() -> None:
+    for found in run_ranks(_refuse_all, nproc=2):
+        assert {kind: name for kind, (name, _) in found.items()} == dict.fromkeys(
+            ["norm", "value", "both", "type", "no effect"], "ConfigError"
+        )
+        assert "clip_norm and clip_value cannot be combined" in found["both"][1]
+        assert "norm_type has no effect" in found["no effect"][1]
+
+
+def _rates(job: Any, kind: str, folder: str, epochs: int) -> list[float]:
+    model = paceline.ddp(job, _model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    batches = paceline.Batches(job, make_data(), global_batch=8, micro_batch=3)
+    schedule: Any = {
+        "function": lambda: paceline.PerEpoch(lambda epoch: 0.5**epoch),
+        "scheduler": lambda: paceline.PerEpoch(StepLR(optimizer, 2, 0.1)),
+        "plateau": lambda: ReduceLROnPlateau(optimizer, factor=0.1, patience=1),
+    }[kind]()
+    checkpoints = paceline.Checkpoints(folder, every_epochs=1)
+    training = paceline.Training(
+        job, model, optimizer, batches, schedule=schedule, checkpoints=checkpoints
+    )
+    rates = []
+    for step in training.steps(epochs=epochs):
+        rates.append(optimizer.param_groups[0]["lr"])
+        backwards(training, step)
+        step.update()
+        if step.ends_epoch and kind == "plateau":
+            training.step_schedule([3.0, 2.0, 2.5, 2.5, 2.5, 1.0][step.epoch])
+    return rates
+
+
+def _all_rates(job: Any, folder: str) -> dict[str, list[float]]:
+    """The learning rate of each step of 6 epochs, resumed after the third, by kind of schedule."""
+    return {
+        kind: _rates(job, kind, f"{folder}/{kind}", 3) + _rates(job, kind, f"{folder}/{kind}", 6)
+        for kind in ("function", "scheduler", "plateau")
+    }
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_schedules_by_epoch_and_metric(nproc: int, tmp_path: Path) -> None:
+    results = run_ranks(_all_rates, str(tmp_path), nproc=nproc)
+    by_epoch = {
+        "function": [1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125],
+        "scheduler": [1.0, 1.0, 0.1, 0.1, 0.01, 0.01],
+        "plateau": [1.0, 1.0, 1.0, 1.0, 0.1, 0.1],
+    }
+    for kind, want in by_epoch.items():
+        per_step = [rate for rate in want for _ in range(3)]
+        assert all(rates[kind] == pytest.approx(per_step) for rates in results)
+
+
+def _wrong_schedule(job: Any, kind: str) -> None:
+    model = paceline.ddp(job, _model())
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    if kind == "closure":
+        optimizer = torch.optim.LBFGS(model.parameters())
+    schedule: Any = ReduceLROnPlateau(optimizer) if kind != "no plateau" else None
+    if kind == "per epoch":
+        schedule = paceline.PerEpoch(schedule)
+    batches = paceline.Batches(job, make_data(), global_batch=8, micro_batch=3)
+    training = paceline.Training(job, model, optimizer, batches, schedule=schedule)
+    for step in training.steps(epochs=3):
+        backwards(training, step)
+        step.update()
+        if kind in ("differs", "no plateau"):
+            training.step_schedule(float(job.rank) if kind == "differs" else 1.0)
+
+
+def _wrong_schedules(job: Any) -> dict[str, Any]:
+    return refusals(
+        job, _wrong_schedule, ["closure", "per epoch", "no metric", "differs", "no plateau"]
+    )
+
+
+def test_schedules_without_a_metric_and_optimizers_with_a_closure_are_refused() -> None:
+    for found in run_ranks(_wrong_schedules, nproc=2):
+        assert found["closure"][0] == "ConfigError"
+        assert "LBFGS is not supported: its `step` needs a closure" in found["closure"][1]
+        assert found["per epoch"][0] == "ConfigError"
+        assert found["no metric"][0] == "StepError"
+        assert "got no metric in 3 epochs" in found["no metric"][1]
+        assert found["differs"][0] == "RankDisagreement"
+        assert found["no plateau"][0] == "ConfigError"
+
+
+def _gan(job: Any, folder: str, until: int, reproducible: bool, count: str) -> dict[str, Any]:
+    """A critic that takes 5 steps for each step of the generator, which is the first optimizer."""
+    torch.manual_seed(1)
+    generator = paceline.ddp(job, nn.Linear(2, 4))
+    critic = paceline.ddp(job, nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)))
+    optimizers = [torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())]
+    batches = paceline.Batches(job, make_data(), global_batch=8, micro_batch=3)
+    training = paceline.Training(
+        job,
+        [generator, critic],
+        optimizers,
+        batches,
+        schedule=[lambda step: 0.5**step, None],
+        count=count,
+        checkpoints=paceline.Checkpoints(folder, every_steps=2),
+        reproducible=reproducible,
+    )
+    losses = []
+    for step in training.steps(until=until):
+        trains_generator = step.number % 5 == 0
+        if not trains_generator:
+            step.skip(optimizers[0])
+        for x, _ in step:
+            if trains_generator:
+                fake = critic(generator(x[:, :2]))
+                step.backward(-fake.sum(), count=len(x), optimizer=optimizers[0])
+            value = critic(generator(x[:, :2]).detach()) - critic(x)
+            step.backward(value.tanh().sum(), count=len(x), optimizer=optimizers[1])
+        for optimizer in optimizers:
+            if trains_generator or optimizer is optimizers[1]:
+                step.update(optimizer)
+        losses.append(float(step.loss))
+    rate = optimizers[0].param_groups[0]["lr"]
+    return {"weights": weights_of(generator, critic), "rate": rate, "losses": losses}
+
+
+GANS = [(True, "samples"), (True, "tokens"), (False, "samples"), (False, "tokens")]
+
+
+def _gans(job: Any, folder: str) -> list[dict[str, Any]]:
+    """The end of a run that was resumed after step 3, for each entry of `GANS`."""
+    results = []
+    for number, (reproducible, count) in enumerate(GANS):
+        _gan(job, f"{folder}/{number}", 3, reproducible, count)
+        results.append(_gan(job, f"{folder}/{number}", 11, reproducible, count))
+    return results
+
+
+def test_an_optimizer_is_skipped_in_some_steps(tmp_path: Path) -> None:
+    want = run_ranks(_gans, str(tmp_path / "1"), nproc=1)[0]
+    for nproc in (2, 3, 4):
+        for got in run_ranks(_gans, str(tmp_path / str(nproc)), nproc=nproc):
+            for (reproducible, _), own, alone in zip(GANS, got, want, strict=True):
+                assert own["rate"] == pytest.approx(1e-3 / 4)  # updated in the steps 5 and 10
+                if reproducible:
+                    assert own == alone
+                else:
+                    assert own["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-6)
+                    assert own["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+
+
+def _wrong_skip(job: Any, kind: str) -> None:
+    models = [paceline.ddp(job, nn.Linear(4, 1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    batches = paceline.Batches(job, make_data(), global_batch=8, micro_batch=3)
+    training = paceline.Training(job, models, optimizers, batches)
+    for step in training.steps(until=1):
+        if kind != "late":
+            step.skip(optimizers[0])
+        if kind == "all":
+            step.skip(optimizers[1])
+        for x, _ in step:
+            if kind == "late":
+                step.skip(optimizers[0])
+            step.backward(
+                models[1](x).sum(), count=len(x), optimizer=optimizers[kind != "backward"]
+            )
+        step.update(optimizers[0])
+
+
+def _wrong_skips(job: Any) -> dict[str, Any]:
+    return refusals(job, _wrong_skip, ["late", "all", "backward", "update"])
+
+
+def test_wrong_uses_of_skip_are_refused() -> None:
+    for found in run_ranks(_wrong_skips, nproc=2):
+        assert {name for name, _ in found.values()} == {"StepError"}
+        assert "after the first micro-batch" in found["late"][1]
+        assert "without an optimizer" in found["all"][1]
+        assert "`step.backward` was called for an optimizer" in found["backward"][1]
+        assert "`step.update` was called for an optimizer" in found["update"][1]
