@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from small_trainings import refusals
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import PeerFailed, SampleError
@@ -174,3 +175,167 @@ def test_a_sample_that_raises_is_named() -> None:
     assert outcomes[1].error.sample == 5
     assert isinstance(outcomes[0].error, PeerFailed)
     assert "sample 5" in str(outcomes[0].error)
+
+
+class Stream(IterableDataset[Any]):
+    """The samples of `_data(29)`; with `part`, only those of this rank."""
+
+    def __init__(self, part: tuple[int, int] = (0, 1)) -> None:
+        self.part = part
+
+    def __iter__(self) -> Any:
+        return islice(iter(_data(29)), self.part[0], None, self.part[1])
+
+
+class Lengths(torch.utils.data.Sampler[list[int]]):
+    """Batches of 1, 2, 3, ... samples."""
+
+    def __iter__(self) -> Any:
+        first = 0
+        for size in range(1, 8):
+            yield list(range(first, min(first + size, 29)))
+            first += size
+
+    def __len__(self) -> int:
+        return 7
+
+
+def _evaluate_streams(job: Any) -> dict[str, Any]:
+    model = paceline.ddp(job, _model())
+    sources: dict[str, Any] = {
+        "stream": Stream(),
+        "loader of a stream": DataLoader(Stream(), 3),
+        "loader of batches": DataLoader(TensorBatches(), batch_size=None),
+        "generator": iter(list(DataLoader(_data(29), 3))),
+        "batch sampler": DataLoader(_data(29), batch_sampler=Lengths()),
+    }
+    results = {}
+    for name, source in sources.items():
+        options = {"micro_batch": 3} if name == "stream" else {}
+        result = paceline.evaluate(job, model, source, _score, **options)
+        results[name] = (result.num_samples, result.values)
+    return results
+
+
+class TensorBatches(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return _data(29)[3 * index : 3 * index + 3]
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_streams_and_loaders_give_what_the_dataset_gives(nproc: int) -> None:
+    want = run_ranks(_evaluate, [29], 0, nproc=1)[0][0]
+    for results in run_ranks(_evaluate_streams, nproc=nproc):
+        for name, (num_samples, values) in results.items():
+            assert num_samples == (28 if name == "batch sampler" else 29)
+            if name != "batch sampler":
+                assert values == want
+
+
+def _bad_stream(job: Any, kind: str) -> None:
+    loader = DataLoader(_data(9), 3)
+    data: Any = {
+        "split": Stream((job.rank, job.world_size)),
+        "shuffled": _shuffled(loader, job.rank),
+        "exhausted": iter([]),
+        "no tensors": iter([["a", "b"]]),
+        "workers": Stream(),
+    }[kind]
+    paceline.evaluate(job, _model(), data, _score, workers=2 if kind == "workers" else None)
+
+
+def _shuffled(loader: Any, rank: int) -> Any:
+    batches = list(loader)
+    return iter(batches[rank % 3 :] + batches[: rank % 3])
+
+
+def _bad_streams(job: Any) -> dict[str, Any]:
+    return refusals(job, _bad_stream, ["split", "shuffled", "exhausted", "no tensors", "workers"])
+
+
+def test_streams_that_differ_between_ranks_are_refused() -> None:
+    for found in run_ranks(_bad_streams, nproc=2):
+        assert "15 samples by rank 0, 14 samples by rank 1" in found["split"][1]
+        assert "the ranks read different batches" in found["shuffled"][1]
+        assert "gave no batch" in found["exhausted"][1]
+        assert "the number of samples of a batch is not known" in found["no tensors"][1]
+        assert found["workers"][0] == "ConfigError"
+
+
+class Counting:
+    """A backend of torch.compile that counts the runs of compiled graphs."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph(*args)
+
+        return run
+
+
+class Wrapped(nn.Module):
+    """Dynamo compiles no frame of torch's own modules, so DDP around a Sequential would run eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def _evaluate_compiled(job: Any) -> dict[str, Any]:
+    results = {}
+    for kind in ("inside", "around"):
+        backend = Counting()
+        model: nn.Module = Wrapped()
+        if kind == "inside":
+            model = paceline.ddp(job, torch.compile(model, backend=backend))
+        else:
+            model = torch.compile(paceline.ddp(job, model), backend=backend)
+        values = paceline.evaluate(job, model, _data(7), _score, micro_batch=3).values
+        results[kind] = (backend.runs, values)
+    return results
+
+
+def _evaluate_bf16(job: Any) -> tuple[list[str], dict[str, float]]:
+    seen = []
+
+    def score(model: nn.Module, batch: Any) -> dict[str, Any]:
+        seen.append(str(model(batch[0]).dtype))
+        return _score(model, batch)
+
+    model = paceline.ddp(job, _model())
+    values = paceline.evaluate(job, model, _data(7), score, micro_batch=3, precision="bf16").values
+    return seen, values
+
+
+def _evaluate_in_other_ways(job: Any) -> Any:
+    return _evaluate_compiled(job), _evaluate_bf16(job)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_compiled_models_run_compiled_and_the_precision_is_used(nproc: int) -> None:
+    want = run_ranks(_evaluate, [7], 0, nproc=1)[0][0]
+    low = None
+    for compiled, (dtypes, values) in run_ranks(_evaluate_in_other_ways, nproc=nproc):
+        for runs, got in compiled.values():
+            assert runs > 0
+            assert got == pytest.approx(want, rel=1e-5)
+        assert set(dtypes) == {"torch.bfloat16"}
+        assert values != want
+        assert low in (None, values)
+        low = values
+        assert values["loss"] == pytest.approx(want["loss"], rel=0.02)
+
+
+def test_an_unknown_precision_of_an_evaluation_is_refused() -> None:
+    with paceline.join() as job, pytest.raises(paceline.ConfigError, match="precision must be"):
+        paceline.evaluate(job, _model(), _data(7), _score, precision="int8")

@@ -31,6 +31,22 @@ def to_device(batch: Any, device: torch.device, *, pin: bool) -> Any:
     return _map_leaves(batch, move)
 
 
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, in their order."""
+    found: list[torch.Tensor] = []
+
+    def collect(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):  # with a method `to`, as transformers' BatchEncoding
+            for item in leaf.values():
+                _map_leaves(item, collect)
+        return leaf
+
+    _map_leaves(batch, collect)
+    return found
+
+
 def _map_leaves(value: Any, move: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)):
         return move(value)

@@ -1,20 +1,28 @@
-"""The micro-batches of an evaluation, the same for any number of ranks. Each rank gets a contiguous range."""
+"""The micro-batches of an evaluation, the same for any number of ranks.
+
+Of a map-style dataset each rank reads a contiguous range. A stream, or a loader that makes batches itself, is
+read whole by every rank, which scores its share of the batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import zlib
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data.dataloader import Source, adopt, refuse_with_loader
-from paceline.data.device import to_device
+from paceline.data.device import tensors_of, to_device
 from paceline.data.loader import SampleWork
 from paceline.data.plan import Plan, num_micro_batches, share
 from paceline.data.samples import Collate, ReadErrors, Samples, checked_size, refuse_sizes
 from paceline.data.workers import ComputeThreads, Workers
-from paceline.job import rng
+from paceline.errors import ConfigError, EvaluationError
+from paceline.job import collectives, rng
 from paceline.job.job import Job
 
 _MICRO_BATCH = 64
@@ -36,7 +44,7 @@ class EvaluationBatches:
 
     Attributes:
         num_samples: samples over all ranks.
-        micro_batch: samples of a forward; the loader's batch size, or 64, if None is given.
+        num_batches: micro-batches over all ranks.
 
     Raises:
         ConfigError: sizes out of range, or the dataset is a stream or empty.
@@ -63,7 +71,8 @@ class EvaluationBatches:
             micro_batch = source.batch_size or _MICRO_BATCH
         refuse_sizes(micro_batch=(micro_batch, 1), workers=(source.workers, 0))
         self.num_samples = size = source.num_samples or checked_size(source.dataset)
-        self.micro_batch = micro_batch
+        self.num_batches = num_micro_batches(size, micro_batch)
+        self._micro_batch = micro_batch
         self._job = job
         self._source = source
         axis = job.data
@@ -83,7 +92,7 @@ class EvaluationBatches:
             sample_randomness=True,
             purpose=rng.EVALUATION,
         )
-        begin, end = share(num_micro_batches(size, micro_batch), axis.rank, axis.size)
+        begin, end = share(self.num_batches, axis.rank, axis.size)
         self._tasks = [
             (job.seed, 0, index * micro_batch, min((index + 1) * micro_batch, size))
             for index in range(begin, end)
@@ -105,8 +114,135 @@ class EvaluationBatches:
                 if job.device.type != "cpu":
                     pin = pool is None and job.device.type == "cuda"
                     batch = to_device(batch, job.device, pin=pin)
-                yield EvaluationBatch(first // self.micro_batch, batch, stop - first)
+                yield EvaluationBatch(first // self._micro_batch, batch, stop - first)
         finally:
             threads.restore()
             if pool is not None:
                 pool.close()
+
+
+class EvaluationStream:
+    """This rank's share of the batches of a stream, or of a loader, that every rank reads whole.
+
+    Rank r scores batch r, r + n, r + 2n, ... of n ranks. So the batches do not depend on the number of ranks.
+
+    Attributes:
+        num_samples, num_batches: over all ranks; known after the iteration.
+
+    Raises:
+        ConfigError: options that have no effect or are out of range.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        stream: Iterable[Any],
+        *,
+        micro_batch: int | None,
+        workers: int | None,
+        collate: Collate | None,
+    ) -> None:
+        makes_batches = not isinstance(stream, IterableDataset)
+        if makes_batches:
+            refuse_with_loader(micro_batch=micro_batch, workers=workers, collate=collate)
+        elif workers:
+            raise ConfigError(
+                "workers has no effect in the evaluation of a stream.",
+                fix="evaluate a DataLoader over the stream, with num_workers.",
+            )
+        micro_batch = _MICRO_BATCH if micro_batch is None else micro_batch
+        refuse_sizes(micro_batch=(micro_batch, 1))
+        self._job = job
+        self._stream = stream
+        self._makes_batches = makes_batches
+        self._micro_batch = micro_batch
+        self._collate = collate or default_collate
+        self._first_digest = 0
+        self.num_samples = self.num_batches = 0
+
+    def __iter__(self) -> Generator[EvaluationBatch]:
+        job, axis = self._job, self._job.data
+        for index, (batch, count) in enumerate(self._batches()):
+            self.num_samples += count
+            self.num_batches = index + 1
+            if index == 0:
+                self._first_digest = _digest(batch)
+            if index % axis.size == axis.rank:
+                if job.device.type != "cpu":
+                    batch = to_device(batch, job.device, pin=job.device.type == "cuda")
+                yield EvaluationBatch(index, batch, count)
+
+    def _batches(self) -> Iterator[tuple[Any, int]]:
+        samples = iter(self._stream)
+        if self._makes_batches:
+            for batch in samples:
+                yield batch, _num_rows(batch)
+            return
+        while chunk := list(islice(samples, self._micro_batch)):
+            yield self._collate(chunk), len(chunk)
+
+    def check(self) -> None:
+        """Check that all ranks read the same batches; called after the iteration.
+
+        Raises:
+            EvaluationError: on all ranks, if they differ, or there was none.
+
+        Collective: all ranks.
+        """
+        own = [self.num_batches, self.num_samples, self._first_digest]
+        each = collectives.gather(self._job, own)
+        if any(other != own for other in each):
+            read = ", ".join(
+                f"{samples} samples by rank {r}" for r, (_, samples, _) in enumerate(each)
+            )
+            raise EvaluationError(
+                f"the ranks read different batches: {read}.",
+                why="of a stream or a loader every rank must read all batches, to score its share of them.",
+                fix="do not split the stream over ranks, and shuffle it with the same seed on all ranks.",
+            )
+        if not self.num_batches:
+            raise EvaluationError(
+                "the stream or loader gave no batch.",
+                why="it is empty, or an iterator that was read before.",
+                fix="give an object that starts anew with each `iter()`.",
+            )
+
+
+def batches_to_evaluate(
+    job: Job,
+    dataset: Any,
+    *,
+    micro_batch: int | None,
+    workers: int | None,
+    collate: Collate | None,
+) -> EvaluationBatches | EvaluationStream:
+    """The batches of a map-style dataset, a stream, a `DataLoader`, or another iterable of batches."""
+    options: dict[str, Any] = {"micro_batch": micro_batch, "workers": workers, "collate": collate}
+    if isinstance(dataset, DataLoader):
+        is_stream = isinstance(dataset.dataset, IterableDataset) or dataset.batch_sampler is None
+    else:
+        # IterableDataset inherits a __getitem__ that raises.
+        is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    if is_stream and hasattr(dataset, "__iter__"):
+        return EvaluationStream(job, dataset, **options)
+    return EvaluationBatches(job, dataset, **options)
+
+
+def _num_rows(batch: Any) -> int:
+    rows = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
+    if not rows:
+        raise EvaluationError(
+            f"the number of samples of a batch is not known: it is a {type(batch).__name__} without tensors.",
+            fix="return tensors whose first dimension is the samples, from the loader's collate_fn.",
+        )
+    return rows[0]
+
+
+def _digest(batch: Any) -> int:
+    """A checksum of the tensors of a batch, equal on hosts of one byte order."""
+    digest = 0
+    for tensor in tensors_of(batch):
+        if tensor.layout == torch.strided:
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest = zlib.crc32(raw.numpy().tobytes(), digest)
+    return digest

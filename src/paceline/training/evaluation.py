@@ -1,7 +1,7 @@
 """`evaluate`: the same result on any number of ranks. Each sample is evaluated once, without padding.
 
-The dataset is cut into micro-batches that do not depend on the number of ranks, and each rank gets a
-contiguous run of them. Their results are exchanged once at the end and added exactly, so the result is bit
+The dataset is cut into micro-batches that do not depend on the number of ranks, and each rank gets a share
+of them. Their results are exchanged once at the end and added exactly, so the result is bit
 for bit equal for any number of ranks.
 """
 
@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from paceline import torch_private
-from paceline.data.evaluation import EvaluationBatches
+from paceline import log, torch_private
+from paceline.data.evaluation import EvaluationBatches, EvaluationStream, batches_to_evaluate
 from paceline.data.samples import Collate
 from paceline.errors import ConfigError, EvaluationError
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
+from paceline.parallel.ddp import Replica, find_wrapper
 from paceline.parallel.modules import equalize_buffers, is_sharded, unwrap
+from paceline.training.precision import autocast_of
 
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
 
@@ -69,13 +72,17 @@ def evaluate(
     workers: int | None = None,
     metrics: Mapping[str, Any] | None = None,
     collate: Collate | None = None,
+    precision: str = "fp32",
 ) -> Evaluation:
     """Score a model on every sample of a dataset exactly once.
 
     Args:
-        model: Wrapped or not; run unwrapped, in eval mode, without gradients, and left as it was.
-        dataset: Map-style, or a `DataLoader` over such a dataset. A loader gives its dataset, the selection
-            of its sampler, batch size, collate function and workers.
+        model: Wrapped or not; run in eval mode, without gradients and without DDP, and left as it was. A
+            compiled model runs compiled.
+        dataset: Map-style, a stream (`IterableDataset`), a `DataLoader`, or another iterable of batches. A
+            loader of a map-style dataset gives its dataset, the selection of its sampler, batch size, collate
+            function and workers. Of streams and other iterables every rank reads all batches, the same on
+            all ranks, and scores its share.
         score: `score(model, batch)` returns results by name. A number or tensor of shape () is a sum over the
             batch's samples, to be divided by the number of samples; a pair (sum, count) is divided
             by the sum of its counts.
@@ -86,6 +93,7 @@ def evaluate(
             under that name; or "rows": score returns a tensor with a row per sample, and the result is the
             tensor of all samples in their order.
         collate: Makes a batch from a list of samples; None is torch's `default_collate`.
+        precision: "fp32", or "bf16" or "fp16" autocast, such as `training.precision`.
 
     Returns:
         The results, equal on all ranks.
@@ -109,14 +117,18 @@ def evaluate(
     requested = metrics or {}
     copies = {name: _reset_copy(m, job.device) for name, m in requested.items() if m != "rows"}
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in requested if name not in copies}
-    share = EvaluationBatches(
+    autocast = autocast_of(precision, job.device) or nullcontext()
+    share = batches_to_evaluate(
         job, dataset, micro_batch=micro_batch, workers=workers, collate=collate
     )
-    results = collectives.gather(job, _run(unwrap(model), share, score, copies, rows))
+    own_results = _run(_without_ddp(model), share, score, copies, rows, autocast)
+    results = collectives.gather(job, own_results)
     if any(each["is_preempted"] for each in results):
         # When the job is left, `Training` saves the step in progress and replaces the step number 0.
         raise Preempted(notice.take(), 0)
-    values: dict[str, Any] = _add_up(job, results, share.num_samples, share.micro_batch)
+    if isinstance(share, EvaluationStream):
+        share.check()
+    values: dict[str, Any] = _add_up(job, results, share.num_samples, share.num_batches)
     num_updates = [len(each["batches"]) for each in results]
     for name, metric in copies.items():
         values[name] = _merge_metric(job, metric, num_updates)
@@ -127,10 +139,11 @@ def evaluate(
 
 def _run(
     model: torch.nn.Module,
-    share: EvaluationBatches,
+    share: EvaluationBatches | EvaluationStream,
     score: Score,
     metrics: Mapping[str, Any],
     rows: dict[str, list[torch.Tensor]],
+    autocast: AbstractContextManager[Any],
 ) -> dict[str, Any]:
     """Score this rank's batches; returns their indices and sums, and fills `metrics` and `rows`.
 
@@ -144,7 +157,8 @@ def _run(
             if notice.received:
                 is_preempted = True
                 break
-            results = dict(score(model, each.batch))
+            with autocast:
+                results = dict(score(model, each.batch))
             for name, metric in metrics.items():
                 metric.update(*_arguments(name, results.pop(name, None)))
             for name, own in rows.items():
@@ -152,6 +166,20 @@ def _run(
             batches.append((each.index, each.count))
             sums.append(results)
     return {"batches": batches, "sums": _to_host(sums), "is_preempted": is_preempted}
+
+
+def _without_ddp(model: torch.nn.Module) -> torch.nn.Module:
+    """The model to run. DDP is left out, because ranks may have different numbers of batches."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    wrapper = find_wrapper(model)
+    if wrapper is None or isinstance(wrapper, Replica):
+        return model  # without gradients, the forward of a Replica runs no collective
+    log.once(
+        "evaluate runs this model without torch.compile, because it was compiled around torch's DDP. "
+        "Compile the module inside: paceline.ddp(job, torch.compile(model))."
+    )
+    return unwrap(model)
 
 
 @contextmanager
@@ -215,12 +243,11 @@ def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
 
 
 def _add_up(
-    job: Job, results: list[dict[str, Any]], num_samples: int, micro_batch: int
+    job: Job, results: list[dict[str, Any]], num_samples: int, num_batches: int
 ) -> dict[str, Any]:
     """Add the results of all micro-batches; `math.fsum` is exact, so the order does not matter."""
     seen_batches = sorted(tuple(pair) for each in results for pair in each["batches"])
     seen = sum(count for _, count in seen_batches)
-    num_batches = -(-num_samples // micro_batch)
     if [index for index, _ in seen_batches] != list(range(num_batches)) or seen != num_samples:
         raise EvaluationError(
             f"{seen} samples were evaluated, the dataset holds {num_samples}.",

@@ -15,7 +15,8 @@ from paceline.errors import ConfigError
 from paceline.job import collectives
 from paceline.job.job import Job
 
-_FORMATS = ("fp32", "bf16", "fp16", "auto")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FORMATS = ("fp32", *_DTYPES, "auto")
 
 
 class Precision:
@@ -45,10 +46,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=name == "fp16")
         # The first `scale` creates the scaler's tensors; `update` needs them on every rank.
         self.scaler.scale(torch.zeros((), device=job.device))
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        self._autocast = (
-            torch.autocast(job.device.type, dtype=dtypes[name]) if name in dtypes else None
-        )
+        self._autocast = autocast_of(name, job.device)
         self._inside = False
 
     def enter(self) -> None:
@@ -74,6 +72,15 @@ class Precision:
         """Load a loss scale. The state of a training in another format is ignored."""
         if "scale" in state:
             self.scaler.load_state_dict(state)
+
+
+def autocast_of(name: str, device: torch.device) -> torch.autocast | None:
+    """The context of a forward in a format; None for fp32."""
+    if name == "fp32":
+        return None
+    if name not in _DTYPES:
+        raise ConfigError(f"precision must be fp32, bf16 or fp16; got {name!r}.")
+    return torch.autocast(device.type, dtype=_DTYPES[name])
 
 
 def _best_format(device: torch.device) -> str:

@@ -88,6 +88,7 @@ class Training:
         models: All models, wrapped as given.
         optimizers: All optimizers.
         number: Number of steps done.
+        precision: The format in use: "fp32", "bf16" or "fp16".
         reproducible: As given.
 
     Raises:
@@ -134,6 +135,7 @@ class Training:
             generator=default_generator(job.device),
             dropout_key=key(job.seed, MICRO_BATCH),
         )
+        self.precision = self._context.precision.name
         self._context.strategy.check()
         if precision == "fp16" and not self._context.strategy.has_whole_gradients:
             raise ConfigError(
