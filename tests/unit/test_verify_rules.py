@@ -20,8 +20,8 @@ from paceline.audit.loss_weight import loss_weight
 from paceline.audit.progress import Progress
 from paceline.audit.record import digest, exact_parts
 from paceline.audit.rules import RULES
-from paceline.audit.rules.collectives import collectives
-from paceline.audit.rules.devices import devices
+from paceline.audit.rules.collectives import unmatched_collective
+from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, outliers
 
 
@@ -54,7 +54,7 @@ def start(cuda: int, cores: list[int], host: str = "a") -> dict[str, Any]:
     ],
 )
 def test_devices(device: list[str], cuda: int, cores: list[list[int]], message: str | None) -> None:
-    judged = devices(
+    judged = shared_device(
         case(*([start(cuda, [0, 1]), forward(d, c)] for d, c in zip(device, cores, strict=True)))
     )
     if message is None:
@@ -65,7 +65,7 @@ def test_devices(device: list[str], cuda: int, cores: list[list[int]], message: 
 
 
 def test_the_same_device_number_on_two_hosts_is_no_fault() -> None:
-    judged = devices(
+    judged = shared_device(
         case(
             [start(1, [0], "a"), forward("cuda:0", [0])],
             [start(1, [0], "b"), forward("cuda:0", [0])],
@@ -83,14 +83,14 @@ def call(op: str, line: int, ranks: int = 2) -> dict[str, Any]:
 
 def test_an_extra_collective_is_reported_at_its_line() -> None:
     usual = [call("all_reduce", 5), call("barrier", 9)]
-    judged = collectives(case([call("all_reduce", 2), *usual], usual))
+    judged = unmatched_collective(case([call("all_reduce", 2), *usual], usual))
     assert isinstance(judged, FaultFound)
     assert (judged.at, list(judged.ranks)) == ("t.py:2", [0])
 
 
 def test_the_last_of_three_ranks_does_not_enter() -> None:
     usual = [call("barrier", 9, 3)]
-    judged = collectives(case(usual, usual, [{"k": "end"}], hung=True))
+    judged = unmatched_collective(case(usual, usual, [{"k": "end"}], hung=True))
     assert isinstance(judged, FaultFound)
     assert (judged.at, list(judged.ranks)) == ("t.py:9", [0, 1])
     assert "rank 2 called none" in judged.evidence
@@ -98,14 +98,14 @@ def test_the_last_of_three_ranks_does_not_enter() -> None:
 
 def test_a_busy_rank_is_not_judged() -> None:
     usual = [call("barrier", 9)]
-    judged = collectives(case(usual, [{"k": "iter"}], hung=True))
+    judged = unmatched_collective(case(usual, [{"k": "iter"}], hung=True))
     assert judged == NotJudged("a rank was still computing when the run was stopped.")
 
 
 def test_collectives_of_some_ranks_are_ignored() -> None:
     pair = {**call("all_reduce", 2), "group": [0, 1]}
     usual = [call("barrier", 9, 3)]
-    assert isinstance(collectives(case([pair, *usual], [pair, *usual], usual)), NoFault)
+    assert isinstance(unmatched_collective(case([pair, *usual], [pair, *usual], usual)), NoFault)
 
 
 def test_rules_without_evidence_find_no_fault() -> None:

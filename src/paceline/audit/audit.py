@@ -15,14 +15,7 @@ from typing import Any, TypeVar
 from paceline.audit.evidence import Event, Mode, RankLog, Run, RunPlan
 from paceline.audit.refusals import Refused, refuse, refuse_early_exit
 from paceline.audit.rules import RULES
-from paceline.audit.rules.rule import (
-    Case,
-    FaultFound,
-    Judgement,
-    NoFault,
-    NotJudged,
-    Rule,
-)
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 from paceline.errors import name_ranks
 
 Execute = Callable[[RunPlan], Run]
@@ -31,7 +24,7 @@ _J = TypeVar("_J")
 
 @dataclass(frozen=True)
 class AuditResult:
-    """The judgements at one number of processes, by the name of the rule."""
+    """The judgements of all rules for one number of processes, by the name of the rule."""
 
     case: Case
     judgements: dict[str, Judgement] = field(default_factory=dict)

@@ -1,23 +1,55 @@
-"""The faults that the audit looks for. Each rule is pure: evidence in, a judgement out.
-
-Each file of this folder has a tuple `RULES`. To add a rule, add a file.
-"""
+"""The faults that the audit looks for. Each rule is pure: evidence in, a judgement out."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
+from paceline.audit.rules import (
+    collectives,
+    devices,
+    evaluation,
+    gradient,
+    randomness,
+    reduction,
+    schedule,
+    shards,
+    statistics,
+    update,
+    weights,
+)
 from paceline.audit.rules.rule import Rule
 
-_MODULES = [
-    importlib.import_module(f"{__name__}.{module.name}")
-    for module in pkgutil.iter_modules(__path__)
-]
+_STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
 
-RULES: tuple[Rule, ...] = tuple(
-    sorted(
-        (rule for module in _MODULES for rule in getattr(module, "RULES", ())),
-        key=lambda rule: rule.order,
-    )
+# Faults are reported in this order. To add a rule, write its function and add a line.
+RULES = (
+    Rule("same device for all ranks", devices.shared_device),
+    Rule(
+        "collective on some ranks only",
+        collectives.unmatched_collective,
+        works_with_join=False,
+        consequence_of=_STEPPED_ON_ONE_RANK,  # ranks that skipped a step end at different moments
+    ),
+    Rule("no shards", shards.whole_dataset),
+    Rule("shards overlap", shards.overlapping_shards),
+    Rule("set_epoch forgotten", randomness.same_order_each_epoch),
+    Rule("same augmentation in workers", randomness.same_augmentation),
+    Rule("same dropout mask on ranks", randomness.same_dropout),
+    Rule("gradient N times too large or small", gradient.scaled_gradient),
+    Rule("mean of means", gradient.mean_of_means),
+    Rule("no_sync on the last micro-batch", reduction.no_sync_on_last),
+    Rule("no_sync around backward only", reduction.no_sync_around_backward),
+    Rule("parameter added after wrapping", reduction.added_parameter),
+    Rule("clipping before unscaling", update.clip_before_unscale),
+    Rule(_STEPPED_ON_ONE_RANK, update.update_on_one_rank, works_with_join=False),
+    Rule("checkpoint loaded on one rank", weights.loaded_on_one_rank, works_with_join=False),
+    Rule("weights changed outside the optimizer", weights.changed_outside, works_with_join=False),
+    Rule("statistics drift apart", statistics.different_buffers),
+    Rule("schedule N times too fast", schedule.fast_schedule),
+    Rule("evaluated twice", evaluation.evaluated_twice),
+    Rule("metric averaged per rank", evaluation.averaged_metric),
+    Rule(
+        "weights drift apart",
+        weights.drifting_weights,
+        works_with_join=False,
+        is_last=True,
+    ),
 )

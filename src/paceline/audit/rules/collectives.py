@@ -9,13 +9,12 @@ from paceline.audit.rules.rule import (
     Judgement,
     NoFault,
     NotJudged,
-    Rule,
     outliers,
 )
 from paceline.errors import name_ranks
 
 
-def collectives(case: Case) -> Judgement:
+def unmatched_collective(case: Case) -> Judgement:
     """Compare the sequences of collectives of all ranks."""
     cut = any(log.first("enough") for log in case.ranks)
     each = [
@@ -138,15 +137,3 @@ def _ranks_with_extra_call(
 
 def _key(call: Event | None) -> tuple[str, ...] | None:
     return None if call is None else (call["op"], call.get("reduce", ""), call["at"])
-
-
-RULES = (
-    Rule(
-        name="collective on some ranks only",
-        judge=collectives,
-        order=20,
-        works_with_join=False,
-        # Ranks that skipped a step end at different moments.
-        consequence_of="clipped or stepped on one rank",
-    ),
-)

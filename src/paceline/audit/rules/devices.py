@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from paceline.audit.evidence import Event
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.errors import name_ranks
 
 
-def devices(case: Case) -> Judgement:
+def shared_device(case: Case) -> Judgement:
     """Ranks of one host share a device, or use none of its GPUs."""
     starts = [log.first("start") or {} for log in case.ranks]
     firsts: list[Event] = []
@@ -67,6 +67,3 @@ def _shared_cores(case: Case, starts: list[Event], firsts: list[Event]) -> Fault
         fix="bind each rank to other cores by LOCAL_RANK, or do not bind.",
         evidence=", ".join(f"rank {rank}: {each}" for rank, each in enumerate(cores)),
     )
-
-
-RULES = (Rule(name="same device for all ranks", judge=devices, order=10),)

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from paceline.audit.evidence import Event, RankLog, Run
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 _EQUAL = 1e-4
 # A reduced tensor with more values is no metric.
@@ -120,7 +120,7 @@ def _gathers(log: RankLog, evaluation: int) -> bool:
     )
 
 
-def metrics(case: Case) -> Judgement:
+def averaged_metric(case: Case) -> Judgement:
     """Ranks average a metric over their own samples, although they have different numbers of them."""
     if case.replay is None:
         return NotJudged(case.why_no_replay)
@@ -246,9 +246,3 @@ def _metric_fault(case: Case, one: Event, many: Event) -> FaultFound:
         evidence=f"with the same weights and samples: {one['results'][0]:.6g} on one process, {mean:.6g} "
         f"as the mean over {count}",
     )
-
-
-RULES = (
-    Rule(name="evaluated twice", judge=evaluated_twice, order=110),
-    Rule(name="metric averaged per rank", judge=metrics, order=111),
-)

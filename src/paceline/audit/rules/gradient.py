@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from paceline.audit.evidence import Event, RankLog
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # Rounding and BatchNorm change the ratio by less; a wrong factor is 2 or more.
 _EQUAL = 0.02
@@ -20,7 +20,7 @@ _SAME_DIRECTION = 0.98
 _SAME_WEIGHT = 0.01
 
 
-def gradient_scale(case: Case) -> Judgement:
+def scaled_gradient(case: Case) -> Judgement:
     """The gradient of N ranks on the samples of one process is N or 1/N times that of one."""
     run = case.replay
     why = case.why_no_replay if run is None else _why_not_comparable(case, run.ranks)
@@ -232,9 +232,3 @@ def _mean_fault(pair: tuple[Event, Event], ranks: list[int], step: int) -> Fault
         evidence=f"weights of one term in step {step}: {larger['weight']:.4g} and "
         f"{smaller['weight']:.4g}",
     )
-
-
-RULES = (
-    Rule(name="gradient N times too large or small", judge=gradient_scale, order=50),
-    Rule(name="mean of means", judge=mean_of_means, order=51),
-)

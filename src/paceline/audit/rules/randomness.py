@@ -6,13 +6,13 @@ from collections import Counter
 from itertools import combinations, pairwise
 
 from paceline.audit.evidence import Event, RankLog
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # The first forwards of each rank, whose random states are compared.
 _FORWARDS = 3
 
 
-def set_epoch(case: Case) -> Judgement:
+def same_order_each_epoch(case: Case) -> Judgement:
     """Each epoch has the order of the first: `sampler.set_epoch` was not called."""
     log = case.ranks[0]
     judged = False
@@ -158,10 +158,3 @@ def same_dropout(case: Case) -> Judgement:
                 evidence=f"equal states in {len(pairs)} forwards",
             )
     return NoFault("the ranks' forwards drew from different random states.")
-
-
-RULES = (
-    Rule(name="set_epoch forgotten", judge=set_epoch, order=40),
-    Rule(name="same augmentation in workers", judge=same_augmentation, order=41),
-    Rule(name="same dropout mask on ranks", judge=same_dropout, order=42),
-)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from paceline.audit.evidence import Event
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, Rule
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault
 
 
-def no_sync_last(case: Case) -> Judgement:
+def no_sync_on_last(case: Case) -> Judgement:
     """The last micro-batch of a step ran under `no_sync`, so the gradients were not reduced."""
     seen = 0
     for log in case.ranks:
@@ -41,7 +41,7 @@ def _gradients_differ(case: Case, step: int) -> bool:
     return any(each != digests[0] for each in digests)
 
 
-def no_sync_too_late(case: Case) -> Judgement:
+def no_sync_around_backward(case: Case) -> Judgement:
     """`no_sync` around the backward alone has no effect: DDP decides in the forward."""
     log = case.ranks[0]
     forward: Event | None = None
@@ -64,7 +64,7 @@ def no_sync_too_late(case: Case) -> Judgement:
     )
 
 
-def unknown_parameter(case: Case) -> Judgement:
+def added_parameter(case: Case) -> Judgement:
     """A parameter that came after DDP was built is trained by each rank alone."""
     log = case.ranks[0]
     trained = {name for event in log.of("step") for name in event["grads"]}
@@ -87,10 +87,3 @@ def unknown_parameter(case: Case) -> Judgement:
     if not log.of("ddp"):
         return NoFault("the model is not wrapped in DDP.")
     return NoFault("DDP reduces every parameter that is trained.")
-
-
-RULES = (
-    Rule(name="no_sync on the last micro-batch", judge=no_sync_last, order=60),
-    Rule(name="no_sync around backward only", judge=no_sync_too_late, order=61),
-    Rule(name="parameter added after wrapping", judge=unknown_parameter, order=62),
-)

@@ -1,4 +1,4 @@
-"""What a rule gets and what it answers."""
+"""The types of the rules: the evidence of one script, a rule, and its judgement."""
 
 from __future__ import annotations
 
@@ -77,21 +77,19 @@ class NotJudged:
 Judgement = FaultFound | NoFault | NotJudged
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
     """One kind of fault.
 
     Attributes:
-        order: Faults are reported in this order: what comes first in a training comes first.
         works_with_join: Whether the rule works under DDP's Join, where a rank without batches enters the
             collectives of the others.
         consequence_of: The name of a rule. A fault of that rule also causes what this rule looks for.
-        is_last: Whether the rule is judged only if no other rule found a fault.
+        is_last: Whether the rule is judged only if no rule before it found a fault.
     """
 
     name: str
     judge: Callable[[Case], Judgement]
-    order: int
     works_with_join: bool = True
     consequence_of: str = ""
     is_last: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.audit.evidence import RankLog
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # Relative difference of equal rates; rates between two steps are interpolated linearly.
 _EQUAL = 0.02
@@ -13,7 +13,7 @@ _MIN_EARLY = 3
 _MORE_CALLS = 1.5
 
 
-def schedule(case: Case) -> Judgement:
+def fast_schedule(case: Case) -> Judgement:
     """The learning rate of N ranks at step s is that of one process at step N * s."""
     solo, log = case.solo.ranks[0], case.ranks[0]
     if not log.of("schedule"):
@@ -81,6 +81,3 @@ def _interpolate(rates: list[float], position: float) -> float | None:
 
 def _close(a: float, b: float) -> bool:
     return abs(a - b) <= _EQUAL * max(abs(a), abs(b))
-
-
-RULES = (Rule(name="schedule N times too fast", judge=schedule, order=100),)

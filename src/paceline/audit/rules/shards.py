@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from paceline.audit.evidence import Event, RankLog
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # The padding of a sampler causes a smaller share of common samples.
 _OVERLAP = 0.1
@@ -202,9 +202,3 @@ def _inputs_without_loader(case: Case) -> Judgement:
             evidence=f"the model's inputs were equal on all ranks in {count} forwards",
         )
     return NoFault(f"the model's inputs differed between ranks in {count} forwards.")
-
-
-RULES = (
-    Rule(name="no shards", judge=whole_dataset, order=30),
-    Rule(name="shards overlap", judge=overlapping_shards, order=31),
-)

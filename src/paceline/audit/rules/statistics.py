@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from paceline.audit.evidence import Event
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, Rule
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault
 
 
-def statistics(case: Case) -> Judgement:
+def different_buffers(case: Case) -> Judgement:
     """Buffers differ between ranks in an evaluation, else in training and at the end."""
     if not any(event["buffers"] for log in case.ranks for event in log.of("model")):
         return NoFault("the model has no buffers.")
@@ -50,6 +50,3 @@ def _difference(firsts: list[dict[int, Event]], when: str) -> FaultFound | None:
                 evidence=f"{len(names)} of {len(first)} buffers differ after step {step}",
             )
     return None
-
-
-RULES = (Rule(name="statistics drift apart", judge=statistics, order=90),)

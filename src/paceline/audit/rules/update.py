@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.audit.evidence import Event, RankLog
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, Rule, outliers
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, outliers
 from paceline.errors import name_ranks
 
 _DID = {"clip": "clipped", "scaler-unscale": "unscaled", "scaler-step": "used the scaler"}
@@ -14,7 +14,7 @@ _DID_NOT = {
 }
 
 
-def clipped_scaled(case: Case) -> Judgement:
+def clip_before_unscale(case: Case) -> Judgement:
     """Gradients are clipped while they still contain the loss scale."""
     clips = 0
     for run in (case.ordinary, case.solo):
@@ -39,7 +39,7 @@ def clipped_scaled(case: Case) -> Judgement:
     return NoFault(f"{clips} clips, all of unscaled gradients.")
 
 
-def one_rank_alone(case: Case) -> Judgement:
+def update_on_one_rank(case: Case) -> Judgement:
     """One rank clips, unscales or steps and the others do not."""
     each = [_updates(log) for log in case.ranks]
     for number, across in enumerate(zip(*each, strict=False), 1):
@@ -97,14 +97,3 @@ def _difference(did: list[tuple[str, ...]]) -> tuple[str, list[int]]:
     if 0 < len(lacking) < len(did):
         return f"only {name_ranks(lacking)} did not update", lacking
     return "in another order or number", []
-
-
-RULES = (
-    Rule(name="clipping before unscaling", judge=clipped_scaled, order=70),
-    Rule(
-        name="clipped or stepped on one rank",
-        judge=one_rank_alone,
-        order=71,
-        works_with_join=False,
-    ),
-)

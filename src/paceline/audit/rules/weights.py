@@ -11,7 +11,6 @@ from paceline.audit.rules.rule import (
     Judgement,
     NoFault,
     NotJudged,
-    Rule,
     outliers,
 )
 from paceline.errors import name_ranks
@@ -182,7 +181,7 @@ def changed_outside(case: Case) -> Judgement:
     )
 
 
-def drift(case: Case) -> Judgement:
+def drifting_weights(case: Case) -> Judgement:
     """The weights differ after an optimizer step, and no other rule knows why."""
     if _is_sharded(case):
         return _SHARDED
@@ -219,20 +218,3 @@ def _equal_later(case: Case, split: Split) -> bool:
     befores = [_before_step(log) for log in case.ranks]
     later = {step for step in set.intersection(*map(set, befores)) if step > split.step}
     return any(_equal_at_use(befores, step, split.names) for step in later)
-
-
-RULES = (
-    Rule(
-        name="checkpoint loaded on one rank",
-        judge=loaded_on_one_rank,
-        order=80,
-        works_with_join=False,
-    ),
-    Rule(
-        name="weights changed outside the optimizer",
-        judge=changed_outside,
-        order=81,
-        works_with_join=False,
-    ),
-    Rule(name="weights drift apart", judge=drift, order=200, works_with_join=False, is_last=True),
-)
