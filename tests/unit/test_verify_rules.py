@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from paceline import torch_private
 from paceline.audit import evidence, record_data
 from paceline.audit.audit import judge
+from paceline.audit.digests import digest, exact_parts
 from paceline.audit.evidence import RankLog, Run, RunPlan
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.progress import Progress
-from paceline.audit.record import digest, exact_parts
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device

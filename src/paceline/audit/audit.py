@@ -126,6 +126,9 @@ def judge(case: Case) -> dict[str, Judgement]:
 def _judge(rule: Rule, case: Case) -> Judgement:
     if not rule.works_with_join and any(log.first("join") for log in case.ranks):
         return NotJudged("ranks without batches repeat the collectives of the others (Join).")
+    sharded = any(event["sharded"] for log in case.ranks for event in log.of("model"))
+    if sharded and rule.compares_weights:
+        return NotJudged("parameters are sharded over the ranks, so each rank holds another part.")
     try:
         return rule.judge(case)
     except Exception as error:

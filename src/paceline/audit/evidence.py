@@ -21,6 +21,8 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 
 Event = dict[str, Any]
 
+# Only tensors of up to this many values are metrics; their values are recorded.
+MAX_METRIC_VALUES = 16
 BUFFER_BROADCAST = "DDP's broadcast of buffers"
 
 _SPANS = ("collective", "backward", "forward")
@@ -43,11 +45,6 @@ class RunPlan:
     steps: int
     solo: Path | None = None
     bitwise: bool = False
-
-    @property
-    def replays(self) -> bool:
-        """Whether the ranks get the batches of the solo run."""
-        return self.mode in ("mirrored", "divided")
 
     def to_environment(self) -> dict[str, str]:
         """The plan as an environment variable for the ranks."""

@@ -8,7 +8,8 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.audit.record import Recorder, digest, plain, user_line
+from paceline.audit.digests import digest, plain
+from paceline.audit.record import Recorder, user_line
 from paceline.parallel.modules import unwrap
 
 # The first number of models that are first called outside of training. A rank may call such a model alone;
@@ -31,7 +32,7 @@ class Models:
         self._reduced: dict[int, torch.nn.Parameter] = {}
         self._reported: set[str] = set()
         self._present_at_wrap: set[int] = set()
-        self.wrapped: list[DistributedDataParallel] = []
+        self.ddp: list[DistributedDataParallel] = []
         torch_module.register_module_parameter_registration_hook(self._note_parameter)
         torch_module.register_module_module_registration_hook(self._note_module)
 
@@ -39,7 +40,7 @@ class Models:
         """The model's number; a new one at its first call."""
         inner = unwrap(root)
         if id(inner) not in self._roots:
-            untrained = not trains and not any(unwrap(model) is inner for model in self.wrapped)
+            untrained = not trains and not any(unwrap(model) is inner for model in self.ddp)
             others = sum((n >= _FIRST_UNTRAINED) == untrained for n, _ in self._roots.values())
             self._roots[id(inner)] = (_FIRST_UNTRAINED * untrained + others, inner)
             self._record_model(inner)
@@ -59,14 +60,14 @@ class Models:
     def called_or_wrapped(self) -> list[torch.nn.Module]:
         """Every model that was called or wrapped in DDP, unwrapped."""
         called = [inner for _, inner in self._roots.values()]
-        return called + [m for m in map(unwrap, self.wrapped) if id(m) not in self._roots]
+        return called + [m for m in map(unwrap, self.ddp) if id(m) not in self._roots]
 
     def name_of(self, parameter: torch.nn.Parameter) -> str:
-        """The name of a parameter: `1.weight` in the first model, `model 1: 1.weight` in the second."""
+        """The full name of a parameter of any model."""
         if id(parameter) not in self._names:
             for number, inner in self._roots.values():
                 for name, each in inner.named_parameters():
-                    self._names[id(each)] = f"model {number}: {name}" if number else name
+                    self._names[id(each)] = full_name(number, name)
         return self._names.get(id(parameter), f"a tensor of shape {list(parameter.shape)}")
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -78,9 +79,9 @@ class Models:
             if p.grad is not None
         }
 
-    def wrap(self, model: DistributedDataParallel) -> None:
-        """Remember a model that DDP reduces from now on."""
-        self.wrapped.append(model)
+    def add_ddp(self, model: DistributedDataParallel) -> None:
+        """Add a model that was wrapped in DDP: it reduces the gradients from now on."""
+        self.ddp.append(model)
         ignored = set(model.parameters_to_ignore)
         for name, parameter in model.module.named_parameters():
             if parameter.requires_grad or name in ignored:
@@ -89,7 +90,7 @@ class Models:
 
     def report_unreduced(self) -> None:
         """Record trained parameters that DDP did not know when it was built."""
-        for model in self.wrapped:
+        for model in self.ddp:
             for name, parameter in unwrap(model).named_parameters():
                 known = id(parameter) in self._reduced or name in self._reported
                 if parameter.requires_grad and not known:
@@ -107,13 +108,18 @@ class Models:
         )
 
     def _note_parameter(self, module: torch.nn.Module, name: str, parameter: Any) -> None:
-        if self.wrapped and parameter is not None:
+        if self.ddp and parameter is not None:
             self._added[id(parameter)] = user_line()
 
     def _note_module(self, module: torch.nn.Module, name: str, child: Any) -> None:
-        if self.wrapped and child is not None:
+        if self.ddp and child is not None:
             for parameter in child.parameters():
                 self._added[id(parameter)] = user_line()
+
+
+def full_name(model: int, name: str) -> str:
+    """The name of a tensor: `1.weight` in the first model, `model 1: 1.weight` in the second."""
+    return f"model {model}: {name}" if model else name
 
 
 def ddp_of(root: torch.nn.Module) -> DistributedDataParallel | None:

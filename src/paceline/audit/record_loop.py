@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,10 +13,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.audit import replay
+from paceline.audit.digests import digest, leaves, random_states
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.models import Models, buffer_digests, ddp_of, parameter_digests
 from paceline.audit.progress import Progress
-from paceline.audit.record import digest, leaves, random_states, user_line
+from paceline.audit.record import Nesting, intercept, user_line
 from paceline.audit.weight_tracer import WeightTracer
 from paceline.parallel.modules import unwrap
 
@@ -31,8 +31,8 @@ def install(progress: Progress, models: Models, tracer: WeightTracer) -> None:
     hooks = _Hooks(progress, models, tracer)
     register_module_forward_pre_hook(hooks.before_forward)
     register_module_forward_hook(hooks.after_forward, always_call=True)
-    DistributedDataParallel.__init__ = hooks.wrap_ddp_init(DistributedDataParallel.__init__)  # type: ignore[method-assign]
-    torch.autograd.backward = hooks.wrap_backward(torch.autograd.backward)
+    intercept("__init__", hooks.build_ddp, DistributedDataParallel)
+    intercept("backward", hooks.backward, torch.autograd)
 
 
 class _Hooks:
@@ -40,7 +40,7 @@ class _Hooks:
         self._progress, self._models, self._tracer = progress, models, tracer
         self._pause = ExitStack()
         self._recorder = progress.recorder
-        self._building = 0
+        self._building_ddp = Nesting()
         self._root: torch.nn.Module | None = None
         self._facts: dict[str, Any] = {}
         self._forwards = 0
@@ -64,7 +64,7 @@ class _Hooks:
         self._recorder.write("forward-end", drew=drew, **self._facts)
 
     def _is_model(self, module: torch.nn.Module) -> bool:
-        return not self._building and next(module.parameters(), None) is not None
+        return not self._building_ddp.depth and next(module.parameters(), None) is not None
 
     def _begin(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         trains = torch.is_grad_enabled() and module.training
@@ -104,41 +104,34 @@ class _Hooks:
     def _sets_seed(self) -> bool:
         return self._progress.plan.mode != "ordinary" and not self._progress.ends_by_itself
 
-    def wrap_ddp_init(self, init: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(init)
-        def watched(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-            self._building += 1
-            try:
-                init(model, *args, **kwargs)
-            finally:
-                self._building -= 1
-            self._recorder.write("ddp", at=user_line())
-            self._models.wrap(model)
-            self._tracer.start()
+    def build_ddp(
+        self, init: Callable[..., None], model: DistributedDataParallel, *args: Any, **kwargs: Any
+    ) -> None:
+        with self._building_ddp:
+            init(model, *args, **kwargs)
+        self._recorder.write("ddp", at=user_line())
+        self._models.add_ddp(model)
+        self._tracer.start()
 
-        return watched
-
-    def wrap_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(backward)
-        def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            losses = [t for t in leaves(tensors) if isinstance(t, torch.Tensor)]
-            weight = loss_weight(losses[0]) if len(losses) == 1 and losses[0].dim() == 0 else None
-            self._progress.went_backward()
-            with (
-                self._recorder.span(
-                    "backward",
-                    at=user_line(),
-                    s=self._progress.steps,
-                    forwards=self._forwards,
-                    weight=asdict(weight) if weight else None,
-                    sync=[model.require_backward_grad_sync for model in self._models.wrapped],
-                ),
-                self._tracer.paused(),
-            ):
-                backward(tensors, *args, **kwargs)
-            if self._progress.steps == 0 and not self._models.wrapped:
-                # Before the script itself reduces them over the ranks.
-                path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
-                torch.save(self._models.gradients(), path)
-
-        return watched
+    def backward(
+        self, backward: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        losses = [t for t in leaves(tensors) if isinstance(t, torch.Tensor)]
+        weight = loss_weight(losses[0]) if len(losses) == 1 and losses[0].dim() == 0 else None
+        self._progress.went_backward()
+        with (
+            self._recorder.span(
+                "backward",
+                at=user_line(),
+                s=self._progress.steps,
+                forwards=self._forwards,
+                weight=asdict(weight) if weight else None,
+                sync=[model.require_backward_grad_sync for model in self._models.ddp],
+            ),
+            self._tracer.paused(),
+        ):
+            backward(tensors, *args, **kwargs)
+        if self._progress.steps == 0 and not self._models.ddp:
+            # Before the script itself reduces them over the ranks.
+            path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
+            torch.save(self._models.gradients(), path)

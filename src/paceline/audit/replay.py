@@ -100,7 +100,7 @@ def _part(value: Any, rank: int, world_size: int) -> Any:
 
 def training_loaders(plan: RunPlan) -> dict[str, int | None]:
     """The training loaders of the solo run and their lengths; empty if this run is no replay."""
-    if plan.solo is None or not plan.replays:
+    if plan.solo is None:
         return {}
     solo = evidence.read(plan.solo, 1)[0]
     return {name: solo.loaders[name]["batches"] for name in solo.training_loaders}

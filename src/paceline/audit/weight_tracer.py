@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from paceline.audit.digests import plain
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
-from paceline.audit.record import is_user_code, line_of, plain
+from paceline.audit.record import frames, is_user_code, line_of
 
 # Elements of each parameter that are compared; they are spread evenly over it.
 _ELEMENTS = 16
@@ -36,12 +37,9 @@ class WeightTracer:
             return
         self._values = self._elements()
         self._line = None
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if is_user_code(frame.f_code.co_filename):
-                self._line = self._line or (frame, frame.f_lineno)
-                frame.f_trace = self._in_frame
-            frame = frame.f_back
+        for frame in filter(is_user_code, frames()):
+            self._line = self._line or (frame, frame.f_lineno)
+            frame.f_trace = self._in_frame
         sys.settrace(self._on_call)
 
     def stop(self) -> None:
@@ -60,7 +58,7 @@ class WeightTracer:
             sys.settrace(tracing)
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._in_frame if is_user_code(frame.f_code.co_filename) else None
+        return self._in_frame if is_user_code(frame) else None
 
     def _in_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event not in ("line", "return"):

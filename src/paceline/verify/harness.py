@@ -8,14 +8,13 @@ recording functions before the script imports them.
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import random
 import socket
 import sys
 import warnings
-from types import FrameType
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,22 +22,19 @@ from paceline.audit import record_collectives, record_data, record_loop, record_
 from paceline.audit.evidence import RunPlan
 from paceline.audit.models import Models, buffer_digests
 from paceline.audit.progress import Progress
-from paceline.audit.record import Recorder, is_user_code, line_of, user_line
+from paceline.audit.record import Recorder, frames, intercept, is_user_code, line_of, user_line
 from paceline.audit.weight_tracer import WeightTracer
 from paceline.verify import record_paceline
 
 _SEED = 20_260
 
 
-class Control(Protocol):
-    """The rank's connection to its launcher, which carries the error of a failed script."""
+def install(control: object) -> None:
+    """Install all hooks in this rank.
 
-    def send(self, event: dict[str, Any]) -> bool:
-        """Send an event to the launcher."""
-
-
-def install(control: Control) -> None:
-    """Install all hooks in this rank."""
+    Args:
+        control: The rank's connection to its launcher. Its `send` carries the error of a failed script.
+    """
     plan = RunPlan.from_environment()
     rank = int(os.environ["RANK"])
     recorder = Recorder(plan.folder, rank)
@@ -66,15 +62,13 @@ def install(control: Control) -> None:
 
 def _disable_compilation(recorder: Recorder) -> None:
     """Make compiled functions run eagerly, because a compiled graph cannot contain the hooks."""
-    compile_ = torch.compile
 
-    @functools.wraps(compile_)
-    def eager(*args: Any, **kwargs: Any) -> Any:
+    def compile_eagerly(compile_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         recorder.write("compile", at=user_line())
         torch.compiler.set_stance("force_eager")
         return compile_(*args, **kwargs)
 
-    torch.compile = eager
+    intercept("compile", compile_eagerly, torch)
     # torch warns about module hooks under torch.compile at each call; a script may turn that into an error.
     warnings.filterwarnings(
         "ignore", message=r"Using `torch.compile\(module\)` when there are global"
@@ -83,34 +77,31 @@ def _disable_compilation(recorder: Recorder) -> None:
 
 def _record_fork(recorder: Recorder) -> None:
     """Record a fork by the script itself, not by loaders or subprocesses."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         module = frame.f_globals.get("__name__", "")
         if module.startswith(("multiprocessing", "subprocess", "torch")):
             return
-        if is_user_code(frame.f_code.co_filename):
+        if is_user_code(frame):
             recorder.write("fork", at=line_of(frame))
             return
-        frame = frame.f_back
 
 
-def _record_end(recorder: Recorder, models: Models, control: Control) -> None:
+def _record_end(recorder: Recorder, models: Models, control: object) -> None:
     """Record how the script ends. If nothing is recorded, it was killed or called `os._exit`."""
-    send, exit_ = control.send, sys.exit
 
-    def recording_send(event: dict[str, Any]) -> bool:
+    def send(send_: Callable[..., bool], event: dict[str, Any]) -> bool:
         if event.get("event") in ("failed", "exit", "interrupted"):
             recorder.write("failed", **event)
-        return send(event)
+        return send_(event)
 
-    def recording_exit(code: object = None) -> NoReturn:
+    def exit_script(exit_: Callable[..., NoReturn], *code: Any) -> NoReturn:
         recorder.write("exit", at=user_line())
-        exit_(code)  # type: ignore[arg-type]
+        exit_(*code)
 
     def at_exit() -> None:
         buffers = {number: buffer_digests(model) for number, model in models.all().items()}
         recorder.write("end", buffers=buffers)
 
-    control.send = recording_send  # type: ignore[method-assign]
-    sys.exit = recording_exit
+    intercept("send", send, control)
+    intercept("exit", exit_script, sys)
     atexit.register(at_exit)

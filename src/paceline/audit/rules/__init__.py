@@ -40,8 +40,18 @@ RULES = (
     Rule("parameter added after wrapping", reduction.added_parameter),
     Rule("clipping before unscaling", update.clip_before_unscale),
     Rule(_STEPPED_ON_ONE_RANK, update.update_on_one_rank, works_with_join=False),
-    Rule("checkpoint loaded on one rank", weights.loaded_on_one_rank, works_with_join=False),
-    Rule("weights changed outside the optimizer", weights.changed_outside, works_with_join=False),
+    Rule(
+        "checkpoint loaded on one rank",
+        weights.loaded_on_one_rank,
+        works_with_join=False,
+        compares_weights=True,
+    ),
+    Rule(
+        "weights changed outside the optimizer",
+        weights.changed_outside,
+        works_with_join=False,
+        compares_weights=True,
+    ),
     Rule("statistics drift apart", statistics.different_buffers),
     Rule("schedule N times too fast", schedule.fast_schedule),
     Rule("evaluated twice", evaluation.evaluated_twice),
@@ -50,6 +60,7 @@ RULES = (
         "weights drift apart",
         weights.drifting_weights,
         works_with_join=False,
+        compares_weights=True,
         is_last=True,
     ),
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from typing import Any
 
-from paceline.audit.evidence import Event, RankLog, Run
+from paceline.audit.evidence import MAX_METRIC_VALUES, Event, RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
-_EQUAL = 1e-4
-# A reduced tensor with more values is no metric.
-_METRIC_VALUES = 16
+# Equal values of a metric differ by rounding only.
+_close = partial(math.isclose, rel_tol=1e-4, abs_tol=1e-16)
 _REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 
 # One call that reduces small values: in the run of one process, and in the replay.
@@ -115,7 +115,7 @@ def _gathers(log: RankLog, evaluation: int) -> bool:
     return any(
         event["evaluation"] == evaluation
         and "gather" in event["op"]
-        and max(event.get("items", 0), math.prod(event["shape"])) > _METRIC_VALUES
+        and max(event["items"], math.prod(event["shape"])) > MAX_METRIC_VALUES
         for event in log.of("collective")
     )
 
@@ -187,7 +187,7 @@ def _reductions(log: RankLog) -> dict[int, list[Event]]:
         results = event.get("values") or ()
         if call is None or call["evaluation"] is None or call["op"] not in _REDUCTIONS:
             continue
-        if 0 < len(results) <= _METRIC_VALUES:
+        if 0 < len(results) <= MAX_METRIC_VALUES:
             found.setdefault(call["evaluation"], []).append({**call, "results": results})
     return found
 
@@ -227,10 +227,6 @@ def _sums(many: Event, one: Event) -> list[float]:
     if "gather" not in many["op"] or not length:
         return values
     return [sum(values[k::length]) for k in range(length)]
-
-
-def _close(a: float, b: float) -> bool:
-    return abs(a - b) <= _EQUAL * max(abs(a), abs(b), 1e-12)
 
 
 def _metric_fault(case: Case, one: Event, many: Event) -> FaultFound:

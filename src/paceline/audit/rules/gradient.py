@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from itertools import combinations
-from pathlib import Path
 
 import torch
 
-from paceline.audit.evidence import Event, RankLog
+from paceline.audit.evidence import Event, RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # Rounding and BatchNorm change the ratio by less; a wrong factor is 2 or more.
@@ -26,7 +25,7 @@ def scaled_gradient(case: Case) -> Judgement:
     why = case.why_no_replay if run is None else _why_not_comparable(case, run.ranks)
     if run is None or why:
         return _scale_by_weight(case, why)
-    ratio, cosine = _ratio(case.solo.ranks[0], run.ranks[0], case.solo.plan.folder, run.plan.folder)
+    ratio, cosine = _ratio(case.solo, run)
     if ratio is None:
         return NotJudged("the gradient of step 1 was 0, or belonged to other parameters.")
     figure = f"the gradient of step 1 was {ratio:.4g} times that of one process on the same samples"
@@ -45,33 +44,33 @@ def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool)
 
 def _scale_by_weight(case: Case, why: str) -> Judgement:
     """Compare the total weight of the samples of step 1, for samples that cannot be replayed."""
-    alone = _total_weight(case.solo.ranks, case.solo.plan.folder)
-    together = _total_weight(case.ranks, case.ordinary.plan.folder)
-    if not alone or not together:
+    solo, ordinary = _total_weight(case.solo), _total_weight(case.ordinary)
+    if not solo or not ordinary:
         return NotJudged(why)
-    ratio = together / alone
+    ratio = ordinary / solo
     figure = f"the samples of step 1 have {ratio:.4g} times the weight of those of one process"
     return _judge_ratio(case, ratio, figure, same_direction=True)
 
 
-def _total_weight(ranks: list[RankLog], folder: Path) -> float | None:
+def _total_weight(run: Run) -> float | None:
     """The total weight of the losses of step 1 in the gradient that the optimizer gets."""
     total = 0.0
-    for log in ranks:
+    for log in run.ranks:
         for event in _first_update(log):
             if event["k"] == "backward":
                 if event["weight"] is None:
                     return None
                 total += event["weight"]["weight"] * event["weight"]["count"]
-    if ranks[0].of("ddp"):
-        return total / len(ranks)
-    factor = _manual_factor(ranks[0], folder, len(ranks))
+    if run.ranks[0].of("ddp"):
+        return total / len(run.ranks)
+    factor = _manual_factor(run)
     return None if factor is None else total * factor
 
 
-def _manual_factor(log: RankLog, folder: Path, count: int) -> float | None:
+def _manual_factor(run: Run) -> float | None:
     """The factor by which the script multiplies the sum of the ranks' gradients: 1/N for a mean."""
-    paths = [folder / f"local-{rank}.pt" for rank in range(count)]
+    folder = run.plan.folder
+    paths = [folder / f"local-{log.rank}.pt" for log in run.ranks]
     used = sorted(folder.glob("gradients-*.pt"))
     if len(used) != 1 or not all(path.exists() for path in paths):
         return None
@@ -84,7 +83,7 @@ def _manual_factor(log: RankLog, folder: Path, count: int) -> float | None:
         summed = torch.stack([own[name].double() for own in each]).sum(0)
         dot += float((gradient.double() * summed).sum())
         square += float((summed * summed).sum())
-    if not square or any(event["k"] == "clip" for event in _first_update(log)):
+    if not square or any(event["k"] == "clip" for event in _first_update(run.ranks[0])):
         return None
     return dot / square
 
@@ -147,13 +146,14 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
     return ""
 
 
-def _ratio(alone: RankLog, together: RankLog, one: Path, many: Path) -> tuple[float | None, float]:
+def _ratio(solo: Run, replay: Run) -> tuple[float | None, float]:
     """The ratio of the norms of the first gradients, and the cosine between both."""
+    folders = solo.plan.folder, replay.plan.folder
     dot, squares = 0.0, [0.0, 0.0]
-    for path in sorted(one.glob("gradients-*.pt")):
-        if not (many / path.name).exists():
+    for path in sorted(folders[0].glob("gradients-*.pt")):
+        if not (folders[1] / path.name).exists():
             return None, 0.0
-        pair = [torch.load(folder / path.name, weights_only=True) for folder in (one, many)]
+        pair = [torch.load(folder / path.name, weights_only=True) for folder in folders]
         if pair[0].keys() != pair[1].keys():
             return None, 0.0
         for name in pair[0]:
@@ -164,7 +164,7 @@ def _ratio(alone: RankLog, together: RankLog, one: Path, many: Path) -> tuple[fl
     if not all(squares):
         return None, 0.0
     cosine = dot / (squares[0] * squares[1]) ** 0.5
-    norms = [_norm_at_clip(log) for log in (alone, together)]
+    norms = [_norm_at_clip(run.ranks[0]) for run in (solo, replay)]
     if norms[0] and norms[1]:
         return norms[1] / norms[0], cosine  # clipping gives both the same norm
     return float((squares[1] / squares[0]) ** 0.5), cosine
@@ -211,8 +211,8 @@ def _unequal(backwards: list[Event], *, across_ranks: bool = False) -> tuple[Eve
         a, b = one["weight"], other["weight"]
         same_total = abs(a["weight"] * a["count"] / (b["weight"] * b["count"]) - 1) < _SAME_WEIGHT
         # Two losses of one forward belong to one micro-batch.
-        apart = across_ranks or one.get("forwards") is None or one["forwards"] != other["forwards"]
-        same_loss = a.get("kind") == b.get("kind") and one["at"] == other["at"]
+        apart = across_ranks or one["forwards"] != other["forwards"]
+        same_loss = a["kind"] == b["kind"] and one["at"] == other["at"]
         if a["count"] != b["count"] and same_total and same_loss and apart:
             return one, other
     return None

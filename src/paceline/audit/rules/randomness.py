@@ -20,7 +20,7 @@ def same_order_each_epoch(case: Case) -> Judgement:
         loader = log.loaders[name]
         sampler = loader["sharding"]
         has_epoch = "epoch" in sampler and sampler.get("shuffle", True)
-        if sampler.get("shuffle") is False or not (has_epoch or loader.get("takes_epoch")):
+        if sampler.get("shuffle") is False or not (has_epoch or loader["takes_epoch"]):
             continue
         passes = _training_passes(log, name)
         if len(passes) < 2:
@@ -58,7 +58,7 @@ def _same_order(log: RankLog, name: str, one: int, other: int) -> bool | None:
     """Whether two passes began with the same samples in the same order; None if too few were seen."""
     batches = [event for event in log.of("batch") if event["loader"] == name]
     a, b = (
-        [e["ids"] or e.get("content") for e in batches if e["pass_number"] == number]
+        [e["ids"] or e["content"] for e in batches if e["pass_number"] == number]
         for number in (one, other)
     )
     common = min(len(a), len(b))

@@ -69,7 +69,7 @@ def added_parameter(case: Case) -> Judgement:
     log = case.ranks[0]
     trained = {name for event in log.of("step") for name in event["grads"]}
     for event in log.of("unreduced"):
-        name, frozen = event["name"], event.get("frozen")
+        name, frozen = event["name"], event["frozen"]
         if any(each == name or each.endswith(f": {name}") for each in trained):
             return FaultFound(
                 what=f"{name} was frozen when DDP was built, and is trained now."

@@ -84,6 +84,7 @@ class Rule:
     Attributes:
         works_with_join: Whether the rule works under DDP's Join, where a rank without batches enters the
             collectives of the others.
+        compares_weights: Whether the rule compares the ranks' weights, so that it cannot judge sharded ones.
         consequence_of: The name of a rule. A fault of that rule also causes what this rule looks for.
         is_last: Whether the rule is judged only if no rule before it found a fault.
     """
@@ -91,6 +92,7 @@ class Rule:
     name: str
     judge: Callable[[Case], Judgement]
     works_with_join: bool = True
+    compares_weights: bool = False
     consequence_of: str = ""
     is_last: bool = False
 

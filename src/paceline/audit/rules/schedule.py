@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
-# Relative difference of equal rates; rates between two steps are interpolated linearly.
-_EQUAL = 0.02
+# Rates between two steps are interpolated linearly, so equal rates differ by up to 2 %.
+_close = partial(math.isclose, rel_tol=0.02)
 # A fault needs at least this many steps with the rate of a later part of the epoch.
 _MIN_EARLY = 3
 # A fault needs at least this many times the calls per update of one process.
@@ -18,10 +21,10 @@ def fast_schedule(case: Case) -> Judgement:
     solo, log = case.solo.ranks[0], case.ranks[0]
     if not log.of("schedule"):
         return NoFault("no schedule was stepped.")
-    alone, together = (_calls(each) / max(each.steps, 1) for each in (solo, log))
-    if together < _MORE_CALLS * max(alone, 1e-9):
+    solo_calls, calls = (_calls(each) / max(each.steps, 1) for each in (solo, log))
+    if calls < _MORE_CALLS * max(solo_calls, 1e-9):
         return NoFault(
-            f"the schedule was stepped {together:.3g} times per update, and {alone:.3g} times with one "
+            f"the schedule was stepped {calls:.3g} times per update, and {solo_calls:.3g} times with one "
             "process."
         )
     lengths = [
@@ -32,11 +35,14 @@ def fast_schedule(case: Case) -> Judgement:
         return NotJudged(
             "the length of an epoch is unknown, and with it the expected learning rate."
         )
-    one, many = _rates(solo), _rates(log)
+    solo_rates = _rates(solo)
     early = agree = 0
-    for step, rate in enumerate(many):
+    for step, rate in enumerate(_rates(log)):
         position = step * lengths[0] / lengths[1]
-        here, ahead = _interpolate(one, position), _interpolate(one, position * case.world_size)
+        here, ahead = (
+            _interpolate(solo_rates, position),
+            _interpolate(solo_rates, position * case.world_size),
+        )
         if here is not None and ahead is not None and not _close(here, ahead):
             agree += _close(here, rate)
             early += _close(ahead, rate) and not _close(here, rate)
@@ -46,7 +52,7 @@ def fast_schedule(case: Case) -> Judgement:
         what=f"the schedule runs {case.world_size} times too fast.",
         at=log.of("schedule")[0]["at"],
         step=1,
-        why=f"it is stepped {together:.3g} times per update, and {alone:.3g} times with one process, but "
+        why=f"it is stepped {calls:.3g} times per update, and {solo_calls:.3g} times with one process, but "
         "its length is the number of updates of one rank.",
         fix="step it once for each optimizer step.",
         evidence=f"in {early} steps the learning rate was that of one process at {case.world_size} times "
@@ -67,7 +73,7 @@ def _rates(log: RankLog) -> list[float]:
     The absolute rate may depend on the number of processes (linear scaling).
     """
     rates = {
-        event["s"]: float(event["lrs"][0]) / (event.get("base") or 1.0) for event in log.of("step")
+        event["s"]: float(event["lrs"][0]) / (event["base"] or 1.0) for event in log.of("step")
     }
     return [rates[step] for step in sorted(rates)]
 
@@ -77,7 +83,3 @@ def _interpolate(rates: list[float], position: float) -> float | None:
     if below + 1 >= len(rates):
         return None
     return rates[below] + (position - below) * (rates[below + 1] - rates[below])
-
-
-def _close(a: float, b: float) -> bool:
-    return abs(a - b) <= _EQUAL * max(abs(a), abs(b))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.audit.evidence import Event, RankLog
+from paceline.audit.models import full_name
 from paceline.audit.rules.rule import (
     Case,
     FaultFound,
@@ -15,13 +16,11 @@ from paceline.audit.rules.rule import (
 )
 from paceline.errors import name_ranks
 
-_SHARDED = NotJudged("parameters are sharded over the ranks, so each rank holds another part.")
-
 Digests = dict[int, dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Split:
+class Mismatch:
     """Where the ranks' weights first differ.
 
     Attributes:
@@ -43,8 +42,7 @@ def _before_step(log: RankLog) -> Digests:
     found: Digests = {}
     for event in log.of("forward-end"):
         if "params" in event:
-            prefix = f"model {event['m']}: " if event["m"] else ""
-            params = {prefix + name: value for name, value in event["params"].items()}
+            params = {full_name(event["m"], name): each for name, each in event["params"].items()}
             found.setdefault(event["s"], {}).update(params)
     return found
 
@@ -56,7 +54,7 @@ def _after_step(log: RankLog) -> Digests:
     return found
 
 
-def find_split(case: Case) -> Split | None:
+def find_mismatch(case: Case) -> Mismatch | None:
     """The first point at which the ranks hold different weights; None if there is none."""
     befores = [_before_step(log) for log in case.ranks]
     afters = [_after_step(log) for log in case.ranks]
@@ -66,7 +64,7 @@ def find_split(case: Case) -> Split | None:
         # Optimizers that exchange updated weights are equal again when the model is used.
         if names and not _equal_at_use(befores, step, names):
             odd = outliers([each[step].get(names[0]) for each in afters])
-            return Split(step, False, names, odd)
+            return Mismatch(step, False, names, odd)
         names = _different(befores, step)
         if names:
             name = names[0]
@@ -76,7 +74,9 @@ def find_split(case: Case) -> Split | None:
                 if afters[rank].get(step, {}).get(name) not in (None, befores[rank][step][name])
             ] or [log.rank for log in case.ranks if any(e["s"] == step for e in log.of("changed"))]
             odd = outliers([each[step].get(name) for each in befores])
-            return Split(step, True, names, changed if 0 < len(changed) < case.world_size else odd)
+            return Mismatch(
+                step, True, names, changed if 0 < len(changed) < case.world_size else odd
+            )
     return None
 
 
@@ -99,13 +99,14 @@ def _equal_at_use(befores: list[Digests], step: int, names: list[str]) -> bool:
     return all(len({each[step].get(name) for each in befores}) == 1 for name in names)
 
 
-def _uneven_loads(case: Case, what: str, split: Split) -> list[tuple[int, Event]]:
-    """The last load on each rank that loaded most often before a split; empty if all loaded equally often."""
+def _uneven_loads(case: Case, what: str, mismatch: Mismatch) -> list[tuple[int, Event]]:
+    """The ranks that loaded more often than others before a mismatch, and the last load of each."""
     each = []
     for log in case.ranks:
         events = log.of("load", "stepped")
         end = next(
-            (n for n, e in enumerate(events) if e["k"] == "stepped" and e["s"] > split.step), None
+            (n for n, e in enumerate(events) if e["k"] == "stepped" and e["s"] > mismatch.step),
+            None,
         )
         each.append([e for e in events[:end] if e["k"] == "load" and e["what"] == what])
     if len({len(loads) for loads in each}) == 1:
@@ -114,24 +115,18 @@ def _uneven_loads(case: Case, what: str, split: Split) -> list[tuple[int, Event]
     return [(rank, loads[-1]) for rank, loads in enumerate(each) if len(loads) == most]
 
 
-def _is_sharded(case: Case) -> bool:
-    return any(event["sharded"] for log in case.ranks for event in log.of("model"))
-
-
 def loaded_on_one_rank(case: Case) -> Judgement:
     """A checkpoint was loaded on some ranks only, and their weights or states differ since."""
-    if _is_sharded(case):
-        return _SHARDED
-    split = find_split(case)
-    if split is None:
+    mismatch = find_mismatch(case)
+    if mismatch is None:
         return NoFault("the ranks' weights stayed equal.")
-    what = "model" if split.outside else "optimizer"
-    states = {e["state"] for log in case.ranks for e in log.of("step") if e["s"] == split.step}
-    loads = _uneven_loads(case, what, split) if split.outside or len(states) > 1 else []
+    what = "model" if mismatch.outside else "optimizer"
+    states = {e["state"] for log in case.ranks for e in log.of("step") if e["s"] == mismatch.step}
+    loads = _uneven_loads(case, what, mismatch) if mismatch.outside or len(states) > 1 else []
     if not loads:
         return NoFault("the ranks' weights differ, but not because of a loaded state.")
     ranks = [rank for rank, _ in loads]
-    step = split.step + 1 if split.outside else max(split.step, 1)
+    step = mismatch.step + 1 if mismatch.outside else max(mismatch.step, 1)
     return FaultFound(
         what=f"the {what}'s state was loaded on {name_ranks(ranks, case.world_size)} only.",
         at=loads[0][1]["at"],
@@ -139,62 +134,58 @@ def loaded_on_one_rank(case: Case) -> Judgement:
         step=step,
         why="DDP makes weights equal only when it is built; the other ranks continue with other values.",
         fix="load on every rank (map_location its own device), or before DDP is built.",
-        evidence=f"{split.names[0]} differs between ranks {'before' if split.outside else 'after'} "
-        f"step {split.step + split.outside}",
+        evidence=f"{mismatch.names[0]} differs between ranks {'before' if mismatch.outside else 'after'} "
+        f"step {mismatch.step + mismatch.outside}",
     )
 
 
 def changed_outside(case: Case) -> Judgement:
     """The ranks' weights differ, and no optimizer step made them differ."""
-    if _is_sharded(case):
-        return _SHARDED
-    split = find_split(case)
-    if split is None or not split.outside:
+    mismatch = find_mismatch(case)
+    if mismatch is None or not mismatch.outside:
         return NoFault(
             "between optimizer steps, all ranks made the same changes of weights or none."
         )
-    if _uneven_loads(case, "model", split):
+    if _uneven_loads(case, "model", mismatch):
         return NoFault("the ranks' weights differ because of a loaded state.")
-    log = case.ranks[split.ranks[0] if split.ranks else 0]
-    lines = [e["at"] for e in log.of("step", "forward-end") if e["s"] == split.step]
-    if split.step == 0 and not any(log.of("ddp") for log in case.ranks):
+    log = case.ranks[mismatch.ranks[0] if mismatch.ranks else 0]
+    lines = [e["at"] for e in log.of("step", "forward-end") if e["s"] == mismatch.step]
+    if mismatch.step == 0 and not any(log.of("ddp") for log in case.ranks):
         return FaultFound(
             what="the ranks start with different weights.",
             at=lines[0] if lines else "",
             step=1,
-            why=f"{split.names[0]} differs before the first step, and the script does not make it equal.",
+            why=f"{mismatch.names[0]} differs before the first step, and the script does not make it equal.",
             fix="broadcast the weights from rank 0, or wrap the model in DDP, which does.",
-            evidence=f"{len(split.names)} parameters differ before step 1",
+            evidence=f"{len(mismatch.names)} parameters differ before step 1",
         )
-    changes = [e["at"] for e in log.of("changed") if e["s"] == split.step]
+    changes = [e["at"] for e in log.of("changed") if e["s"] == mismatch.step]
     return FaultFound(
-        what=f"{split.names[0]} was changed outside the optimizer on "
-        f"{name_ranks(split.ranks, case.world_size)}.",
+        what=f"{mismatch.names[0]} was changed outside the optimizer on "
+        f"{name_ranks(mismatch.ranks, case.world_size)}.",
         at=(changes or lines[-1:] or [""])[0],
-        ranks=split.ranks,
-        step=split.step + 1,
+        ranks=mismatch.ranks,
+        step=mismatch.step + 1,
         why="DDP reduces gradients, not weights: a change on one rank stays on that rank.",
         fix="make the same change on every rank, or broadcast the weights after it.",
-        evidence=f"equal on all ranks after step {split.step}, different before step {split.step + 1}"
-        if split.step
-        else f"{len(split.names)} parameters differ before step 1, although DDP made them equal",
+        evidence=f"equal on all ranks after step {mismatch.step}, different before step {mismatch.step + 1}"
+        if mismatch.step
+        else f"{len(mismatch.names)} parameters differ before step 1, although DDP made them equal",
     )
 
 
 def drifting_weights(case: Case) -> Judgement:
     """The weights differ after an optimizer step, and no other rule knows why."""
-    if _is_sharded(case):
-        return _SHARDED
-    split = find_split(case)
-    if split is None or split.outside:
+    mismatch = find_mismatch(case)
+    if mismatch is None or mismatch.outside:
         return NoFault("after each optimizer step the ranks' weights were equal.")
-    if _equal_later(case, split):
+    if _equal_later(case, mismatch):
         return NotJudged(
-            f"the ranks' weights differ after step {split.step} and are equal again some steps later: the "
+            f"the ranks' weights differ after step {mismatch.step} and are equal again some steps later: the "
             "script averages them at intervals (local SGD)."
         )
-    steps = [next(e for e in log.of("step") if e["s"] == split.step) for log in case.ranks]
-    gradients = {step["grads"].get(split.names[0], [None])[0] for step in steps}
+    steps = [next(e for e in log.of("step") if e["s"] == mismatch.step) for log in case.ranks]
+    gradients = {step["grads"].get(mismatch.names[0], [None])[0] for step in steps}
     if len(gradients) > 1:
         why = "its gradient differs between ranks too: it was not reduced."
         fix = "wrap the model in DDP, or all_reduce each gradient before the step."
@@ -204,17 +195,17 @@ def drifting_weights(case: Case) -> Judgement:
         why = "its gradient is equal on all ranks; the states of the optimizers are not."
         fix = "build, load and step the optimizer in the same way on all ranks."
     return FaultFound(
-        what=f"the ranks' weights differ after step {split.step}: {split.names[0]}.",
+        what=f"the ranks' weights differ after step {mismatch.step}: {mismatch.names[0]}.",
         at=steps[0]["at"],
-        step=split.step,
+        step=mismatch.step,
         why=why,
         fix=fix,
-        evidence=f"{len(split.names)} parameters differ",
+        evidence=f"{len(mismatch.names)} parameters differ",
     )
 
 
-def _equal_later(case: Case, split: Split) -> bool:
-    """Whether the ranks hold equal weights at some step after the split."""
+def _equal_later(case: Case, mismatch: Mismatch) -> bool:
+    """Whether the ranks hold equal weights at some step after the mismatch."""
     befores = [_before_step(log) for log in case.ranks]
-    later = {step for step in set.intersection(*map(set, befores)) if step > split.step}
-    return any(_equal_at_use(befores, step, split.names) for step in later)
+    later = {step for step in set.intersection(*map(set, befores)) if step > mismatch.step}
+    return any(_equal_at_use(befores, step, mismatch.names) for step in later)

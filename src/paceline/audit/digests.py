@@ -1,0 +1,107 @@
+"""Digests of nested values (samples, batches, tensors) and of the states of random generators."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# Attributes of a dataset are searched for random generators up to this depth.
+_MAX_DEPTH = 3
+
+
+def digest(value: Any) -> str:
+    """A hash of the content of a sample, a batch or a tensor, as 16 hex digits."""
+    content = hashlib.sha256()
+    for leaf in leaves(value):
+        _update(content, leaf)
+    return content.hexdigest()[:16]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The tensors, arrays and other values inside nested containers, in order."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from leaves(value[key])
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from leaves(getattr(value, each.name))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part of a DTensor, a dense copy of a sparse tensor, or the tensor itself; detached."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return (local if local.layout is torch.strided else local.to_dense()).detach()
+
+
+def _update(content: Any, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        content.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
+        flat = plain(leaf).cpu().contiguous().reshape(-1)
+        content.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    elif hasattr(leaf, "tobytes"):
+        content.update(leaf.tobytes())
+    else:
+        content.update(repr(leaf).encode())
+
+
+def exact_parts(value: Any) -> str:
+    """Digest of the integers and texts in a sample, which augmentation does not change; empty if none."""
+    kept = [leaf for leaf in leaves(value) if _is_exact(leaf)]
+    return digest(kept) if kept else ""
+
+
+def _is_exact(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return not leaf.is_floating_point() and leaf.dtype is not torch.uint8
+    kind = getattr(getattr(leaf, "dtype", None), "kind", None)
+    return kind == "i" if kind is not None else isinstance(leaf, int | str)
+
+
+def random_states(holder: Any = None) -> dict[str, str]:
+    """Digests of the states of all known random generators, including those inside `holder`."""
+    states = {"torch": digest(torch.get_rng_state()), "random": digest(repr(random.getstate()))}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["numpy"] = digest(numpy.random.get_state())
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = digest(torch.cuda.get_rng_state())
+    states.update(_states_inside(holder, "dataset", 0))
+    return states
+
+
+def _states_inside(holder: Any, name: str, depth: int) -> dict[str, str]:
+    """The digests of the generators in an object and in its attributes, by their path."""
+    state = _generator_state(holder)
+    if state is not None:
+        return {name: digest(state)}
+    found: dict[str, str] = {}
+    is_closed = isinstance(holder, type | ModuleType | torch.Tensor | torch.nn.Module)
+    if depth < _MAX_DEPTH and hasattr(holder, "__dict__") and not is_closed:
+        for key, value in vars(holder).items():
+            found.update(_states_inside(value, f"{name}.{key}", depth + 1))
+    return found
+
+
+def _generator_state(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    return repr(value.get_state()) if isinstance(value, numpy.random.RandomState) else None
