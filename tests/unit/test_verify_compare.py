@@ -18,12 +18,18 @@ def training(rank: int, count: int, change: Change, t: int = 0) -> list[Event]:
     """The events of a rank that trains four samples a step; `change` is by step and fact."""
     start = change.get((0, "params"), {"w": ["d0", 2.0, 2.0]})
     events: list[Event] = [
-        {"k": "training", "t": t, "at": "t.py:9 in main()", "precision": "fp32", "batchnorm": ""},
-        {"k": "paceline-start", "t": t, "params": start},
+        {
+            "k": "training",
+            "training": t,
+            "at": "t.py:9 in main()",
+            "precision": "fp32",
+            "batchnorm": "",
+        },
+        {"k": "paceline-start", "training": t, "params": start},
     ]
     for s in range(1, STEPS + 1):
         mine = [i for i in range(4 * s - 4, 4 * s) if i % count == rank]
-        step = {"k": "paceline-step", "t": t, "s": s, "epoch": 0, "ids": mine}
+        step = {"k": "paceline-step", "training": t, "s": s, "epoch": 0, "ids": mine}
         step |= {"loss": float(len(mine)), "count": float(len(mine))}
         step |= {"params": {"w": [f"d{s}", 2.0, 3.0]}, "grads": {"w": [f"g{s}", 3.0, 3.0]}}
         step |= {"buffers": {"mean": ["b", 1.0, 1.0]}}

@@ -29,34 +29,27 @@ class AuditResult:
     case: Case
     judgements: dict[str, Judgement] = field(default_factory=dict)
 
-    def _of(self, kind: type[_J]) -> dict[str, _J]:
+    def of(self, kind: type[_J]) -> dict[str, _J]:
+        """The judgements of one kind, by the name of the rule."""
         return {name: each for name, each in self.judgements.items() if isinstance(each, kind)}
-
-    @property
-    def faults(self) -> dict[str, FaultFound]:
-        """The rules that found a fault."""
-        return self._of(FaultFound)
-
-    @property
-    def not_judged(self) -> dict[str, NotJudged]:
-        """The rules that could not judge."""
-        return self._of(NotJudged)
 
     def facts(self) -> dict[str, Any]:
         """The result as JSON."""
         count = self.case.world_size
         return {
             "nproc": count,
-            "faults": [{"rule": n, **each.facts(count)} for n, each in self.faults.items()],
-            "sound": [{"rule": n, "evidence": e.evidence} for n, e in self._of(NoFault).items()],
-            "unknown": [{"rule": name, "why": each.why} for name, each in self.not_judged.items()],
+            "faults": [{"rule": n, **each.facts(count)} for n, each in self.of(FaultFound).items()],
+            "sound": [{"rule": n, "evidence": e.evidence} for n, e in self.of(NoFault).items()],
+            "unknown": [
+                {"rule": name, "why": each.why} for name, each in self.of(NotJudged).items()
+            ],
         }
 
     def lines(self) -> list[str]:
         """The result as text."""
+        count = self.case.world_size
         lines = []
-        for name, fault in self.faults.items():
-            count = self.case.world_size
+        for name, fault in self.of(FaultFound).items():
             ranks = name_ranks(fault.ranks or range(count), count)
             step = f", step {fault.step}" if fault.step is not None else ""
             lines += [
@@ -71,8 +64,8 @@ class AuditResult:
         runs = [self.case.solo, self.case.ordinary, self.case.replay]
         names = [f"{run.name} ({run.steps} steps)" for run in runs if run is not None]
         lines.append(f"compared: {', '.join(names)}")
-        sound = [f"  {name}: {each.evidence}" for name, each in self._of(NoFault).items()]
-        unknown = [f"  {name}: {each.why}" for name, each in self.not_judged.items()]
+        sound = [f"  {name}: {each.evidence}" for name, each in self.of(NoFault).items()]
+        unknown = [f"  {name}: {each.why}" for name, each in self.of(NotJudged).items()]
         if sound:
             lines += [f"no fault ({len(sound)}):", *sound]
         if unknown:
@@ -105,7 +98,7 @@ def audit(solo: Run, world_size: int, execute: Execute, folder: Path, steps: int
             replay = run
     case = Case(solo, ordinary, replay, why)
     result = AuditResult(case, judge(case))
-    if not result.faults:
+    if not result.of(FaultFound):
         refuse(ordinary)
         _refuse_other_steps(case)
     return result

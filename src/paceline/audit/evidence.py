@@ -19,6 +19,27 @@ _VARIABLE = "PACELINE_VERIFY"
 #   divided   a replay: each rank gets a part of each batch of the solo run, for scripts that divide theirs
 Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 
+# "k" is the kind of event, "at" the line of the user's source that caused it, and "s" the number of completed
+# steps; in "step" and "stepped", "s" is the number of the step itself. Kinds and further entries:
+#   start                   host, cores, cuda_devices
+#   init, ddp, join         init_process_group (backend), a model is wrapped in DDP, DDP's Join is entered
+#   compile, fork           torch.compile or os.fork is called
+#   model                   the first call of a model: sharded, buffers (names)
+#   loader                  the first use of a DataLoader: loader (its name) and its settings
+#   iter, batch, pass-end   a pass over a loader: loader, pass_number, ids and content of each batch
+#   pass-left               the script left a pass before its end
+#   fetch                   samples are loaded: contents, labels, random (generators before), drew (after)
+#   forward, forward-end    model, trains, evaluation, samples, rows, sync (DDP), buffers, params, drew
+#   backward, backward-end  forwards, weight (of a sample in the loss), sync (DDP)
+#   collective, collective-end   op, group, reduce, shape, items, values, evaluation
+#   zero, clip, scaler-unscale, scaler-step   zero_grad, clipping (norm, scale), the GradScaler (scale)
+#   step, stepped           before an optimizer step: lrs, base, grads, state; after it: params
+#   schedule, load          a schedule is stepped, a state is loaded (what)
+#   unreduced               a trained parameter that DDP does not reduce: name, frozen
+#   changed                 this line changed weights outside of an optimizer
+#   enough                  verification ended the script after the wanted steps
+#   exit, failed, end       sys.exit, an error of the script, the end of the process (buffers)
+#   training, paceline-start, paceline-step, evaluated   of scripts that use paceline: see `record_paceline`
 Event = dict[str, Any]
 
 # Only tensors of up to this many values are metrics; their values are recorded.
@@ -92,17 +113,17 @@ class RankLog:
     @property
     def open_span(self) -> Event | None:
         """The collective, backward or DDP forward that this rank entered and did not leave."""
-        inside: list[Event] = []
+        inside: list[Event | None] = [None]
         for event in self.of(*_SPANS, *(f"{kind}-end" for kind in _SPANS)):
             if event["k"].endswith("-end"):
                 inside.pop()
-            elif event["k"] == "forward":
-                # DDP broadcasts buffers at its beginning; the rest of it waits for no other rank.
-                broadcasts = event.get("sends_buffers")
-                inside.append({**event, "op": BUFFER_BROADCAST} if broadcasts else {})
-            else:
+            elif event["k"] != "forward":
                 inside.append(event)
-        return (inside[-1] or None) if inside else None
+            elif event["sends_buffers"]:
+                inside.append({**event, "op": BUFFER_BROADCAST})
+            else:
+                inside.append(None)  # such a forward waits for no other rank
+        return inside[-1]
 
     @property
     def training_forwards(self) -> list[Event]:

@@ -33,8 +33,8 @@ class Models:
         self._reported: set[str] = set()
         self._present_at_wrap: set[int] = set()
         self.ddp: list[DistributedDataParallel] = []
-        torch_module.register_module_parameter_registration_hook(self._note_parameter)
-        torch_module.register_module_module_registration_hook(self._note_module)
+        torch_module.register_module_parameter_registration_hook(self._on_added)
+        torch_module.register_module_module_registration_hook(self._on_added)
 
     def number(self, root: torch.nn.Module, *, trains: bool) -> int:
         """The model's number; a new one at its first call."""
@@ -62,7 +62,7 @@ class Models:
         called = [inner for _, inner in self._roots.values()]
         return called + [m for m in map(unwrap, self.ddp) if id(m) not in self._roots]
 
-    def name_of(self, parameter: torch.nn.Parameter) -> str:
+    def name_of(self, parameter: torch.Tensor) -> str:
         """The full name of a parameter of any model."""
         if id(parameter) not in self._names:
             for number, inner in self._roots.values():
@@ -107,13 +107,11 @@ class Models:
             buffers=[name for name, buffer in inner.named_buffers() if buffer.is_floating_point()],
         )
 
-    def _note_parameter(self, module: torch.nn.Module, name: str, parameter: Any) -> None:
-        if self.ddp and parameter is not None:
-            self._added[id(parameter)] = user_line()
-
-    def _note_module(self, module: torch.nn.Module, name: str, child: Any) -> None:
-        if self.ddp and child is not None:
-            for parameter in child.parameters():
+    def _on_added(self, module: torch.nn.Module, name: str, added: Any) -> None:
+        """Remember the line that adds a parameter or a module after DDP was built."""
+        if self.ddp and added is not None:
+            is_module = isinstance(added, torch.nn.Module)
+            for parameter in added.parameters() if is_module else [added]:
                 self._added[id(parameter)] = user_line()
 
 

@@ -48,11 +48,11 @@ class Progress:
         """Whether the wanted steps are done."""
         return self.steps >= self.plan.steps
 
-    def gave_batch(self, loader: str) -> None:
+    def on_batch(self, loader: str) -> None:
         """Note that a loader has given a batch to the script."""
         self._last_loader, self._got_batch = loader, True
 
-    def went_backward(self) -> None:
+    def on_backward(self) -> None:
         """Note a backward: the latest batch is used for training."""
         self._evaluating = False
         if self._last_loader is not None:
@@ -63,7 +63,7 @@ class Progress:
         """The number of the current evaluation; None in training."""
         return self.evaluations if self._evaluating else None
 
-    def begins_evaluation(self, *, of_trained: bool) -> bool:
+    def on_no_grad_forward(self, *, of_trained: bool) -> bool:
         """Note a forward without gradient, and return whether it begins an evaluation.
 
         A forward of a model that is not trained (a teacher) on a training batch belongs to the training.
@@ -78,18 +78,18 @@ class Progress:
             self._evaluated_after.touch()
         return begins
 
-    def number_of(self, optimizer: object) -> int:
+    def step_number(self, optimizer: object) -> int:
         """The number, from 1, of this optimizer's next step."""
         begins = not self._round or id(optimizer) in self._round
         return self.steps + 1 if begins else self.steps
 
-    def stepped(self, optimizer: object) -> None:
+    def on_step(self, optimizer: object) -> None:
         """Note a step of an optimizer.
 
         Raises:
             Enough: the wanted steps are done, and there is no loader to end the loop.
         """
-        number = self.number_of(optimizer)
+        number = self.step_number(optimizer)
         if number == self.steps:
             self._round.add(id(optimizer))
             return
@@ -99,7 +99,7 @@ class Progress:
             self.end()
         self._got_batch = False
 
-    def begins_again(self) -> None:
+    def on_empty_pass(self) -> None:
         """Note that the script starts another pass over a training loader after the wanted steps.
 
         Raises:

@@ -58,7 +58,7 @@ class _Hooks:
         self._of_dataset: dict[int, str] = {}
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
-        self._replayed = replay.training_loaders(progress.plan)
+        self._replayed = replay.replayed_loaders(progress.plan)
 
     def begin_pass(self, begin: Callable[[Any], Iterator[Any]], loader: DataLoader[Any]) -> Any:
         if sys._getframe(2).f_code.co_filename.startswith(_PACELINE):
@@ -75,7 +75,7 @@ class _Hooks:
             epoch=getattr(_sampler(loader), "epoch", None),
         )
         if self.is_over(name):
-            self._progress.begins_again()
+            self._progress.on_empty_pass()
             batches: Iterator[Any] = iter(())
         elif name in self._replayed:
             batches = replay.batches(self._progress, name, pass_number)
@@ -89,7 +89,7 @@ class _Hooks:
 
     def record_batch(self, of: _RecordedPass, index: Any, batch: Any) -> None:
         """Record a batch before the script gets it."""
-        self._progress.gave_batch(of.name)
+        self._progress.on_batch(of.name)
         self._recorder.write(
             "batch",
             loader=of.name,

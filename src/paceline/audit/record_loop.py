@@ -71,19 +71,19 @@ class _Hooks:
         number = self._models.number(module, trains=trains)
         wrapper = ddp_of(module)
         of_trained = self._models.is_trained(number)
-        if not torch.is_grad_enabled() and self._progress.begins_evaluation(of_trained=of_trained):
-            replay.same_weights(self._progress, self._models)
+        if not torch.is_grad_enabled() and self._progress.on_no_grad_forward(of_trained=of_trained):
+            replay.keep_or_load_weights(self._progress, self._models)
         if trains and self._sets_seed():
             torch.manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
         tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
         self._facts = {
-            "m": number,
+            "model": number,
             "at": user_line(),
             "s": self._progress.steps,
             "trains": trains,
             "evaluation": None if torch.is_grad_enabled() else self._progress.evaluation,
-            "n": len(tensors[0]) if tensors else None,
+            "samples": len(tensors[0]) if tensors else None,
             "sync": None if wrapper is None else wrapper.require_backward_grad_sync,
             "random": random_states(),
         }
@@ -118,7 +118,7 @@ class _Hooks:
     ) -> None:
         losses = [t for t in leaves(tensors) if isinstance(t, torch.Tensor)]
         weight = loss_weight(losses[0]) if len(losses) == 1 and losses[0].dim() == 0 else None
-        self._progress.went_backward()
+        self._progress.on_backward()
         with (
             self._recorder.span(
                 "backward",

@@ -25,6 +25,7 @@ from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.record import Nesting, intercept, user_line
 from paceline.audit.weight_tracer import WeightTracer
+from paceline.parallel.modules import owned_parameters
 
 
 def install(progress: Progress, models: Models, tracer: WeightTracer) -> None:
@@ -59,34 +60,27 @@ class _Hooks:
         self._models.report_unreduced()
         gradients = {
             self._models.name_of(p): p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
+            for p in owned_parameters(optimizer)
             if p.grad is not None
         }
         self._recorder.write(
             "step",
-            s=self._progress.number_of(optimizer),
+            s=self._progress.step_number(optimizer),
             at=user_line(),
             lrs=[float(group["lr"]) for group in optimizer.param_groups],
             base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
             grads={name: [digest(g), _norm(g)] for name, g in gradients.items()},
-            state=digest(
-                [optimizer.state.get(p, {}) for g in optimizer.param_groups for p in g["params"]]
-            ),
+            state=digest([optimizer.state.get(p, {}) for p in owned_parameters(optimizer)]),
         )
         if self._progress.steps == 0 and self._progress.rank == 0:
             path = self._progress.plan.folder / f"gradients-{type(optimizer).__name__}.pt"
             torch.save({name: plain(g).cpu() for name, g in gradients.items()}, path)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        digests = {
-            self._models.name_of(p): digest(p)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        number = self._progress.number_of(optimizer)
+        digests = {self._models.name_of(p): digest(p) for p in owned_parameters(optimizer)}
+        number = self._progress.step_number(optimizer)
         self._recorder.write("stepped", s=number, params=digests)
-        self._progress.stepped(optimizer)
+        self._progress.on_step(optimizer)
         self._tracer.start()
 
     def clip(self, clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +104,7 @@ class _Hooks:
         owners = {
             id(optimizer)
             for optimizer in self._optimizers
-            if any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
+            if any(id(p) in parameters for p in owned_parameters(optimizer))
         }
         if self._unscaled & (owners or self._unscaled):
             return 1.0

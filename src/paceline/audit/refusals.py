@@ -37,22 +37,20 @@ def refuse(run: Run) -> None:
             f"{run.name} did not end in time.",
             fix="give it more time with --timeout, or fewer steps with --steps.",
         )
-    failed = [log for log in run.ranks if _failed(log, run.plan.steps)]
-    if failed or (
-        run.returncode and not all(_made_all_steps(log, run.plan.steps) for log in run.ranks)
-    ):
-        _refuse_failed(run, failed)
+    # After the wanted steps the loaders are empty, which may make the script fail.
+    unfinished = [log for log in run.ranks if log.steps < run.plan.steps]
+    failed = [log for log in unfinished if log.first("failed")]
+    if failed or (run.returncode and unfinished):
+        raise _failure(run, failed)
     if run.steps == 0:
         raise _no_step(run)
-    silent = [
-        log.rank for log in run.ranks if not log.ended and not _made_all_steps(log, run.plan.steps)
-    ]
-    if silent:
-        raise _refused(
-            run,
-            f"rank {silent[0]} ended after {run.ranks[silent[0]].steps} of {run.plan.steps} steps without an "
-            "error: os._exit(), or an exit in native code.",
-        )
+    for log in unfinished:
+        if not log.ended:
+            raise _refused(
+                run,
+                f"rank {log.rank} ended after {log.steps} of {run.plan.steps} steps without an error: "
+                "os._exit(), or an exit in native code.",
+            )
 
 
 def refuse_early_exit(run: Run) -> None:
@@ -62,22 +60,21 @@ def refuse_early_exit(run: Run) -> None:
         Refused: with the line.
     """
     for log in run.ranks:
-        exits = log.of("exit")
+        exit_ = log.first("exit")
+        if exit_ is None or log.steps >= run.plan.steps:
+            continue
         # The exit itself leaves the pass, so later events do not count.
-        until = log.events.index(exits[0]) if exits else len(log.events)
-        passes = [
-            e
-            for e in log.events[:until]
-            if e["k"] in _PASSES and e["loader"] in log.training_loaders
-        ]
-        inside = bool(passes) and passes[-1]["k"] == "iter"
-        without_loader = not passes and " in " in (exits[0]["at"] if exits else "")
-        if exits and log.steps < run.plan.steps and (inside or without_loader):
+        before = log.events[: log.events.index(exit_)]
+        names = log.training_loaders
+        passes = [e["k"] for e in before if e["k"] in _PASSES and e["loader"] in names]
+        # In a script without loaders, an exit inside a function is taken for one in the training.
+        in_training = passes[-1] == "iter" if passes else " in " in exit_["at"]
+        if in_training:
             who = "every rank" if all(each.of("exit") for each in run.ranks) else f"rank {log.rank}"
             raise _refused(
                 run,
                 f"{who} exits after {log.steps} of {run.plan.steps} steps, in {run.name}.",
-                where=exits[0]["at"],
+                where=exit_["at"],
                 why="sys.exit() was called during the training.",
                 fix=f"let the training reach its end, or use --steps {log.steps}."
                 if log.steps
@@ -85,47 +82,30 @@ def refuse_early_exit(run: Run) -> None:
             )
 
 
-def _failed(log: RankLog, steps: int) -> bool:
-    return log.first("failed") is not None and not _made_all_steps(log, steps)
-
-
-def _made_all_steps(log: RankLog, steps: int) -> bool:
-    """Whether the wanted steps were made. The loaders are empty then, which may make the script fail."""
-    return log.steps >= steps
-
-
-def _refuse_failed(run: Run, failed: list[RankLog]) -> None:
+def _failure(run: Run, failed: list[RankLog]) -> Refused:
     first = failed[0].first("failed") if failed else None
     if first is None:
-        raise _refused(run, f"the script failed in {run.name} (exit code {run.returncode}).")
+        return _refused(run, f"the script failed in {run.name} (exit code {run.returncode}).")
     kind, text = first.get("type", ""), str(first.get("message", "")).strip().splitlines()
     what = f"{kind}: {text[0] if text else ''}" if kind else f"sys.exit({first.get('code')})"
     where = first.get("place", "")
-    start = failed[0].first("start") or {}
     if kind == "EOFError":
-        raise _refused(
+        return _refused(
             run,
             f"the script reads its standard input, at {where}.",
             why="it has no standard input during verification.",
             fix="pass the value as an argument.",
         )
-    if _wants_gpu(failed[0]) and not start.get("cuda_devices"):
-        init = failed[0].first("init") or {}
-        where = init["at"] if "nccl" in str(init.get("backend")) else where
-        raise _refused(
+    start, init = (failed[0].first(kind) or {} for kind in ("start", "init"))
+    needs_nccl = "nccl" in str(init.get("backend"))
+    in_cuda = str(first.get("module", "")).startswith("torch.cuda")
+    if not start.get("cuda_devices") and (in_cuda or (needs_nccl and not failed[0].steps)):
+        return _refused(
             run,
-            f"the script needs a GPU, at {where}, and this host has none.",
+            f"the script needs a GPU, at {init['at'] if needs_nccl else where}, and this host has none.",
             fix="use a host with a GPU, or choose the device with torch.cuda.is_available().",
         )
-    raise _refused(run, f"the script failed in {run.name}: {what}", where=where)
-
-
-def _wants_gpu(log: RankLog) -> bool:
-    failed = log.first("failed") or {}
-    inside = str(failed.get("module", "")).startswith("torch.cuda")
-    init = log.first("init")
-    at_start = bool(init and "nccl" in str(init["backend"]) and log.steps == 0)
-    return inside or at_start
+    return _refused(run, f"the script failed in {run.name}: {what}", where=where)
 
 
 def _no_step(run: Run) -> Refused:

@@ -24,7 +24,7 @@ class _NoSamples(Exception):
     """A batch has fewer samples than there are ranks, so this rank gets none."""
 
 
-def same_weights(progress: Progress, models: Models) -> None:
+def keep_or_load_weights(progress: Progress, models: Models) -> None:
     """Before an evaluation: keep the weights of the solo run, or load them in a replay."""
     name = f"weights-{progress.evaluations}.pt"
     if progress.plan.mode == "solo":
@@ -32,17 +32,15 @@ def same_weights(progress: Progress, models: Models) -> None:
         torch.save(states, progress.plan.folder / name)
     elif progress.plan.solo is not None and (path := progress.plan.solo / name).exists():
         states = torch.load(path, map_location="cpu", weights_only=True)
-        own = models.all()
-        with torch.no_grad():
-            for number, state in states.items():
-                if number in own:
-                    _copy(own[number].state_dict(), state)
-
-
-def _copy(own: dict[str, Any], state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and name in own and own[name].shape == value.shape:
-            own[name].copy_(value)
+        for number, model in models.all().items():
+            own = model.state_dict()
+            for name, value in states.get(number, {}).items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and name in own
+                    and own[name].shape == value.shape
+                ):
+                    own[name].copy_(value)
 
 
 def _batch_path(folder: Path, loader: str, pass_number: int, number: int) -> Path:
@@ -98,7 +96,7 @@ def _part(value: Any, rank: int, world_size: int) -> Any:
     return value  # such as a tensor of shape (), which belongs to the whole batch
 
 
-def training_loaders(plan: RunPlan) -> dict[str, int | None]:
+def replayed_loaders(plan: RunPlan) -> dict[str, int | None]:
     """The training loaders of the solo run and their lengths; empty if this run is no replay."""
     if plan.solo is None:
         return {}

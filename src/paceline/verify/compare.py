@@ -155,7 +155,7 @@ def _points(run: Run) -> list[Point]:
     for ranks in zip(*(log.of(*_KINDS) for log in run.ranks), strict=False):
         kind = _KINDS[ranks[0]["k"]]
         if kind != "evaluation":
-            training, step = ranks[0]["t"], ranks[0].get("s", 0)
+            training, step = ranks[0]["training"], ranks[0].get("s", 0)
         found.append(Point(kind, training, step, list(ranks)))
     return found
 

@@ -19,7 +19,7 @@ from paceline.audit.progress import Progress
 from paceline.audit.record import intercept, user_line
 from paceline.checkpoint import manager
 from paceline.data.loader import Loader
-from paceline.parallel.modules import unwrap
+from paceline.parallel.modules import owned_parameters, unwrap
 from paceline.parallel.syncbn import SyncBatchNorm
 from paceline.training import evaluation, trainer
 from paceline.training.training import Training
@@ -72,7 +72,7 @@ class _Hooks:
         layers = [layer for model in training.models for layer in model.modules()]
         self._recorder.write(
             "training",
-            t=self._numbers[id(training)],
+            training=self._numbers[id(training)],
             at=user_line(),
             precision=kwargs.get("precision", "fp32"),
             batchnorm=_batchnorm(layers),
@@ -91,7 +91,9 @@ class _Hooks:
         for step in steps(training, epochs, until=most if until is None else min(until, most)):
             if training.number == 0:
                 number = self._numbers[id(training)]
-                self._recorder.write("paceline-start", t=number, params=_parameters(training))
+                self._recorder.write(
+                    "paceline-start", training=number, params=_parameters(training)
+                )
             self._gradients.clear()
             yield step
 
@@ -101,7 +103,7 @@ class _Hooks:
         loss, count = step._local_loss()
         self._recorder.write(
             "paceline-step",
-            t=self._numbers[id(training)],
+            training=self._numbers[id(training)],
             s=step.number,
             epoch=step.epoch,
             ids=list(self._ids),
@@ -120,10 +122,9 @@ class _Hooks:
 
     def before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Record the gradients that the optimizer gets: reduced over ranks, unscaled and clipped."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._gradients[id(parameter)] = _summary(parameter.grad)
+        for parameter in owned_parameters(optimizer):
+            if parameter.grad is not None:
+                self._gradients[id(parameter)] = _summary(parameter.grad)
 
     def report(
         self, report: Callable[..., None], training: Training, folder: Any = None, **options: Any

@@ -20,15 +20,16 @@ from paceline.audit import evidence
 from paceline.audit.audit import AuditResult, audit
 from paceline.audit.evidence import Run, RunPlan
 from paceline.audit.refusals import refuse, refuse_early_exit
+from paceline.audit.rules.rule import FaultFound, NotJudged
 from paceline.errors import ConfigError
 from paceline.verify.compare import compare
 
-SOUND, FAULT, FAILED = 0, 1, 3
+SOUND, FAULT, REFUSED = 0, 1, 3
 
 _POLL_S = 0.25
 # How long the launcher may take to end its ranks after SIGTERM.
 _END_S = 20.0
-# A rank that waits in a collective wakes now and then; it uses less CPU time than this.
+# Waiting in a collective uses a little CPU time, but less than this.
 _BUSY_S = 1.0
 _OUTPUT_CHARS = 200_000
 
@@ -118,7 +119,7 @@ def _compare(
         runs.append(run(plan))
         refuse(runs[-1])
     comparison = compare(runs, rtol=options.rtol, bitwise=options.bitwise)
-    code = {"sound": SOUND, "fault": FAULT, "refused": FAILED}[comparison.verdict]
+    code = {"sound": SOUND, "fault": FAULT, "refused": REFUSED}[comparison.verdict]
     return VerifyResult(code, comparison.lines(), {"kind": "paceline", **comparison.facts()})
 
 
@@ -131,8 +132,8 @@ def _result_of_audits(options: VerifyOptions, audits: list[AuditResult]) -> Veri
         if len(audits) > 1:
             lines.append(f"--- {each.case.world_size} processes ---")
         lines += each.lines()
-        faults |= each.faults.keys()
-        not_judged |= each.not_judged.keys()
+        faults |= each.of(FaultFound).keys()
+        not_judged |= each.of(NotJudged).keys()
     if faults:
         last = f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {', '.join(sorted(faults))}"
     else:

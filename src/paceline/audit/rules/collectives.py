@@ -62,7 +62,7 @@ def _sequence(log: RankLog, world_size: int, steps: int | None) -> list[Event]:
             ):
                 break
         elif event["k"] == "forward":
-            if event.get("sends_buffers"):
+            if event["sends_buffers"]:
                 found.append({**event, "op": BUFFER_BROADCAST})
         elif event["k"] == "forward-end":
             forward_syncs = bool(event["trains"] and event["sync"])

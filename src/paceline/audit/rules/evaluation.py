@@ -100,11 +100,11 @@ def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any
             elif batch["loader"] in log.training_loaders:
                 continue  # a teacher's forward, or a metric on training samples
             elif event["evaluation"] is not None and event.get("rows"):
-                if batch["loader"] and model not in (None, event["m"]):
+                if batch["loader"] and model not in (None, event["model"]):
                     continue  # another model on the same batch
                 if batch["ids"] and model is not None:
                     continue  # the next part of a batch that is given in parts
-                model = event["m"] if batch["loader"] else None
+                model = event["model"] if batch["loader"] else None
                 key = (event["evaluation"], batch["loader"], batch["pass_number"])
                 found.setdefault(key, [[] for _ in ranks])[rank] += batch["ids"] or event["rows"]
     return found
@@ -199,7 +199,7 @@ def _samples_given(log: RankLog, evaluation: int) -> int:
         if event["evaluation"] == evaluation:
             if event["k"] == "collective":
                 break
-            total += event["n"] or 0
+            total += event["samples"] or 0
     return total
 
 

@@ -200,7 +200,7 @@ def _batches_differ(case: Case, number: int) -> bool:
     """Whether the ranks' first micro-batches of a step had different numbers of samples."""
     sizes = set()
     for log in case.ranks:
-        sizes.add(next((e["n"] for e in log.training_forwards if e["s"] == number - 1), None))
+        sizes.add(next((e["samples"] for e in log.training_forwards if e["s"] == number - 1), None))
     return len(sizes) > 1
 
 

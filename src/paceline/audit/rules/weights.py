@@ -42,7 +42,9 @@ def _before_step(log: RankLog) -> Digests:
     found: Digests = {}
     for event in log.of("forward-end"):
         if "params" in event:
-            params = {full_name(event["m"], name): each for name, each in event["params"].items()}
+            params = {
+                full_name(event["model"], name): each for name, each in event["params"].items()
+            }
             found.setdefault(event["s"], {}).update(params)
     return found
 
