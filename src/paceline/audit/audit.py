@@ -140,15 +140,15 @@ def _refuse_other_steps(case: Case) -> None:
         Refused: with both numbers.
     """
     wanted = case.solo.plan.steps  # a loader that is built later may cause one more step
-    alone = min(wanted, case.solo.steps)
-    together = min(wanted, (case.replay or case.ordinary).steps)
-    if alone != together and (case.replay is not None or not case.ranks[0].training_loaders):
+    solo_steps = min(wanted, case.solo.steps)
+    steps = min(wanted, (case.replay or case.ordinary).steps)
+    if solo_steps != steps and (case.replay is not None or not case.ranks[0].training_loaders):
         raise Refused(
-            f"the script takes {alone} steps with 1 process and {together} with {case.world_size}.",
+            f"the script takes {solo_steps} steps with 1 process and {steps} with {case.world_size}.",
             where=case.solo.ranks[0].of("step")[-1]["at"],
             why="the runs train differently from the first step, so a comparison shows nothing.",
             fix="make the number of steps independent of the number of processes, or compare fewer: "
-            f"--steps {min(alone, together)}.",
+            f"--steps {min(solo_steps, steps)}.",
             output=[],
         )
 
@@ -156,18 +156,18 @@ def _refuse_other_steps(case: Case) -> None:
 def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
     """The mode of the replay; None and the reason if no replay is possible."""
     batch = _first_batch(solo.ranks[0])
-    alone = _size(batch)
+    solo_size = _size(batch)
     each = [_size(_first_batch(log)) for log in ordinary.ranks]
-    if alone is None or None in each:
+    if solo_size is None or None in each:
         return None, "no DataLoader gave batches that could be given to all ranks."
-    if all(size == alone for size in each):
+    if all(size == solo_size for size in each):
         return "mirrored", ""
-    if sum(size or 0 for size in each) == alone:
+    if sum(size or 0 for size in each) == solo_size:
         if batch.get("ids") and len(batch["ids"]) != batch["size"]:
             return None, "the first dimension of a batch is not its samples."
         return "divided", ""
     sizes = ", ".join(map(str, each))
-    return None, f"one process trains on batches of {alone}, the ranks on batches of {sizes}."
+    return None, f"one process trains on batches of {solo_size}, the ranks on batches of {sizes}."
 
 
 def _first_batch(log: RankLog) -> Event:

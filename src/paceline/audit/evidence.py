@@ -1,4 +1,4 @@
-"""The plan of a run of the script, and the events that its ranks recorded."""
+"""The plan of one run of the script, and the events that its ranks recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _VARIABLE = "PACELINE_VERIFY"
 #   solo      one process with the data of the script; its batches are saved for the replays
 #   ordinary  several processes with the data of the script
 #   mirrored  a replay: each rank gets the batches of the solo run, so all results must equal those of it
-#   divided   a replay: each rank gets a part of each batch of the solo run, for scripts that divide theirs
+#   divided   a replay: each rank gets a part of each batch of the solo run. It is used if the script divides
+#             its batch size by the number of processes
 Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 
 # "k" is the kind of event, "at" the line of the user's source that caused it, and "s" the number of completed

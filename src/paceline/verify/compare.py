@@ -178,11 +178,11 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
         why = _why_not_comparable(points, _points(run), one.plan.world_size, run.plan.world_size)
         if why:
             return Comparison("refused", compared, trainings[0]["at"], why=why)
-    unknown, scores_unknown = ([], []) if bitwise else _not_judged(runs, rtol)
+    unknown, scores_unknown = ([], []) if bitwise else _not_compared(runs, rtol)
     search = _Search(
         0.0 if bitwise else (rtol or RTOL),
-        values=not unknown,
-        scores=not unknown and not scores_unknown,
+        with_values=not unknown,
+        with_scores=not unknown and not scores_unknown,
     )
     unknown += scores_unknown
     for run in runs[1:]:
@@ -218,8 +218,8 @@ def _why_not_comparable(one: list[Point], other: list[Point], count: int, others
     return ""
 
 
-def _not_judged(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], list[str]]:
-    """Why losses and gradients may differ by more than rounding, and why evaluations alone may."""
+def _not_compared(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], list[str]]:
+    """Why losses and gradients are not compared, and why evaluations are not."""
     values, scores = [], []
     logs = [log for run in runs for log in run.ranks]
     if any(e["drew"] for log in logs for e in log.of("forward-end") if e["trains"]):
@@ -255,12 +255,12 @@ class _Search:
 
     Args:
         rtol: Relative difference that is allowed; 0 for bitwise comparison.
-        values: Whether losses and gradients are compared.
-        scores: Whether evaluations are compared.
+        with_values: Whether losses and gradients are compared.
+        with_scores: Whether evaluations are compared.
     """
 
-    def __init__(self, rtol: float, *, values: bool, scores: bool) -> None:
-        self._rtol, self._values, self._scores = rtol, values, scores
+    def __init__(self, rtol: float, *, with_values: bool, with_scores: bool) -> None:
+        self._rtol, self._with_values, self._with_scores = rtol, with_values, with_scores
         # Only a bitwise comparison compares the tensors of a step.
         self._exact = None if rtol else 0.0
         self._times: Counter[str] = Counter()
@@ -292,7 +292,7 @@ class _Search:
             return
         if a.kind == "step":
             yield from self._samples(a, b, counts)
-            if self._values:
+            if self._with_values:
                 yield from self._number(a, counts, "loss", (a.loss, b.loss))
                 x, y = (math.hypot(*(g[1] for g in e["grads"].values())) for e in (first, other))
                 yield from self._number(a, counts, "gradient norm", (x, y))
@@ -301,7 +301,7 @@ class _Search:
         for rank, event in enumerate(b.ranks[1:], 1):
             pair = other["params"], event["params"]
             yield from self._tensors(b, (0, rank), "parameter of ranks", *pair, rtol=0.0)
-        for event in b.ranks if self._values else ():
+        for event in b.ranks if self._with_values else ():
             pair = first["params"], event["params"]
             if a.kind == "start":
                 yield from self._tensors(a, counts, "weights at the start", *pair, rtol=self._rtol)
@@ -382,7 +382,7 @@ class _Search:
             self._times[quantity] += 1
             if event["samples"] != samples:
                 yield Difference(a.step, quantity, "", counts, (samples, event["samples"]))
-            for name, x in first["values"].items() if self._scores else ():
+            for name, x in first["values"].items() if self._with_scores else ():
                 y = event["values"].get(name, math.nan)
                 floor = 0.0
                 if self._rtol and _is_share(x, samples) and _is_share(y, samples):

@@ -55,7 +55,11 @@ RULES = (
     Rule("statistics drift apart", statistics.different_buffers),
     Rule("schedule N times too fast", schedule.fast_schedule),
     Rule("evaluated twice", evaluation.evaluated_twice),
-    Rule("metric averaged per rank", evaluation.averaged_metric),
+    Rule(
+        "metric averaged per rank",
+        evaluation.averaged_metric,
+        consequence_of="evaluated twice",
+    ),
     Rule(
         "weights drift apart",
         weights.drifting_weights,

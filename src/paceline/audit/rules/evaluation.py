@@ -23,11 +23,11 @@ def evaluated_twice(case: Case) -> Judgement:
     judgement = _padded(case)
     if not isinstance(judgement, FaultFound) or case.replay is None:
         return judgement
-    alone, together = _reductions(case.solo.ranks[0]), _reductions(case.replay.ranks[0])
+    solo, replay = _reductions(case.solo.ranks[0]), _reductions(case.replay.ranks[0])
     pairs = [
         pair
-        for number in alone.keys() & together.keys()
-        for pair in zip(alone[number], together[number], strict=False)
+        for number in solo.keys() & replay.keys()
+        for pair in zip(solo[number], replay[number], strict=False)
     ]
     if pairs and all(_close(x, y) for pair in pairs for x, y in _results(pair)):
         return NoFault(
@@ -38,13 +38,13 @@ def evaluated_twice(case: Case) -> Judgement:
 
 def _padded(case: Case) -> Judgement:
     """Whether the ranks evaluated samples twice."""
-    alone, together = (_evaluated(run.ranks) for run in (case.solo, case.ordinary))
-    if not alone or not together:
+    solo, ordinary = (_evaluated(run.ranks) for run in (case.solo, case.ordinary))
+    if not solo or not ordinary:
         return NotJudged("the script evaluated nothing in the watched steps.")
     unclear = False
-    for key in sorted(together):
+    for key in sorted(ordinary):
         number, loader, _ = key
-        each = [rows for rows in together[key] if rows]
+        each = [rows for rows in ordinary[key] if rows]
         if all(Counter(rows) == Counter(each[0]) for rows in each):
             continue  # every rank evaluates all samples, or one rank does
         distinct = {row for rows in each for row in rows}
@@ -53,7 +53,7 @@ def _padded(case: Case) -> Judgement:
         if not any(e["loader"] == loader and e["ids"] for e in case.ranks[0].of("batch")):
             # Known by content only: the data may contain equal samples, as the solo run shows.
             of_one = next(
-                (r[0] for k, r in alone.items() if k[1] == loader and set(r[0]) == distinct), None
+                (r[0] for k, r in solo.items() if k[1] == loader and set(r[0]) == distinct), None
             )
             if of_one is None or not loader:  # inputs that the loop itself makes may be anything
                 unclear = True
@@ -124,27 +124,25 @@ def averaged_metric(case: Case) -> Judgement:
     """Ranks average a metric over their own samples, although they have different numbers of them."""
     if case.replay is None:
         return NotJudged(case.why_no_replay)
-    if isinstance(evaluated_twice(case), FaultFound):
-        return NotJudged("samples are evaluated twice, so no metric can be right.")
-    alone, together = _reductions(case.solo.ranks[0]), _reductions(case.replay.ranks[0])
+    solo, replay = _reductions(case.solo.ranks[0]), _reductions(case.replay.ranks[0])
     judged = with_counts = 0
     unclear: Event | None = None
-    for number in sorted(alone.keys() & together.keys()):
-        if len(alone[number]) != len(together[number]):
+    for number in sorted(solo.keys() & replay.keys()):
+        if len(solo[number]) != len(replay[number]):
             return NotJudged("the runs reduced different numbers of values while evaluating.")
-        pairs = list(zip(alone[number], together[number], strict=True))
+        pairs = list(zip(solo[number], replay[number], strict=True))
         samples = sum(_samples_given(log, number) for log in case.replay.ranks)
         # After a gather the script computes the sums, so both its values and their sums count.
-        results = [x for one, many in pairs for x in many["results"] + _sums(many, one)]
+        results = [x for pair in pairs for x in pair[1]["results"] + _sums(pair)]
         if any(_close(x, samples) for x in results):
             with_counts += len(pairs)  # sums, which the script divides by the number of samples
             continue
         judged += len(pairs)
-        for index, (one, many) in enumerate(pairs):
-            if _differs((one, many), pairs, case.world_size):
-                if _is_mean_of_own_samples(case.replay, number, index, one["results"]):
-                    return _metric_fault(case, one, many)
-                unclear = many
+        for index, pair in enumerate(pairs):
+            if _differs(pair, pairs, case.world_size):
+                if _is_mean_of_own_samples(case.replay, number, index, pair[0]["results"]):
+                    return _metric_fault(case, pair)
+                unclear = pair[1]
     if unclear is not None:
         return NotJudged(
             f"the value that is reduced at {unclear['at']} is neither that of one process nor a mean over "
@@ -216,29 +214,29 @@ def _differs(pair: Pair, pairs: list[Pair], world_size: int) -> bool:
 
 def _results(pair: Pair) -> list[tuple[float, float]]:
     """The values of both runs, in pairs."""
-    one, many = pair
-    return list(zip(one["results"], _sums(many, one), strict=False))
+    return list(zip(pair[0]["results"], _sums(pair), strict=False))
 
 
-def _sums(many: Event, one: Event) -> list[float]:
-    """The results on several ranks; those of a gather are summed over the ranks."""
-    values: list[float] = many["results"]
-    length = len(one["results"])
-    if "gather" not in many["op"] or not length:
+def _sums(pair: Pair) -> list[float]:
+    """The results of the replay; those of a gather are summed over the ranks."""
+    values: list[float] = pair[1]["results"]
+    length = len(pair[0]["results"])
+    if "gather" not in pair[1]["op"] or not length:
         return values
     return [sum(values[k::length]) for k in range(length)]
 
 
-def _metric_fault(case: Case, one: Event, many: Event) -> FaultFound:
-    count, value = case.world_size, _sums(many, one)[0]
-    mean = value if many["reduce"] == "AVG" else value / count
+def _metric_fault(case: Case, pair: Pair) -> FaultFound:
+    count, value = case.world_size, _sums(pair)[0]
+    solo, replay = pair
+    mean = value if replay["reduce"] == "AVG" else value / count
     return FaultFound(
         what="a metric depends on the number of processes: each rank takes the mean of its own samples.",
-        at=many["at"],
-        step=many["s"] or None,
+        at=replay["at"],
+        step=replay["s"] or None,
         why="the ranks have different numbers of samples, and the mean of their means gives each rank the "
         "same weight.",
         fix="all_reduce the sum and the number of samples, then divide.",
-        evidence=f"with the same weights and samples: {one['results'][0]:.6g} on one process, {mean:.6g} "
+        evidence=f"with the same weights and samples: {solo['results'][0]:.6g} on one process, {mean:.6g} "
         f"as the mean over {count}",
     )

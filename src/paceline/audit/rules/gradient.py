@@ -116,10 +116,10 @@ def _first_update(log: RankLog) -> list[Event]:
 
 def _manual_reduction(log: RankLog) -> Event | None:
     """An all_reduce between the first backward and the end of the first update."""
-    window = _first_update(log)
-    if not window:
+    update = _first_update(log)
+    if not update:
         return None
-    begin, end = log.events.index(window[0]), log.events.index(window[-1])
+    begin, end = log.events.index(update[0]), log.events.index(update[-1])
     for event in log.events[begin:end]:
         if event["k"] == "collective" and event["op"] in ("all_reduce", "reduce"):
             return event
@@ -180,14 +180,14 @@ def mean_of_means(case: Case) -> Judgement:
     known = 0
     for run in (case.solo, case.ordinary):
         for log in run.ranks:
-            for number, window in enumerate(log.updates, 1):
-                backwards = [event for event in window if event["k"] == "backward"]
+            for number, update in enumerate(log.updates, 1):
+                backwards = [event for event in update if event["k"] == "backward"]
                 known += sum(event["weight"] is not None for event in backwards)
                 pair = _unequal(backwards)
                 if pair is not None:
                     return _mean_fault(pair, [log.rank] if log.rank else [], number)
-    for number, across in enumerate(zip(*(log.updates for log in case.ranks), strict=False), 1):
-        firsts = [window[0] for window in across if window[0]["k"] == "backward"]
+    for number, updates in enumerate(zip(*(log.updates for log in case.ranks), strict=False), 1):
+        firsts = [update[0] for update in updates if update[0]["k"] == "backward"]
         pair = _unequal(firsts, across_ranks=True) if _batches_differ(case, number) else None
         if pair is not None:
             return _mean_fault(pair, [], number)

@@ -1,4 +1,4 @@
-"""Between gradient and update: unscaling, clipping, stepping."""
+"""Unscaling, clipping and stepping, in the right order and on all ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from paceline.audit.evidence import Event, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, outliers
 from paceline.errors import name_ranks
 
-_DID = {"clip": "clipped", "scaler-unscale": "unscaled", "scaler-step": "used the scaler"}
-_DID_NOT = {
-    "clip": "did not clip",
-    "scaler-unscale": "did not unscale",
-    "scaler-step": "did not use the scaler",
+_WORDS = {
+    "clip": ("clipped", "did not clip"),
+    "scaler-unscale": ("unscaled", "did not unscale"),
+    "scaler-step": ("used the scaler", "did not use the scaler"),
+    "step": ("updated", "did not update"),
 }
 
 
@@ -42,25 +42,27 @@ def clip_before_unscale(case: Case) -> Judgement:
 def update_on_one_rank(case: Case) -> Judgement:
     """One rank clips, unscales or steps and the others do not."""
     each = [_updates(log) for log in case.ranks]
-    for number, across in enumerate(zip(*each, strict=False), 1):
-        did = [tuple(event["k"] for event in after[1:]) for after in across]
-        odd = outliers(did)
-        if not odd or number == min(map(len, each)):
+    for number, updates in enumerate(zip(*each, strict=False), 1):
+        kinds = [tuple(event["k"] for event in update[1:]) for update in updates]
+        minority = outliers(kinds)
+        if not minority or number == min(map(len, each)):
             continue  # equal, or the last one, which the end of the run may have cut
-        usual = next(did[rank] for rank in range(len(did)) if rank not in odd)
-        calls = [event for after in across for event in after[1:]]
-        differing = [e for e in calls if (e["k"] in did[odd[0]]) != (e["k"] in usual)]
-        what, ranks = _difference(did)
-        step = 1 + sum(e["k"] == "step" for after in each[0][: number - 1] for e in after)
+        usual = next(own for rank, own in enumerate(kinds) if rank not in minority)
+        calls = [event for update in updates for event in update[1:]]
+        differing = [e for e in calls if (e["k"] in kinds[minority[0]]) != (e["k"] in usual)]
+        what, ranks = _difference(kinds)
+        step = 1 + sum(e["k"] == "step" for update in each[0][: number - 1] for e in update)
         return FaultFound(
             what=f"in step {step} the ranks do different things: {what}.",
             at=(differing or calls)[0]["at"],
-            ranks=ranks or odd,
+            ranks=ranks or minority,
             step=step,
             why="after the reduction all ranks have the same gradient. A rank that changes it alone gets "
             "other weights.",
             fix="clip, unscale and step on every rank; decide on values that are equal on all ranks.",
-            evidence="; ".join(f"rank {r}: {' '.join(d) or 'nothing'}" for r, d in enumerate(did)),
+            evidence="; ".join(
+                f"rank {r}: {' '.join(k) or 'nothing'}" for r, k in enumerate(kinds)
+            ),
         )
     return NoFault("all ranks unscaled, clipped and stepped in the same way.")
 
@@ -84,16 +86,14 @@ def _updates(log: RankLog) -> list[list[Event]]:
     return found
 
 
-def _difference(did: list[tuple[str, ...]]) -> tuple[str, list[int]]:
+def _difference(kinds: list[tuple[str, ...]]) -> tuple[str, list[int]]:
     """What some ranks did and others did not, and which ranks are wrong."""
-    for kind, done in _DID.items():
-        having = [rank for rank, kinds in enumerate(did) if kind in kinds]
-        if 0 < len(having) < len(did):
-            lacking = [rank for rank in range(len(did)) if rank not in having]
-            if len(having) <= len(lacking) and kind != "scaler-step":
+    for kind, (done, not_done) in _WORDS.items():
+        having = [rank for rank, own in enumerate(kinds) if kind in own]
+        lacking = [rank for rank, own in enumerate(kinds) if kind not in own]
+        if having and lacking:
+            # A rank that updates without the scaler or not at all is wrong, even if most ranks do so.
+            if len(having) <= len(lacking) and kind not in ("scaler-step", "step"):
                 return f"only {name_ranks(having)} {done}", having
-            return f"only {name_ranks(lacking)} {_DID_NOT[kind]}", lacking
-    lacking = [rank for rank, kinds in enumerate(did) if "step" not in kinds]
-    if 0 < len(lacking) < len(did):
-        return f"only {name_ranks(lacking)} did not update", lacking
+            return f"only {name_ranks(lacking)} {not_done}", lacking
     return "in another order or number", []

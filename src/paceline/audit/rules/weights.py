@@ -65,8 +65,8 @@ def find_mismatch(case: Case) -> Mismatch | None:
         names = _different(afters, step)
         # Optimizers that exchange updated weights are equal again when the model is used.
         if names and not _equal_at_use(befores, step, names):
-            odd = outliers([each[step].get(names[0]) for each in afters])
-            return Mismatch(step, False, names, odd)
+            minority = outliers([each[step].get(names[0]) for each in afters])
+            return Mismatch(step, False, names, minority)
         names = _different(befores, step)
         if names:
             name = names[0]
@@ -75,9 +75,9 @@ def find_mismatch(case: Case) -> Mismatch | None:
                 for rank in range(case.world_size)
                 if afters[rank].get(step, {}).get(name) not in (None, befores[rank][step][name])
             ] or [log.rank for log in case.ranks if any(e["s"] == step for e in log.of("changed"))]
-            odd = outliers([each[step].get(name) for each in befores])
+            minority = outliers([each[step].get(name) for each in befores])
             return Mismatch(
-                step, True, names, changed if 0 < len(changed) < case.world_size else odd
+                step, True, names, changed if 0 < len(changed) < case.world_size else minority
             )
     return None
 
