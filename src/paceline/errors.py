@@ -36,6 +36,8 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from paceline.exit_codes import ExitCode
+
 
 class PacelineError(Exception):
     """Base of all errors of Paceline. Facts that a caller may test on are attributes.
@@ -44,7 +46,7 @@ class PacelineError(Exception):
         exit_code: exit code of a rank that this error ends.
     """
 
-    exit_code = 1
+    exit_code: int = ExitCode.FAILED
 
     def __init__(
         self, what: str, *, where: str = "", why: str = "", fix: str = "", **facts: Any
@@ -131,13 +133,13 @@ class CheckpointError(PacelineError):
 class SaveFailed(CheckpointError):
     """The storage failed, and the state could not be saved (`path`, `step`)."""
 
-    exit_code = 74  # EX_IOERR of sysexits.h
+    exit_code = ExitCode.SAVE_FAILED
 
 
 class Desync(PacelineError):
     """Replicas that are no longer equal (`parameter`, `differing`, `ranks` where known, `step`, `since`)."""
 
-    exit_code = 70  # EX_SOFTWARE of sysexits.h
+    exit_code = ExitCode.DESYNC
 
 
 class RankDisagreement(PacelineError, RuntimeError):

@@ -150,8 +150,8 @@ BAD = [
     ("--nnodes=2 --node-rank=5 good.py", 2, "--node-rank is 5, and there are 2 nodes"),
     ("--nnodes=2 --node-rank=-1 good.py", 2, "--node-rank is -1, and there are 2 nodes"),
     ("--nnodes=2 --rdzv-endpoint=a:b good.py", 2, "--rdzv-endpoint is not an address: 'a:b'"),
-    ("--no-such good.py", 2, "unrecognized arguments: --no-such"),
-    ("", 2, "training_script"),
+    ("--no-such good.py", 2, "there is no option '--no-such'"),
+    ("", 2, "missing: SCRIPT"),
 ]
 
 

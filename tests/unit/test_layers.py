@@ -14,7 +14,9 @@ SOURCE = Path(paceline.__file__).parent
 
 # From the ground up: a file imports from its own room and from the rooms above it in this list.
 ORDER = [
+    "exit_codes",
     "errors",
+    "command_line",
     "log",
     "torch_private",
     "machine",
@@ -48,6 +50,7 @@ MAY_DEFER = {
     "checkpoint/layout.py": "torch's DCP takes 0.6 s, and only those who save need it",
     "checkpoint/store.py": "fsspec takes 0.1 s, and is needed for URLs alone",
     "checkpoint/export.py": "safetensors is optional",
+    "cli/completion.py": "only the command itself needs shtab",
     "cli/ckpt.py": "`paceline ckpt ls` without torch",
     "cli/doctor.py": "`paceline --help` without torch",
     "cli/main.py": "`paceline --help` without torch",

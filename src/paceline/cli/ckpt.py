@@ -10,46 +10,84 @@ from pathlib import Path
 
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import Store, folders, open_store, read_manifest, verify
+from paceline.command_line import CommandParser, not_negative_count
 from paceline.errors import CheckpointError, PacelineError
+from paceline.exit_codes import ExitCode
 
 HELP = "list, show, check, export or remove checkpoints"
-_NO_CHECKPOINT = 65  # EX_DATAERR of sysexits.h
+_ACTIONS = {
+    "ls": "list the checkpoints of a folder",
+    "show": "show what a checkpoint holds",
+    "check": "compare every byte with its digest",
+    "export": "write the weights to one file, .pth or .safetensors",
+    "rm": "remove a checkpoint",
+}
+_EXAMPLES = {
+    "ls": {"paceline ckpt ls runs/a": "steps, sizes and times"},
+    "show": {
+        "paceline ckpt show runs/a --step 1200": "files, tensors and versions of one checkpoint"
+    },
+    "check": {
+        "paceline ckpt check runs/a": "read all checkpoints, and report those that are damaged"
+    },
+    "export": {
+        "paceline ckpt export runs/a model.safetensors": "the weights of the newest checkpoint"
+    },
+    "rm": {"paceline ckpt rm runs/a --step 1200": "remove the checkpoint of step 1200"},
+}
+_EXIT_CODES: dict[ExitCode | str, str] = {
+    ExitCode.OK: "done; with `check`: all checkpoints are whole",
+    ExitCode.USAGE: "the command line is wrong",
+    ExitCode.DATA: "there is no such checkpoint, it is damaged, or it cannot be read or written",
+}
 _FOREIGN = {".metadata": "torch.distributed.checkpoint's", "latest": "DeepSpeed's"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `paceline ckpt` with these arguments. Returns 0, or 65 if there is no whole checkpoint."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     store = open_store(args.folder)
     actions = {"ls": _ls, "show": _show, "check": _check, "export": _export, "rm": _rm}
     try:
         return actions[args.action](store, args)
     except (Damaged, PacelineError, OSError) as error:
         print(f"paceline ckpt: {error}", file=sys.stderr)
-        return _NO_CHECKPOINT
+        return ExitCode.DATA
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="paceline ckpt", description=HELP)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, text in (
-        ("ls", "list the checkpoints of a folder"),
-        ("show", "show what a checkpoint holds"),
-        ("check", "compare every byte with its digest"),
-        ("export", "write the weights to one file, .pth or .safetensors"),
-        ("rm", "remove a checkpoint"),
-    ):
-        action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("folder", help="a path, or a URL that fsspec knows")
+def parser() -> CommandParser:
+    """The options of `paceline ckpt`."""
+    ours = CommandParser(
+        "paceline ckpt",
+        description=HELP[0].upper() + HELP[1:] + ".",
+        examples={line: text for examples in _EXAMPLES.values() for line, text in examples.items()},
+        exit_codes=_EXIT_CODES,
+    )
+    actions = ours.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in _ACTIONS.items():
+        action = actions.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            examples=_EXAMPLES[name],
+            exit_codes=_EXIT_CODES,
+        )
+        action.add_argument("folder", metavar="FOLDER", help="a path, or a URL that fsspec knows")
         if name == "export":
-            action.add_argument("to", type=Path, help="file to write")
+            action.add_argument("to", type=Path, metavar="FILE", help="file to write")
             action.add_argument(
-                "--model", type=int, default=0, help="which model, if there are several"
+                "--model",
+                type=not_negative_count,
+                default=0,
+                metavar="N",
+                help="which model, if there are several (0)",
             )
         if name != "ls":
             default = {"check": "default: all", "rm": None}.get(name, "default: the newest")
-            action.add_argument("--step", type=int, required=name == "rm", help=default)
-    return parser
+            action.add_argument(
+                "--step", type=not_negative_count, required=name == "rm", metavar="N", help=default
+            )
+    return ours
 
 
 def _steps(store: Store, step: int | None) -> list[int]:
@@ -80,7 +118,7 @@ def _ls(store: Store, args: argparse.Namespace) -> int:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
         size, ranks = f"{manifest.size_bytes / 1e6:,.1f}", manifest.world_size
         print(f"{step:>10}{size:>12}{ranks:>7}  {saved}{'  best' if manifest.best else ''}")
-    return 0
+    return ExitCode.OK
 
 
 def _show(store: Store, args: argparse.Namespace) -> int:
@@ -95,7 +133,7 @@ def _show(store: Store, args: argparse.Namespace) -> int:
     for name, value in manifest.tree.items() if isinstance(manifest.tree, dict) else ():
         if not isinstance(value, dict | list) or name == "position":
             print(f"  {name}: {value}")
-    return 0
+    return ExitCode.OK
 
 
 def _check(store: Store, args: argparse.Namespace) -> int:
@@ -107,7 +145,7 @@ def _check(store: Store, args: argparse.Namespace) -> int:
         except Damaged as error:
             damaged += 1
             print(f"step {step}: damaged: {error}")
-    return _NO_CHECKPOINT if damaged else 0
+    return ExitCode.DATA if damaged else ExitCode.OK
 
 
 def _export(store: Store, args: argparse.Namespace) -> int:
@@ -117,11 +155,11 @@ def _export(store: Store, args: argparse.Namespace) -> int:
     weights = read_weights(f"{store.root.rstrip('/')}/step-{step}", args.model)
     write_file(args.to, weights)
     print(f"step {step}: {len(weights)} tensors written to {args.to}")
-    return 0
+    return ExitCode.OK
 
 
 def _rm(store: Store, args: argparse.Namespace) -> int:
     step = _steps(store, args.step)[-1]
     store.remove(folders(store)[step])
     print(f"step {step} removed")
-    return 0
+    return ExitCode.OK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -10,17 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.command_line import CommandParser, not_negative, not_negative_count
 from paceline.errors import PacelineError
+from paceline.exit_codes import ExitCode
 
 HELP = "check this host, or all hosts of a job, before the job runs"
-
-_FAIL = 1
-_USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0 if nothing fails, 1 if something fails, 2 if the ranks could not meet."""
-    given = _parser().parse_args(argv)
+    given = parser().parse_args(argv)
     # Torch is imported here and not for --help.
     from paceline.doctor.findings import Need, judge, render
     from paceline.doctor.session import examine
@@ -29,10 +27,11 @@ def main(argv: Sequence[str]) -> int:
         found = examine(given.folder)
     except PacelineError as error:
         print(f"paceline doctor: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+        return ExitCode.USAGE
     need = Need(workers=given.workers, batch_bytes=round(given.batch_mib * (1 << 20)))
     findings = judge(found, need)
-    code = _FAIL if any(finding.level == "fail" for finding in findings) else 0
+    fails = any(finding.level == "fail" for finding in findings)
+    code = ExitCode.FAILED if fails else ExitCode.OK
     if found["prints"] and given.json:
         plain = [dataclasses.asdict(finding) for finding in findings]
         print(json.dumps({"findings": plain, "facts": found, "exit_code": code}, indent=1))
@@ -45,18 +44,35 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="paceline doctor",
-        description=HELP + ". For all hosts: paceline run [options] -m paceline doctor",
-        epilog="exit codes: 0 nothing fails, 1 something fails, 2 the ranks could not meet",
+def parser() -> CommandParser:
+    """The options of `paceline doctor`."""
+    ours = CommandParser(
+        "paceline doctor",
+        description=HELP[0].upper() + HELP[1:] + ".",
+        examples={
+            "paceline doctor": "check this host",
+            "paceline doctor --folder runs/a --workers 4 --batch-mib 64": "and the disk of the run folder, "
+            "and the memory of 4 loader workers per rank",
+            "paceline run --nproc-per-node 2 -m paceline doctor": "as two ranks of a job; start it on all "
+            "hosts with the options of the job",
+            "paceline doctor --json > doctor.json": "findings and facts as JSON, for a bug report",
+        },
+        exit_codes={
+            ExitCode.OK: "nothing fails; there may be warnings",
+            ExitCode.FAILED: "something fails",
+            ExitCode.USAGE: "the command line is wrong, or the ranks could not meet",
+        },
     )
-    parser.add_argument("--folder", type=Path, metavar="PATH", help="the run folder: test its disk")
-    parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="loader workers per rank"
+    ours.add_argument("--folder", type=Path, metavar="PATH", help="the run folder: test its disk")
+    ours.add_argument(
+        "--workers", type=not_negative_count, default=0, metavar="N", help="loader workers per rank"
     )
-    parser.add_argument(
-        "--batch-mib", type=float, default=0, metavar="X", help="size of a batch, for /dev/shm"
+    ours.add_argument(
+        "--batch-mib",
+        type=not_negative,
+        default=0,
+        metavar="X",
+        help="size of a batch, for /dev/shm",
     )
-    parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
-    return parser
+    ours.add_argument("--json", action="store_true", help="print findings and facts as JSON")
+    return ours

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 
+from paceline.command_line import CommandParser, nearest_file
 from paceline.errors import ConfigError, PacelineError
+from paceline.exit_codes import ExitCode
 from paceline.explain.facts import facts
 from paceline.explain.reading import KINDS, Found, Reading, causes, read
 
 HELP = "explain known messages in a log: meaning, cause and fix"
 
-_UNKNOWN = 1
-_USAGE_ERROR = 2
 _PREFIX = {
     "cause": "",
     "sign": "symptom: ",
@@ -25,16 +24,16 @@ _PREFIX = {
 
 def main(argv: Sequence[str]) -> int:
     """Explain a log. Exit code 0: a message is known; 1: none is; 2: the log cannot be read."""
-    given = _parser().parse_args(argv)
+    given = parser().parse_args(argv)
     if given.all:
         print(_markdown(), end="")
-        return 0
+        return ExitCode.OK
     try:
         name, reading = _read(given.file)
     except ConfigError as error:
         print(f"paceline explain: {error}", file=sys.stderr)
-        return _USAGE_ERROR
-    code = 0 if reading.found else _UNKNOWN
+        return ExitCode.USAGE
+    code = ExitCode.OK if reading.found else ExitCode.FAILED
     print(_as_json(name, reading, code) if given.json else _as_text(name, reading))
     return code
 
@@ -49,9 +48,12 @@ def _read(file: str | None) -> tuple[str, Reading]:
         with open(file, "rb") as stream:
             return file, read(stream)
     except OSError as error:
+        match = nearest_file(file) if isinstance(error, FileNotFoundError) else None
         raise ConfigError(
             f"{file!r} cannot be read: {error.strerror}.",
-            fix="give the file of a log, or pipe a message in: `paceline explain -`.",
+            fix=f"did you mean {match!r}?"
+            if match
+            else "give the file of a log, or pipe a message in: `paceline explain -`.",
         ) from error
 
 
@@ -134,15 +136,27 @@ def _markdown() -> str:
     return "".join(parts)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="paceline explain",
-        description=HELP + ". Reads logs of any size and any launcher.",
-        epilog="exit codes: 0 a message is known, 1 none is, 2 the file cannot be read",
+def parser() -> CommandParser:
+    """The options of `paceline explain`."""
+    ours = CommandParser(
+        "paceline explain",
+        description="Explain known messages in a log: meaning, cause and fix. Reads logs of any size and any "
+        "launcher.",
+        examples={
+            "paceline explain train.log": "the known messages of a file",
+            "torchrun train.py 2>&1 | paceline explain": "of a command that runs now",
+            "paceline explain --json train.log": "the result as JSON",
+            "paceline explain --all": "all messages that are known",
+        },
+        exit_codes={
+            ExitCode.OK: "a message is known",
+            ExitCode.FAILED: "no message is known",
+            ExitCode.USAGE: "the command line is wrong, or the file cannot be read",
+        },
     )
-    parser.add_argument(
+    ours.add_argument(
         "file", nargs="?", metavar="FILE", help="a log; - or no argument: standard input"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--all", action="store_true", help="print the whole table, as Markdown")
-    return parser
+    ours.add_argument("--json", action="store_true", help="print the result as JSON")
+    ours.add_argument("--all", action="store_true", help="print the whole table, as Markdown")
+    return ours

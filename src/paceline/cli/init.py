@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.command_line import CommandParser
+from paceline.exit_codes import ExitCode
+
 HELP = "write a commented script to start from"
 _STARTERS = Path(__file__).with_name("starters")
-_EXISTS = 73  # EX_CANTCREAT of sysexits.h
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `paceline init` with these arguments. Returns 0, or 73 if the file cannot be written."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     text = (_STARTERS / ("trainer.py" if args.trainer else "parts.py")).read_text()
     file: Path = args.file
     try:
@@ -22,24 +23,29 @@ def main(argv: Sequence[str]) -> int:
             out.write(text.replace("train.py", file.name))
     except OSError as error:
         print(f"paceline init: {file} cannot be written: {error.strerror}.", file=sys.stderr)
-        return _EXISTS
+        return ExitCode.CANNOT_CREATE
     print(f"wrote {file}. Start it with:\n  paceline run --nproc-per-node 2 {file}")
-    return 0
+    return ExitCode.OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="paceline init",
+def parser() -> CommandParser:
+    """The options of `paceline init`."""
+    ours = CommandParser(
+        "paceline init",
         description="Write a commented script that trains a small classifier, to start from. "
         "A file that exists is not overwritten.",
-        epilog="examples:\n"
-        "  paceline init                      train.py with a loop of your own\n"
-        "  paceline init --trainer fit.py     fit.py with paceline.Trainer\n\n"
-        "exit codes: 0, or 73 if the file cannot be written",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples={
+            "paceline init": "write train.py, with a loop of your own",
+            "paceline init --trainer fit.py": "write fit.py, with paceline.Trainer",
+        },
+        exit_codes={
+            ExitCode.OK: "the file was written",
+            ExitCode.USAGE: "the command line is wrong",
+            ExitCode.CANNOT_CREATE: "the file exists, or cannot be written",
+        },
     )
-    parser.add_argument("file", nargs="?", type=Path, default=Path("train.py"))
-    parser.add_argument(
+    ours.add_argument("file", nargs="?", type=Path, default=Path("train.py"), metavar="FILE")
+    ours.add_argument(
         "--trainer", action="store_true", help="use paceline.Trainer instead of a loop"
     )
-    return parser
+    return ours

@@ -1,8 +1,8 @@
 """The command `paceline`: calls the subcommand with the remaining arguments.
 
-A subcommand is a module of this package with `HELP`, one line, and `main(argv) -> int`; to add one,
-add its name to `COMMANDS`. Only the module of the called subcommand is imported, and `--help` imports no
-torch.
+A subcommand is a module of this package with `HELP`, one line, `parser()` and `main(argv) -> int`; to add
+one, add its name to `COMMANDS`. Only the module of the called subcommand is imported, and `--help` imports
+no torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import paceline
+from paceline.command_line import CommandParser
+from paceline.exit_codes import ExitCode
 
-COMMANDS = ("init", "run", "verify", "doctor", "explain", "ckpt")
+COMMANDS = ("init", "run", "verify", "doctor", "explain", "ckpt", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,23 +25,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in COMMANDS:
         code: int = import_module(f"paceline.cli.{words[0]}").main(words[1:])
         return code
-    parser = _parser()
-    parser.parse_args(words)
-    parser.print_help()
-    return 2
+    ours = parser()
+    if words and words[0].endswith(".py"):
+        ours.refuse(f"{words[0]!r} is not a command.", f"paceline run {words[0]}")
+    ours.parse_args(words)
+    ours.print_help()
+    return ExitCode.USAGE
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="paceline",
+def parser() -> CommandParser:
+    """The options of `paceline` itself, and its commands without theirs."""
+    ours = CommandParser(
+        "paceline",
         description="Distributed training for PyTorch: one model on many processes, exact.",
-        epilog="`paceline COMMAND --help` says more.",
+        examples={
+            "paceline init": "write a script to start from",
+            "paceline run --nproc-per-node 2 train.py": "train on two processes",
+            "paceline verify train.py": "check that it trains the same on 1 and on 2 processes",
+            "paceline explain train.log": "explain the messages of a job that failed",
+        },
+        exit_codes={
+            ExitCode.OK: "the command succeeded",
+            ExitCode.USAGE: "the command line is wrong",
+            "other": "listed by `paceline COMMAND --help`",
+        },
     )
-    parser.add_argument("--version", action="version", version=f"paceline {paceline.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND")
+    ours.add_argument("--version", action="version", version=f"paceline {paceline.__version__}")
+    # `main` calls commands by their names, so these parsers only serve the list in the help.
+    commands = ours.add_subparsers(
+        metavar="COMMAND", parser_class=argparse.ArgumentParser, dest="command"
+    )
     for name in COMMANDS:
         commands.add_parser(name, help=import_module(f"paceline.cli.{name}").HELP, add_help=False)
-    return parser
+    return ours
 
 
 if __name__ == "__main__":

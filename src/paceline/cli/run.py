@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from paceline.command_line import CommandParser
 from paceline.launch import run as run_launcher
 
 HELP = "run a script on several processes (torchrun's options)"
@@ -22,3 +23,10 @@ def main(argv: Sequence[str]) -> NoReturn:
         stream.flush()
     # Everything is closed. The regular shutdown of torch would take another third of a second.
     os._exit(code)
+
+
+def parser() -> CommandParser:
+    """The options of `paceline run`. This imports torch."""
+    from paceline.launch.options import parser as launch_parser
+
+    return launch_parser()

@@ -7,12 +7,13 @@ import json
 import sys
 from collections.abc import Sequence
 
+from paceline.command_line import CommandParser, positive, positive_count
 from paceline.errors import ConfigError, PacelineError
+from paceline.exit_codes import ExitCode
 from paceline.launch.prescan import ScriptError, check_script
 
 HELP = "check that a script trains the same on 1 and on several processes"
 
-_USAGE_ERROR, _REFUSED = 2, 3
 _MAX_RANKS = 64
 
 
@@ -22,14 +23,14 @@ def main(argv: Sequence[str]) -> int:
     if "--" in own:
         split = own.index("--")
         own, script = own[:split], own[split + 1 :]
-    given = _parser().parse_args(own)
+    given = parser().parse_args(own)
     try:
         counts = _counts(given.nproc)
         _check(given)
         check_script(given.script, module=given.module)
     except (ConfigError, ScriptError) as error:
         print(f"paceline verify: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+        return ExitCode.USAGE
     # Imported here, because these modules import torch, and --help must not wait for it.
     from paceline.audit.refusals import Refused
     from paceline.verify.session import VerifyOptions, verify
@@ -47,12 +48,12 @@ def main(argv: Sequence[str]) -> int:
         result = verify(options, lambda line: print(f"verify: {line}", file=sys.stderr))
     except Refused as refused:
         _print_refusal(refused, as_json=given.json)
-        return _REFUSED
+        return ExitCode.NOT_JUDGED
     except ConfigError as error:
         print(f"paceline verify: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+        return ExitCode.USAGE
     except KeyboardInterrupt:
-        return 130
+        return ExitCode.INTERRUPTED
     if given.json:
         print(json.dumps(result.facts | {"exit_code": result.exit_code}, indent=1, default=str))
     else:
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 def _print_refusal(refused: PacelineError, *, as_json: bool) -> None:
     if as_json:
         parts = {name: getattr(refused, name) for name in ("what", "where", "why", "fix", "output")}
-        print(json.dumps({"kind": "refused", **parts, "exit_code": _REFUSED}, indent=1))
+        print(json.dumps({"kind": "refused", **parts, "exit_code": ExitCode.NOT_JUDGED}, indent=1))
     else:
         for line in refused.output:
             print(f"  | {line}")
@@ -82,55 +83,67 @@ def _counts(text: str) -> list[int]:
 
 
 def _check(given: argparse.Namespace) -> None:
-    for name in ("steps", "hang_after", "timeout"):
-        if getattr(given, name) <= 0:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} must be more than 0, got {getattr(given, name)}."
-            )
     if given.rtol is not None and not 0 < given.rtol < 1:
-        raise ConfigError(f"--rtol must lie between 0 and 1, got {given.rtol}.")
+        raise ConfigError(f"--rtol must lie between 0 and 1, and is {given.rtol}.")
     if given.rtol is not None and given.bitwise:
         raise ConfigError("--rtol has no effect with --bitwise.", fix="give one of them.")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="paceline verify",
+def parser() -> CommandParser:
+    """The options of `paceline verify`; the script's own arguments, after `--`, are split off before."""
+    ours = CommandParser(
+        "paceline verify",
         usage="paceline verify [options] SCRIPT [-- ARGUMENTS]",
         description="Run a training script on 1 and on several processes. A script that uses paceline must "
         "train the same on all; any other script is checked for 21 known faults of distributed training.",
-        epilog="exit codes: 0 sound, 1 a fault was found, 2 usage, 3 the script failed or cannot be judged",
+        examples={
+            "paceline verify train.py -- --lr 0.1": "1 and 2 processes, 20 steps; --lr is the script's",
+            "paceline verify --nproc 1,2,3 --steps 50 train.py": "three runs of 50 steps",
+            "paceline verify --bitwise -m package.train": "a module, compared bit for bit",
+            "paceline verify --json train.py > report.json": "the result as JSON",
+        },
+        exit_codes={
+            ExitCode.OK: "the script is sound",
+            ExitCode.FAILED: "a fault was found",
+            ExitCode.USAGE: "the command line is wrong",
+            ExitCode.NOT_JUDGED: "the script itself failed, or cannot be judged",
+            ExitCode.INTERRUPTED: "interrupted with Ctrl-C",
+        },
     )
-    parser.add_argument("script", metavar="SCRIPT", help="the training script")
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module name")
-    parser.add_argument("--nproc", default="1,2", metavar="N,N", help="numbers of processes (1,2)")
-    parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="optimizer steps to watch (20)"
+    ours.add_argument("script", metavar="SCRIPT", help="the training script")
+    ours.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module name")
+    ours.add_argument("--nproc", default="1,2", metavar="N,N", help="numbers of processes (1,2)")
+    ours.add_argument(
+        "--steps",
+        type=positive_count,
+        default=20,
+        metavar="N",
+        help="optimizer steps to watch (20)",
     )
-    parser.add_argument(
+    ours.add_argument(
         "--bitwise",
         action="store_true",
         help="turn reproducible mode on and compare bitwise (scripts that use paceline)",
     )
-    parser.add_argument(
+    ours.add_argument(
         "--rtol",
-        type=float,
+        type=positive,
         metavar="X",
         help="allowed relative difference (0.001; scripts that use paceline)",
     )
-    parser.add_argument(
+    ours.add_argument(
         "--hang-after",
-        type=float,
+        type=positive,
         default=20.0,
         metavar="S",
         help="seconds without progress that count as a hang (20)",
     )
-    parser.add_argument(
+    ours.add_argument(
         "--timeout",
-        type=float,
+        type=positive,
         default=600.0,
         metavar="S",
         help="longest time for each run, in seconds (600)",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    return parser
+    ours.add_argument("--json", action="store_true", help="print the result as JSON")
+    return ours

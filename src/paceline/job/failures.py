@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from paceline import torch_private
 from paceline.errors import PacelineError, PeerFailed, StepError, rank_location
+from paceline.exit_codes import ExitCode
 from paceline.job import current_step, store_exchange
 
 # Keys of the store.
@@ -252,8 +253,8 @@ class ExceptHook:
             abort_process_groups()  # the collectives of the others break, and they read the mark
         if self.peers is not None:
             self.peers.linger()
-        code = error.exit_code if isinstance(error, PacelineError) else 1
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else code)
+        code = error.exit_code if isinstance(error, PacelineError) else ExitCode.FAILED
+        os._exit(ExitCode.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else code)
 
     def mark_failed(self, error: BaseException) -> None:
         """Inform the peers, if the job has not been left."""

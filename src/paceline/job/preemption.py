@@ -14,7 +14,8 @@ import time
 from types import FrameType
 from typing import Any
 
-REQUEUE = 75  # EX_TEMPFAIL of sysexits.h
+from paceline.exit_codes import ExitCode
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 # Signals within this time count as one. A scheduler that signals every process of a job reaches a rank twice:
@@ -33,7 +34,7 @@ class Preempted(SystemExit):
     """
 
     def __init__(self, signal_name: str, step: int) -> None:
-        super().__init__(REQUEUE)
+        super().__init__(ExitCode.PREEMPTED)
         self.signal_name = signal_name
         self.step = step
 

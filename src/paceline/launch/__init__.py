@@ -13,13 +13,12 @@ import sys
 from collections.abc import Sequence
 
 from paceline.errors import ConfigError
+from paceline.exit_codes import ExitCode
 from paceline.launch.local_ranks import LocalRanks, choose_threads, environment_of_ranks
 from paceline.launch.output import Consoles
 from paceline.launch.prescan import ScriptError, early_count
 
 __all__ = ["run"]
-
-USAGE_ERROR = 2
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,12 +38,12 @@ def run(argv: Sequence[str]) -> int:
         return _launch(argv, local_ranks)
     except ConfigError as error:
         print(f"paceline: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        return ExitCode.USAGE
     except ScriptError as error:
         print(error, end="", file=sys.stderr)
-        return 1
+        return ExitCode.FAILED
     except KeyboardInterrupt:
-        return 130  # the scripts had not begun yet
+        return ExitCode.INTERRUPTED  # the scripts had not begun yet
     finally:
         if local_ranks is not None:
             local_ranks.close()

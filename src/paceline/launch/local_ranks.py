@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.job.preemption import REQUEUE
+from paceline.exit_codes import ExitCode
 from paceline.launch.output import Console, Consoles, Pump, Stream
 from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
@@ -202,7 +202,7 @@ class Rank:
     def failed(self) -> bool:
         """Whether it has failed, or is about to end because of an error."""
         # A preempted rank did not fail. Its peers may fail because they lost it; they are judged then.
-        return self.returncode not in (None, 0, REQUEUE) or self.leaving
+        return self.returncode not in (None, 0, ExitCode.PREEMPTED) or self.leaving
 
     @property
     def leaving(self) -> bool:
@@ -467,7 +467,7 @@ class LocalRanks:
     @property
     def preempted(self) -> bool:
         """Whether a rank asked that the job be started again."""
-        return any(rank.returncode == REQUEUE for rank in self.ranks)
+        return any(rank.returncode == ExitCode.PREEMPTED for rank in self.ranks)
 
     def forward_signal(self, number: int) -> None:
         """Signal the ranks whose scripts have begun."""

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import uuid
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,9 @@ from torch.distributed.run import (
     parse_min_max_nnodes,
 )
 
+from paceline.command_line import CommandParser
 from paceline.errors import ConfigError
+from paceline.exit_codes import ExitCode
 from paceline.launch.local_ranks import count_of
 from paceline.launch.rendezvous import C10D_PORT, is_loopback
 
@@ -106,16 +108,46 @@ class LaunchOptions:
         return f"waiting for {nodes} at {host}:{port}{note if is_loopback(host) else ''}"
 
 
-def parser() -> ArgumentParser:
-    """torch's parser with our name and options."""
-    ours: ArgumentParser = get_args_parser()
-    ours.prog = "paceline run"
-    ours.usage = "paceline run [options] SCRIPT [args ...]"
-    ours.description = (
-        "Run a training script on several processes. The options are those of torchrun in the "
+def parser() -> CommandParser:
+    """The options of torch's parser and our own."""
+    ours = CommandParser(
+        "paceline run",
+        usage="paceline run [options] SCRIPT [args ...]",
+        description="Run a training script on several processes. The options are those of torchrun in the "
         "installed torch; --duplicate-stdout-filters, --duplicate-stderr-filters and a --start-method "
-        "other than spawn are refused."
+        "other than spawn are refused.",
+        examples={
+            "paceline run --nproc-per-node 2 train.py --lr 0.1": "two ranks on this host; --lr is the "
+            "script's",
+            "paceline run --nproc-per-node gpu train.py": "one rank for each GPU",
+            "paceline run --nproc-per-node 2 -m package.train": "a module instead of a file",
+            "paceline run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29400 train.py": "two "
+            "nodes; start it on both",
+            "paceline run --nproc-per-node 2 --max-restarts 3 --on-hang end train.py": "start the ranks "
+            "again after a failure or a hang, at most three times",
+        },
+        exit_codes={
+            ExitCode.OK: "all ranks ended well",
+            ExitCode.FAILED: "a rank raised an exception, ended before the others, or blocked them with "
+            "--on-hang end; or the script is not valid Python",
+            ExitCode.USAGE: "the command line is wrong",
+            ExitCode.UNAVAILABLE: "the rendezvous was lost: start the job again",
+            ExitCode.DESYNC: "replicas drifted apart",
+            ExitCode.SAVE_FAILED: "the last save failed",
+            ExitCode.PREEMPTED: "preempted: start the job again",
+            ExitCode.INTERRUPTED: "interrupted with Ctrl-C",
+            "128 + n": "a rank was killed by signal n, or the launcher received it",
+            "other": "that of the rank that failed first",
+        },
+        parents=[get_args_parser()],
+        add_help=False,  # torch's parser brings it
     )
+    for argument in ours.arguments:
+        if argument.dest == "training_script":
+            argument.metavar, argument.help = "SCRIPT", "the training script"
+        elif argument.dest == "training_script_args":
+            argument.metavar, argument.help = "ARGUMENTS", "the script's own arguments"
+            argument.required = False
     hangs = ours.add_argument_group("hangs")
     hangs.add_argument(
         "--hang-after",

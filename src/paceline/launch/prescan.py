@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 
+from paceline.command_line import nearest_file
 from paceline.errors import ConfigError
 
 # With these options and variables ranks are not started early: they change the start or the output of ranks.
@@ -58,10 +59,13 @@ def check_script(script: str, *, module: bool) -> None:
         _check_module(script)
         return
     if not os.path.exists(script):
+        match = nearest_file(script)
         raise ConfigError(
             f"there is no script {script!r}.",
             where=f"seen from {os.getcwd()}",
-            fix="paceline's options come before the script, its own after it.",
+            fix=f"did you mean {match!r}?"
+            if match
+            else "paceline's options come before the script, its own after it.",
         )
     if os.path.isdir(script):
         if not os.path.exists(os.path.join(script, "__main__.py")):

@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from paceline import torch_private
 from paceline.errors import ConfigError, LaunchFailed
-from paceline.job.preemption import REQUEUE
+from paceline.exit_codes import ExitCode
 from paceline.launch import signals
 from paceline.launch.agent import Agent
 from paceline.launch.local_ranks import LocalRanks, Wrap, choose_threads, environment_of_ranks
@@ -33,7 +33,6 @@ from paceline.launch.rendezvous import LocalRendezvous, local_address
 
 # torch's loop sleeps this long before it calls `_monitor_workers`, which itself waits for events.
 _LOOP_S = 0.001
-UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
 
 # The launcher itself reports what these loggers warn of: a signal, or a host that ended first.
 if "LOGLEVEL" not in os.environ:
@@ -122,10 +121,10 @@ def _run_agent(
         result = agent.run()
         events.record(agent.get_event_succeeded(), config.event_log_handler)
         if result is not None and result.is_failed():
-            return agent.verdict.exit_code if agent.verdict is not None else 1
+            return agent.verdict.exit_code if agent.verdict is not None else ExitCode.FAILED
         # A preempted job is started again, and a closed rendezvous would refuse it.
         stay_open = agent.preempted
-        return _preempted(local_ranks) if agent.preempted else 0
+        return _preempted(local_ranks) if agent.preempted else ExitCode.OK
     except SignalException as error:
         # Closing the rendezvous would end the job on the other nodes.
         stay_open = True
@@ -148,9 +147,9 @@ def _run_agent(
 def _preempted(local_ranks: LocalRanks) -> int:
     local_ranks.say(
         "paceline: preempted: all ranks stopped after the same step; "
-        f"exit code {REQUEUE} asks to be started again\n"
+        f"exit code {ExitCode.PREEMPTED} asks to be started again\n"
     )
-    return REQUEUE
+    return ExitCode.PREEMPTED
 
 
 def _rendezvous_failed(local_ranks: LocalRanks, options: LaunchOptions, error: Exception) -> int:
@@ -162,17 +161,17 @@ def _rendezvous_failed(local_ranks: LocalRanks, options: LaunchOptions, error: E
     )
     if local_ranks.announced and isinstance(error, RendezvousClosedError):
         local_ranks.say("paceline: another node has ended the job; its launcher reports why\n")
-        return 1
+        return ExitCode.FAILED
     if local_ranks.announced:
         lost = LaunchFailed(
             f"the rendezvous was lost: {type(error).__name__}",
             where=where,
             why="the host that serves it is gone or cannot be reached, or too few nodes came back.",
             fix="start the job again on all nodes: a training resumes from its last checkpoint "
-            f"(schedulers can restart on exit code {UNAVAILABLE}).",
+            f"(schedulers can restart on exit code {ExitCode.UNAVAILABLE}).",
         )
         local_ranks.say(f"paceline: {lost}\n")
-        return UNAVAILABLE
+        return ExitCode.UNAVAILABLE
     failure = LaunchFailed(
         f"the nodes could not meet: {type(error).__name__}{f': {text}' if text else ''}",
         where=where,
@@ -180,7 +179,7 @@ def _rendezvous_failed(local_ranks: LocalRanks, options: LaunchOptions, error: E
         "--rdzv-id, and check that this node can reach that endpoint.",
     )
     local_ranks.say(f"paceline: {failure}\n")
-    return 1
+    return ExitCode.FAILED
 
 
 def _rendezvous(options: LaunchOptions) -> RendezvousHandler:

@@ -22,9 +22,8 @@ from paceline.audit.evidence import Run, RunPlan
 from paceline.audit.refusals import refuse, refuse_early_exit
 from paceline.audit.rules.rule import FaultFound, NotJudged
 from paceline.errors import ConfigError
+from paceline.exit_codes import ExitCode
 from paceline.verify.compare import compare
-
-SOUND, FAULT, REFUSED = 0, 1, 3
 
 _POLL_S = 0.25
 # How long the launcher may take to end its ranks after SIGTERM.
@@ -119,7 +118,9 @@ def _compare(
         runs.append(run(plan))
         refuse(runs[-1])
     comparison = compare(runs, rtol=options.rtol, bitwise=options.bitwise)
-    code = {"sound": SOUND, "fault": FAULT, "refused": REFUSED}[comparison.verdict]
+    code = {"sound": ExitCode.OK, "fault": ExitCode.FAILED, "refused": ExitCode.NOT_JUDGED}[
+        comparison.verdict
+    ]
     return VerifyResult(code, comparison.lines(), {"kind": "paceline", **comparison.facts()})
 
 
@@ -140,7 +141,7 @@ def _result_of_audits(options: VerifyOptions, audits: list[AuditResult]) -> Veri
         last = "sound: no fault found"
         last += f"; {len(not_judged)} rules could not judge" if not_judged else ""
     facts = {"kind": "audit", "steps": options.steps, "audits": [each.facts() for each in audits]}
-    return VerifyResult(FAULT if faults else SOUND, [*lines, last], facts)
+    return VerifyResult(ExitCode.FAILED if faults else ExitCode.OK, [*lines, last], facts)
 
 
 def _with_compile_note(result: VerifyResult, solo: Run) -> VerifyResult:

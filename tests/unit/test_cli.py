@@ -1,0 +1,219 @@
+"""Help, examples, exit codes and wrong input of every command."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_layers import FILES, SOURCE
+
+from paceline.cli import main as cli
+from paceline.command_line import CommandParser, nearest_file
+from paceline.exit_codes import ExitCode
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+# The files whose exit codes a command can end with.
+USED_IN = {
+    "init": ("cli/init.py",),
+    "run": ("errors.py", "job/", "launch/"),
+    "verify": ("cli/verify.py", "verify/"),
+    "doctor": ("cli/doctor.py",),
+    "explain": ("cli/explain.py",),
+    "ckpt": ("cli/ckpt.py",),
+    "completion": ("cli/completion.py",),
+}
+
+
+def _parsers() -> Iterator[CommandParser]:
+    yield cli.parser()
+    for name in cli.COMMANDS:
+        parser = import_module(f"paceline.cli.{name}").parser()
+        yield parser
+        for argument in parser.arguments:
+            if isinstance(argument.choices, Mapping):
+                yield from argument.choices.values()
+
+
+PARSERS = list(_parsers())
+IDS = [parser.prog for parser in PARSERS]
+
+
+def _parser_of(words: list[str]) -> tuple[CommandParser, list[str]]:
+    """The parser of a command line, and its words without those of the script."""
+    assert words[0] == "paceline"
+    if words[1] == "verify" and "--" in words:
+        words = words[: words.index("--")]
+    return import_module(f"paceline.cli.{words[1]}").parser(), words[2:]
+
+
+def _commands(line: str) -> Iterator[list[str]]:
+    """The commands `paceline` of a shell line, without redirections."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    command: list[str] = []
+    is_target = False
+    for word in [*lexer, "|"]:
+        if set(word) <= set("|;&"):
+            if command[0] == "paceline":
+                yield command
+            command = []
+        elif not is_target and not set(word) <= set("<>&"):
+            command.append(word)
+        is_target = set(word) <= set("<>&")
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=IDS)
+def test_help_has_examples_and_exit_codes(parser: CommandParser) -> None:
+    text = parser.format_help()
+    examples = text.partition("\nexamples:\n")[2].partition("\n\nexit codes:\n")
+    assert all(f"  {line}\n      {what}" in examples[0] for line, what in parser.examples.items())
+    codes = dict(re.findall(r"^  (\d+|128 \+ n|other) +(\S.*)$", examples[2], re.M))
+    assert {"0", "2"} <= codes.keys()
+    assert len(codes) == len(parser.exit_codes)
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=IDS)
+def test_examples_parse(parser: CommandParser) -> None:
+    assert parser.examples
+    for line in parser.examples:
+        found = list(_commands(line))
+        assert found, line
+        for words in found:
+            assert " ".join(words).startswith(parser.prog) or words[:2] == ["paceline", "run"]
+            of_line, rest = _parser_of(words)
+            of_line.parse_args(rest)
+
+
+def _codes_in(files: tuple[str, ...]) -> set[str]:
+    """The names of exit codes in the code of files, except in parsers and tables, which describe them."""
+    names = set()
+    for file in FILES:
+        if not file.startswith(files):
+            continue
+        for node in ast.parse((SOURCE / file).read_text()).body:
+            described = isinstance(node, ast.AnnAssign | ast.Assign)
+            if described or (isinstance(node, ast.FunctionDef) and node.name == "parser"):
+                continue
+            names |= {
+                part.attr
+                for part in ast.walk(node)
+                if isinstance(part, ast.Attribute)
+                and isinstance(part.value, ast.Name)
+                and part.value.id == "ExitCode"
+            }
+    return names
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_help_names_the_exit_codes_of_the_code(name: str) -> None:
+    described = import_module(f"paceline.cli.{name}").parser().exit_codes
+    names = {code.name for code in described if isinstance(code, ExitCode)}
+    assert names == _codes_in(USED_IN[name]) | {"OK", "USAGE"}
+
+
+def test_no_exit_code_is_a_number_in_the_code() -> None:
+    numbers = {str(int(code)) for code in ExitCode}
+    for file in FILES:
+        tree = ast.parse((SOURCE / file).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                named = any(
+                    isinstance(t, ast.Name) and "exit_code" in t.id.lower() for t in targets
+                )
+                assert not (named and isinstance(node.value, ast.Constant)), f"{file}:{node.lineno}"
+            if file.startswith("cli/") and isinstance(node, ast.Return):
+                value = node.value
+                is_number = isinstance(value, ast.Constant) and str(value.value) in numbers
+                assert not is_number, f"{file}:{node.lineno}"
+
+
+@pytest.mark.parametrize(("page", "name"), [("launch.md", "run"), ("verify.md", "verify")])
+def test_the_table_of_a_page_has_the_same_codes(page: str, name: str) -> None:
+    rows = re.findall(r"^\| (\d+) \|", (DOCS / page).read_text(), re.M)
+    described = import_module(f"paceline.cli.{name}").parser().exit_codes
+    numbers = {int(code) for code in described if isinstance(code, ExitCode)}
+    # Ctrl-C is in the row of signals, or goes without saying.
+    assert set(map(int, rows)) == numbers - {ExitCode.INTERRUPTED}
+
+
+WRONG = {
+    "rnu train.py": ("'rnu' is not a valid COMMAND", "did you mean 'run'"),
+    "train.py": ("'train.py' is not a command", "did you mean 'paceline run train.py'"),
+    "--verion": ("there is no option '--verion'", "did you mean '--version'"),
+    "verify --setps 5 train.py": ("there is no option '--setps'", "did you mean '--steps'"),
+    "verify --setps=5": ("there is no option '--setps'", "did you mean '--steps'"),
+    "verify": ("missing: SCRIPT", "see `paceline verify --help`"),
+    "verify --steps 0 a.py": ("--steps must be 1 or more, and is 0", "see"),
+    "verify --steps x a.py": ("--steps must be a whole number, and is 'x'", "see"),
+    "verify --timeout nan a.py": ("--timeout must be finite, and is nan", "see"),
+    "verify --rtol 2 a.py": ("--rtol must lie between 0 and 1, and is 2", ""),
+    "verify --nproc 1 a.py": ("--nproc needs a number from 2 to 64", ""),
+    "verify {folder}/trian.py": ("there is no script", "did you mean '{folder}/train.py'"),
+    "run --npoc-per-node 2 a.py": (
+        "no option '--npoc-per-node'",
+        "did you mean '--nproc-per-node'",
+    ),
+    "run --nproc 2 a.py": ("'--nproc' is not the full name", "did you mean '--nproc-per-node'"),
+    "run --on-hang=ende a.py": (
+        "'ende' is not a valid --on-hang; use one of: report, end",
+        "'end'",
+    ),
+    "run": ("missing: SCRIPT", "see `paceline run --help`"),
+    "run {folder}/tarin.py": ("there is no script", "did you mean '{folder}/train.py'"),
+    "doctor --workers -1": ("--workers must be 0 or more, and is -1", "see"),
+    "doctor --batch-mib inf": ("--batch-mib must be finite, and is inf", "see"),
+    "doctor now": ("unexpected argument 'now'", "see `paceline doctor --help`"),
+    "explain {folder}/train.lgo": ("cannot be read", "did you mean '{folder}/train.log'"),
+    "explain {folder}/x": ("cannot be read", "give the file of a log"),
+    "ckpt sow a": ("'sow' is not a valid ACTION", "did you mean 'show'"),
+    "ckpt rm a": ("missing: --step", "see `paceline ckpt rm --help`"),
+    "ckpt rm a --stpe 3": ("there is no option '--stpe'", "did you mean '--step'"),
+    "init --trainre": ("there is no option '--trainre'", "did you mean '--trainer'"),
+    "completion bsh": ("'bsh' is not a valid SHELL; use one of: bash, zsh, fish", "'bash'"),
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_input_names_the_nearest_match(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train.py", "train.log"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("PACELINE_PRELOAD", "0")
+    words = line.format(folder=tmp_path).split()
+    if words[0] == "run":  # its `main` would end this process
+        words, entry = words[1:], import_module("paceline.launch").run
+    else:
+        entry = cli.main
+    assert _code(entry, words) == ExitCode.USAGE
+    printed = capsys.readouterr()
+    what, fix = (text.format(folder=tmp_path) for text in WRONG[line])
+    assert what in printed.err
+    assert fix in printed.err
+    assert printed.out == ""
+
+
+def _code(entry: Any, words: list[str]) -> int:
+    try:
+        return int(entry(words))
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == ExitCode.USAGE
+    assert capsys.readouterr().out == cli.parser().format_help()
+
+
+def test_a_file_that_resembles_nothing_has_no_match(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert nearest_file(str(tmp_path / "config.yaml")) is None
+    assert nearest_file(str(tmp_path / "none" / "train.py")) is None
