@@ -54,6 +54,13 @@ class ExactStrategy(DDPStrategy):
 
     def _prepare(self, batches: Batches) -> None:
         super()._prepare(batches)
+        if self._compressions:
+            raise ConfigError(
+                "reproducible training cannot compress gradients.",
+                why="it sums them exactly, so that the result does not depend on the number of ranks.",
+                fix="leave compress or reproducible=True out.",
+            )
+        self.keeps_token_divisor = True
         batches.align()
         self._micro_batch = batches.micro_batch
         most = -(-batches.global_batch // batches.micro_batch)

@@ -111,8 +111,6 @@ def _block_names(module: nn.Module, blocks: Blocks) -> list[str]:
 class FSDPStrategy(Strategy):
     """Gradients are summed and split over ranks by FSDP2 in the last backward of a step."""
 
-    has_whole_gradients = False
-
     def _prepare(self, batches: Batches) -> None:
         self.needs_equal_micro_batches = True  # each forward gathers parameters
         self._roots = [model for model in self._models if isinstance(model, FSDPModule)]
@@ -148,6 +146,14 @@ class FSDPStrategy(Strategy):
                 why="fsdp replaces the parameters, so an optimizer made before it holds the old ones.",
                 fix="make the optimizer after paceline.fsdp(...).",
                 names=[],
+            )
+
+    def check_precision(self, precision: str) -> None:
+        if precision == "fp16":
+            raise ConfigError(
+                "precision='fp16' is not supported for sharded models.",
+                why="torch's loss scaler looks for infinity in this rank's part of the gradients only.",
+                fix="use 'bf16'.",
             )
 
     def before_forward(self, micro: MicroBatch) -> None:

@@ -34,14 +34,14 @@ class Strategy:
             with fewer samples then gets ghosts: real samples with weight 0.
         repeats_steps: Whether `end_micro_batches` may return True, so that micro-batches must be kept.
         is_reproducible: Whether the result is bit for bit equal on any number of ranks.
-        has_whole_gradients: Whether every rank holds all of every gradient. If not, fp16 is refused, because
-            its loss scaler searches infinity in this rank's part only.
+        keeps_token_divisor: Whether gradients of all steps must have one unit. With count="tokens" they
+            are then divided by the same number in each step until `update`.
     """
 
     divisor = 1
     repeats_steps = False
     is_reproducible = False
-    has_whole_gradients = True
+    keeps_token_divisor = False
 
     def __init__(
         self,
@@ -75,6 +75,9 @@ class Strategy:
         """
         for model in self._models:
             warn_untrained(model, self._optimizers)
+
+    def check_precision(self, precision: str) -> None:
+        """Raise ConfigError if a model cannot be trained in this format: "fp32", "bf16" or "fp16"."""
 
     def begin_step(self, step: PlannedStep) -> None:
         """Prepare for the micro-batches of a step, or for their repetition."""
@@ -119,12 +122,16 @@ class Strategy:
         """The loss of a micro-batch in the form that is added up for the log."""
         return loss
 
+    def measurements(self) -> dict[str, Any]:
+        """Values of the last step for the log, by name; usually none."""
+        return {}
+
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
         """The unsharded state of a model, for a file. All ranks call it."""
         return unwrap(model).state_dict()
 
     def state_dict(self) -> Any:
-        """What a resumed training needs of this object; None if nothing."""
+        """What a resumed training needs of this object; None if nothing. All ranks call it."""
         return None
 
     def load_state_dict(self, state: Any) -> None:

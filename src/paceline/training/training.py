@@ -137,10 +137,7 @@ class Training:
         )
         self.precision = self._context.precision.name
         self._context.strategy.check()
-        if precision == "fp16" and not self._context.strategy.has_whole_gradients:
-            raise ConfigError(
-                "precision='fp16' is not supported for sharded models.", fix="use 'bf16'."
-            )
+        self._context.strategy.check_precision(self.precision)
         self._start = Position(job.seed, 0, 0)
         self._last: PlannedStep | None = None
         self._kept: dict[str, Any] = {}
@@ -301,7 +298,7 @@ class Training:
         Raises:
             StepError: a step is in progress, so weights and position do not belong together.
 
-        Collective: none.
+        Collective: none; all ranks for a model with `compress="powersgd"`.
         """
         self._refuse_in_step("state_dict")
         at, context = self.position, self._context
@@ -354,8 +351,7 @@ class Training:
             trained.token_divisor = divisor
             trained.schedule.load_state_dict(schedule)
         context.precision.load_state_dict(saved["scaler"])
-        if (strategy := _strategy_state(saved)) is not None:
-            context.strategy.load_state_dict(strategy)
+        context.strategy.load_state_dict(_strategy_state(saved))
         for name, thing in self._kept.items():
             thing.load_state_dict(saved["kept"][name])
         self.number, self._start, self._last = saved["step"], Position(*saved["position"]), None
@@ -373,7 +369,7 @@ class Training:
                 f"the checkpoint and this training keep different objects: {', '.join(differing)}.",
                 fix="call training.keep(...) with the same objects as the run that saved it.",
             )
-        if (_strategy_state(saved) is None) != (self._context.strategy.state_dict() is None):
+        if ("exponents" in (_strategy_state(saved) or {})) != self.reproducible:
             raise CheckpointError(
                 "the checkpoint and this training differ in `reproducible`.",
                 why="the setting changes the bits of every step.",
@@ -503,6 +499,8 @@ class Training:
         if checkpoints is not None:
             control.save_failed = checkpoints.poll(self.job) or control.save_failed
             control.save = control.save or (self.job.rank == 0 and checkpoints.is_time())
+        if measured := self._context.strategy.measurements():
+            self._report.note(step.number, step.epoch, step.num_samples, measured, "rank0")
         loss, count = step._local_loss()
         for word in control.end_step(step.number, loss, count, now=now):
             self._apply(word)
@@ -522,7 +520,8 @@ class Training:
         if word.save_failed and self._checkpoints is not None:
             self._checkpoints.finish(self.job)
         context = self._context
-        if context.count == "tokens" and word.totals[-1].count > 0 and not self.reproducible:
+        keeps = context.strategy.keeps_token_divisor
+        if context.count == "tokens" and word.totals[-1].count > 0 and not keeps:
             # The count of the first optimizer; for the others any power of two gives the same bits.
             divisor = weight.next_token_divisor(word.totals[-1].count)
             for trained in context.optimizers:
