@@ -61,6 +61,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/dataloader.py
+	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/overhead.py
 

@@ -1,0 +1,209 @@
+"""Gradient compression of `ddp(compress=...)`: step time over loopback and over a shaped link of 1 Gbit/s.
+
+    python benchmarks/compression.py [--rounds 7] [--steps 6] [--rate 1gbit]
+
+Two ranks train a network with 33 MiB of gradients through Gloo. The sides take turns in one job, a round of
+steps each. For the shaped link each rank runs in a network namespace of its own (root and `ip`, `tc` of
+iproute2 are needed). The table shows medians over rounds, ratios to no compression with their quartiles, and
+what the log says of bytes and of the error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tables import publish
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.parallel import compression
+
+SIDES: dict[str, Any] = {
+    "none": None,
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "PowerSGD, rank 2": paceline.PowerSGD(rank=2, start_step=2),
+}
+_WIDTH = 2048
+_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+class Side:
+    def __init__(self, job: Any, compress: Any) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(64, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH), nn.ReLU(),
+            nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 10),
+        )  # fmt: skip
+        self.model = paceline.ddp(job, net, compress=compress)
+        generator = torch.Generator().manual_seed(1)
+        data = TensorDataset(
+            torch.randn(512, 64, generator=generator),
+            torch.randint(10, (512,), generator=generator),
+        )
+        batches = paceline.Batches(job, data, global_batch=16)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        training = paceline.Training(job, self.model, optimizer, batches, desync_every=0)
+        self.steps: Iterator[Any] = iter(training.steps())
+        self.bytes = sum(p.numel() * p.element_size() for p in net.parameters())
+
+    def round(self, count: int) -> float:
+        """Run `count` steps; returns the median time of a step in seconds."""
+        took = []
+        for _ in range(count):
+            began = time.perf_counter()
+            step = next(self.steps)
+            step.run(self._loss)
+            step.update()
+            took.append(time.perf_counter() - began)
+        return statistics.median(took)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1], reduction="sum")
+
+
+def work(rounds: int, steps: int, out: Path) -> None:
+    """One rank of the job."""
+    errors = {}
+    with paceline.join() as job:
+        sides = {name: Side(job, compress) for name, compress in SIDES.items()}
+        saved = {}
+        for name, side in sides.items():
+            inner = getattr(side.model, "compression", None)
+            compression.MEASURE_EVERY = 8
+            for _ in range(9):  # the ninth step is measured
+                side.round(1)
+            if inner is not None:
+                size, squares = inner.measurement()
+                saved[name] = size
+                error = sum(map(float, squares[::2])) / sum(map(float, squares[1::2]))
+                errors[name] = error**0.5
+        compression.MEASURE_EVERY = 1 << 40
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            for name, side in sides.items():
+                times[name].append(side.round(steps))
+        if job.rank == 0:
+            sent = {name: side.bytes - saved.get(name, 0) for name, side in sides.items()}
+            out.write_text(json.dumps({"times": times, "sent": sent, "errors": errors}))
+
+
+@contextmanager
+def shaped_link(rate: str) -> Iterator[list[str]]:
+    """Two network namespaces that a link of this rate joins; yields their names."""
+    names = [f"paceline-{os.getpid()}-{i}" for i in (0, 1)]
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            names[1],
+        )
+        for name, address in zip(names, _ADDRESSES, strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
+            for link in ("lo", "cable"):
+                _ip("-n", name, "link", "set", link, "up")
+            shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "cable", "root", *shape)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+def measure(network: str, arguments: argparse.Namespace, out: Path) -> dict[str, Any]:
+    script = [
+        __file__,
+        "--worker",
+        str(out),
+        "--rounds",
+        str(arguments.rounds),
+        "--steps",
+        str(arguments.steps),
+    ]
+    run = [sys.executable, "-m", "paceline", "run"]
+    environment = {**os.environ, "PACELINE_BACKEND": "gloo", "OMP_NUM_THREADS": "1"}
+    if network == "loopback":
+        subprocess.run([*run, "--nproc-per-node", "2", *script], check=True, env=environment)
+    else:
+        environment["GLOO_SOCKET_IFNAME"] = "cable"
+        nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+        nodes += ["--rdzv-endpoint", f"{_ADDRESSES[0]}:29400", "--rdzv-id", "1"]
+        with shaped_link(arguments.rate) as names:
+            running = [
+                subprocess.Popen(
+                    ["ip", "netns", "exec", name, *run, *nodes, *script], env=environment
+                )
+                for name in names
+            ]
+            if codes := [code for process in running if (code := process.wait())]:
+                sys.exit(f"a node ended with {codes}")
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rate", default="1gbit", help="of the shaped link, as `tc` takes it")
+    parser.add_argument("--only", choices=["loopback", "link"], help="measure one network")
+    parser.add_argument("--json", action="store_true", help="print JSON, write no file")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments.rounds, arguments.steps, arguments.worker)
+        return
+    rows = []
+    for network in ("loopback", "link"):
+        if arguments.only not in (None, network):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(network, arguments, Path(folder) / "out.json")
+        plain = found["times"]["none"]
+        for name, times in found["times"].items():
+            ratios = [own / other for own, other in zip(times, plain, strict=True)]
+            quartiles = statistics.quantiles(ratios, n=4)
+            rows.append(
+                {
+                    "network": network if network == "loopback" else f"link of {arguments.rate}",
+                    "compress": name,
+                    "sent_mib": found["sent"][name] / 2**20,
+                    "relative_error": found["errors"].get(name, 0.0),
+                    "step_ms": 1e3 * statistics.median(times),
+                    "ratio": statistics.median(ratios),
+                    "quartiles": [quartiles[0], quartiles[2]],
+                }
+            )
+    publish("compression", rows, as_json=arguments.json, rounds=arguments.rounds, ranks=2)
+
+
+if __name__ == "__main__":
+    main()
