@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.audit.evidence import Event, Mode, RankLog, Run, RunPlan
-from paceline.audit.refusals import Refused, refuse, refuse_early_exit
+from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
 from paceline.audit.rules import RULES
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
 from paceline.errors import name_ranks
@@ -74,9 +74,10 @@ class AuditResult:
 
 
 def audit(solo: Run, world_size: int, execute: Execute, folder: Path, steps: int) -> AuditResult:
-    """Judge a script at one number of processes, given its solo run.
+    """Judge a script on `world_size` processes.
 
     Args:
+        solo: The run of one process.
         execute: Runs the script as planned.
         folder: Where the runs write.
 
@@ -100,7 +101,7 @@ def audit(solo: Run, world_size: int, execute: Execute, folder: Path, steps: int
     result = AuditResult(case, judge(case))
     if not result.of(FaultFound):
         refuse(ordinary)
-        _refuse_other_steps(case)
+        refuse_other_steps(case)
     return result
 
 
@@ -128,28 +129,6 @@ def _judge(rule: Rule, case: Case) -> Judgement:
         # A bug of one rule must neither be reported as a fault nor hide the other judgements.
         return NotJudged(
             f"this rule failed on the evidence, which is a bug of paceline: {error!r}."
-        )
-
-
-def _refuse_other_steps(case: Case) -> None:
-    """Refuse a script whose number of steps depends on the number of processes.
-
-    Shards are shorter on more processes, so only a replay or a script without loaders can show this.
-
-    Raises:
-        Refused: with both numbers.
-    """
-    wanted = case.solo.plan.steps  # a loader that is built later may cause one more step
-    solo_steps = min(wanted, case.solo.steps)
-    steps = min(wanted, (case.replay or case.ordinary).steps)
-    if solo_steps != steps and (case.replay is not None or not case.ranks[0].training_loaders):
-        raise Refused(
-            f"the script takes {solo_steps} steps with 1 process and {steps} with {case.world_size}.",
-            where=case.solo.ranks[0].of("step")[-1]["at"],
-            why="the runs train differently from the first step, so a comparison shows nothing.",
-            fix="make the number of steps independent of the number of processes, or compare fewer: "
-            f"--steps {min(solo_steps, steps)}.",
-            output=[],
         )
 
 

@@ -36,8 +36,8 @@ class Models:
         torch_module.register_module_parameter_registration_hook(self._on_added)
         torch_module.register_module_module_registration_hook(self._on_added)
 
-    def number(self, root: torch.nn.Module, *, trains: bool) -> int:
-        """The model's number; a new one at its first call."""
+    def on_call(self, root: torch.nn.Module, *, trains: bool) -> int:
+        """Note a call of a model, and return the number of the model: a new one at its first call."""
         inner = unwrap(root)
         if id(inner) not in self._roots:
             untrained = not trains and not any(unwrap(model) is inner for model in self.ddp)
@@ -53,7 +53,7 @@ class Models:
         """Whether a model has been called in training."""
         return number < _FIRST_UNTRAINED or number in self._trained
 
-    def all(self) -> dict[int, torch.nn.Module]:
+    def by_number(self) -> dict[int, torch.nn.Module]:
         """Every model by its number, unwrapped."""
         return dict(self._roots.values())
 

@@ -42,7 +42,7 @@ class _Hooks:
         self._recorder = progress.recorder
         self._building_ddp = Nesting()
         self._root: torch.nn.Module | None = None
-        self._facts: dict[str, Any] = {}
+        self._forward: dict[str, Any] = {}  # the facts of the current forward
         self._forwards = 0
         self._digested_in: dict[int, int] = {}  # step of the latest digests, by model
 
@@ -53,22 +53,22 @@ class _Hooks:
             self._begin(module, inputs)
         if self._root is not None and module is unwrap(self._root):
             # Inside DDP's forward, after its broadcast of the buffers.
-            self._facts["buffers"] = buffer_digests(module)
+            self._forward["buffers"] = buffer_digests(module)
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if module is not self._root:
             return
         self._root = None
         self._pause.close()
-        drew = [k for k, v in random_states().items() if v != self._facts["random"].get(k)]
-        self._recorder.write("forward-end", drew=drew, **self._facts)
+        drew = [k for k, v in random_states().items() if v != self._forward["random"].get(k)]
+        self._recorder.write("forward-end", drew=drew, **self._forward)
 
     def _is_model(self, module: torch.nn.Module) -> bool:
         return not self._building_ddp.depth and next(module.parameters(), None) is not None
 
     def _begin(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         trains = torch.is_grad_enabled() and module.training
-        number = self._models.number(module, trains=trains)
+        number = self._models.on_call(module, trains=trains)
         wrapper = ddp_of(module)
         of_trained = self._models.is_trained(number)
         if not torch.is_grad_enabled() and self._progress.on_no_grad_forward(of_trained=of_trained):
@@ -77,7 +77,7 @@ class _Hooks:
             torch.manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
         tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
-        self._facts = {
+        self._forward = {
             "model": number,
             "at": user_line(),
             "s": self._progress.steps,
@@ -88,15 +88,15 @@ class _Hooks:
             "random": random_states(),
         }
         if tensors:
-            self._facts["rows"] = [digest(row) for row in tensors[0][:_MAX_ROWS]]
+            self._forward["rows"] = [digest(row) for row in tensors[0][:_MAX_ROWS]]
         if trains and self._digested_in.get(number) != self._progress.steps:
             self._digested_in[number] = self._progress.steps
-            self._facts["params"] = parameter_digests(unwrap(module))
-            self._facts["devices"] = sorted({str(p.device) for p in module.parameters()})
-            self._facts["cores"] = sorted(os.sched_getaffinity(0))
+            self._forward["params"] = parameter_digests(unwrap(module))
+            self._forward["devices"] = sorted({str(p.device) for p in module.parameters()})
+            self._forward["cores"] = sorted(os.sched_getaffinity(0))
         self._recorder.write(
             "forward",
-            at=self._facts["at"],
+            at=self._forward["at"],
             s=self._progress.steps,
             sends_buffers=wrapper is not None and bool(wrapper.will_sync_module_buffers()),  # type: ignore[no-untyped-call]
         )

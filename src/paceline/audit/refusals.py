@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.audit.evidence import RankLog, Run
+from paceline.audit.rules.rule import Case
 from paceline.errors import PacelineError
 
 _TAIL_LINES = 30
@@ -80,6 +81,28 @@ def refuse_early_exit(run: Run) -> None:
                 if log.steps
                 else "let the training reach its end.",
             )
+
+
+def refuse_other_steps(case: Case) -> None:
+    """Raise if the number of steps depends on the number of processes.
+
+    Shards are shorter on more processes, so only a replay or a script without loaders can show this.
+
+    Raises:
+        Refused: with both numbers.
+    """
+    wanted = case.solo.plan.steps  # a loader that is built later may cause one more step
+    solo_steps = min(wanted, case.solo.steps)
+    steps = min(wanted, (case.replay or case.ordinary).steps)
+    if solo_steps != steps and (case.replay is not None or not case.ranks[0].training_loaders):
+        raise Refused(
+            f"the script takes {solo_steps} steps with 1 process and {steps} with {case.world_size}.",
+            where=case.solo.ranks[0].of("step")[-1]["at"],
+            why="the runs train differently from the first step, so a comparison shows nothing.",
+            fix="make the number of steps independent of the number of processes, or compare fewer: "
+            f"--steps {min(solo_steps, steps)}.",
+            output=[],
+        )
 
 
 def _failure(run: Run, failed: list[RankLog]) -> Refused:

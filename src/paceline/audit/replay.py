@@ -28,19 +28,16 @@ def keep_or_load_weights(progress: Progress, models: Models) -> None:
     """Before an evaluation: keep the weights of the solo run, or load them in a replay."""
     name = f"weights-{progress.evaluations}.pt"
     if progress.plan.mode == "solo":
-        states = {number: model.state_dict() for number, model in models.all().items()}
+        states = {number: model.state_dict() for number, model in models.by_number().items()}
         torch.save(states, progress.plan.folder / name)
     elif progress.plan.solo is not None and (path := progress.plan.solo / name).exists():
         states = torch.load(path, map_location="cpu", weights_only=True)
-        for number, model in models.all().items():
+        for number, model in models.by_number().items():
             own = model.state_dict()
-            for name, value in states.get(number, {}).items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and name in own
-                    and own[name].shape == value.shape
-                ):
-                    own[name].copy_(value)
+            for key, value in states.get(number, {}).items():
+                is_tensor = isinstance(value, torch.Tensor)
+                if is_tensor and key in own and own[key].shape == value.shape:
+                    own[key].copy_(value)
 
 
 def _batch_path(folder: Path, loader: str, pass_number: int, number: int) -> Path:

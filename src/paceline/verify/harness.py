@@ -99,7 +99,7 @@ def _record_end(recorder: Recorder, models: Models, control: object) -> None:
         exit_(*code)
 
     def at_exit() -> None:
-        buffers = {number: buffer_digests(model) for number, model in models.all().items()}
+        buffers = {number: buffer_digests(model) for number, model in models.by_number().items()}
         recorder.write("end", buffers=buffers)
 
     intercept("send", send, control)

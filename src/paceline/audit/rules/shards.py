@@ -49,7 +49,7 @@ def _overlap(case: Case, *, sharded: bool) -> Judgement:
         repeated = sum(len(each) - len(set(each)) for each in read)
         if repeated > case.world_size and any(each != read[0] for each in read):
             return NotJudged(
-                f"samples are drawn with replacement: one rank read {repeated} of them twice."
+                f"samples are drawn with replacement: the ranks read {repeated} of theirs again."
             )
         if _is_different_data(read):
             evidence.append("each rank reads its own data")
@@ -57,12 +57,12 @@ def _overlap(case: Case, *, sharded: bool) -> Judgement:
         is_shard = all(_is_sharded(log.loaders[name], case.world_size) for log in case.ranks)
         seen = Counter(key for each in read for key in set(each))
         common = sum(times > 1 for times in seen.values())
-        # The pass may have ended, and samplers pad its end with samples of its beginning.
+        # Samplers pad the end of a pass with samples of its beginning, which are then read twice.
         shared = common > max(case.world_size * 2, _OVERLAP * len(seen))
         if is_shard == sharded and (shared or (sharded and _seeds_differ(case, name))):
             return _fault(case, name, common, len(seen), sharded=sharded)
         if not sharded and not is_shard and _reads_whole_dataset(case, name):
-            # Of a large dataset few samples are seen in these steps, and fewer twice.
+            # If the dataset is large, few samples are read in these steps, and still fewer by two ranks.
             if common >= _MIN_COMMON:
                 return _fault(case, name, common, len(seen), sharded=sharded)
             return NotJudged(
