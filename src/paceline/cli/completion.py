@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 from paceline.cli.main import COMMANDS
 from paceline.command_line import CommandParser
@@ -12,6 +14,7 @@ from paceline.exit_codes import ExitCode
 
 HELP = "print the completion script of a shell"
 SHELLS = ("bash", "zsh", "fish")
+_FILES = ("SCRIPT", "FILE", "FOLDER", "PATH", "LOG_DIR")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,19 +23,30 @@ def main(argv: Sequence[str]) -> int:
     # shtab takes 20 ms, and the options of `run` need torch, which takes a second or more.
     import shtab
 
-    print(shtab.complete(_all_commands(), args.shell))
+    print(shtab.complete(_all_commands(shtab.FILE), args.shell))
     return ExitCode.OK
 
 
-def _all_commands() -> argparse.ArgumentParser:
-    """One parser with the options of all commands. Shells complete files where it names no choices."""
+def _all_commands(file: Any) -> argparse.ArgumentParser:
+    """One parser with the options of all commands. `file` marks arguments that are files, for shtab."""
     root = argparse.ArgumentParser(prog="paceline")
     root.add_argument("--version", action="store_true", help="print the version")
     commands = root.add_subparsers(metavar="COMMAND")
     for name in COMMANDS:
         module = import_module(f"paceline.cli.{name}")
-        commands.add_parser(name, help=module.HELP, parents=[module.parser()], add_help=False)
+        command: CommandParser = module.parser()
+        _mark_files(command, file)
+        commands.add_parser(name, help=module.HELP, parents=[command], add_help=False)
     return root
+
+
+def _mark_files(command: CommandParser, file: Any) -> None:
+    for argument in command.arguments:
+        if isinstance(argument.choices, Mapping):  # the actions of the command
+            for action in argument.choices.values():
+                _mark_files(action, file)
+        elif argument.type is Path or (argument.metavar or argument.dest.upper()) in _FILES:
+            argument.complete = file  # type: ignore[attr-defined]
 
 
 def parser() -> CommandParser:
