@@ -148,11 +148,12 @@ class Checkpoints:
 
         Collective: all ranks, same step.
         """
+        # Before the first exchange, so that every rank whose state cannot be saved raises its own error.
+        tree, tensors = codec.encode(state)
         self.finish(job)
         began = self._last_begun = time.monotonic()
         if self._newest is None:
             self._newest = collectives.on_rank0(job, lambda: max(committed(self._store), default=0))
-        tree, tensors = codec.encode(state)
         tensors[f"{_RNG}{job.rank}"] = rng.snapshot(job.device)
         staging = Staging(self._planner.plan(job, tensors), tensors, steady, self._buffer)
         self._count += 1
