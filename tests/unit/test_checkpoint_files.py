@@ -353,7 +353,7 @@ def test_steady_tensors_are_copied_later(job: Job, tmp_path: Path) -> None:
     weight = torch.zeros(1000)
     checkpoints = paceline.Checkpoints(tmp_path)
     checkpoints.save(job, 1, {"w": weight}, wait=False, steady=[weight])
-    checkpoints.staged()
+    checkpoints.wait_until_copied()
     weight.add_(1)  # from here on it may
     checkpoints.finish(job)
     assert float(_resume(job, tmp_path)["w"].sum()) == 0
@@ -380,7 +380,7 @@ def test_a_tensor_that_changes_while_it_is_copied_is_not_saved(
 def test_weights_that_are_not_finite_are_not_saved(job: Job, tmp_path: Path, value: float) -> None:
     state = {"models": [{"ok": torch.full((9,), 3e38), "bad": torch.tensor([1.0, value])}]}
     with pytest.raises(NonFinite, match=r"^bad holds NaN or infinity; step 4 was not saved"):
-        paceline.Checkpoints(tmp_path).save(job, 4, state, finite="models.")
+        paceline.Checkpoints(tmp_path).save(job, 4, state, finite_prefix="models.")
     assert committed(open_store(tmp_path)) == []
 
 
@@ -391,15 +391,15 @@ def test_auto_waits_longer_if_saves_cost_more(
     monkeypatch.setattr("paceline.checkpoint.manager.time.monotonic", lambda: now)
     checkpoints = paceline.Checkpoints(tmp_path, every_s="auto")
     checkpoints.resume(job, size_bytes=30_000_000)  # guessed: 0.1 s
-    assert not checkpoints.is_time()
+    assert not checkpoints.is_due_by_clock()
     now += 0.1 / 0.035 + 0.01
-    assert checkpoints.is_time()
+    assert checkpoints.is_due_by_clock()
     checkpoints.save(job, 1, _state())
     checkpoints._cost_s = 7.0
     now += 199
-    assert not checkpoints.is_time()
+    assert not checkpoints.is_due_by_clock()
     now += 2
-    assert checkpoints.is_time()
+    assert checkpoints.is_due_by_clock()
 
 
 # Remote storage.

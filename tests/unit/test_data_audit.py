@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.data import coverage, loader
+from paceline.data import epoch_audit, loader
 from paceline.data.batches import Batches
-from paceline.data.coverage import Coverage
+from paceline.data.epoch_audit import EpochAudit
 from paceline.data.plan import Plan, Position
 from paceline.errors import AuditError
 from paceline.job.job import Job
@@ -47,7 +47,7 @@ def _ids(*ids: int) -> torch.Tensor:
 def test_lost_and_repeated_samples_are_found_and_a_single_one_is_named(
     job: Job, seen: list[int], start: int, size: int, lost: list[int] | None, doubled: list[int]
 ) -> None:
-    audit = Coverage(job, None, Position(0, 2, start))
+    audit = EpochAudit(job, None, Position(0, 2, start))
     audit.add(_ids(*seen[:1]))
     audit.add(_ids(*seen[1:]))
     if lost is None:
@@ -62,9 +62,9 @@ def test_lost_and_repeated_samples_are_found_and_a_single_one_is_named(
 
 
 def test_ids_are_hashed_in_portions(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "_MAX_PENDING", 3)
-    monkeypatch.setattr(coverage, "_CHUNK", 3)
-    audit = Coverage(job, None, Position(0, 0, 2))
+    monkeypatch.setattr(epoch_audit, "_MAX_PENDING", 3)
+    monkeypatch.setattr(epoch_audit, "_CHUNK", 3)
+    audit = EpochAudit(job, None, Position(0, 0, 2))
     for first in range(2, 20, 2):
         audit.add(_ids(first, first + 1))
         assert len(audit._pending) < 3
@@ -76,7 +76,7 @@ def test_memory_does_not_depend_on_the_size_of_the_dataset(job: Job) -> None:
     plan = Plan(size, 1 << 16, 1 << 16, True, 0, 1)
     start = Position(1, 0, offset)
     ids = [torch.from_numpy(block.ids) for block in plan.blocks(start, 1)]
-    audit = Coverage(job, plan, start)
+    audit = EpochAudit(job, plan, start)
     tracemalloc.start()
     try:
         for own in ids:
@@ -109,7 +109,7 @@ def test_an_epoch_that_was_left_is_not_audited_and_the_next_whole_one_is(job: Jo
     list(next(run))
     run.close()  # type: ignore[attr-defined]
     assert not batches._audited
-    assert batches._loader.coverage is None
+    assert batches._loader.epoch_audit is None
     _run(batches, Position(0), 1)
     assert batches._audited
 

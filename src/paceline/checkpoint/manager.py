@@ -21,10 +21,10 @@ from paceline.checkpoint.reader import read
 from paceline.checkpoint.shared_folder import check_shared
 from paceline.checkpoint.store import (
     committed,
+    finish_rollback,
     open_store,
     read_manifest,
     set_aside,
-    settle,
     unused_name,
 )
 from paceline.checkpoint.writer import Buffer, Outcome, Save, Staging
@@ -106,7 +106,7 @@ class Checkpoints:
             return True
         return ends_epoch and self._every_epochs is not None and epoch % self._every_epochs == 0
 
-    def is_time(self) -> bool:
+    def is_due_by_clock(self) -> bool:
         """Whether `every_s` has passed by this rank's clock; the training asks rank 0 only.
 
         Collective: none.
@@ -125,7 +125,7 @@ class Checkpoints:
         best: bool = False,
         wait: bool = True,
         steady: Collection[torch.Tensor] = (),
-        finite: str = "",
+        finite_prefix: str = "",
     ) -> None:
         """Save `state` as the checkpoint of `step`, and remove the oldest beyond `keep`.
 
@@ -138,13 +138,13 @@ class Checkpoints:
                 several ranks hold, each rank writes a part.
             best: Keep it until another one is saved as the best.
             wait: Return when it is saved; otherwise `finish` reports an error.
-            steady: Tensors of `state` that do not change until `staged` has returned.
-            finite: Prefix of the paths of tensors that must not hold NaN or infinity.
+            steady: Tensors of `state` that do not change until `wait_until_copied` has returned.
+            finite_prefix: Prefix of the paths of tensors that must not hold NaN or infinity.
 
         Raises:
             SaveFailed: on all ranks, if `wait`: the storage fails.
             CheckpointError: on all ranks: the state cannot be saved.
-            NonFinite: on all ranks, if `wait`; see `finite`.
+            NonFinite: on all ranks, if `wait`; see `finite_prefix`.
 
         Collective: all ranks, same step.
         """
@@ -166,7 +166,7 @@ class Checkpoints:
             folder=f"step-{step}" if step > self._newest else f"rollback-{step}",
             best=best,
             tree=tree,
-            finite=finite,
+            finite_prefix=finite_prefix,
             waited=wait,
             prune=self._prune,
         )
@@ -174,7 +174,7 @@ class Checkpoints:
         if wait:
             self.finish(job, required=True)
 
-    def staged(self) -> None:
+    def wait_until_copied(self) -> None:
         """Return when the tensors named `steady` may change again. Collective: none."""
         if self._in_flight is not None:
             began = time.monotonic()
@@ -322,7 +322,7 @@ class Checkpoints:
         for name in self._store.names():
             if name.startswith("unfinished-"):
                 self._store.remove(name)
-        settle(self._store)
+        finish_rollback(self._store)
         if self._resume_mode == "never":
             set_aside(self._store, committed(self._store))
 

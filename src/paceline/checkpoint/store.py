@@ -5,7 +5,8 @@ without an atomic rename get the files in `step-N` at once. In both cases the ma
 folder without one is not a checkpoint. Every failure is an OSError.
 
 When a training returns to an earlier step and then saves step N, the new folder is `rollback-N`. Its commit
-supersedes every `step-M` with M >= N at once; `settle` then moves those away and renames it to `step-N`.
+supersedes every `step-M` with M >= N at once; `finish_rollback` then moves those away and renames it to
+`step-N`.
 """
 
 from __future__ import annotations
@@ -255,7 +256,7 @@ def set_aside(store: Store, steps: Iterable[int]) -> str:
     return folder
 
 
-def settle(store: Store) -> tuple[list[int], str]:
+def finish_rollback(store: Store) -> tuple[list[int], str]:
     """Set aside the checkpoints that `rollback-N` supersedes, and rename it to `step-N`.
 
     If it is interrupted at any point, `folders` gives the same checkpoints as before, and it can be repeated.

@@ -25,7 +25,7 @@ import paceline
 from paceline import log
 from paceline.checkpoint.layout import Layout, Piece, local
 from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
-from paceline.checkpoint.store import Store, commit, settle
+from paceline.checkpoint.store import Store, commit, finish_rollback
 from paceline.job.job import Job
 from paceline.torch_private import find
 
@@ -169,7 +169,7 @@ class Save:
         number: The number of the save in this job, equal on all ranks.
         folder: Its name once it is committed, equal on all ranks.
         tree: The values for JSON; those of rank 0 are written.
-        finite: Prefix of the names of tensors that must be finite; "" checks none.
+        finite_prefix: Prefix of the names of tensors that must be finite; "" checks none.
         waited: Whether the caller waits for it; the thread then keeps its priority.
         prune: Applies retention; called on rank 0 after the commit.
 
@@ -189,7 +189,7 @@ class Save:
         folder: str,
         best: bool,
         tree: Any,
-        finite: str,
+        finite_prefix: str,
         waited: bool,
         prune: Callable[[], None],
     ) -> None:
@@ -200,7 +200,7 @@ class Save:
         self._rank, self._world_size = job.rank, job.world_size
         self._timeout_s = job.timeout_s
         self._store, self._folder = store, folder
-        self._best, self._tree, self._finite, self._prune = best, tree, finite, prune
+        self._best, self._tree, self._finite_prefix, self._prune = best, tree, finite_prefix, prune
         self._waited = waited
         self._cancel = threading.Event()
         self._acks: dist.Store | None = None
@@ -247,7 +247,7 @@ class Save:
             if self.staging.changed is not None:
                 text = f"{self.staging.changed} was changed outside of the optimizer while it was saved"
                 return {"kind": "other", "text": text}
-            name = self.staging.non_finite(self._finite) if self._finite else None
+            name = self.staging.non_finite(self._finite_prefix) if self._finite_prefix else None
             if name is not None:
                 return {"kind": "non-finite", "text": name}
             digests: list[str] = []
@@ -309,12 +309,12 @@ class Save:
             if ack["kind"] != "saved":
                 return Outcome(kind=ack["kind"], text=ack["text"], rank=rank)
         try:
-            settle(self._store)  # finishes the rollback of an earlier save that could not
+            finish_rollback(self._store)  # finishes the rollback of an earlier save that could not
             commit(self._store, self._manifest(acks))
         except OSError as error:
             return Outcome(kind="disk", text=f"{type(error).__name__}: {error}")
         try:
-            steps, folder = settle(self._store)
+            steps, folder = finish_rollback(self._store)
             if steps:
                 text = "step %d supersedes the checkpoints of steps %s, which are now in %s."
                 log.logger.info(text, self.step, ", ".join(map(str, steps)), folder)

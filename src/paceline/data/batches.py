@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from paceline import log
-from paceline.data.coverage import Coverage
 from paceline.data.dataloader import Source, adopt, refuse_with_loader
+from paceline.data.epoch_audit import EpochAudit
 from paceline.data.loader import Loader, LocalLoader, WorkerLoader
 from paceline.data.plan import Plan, PlannedStep, Position
 from paceline.data.samples import (
@@ -239,16 +239,16 @@ class Batches:
     def _audited_steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         steps = self._loader.steps(position, epochs, equal)
         if not self._audited:
-            self._loader.coverage = coverage = Coverage(self._job, self._plan, position)
+            self._loader.epoch_audit = audit = EpochAudit(self._job, self._plan, position)
             try:
                 for step in steps:
                     yield step
                     if step.ends_epoch:
-                        coverage.check(step.epoch, step.offset + step.num_samples)
+                        audit.check(step.epoch, step.offset + step.num_samples)
                         self._audited = True
                         break
             finally:
-                self._loader.coverage = None
+                self._loader.epoch_audit = None
         yield from steps
 
     def close(self) -> None:

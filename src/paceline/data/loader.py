@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.data.coverage import Coverage
 from paceline.data.device import to_device
+from paceline.data.epoch_audit import EpochAudit
 from paceline.data.plan import (
     Int64Array,
     MicroBatch,
@@ -38,11 +38,11 @@ class Loader(ABC):
     """Gives the steps of a training on this rank.
 
     Attributes:
-        coverage: gets the ids of the samples that the loop gets, if it is not None.
+        epoch_audit: gets the ids of the samples that the loop gets, if it is not None.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.coverage: Coverage | None = None
+        self.epoch_audit: EpochAudit | None = None
         self._device = device
         self._run = 0
 
@@ -55,8 +55,8 @@ class Loader(ABC):
 
     def record_delivered(self, ids: torch.Tensor) -> None:
         """Record that the loop gets these samples (int64, one dimension). Ghosts are not recorded."""
-        if self.coverage is not None:
-            self.coverage.add(ids)
+        if self.epoch_audit is not None:
+            self.epoch_audit.add(ids)
 
     def close(self) -> None:
         """End the loader workers."""
@@ -134,7 +134,7 @@ class LocalLoader(Loader):
                 batch = self._rows(seed, epoch, ids, start, stop)
             else:
                 batch = self._read(seed, epoch, ids[start:stop], start + shift)
-            if self.coverage is not None:
+            if self.epoch_audit is not None:
                 self.record_delivered(ids[start:stop])
             yield MicroBatch(batch, stop - start, start + shift, number == 0, False)
         while number:

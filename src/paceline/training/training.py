@@ -498,7 +498,7 @@ class Training:
         checkpoints, control = self._checkpoints, self._context.control
         if checkpoints is not None:
             control.save_failed = checkpoints.poll(self.job) or control.save_failed
-            control.save = control.save or (self.job.rank == 0 and checkpoints.is_time())
+            control.save = control.save or (self.job.rank == 0 and checkpoints.is_due_by_clock())
         if measured := self._context.strategy.measurements():
             self._report.note(step.number, step.epoch, step.num_samples, measured, "rank0")
         loss, count = step._local_loss()
@@ -567,13 +567,13 @@ class Training:
             best=best,
             wait=wait,
             steady=steady,
-            finite="models.",
+            finite_prefix="models.",
         )
 
     def _wait_for_copies(self) -> None:
         """Wait until a save in progress has copied the parameters, so that they may change."""
         if self._checkpoints is not None:
-            self._checkpoints.staged()
+            self._checkpoints.wait_until_copied()
 
     def _resume(self) -> None:
         if self._is_resumed:

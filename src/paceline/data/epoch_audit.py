@@ -44,7 +44,7 @@ class Tally(NamedTuple):
 _EMPTY = Tally(0, 0)
 
 
-class Coverage:
+class EpochAudit:
     """The tally of the sample ids that the loop got in one epoch on this rank. For a stream, of the places.
 
     Args:
