@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from paceline.audit.digests import digest, exact_parts
 from paceline.audit.evidence import RankLog, Run, RunPlan
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.progress import Progress
+from paceline.audit.record import Recorder
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
@@ -188,3 +189,24 @@ def test_without_private_names_of_torch_loaders_still_work(
     judged = judge(Case(run_, run_))
     for rule in ("no shards", "shards overlap", "same augmentation in workers"):
         assert isinstance(judged[rule], NotJudged), judged[rule]
+
+
+def test_a_replay_gives_the_batches_and_the_length_of_the_solo_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch_private, "look_up", lambda path: None)
+    torch_private.find.cache_clear()
+    try:
+        for mode, solo, data in (("solo", None, range(6)), ("mirrored", tmp_path / "solo", "abc")):
+            with monkeypatch.context() as context:
+                for name in ("__iter__", "__len__"):
+                    context.setattr(DataLoader, name, getattr(DataLoader, name))
+                (tmp_path / mode).mkdir()
+                plan = RunPlan(tmp_path / mode, cast(Any, mode), 2, 20, solo)
+                recorder = Recorder(plan.folder, 0)
+                record_data.install(Progress(plan, recorder, 0))
+                batches = iter(DataLoader(cast(Any, data), 4))
+                assert (len(batches), [len(batch) for batch in batches]) == (2, [4, 2])
+                recorder.write("backward")
+    finally:
+        torch_private.find.cache_clear()

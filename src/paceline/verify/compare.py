@@ -18,7 +18,7 @@ from paceline.audit.evidence import Event, Run
 
 # Relative difference that is allowed for losses, gradient norms and scores. In float32 the examples stay
 # below a tenth of it for 20 steps; a wrong sample or weight causes a hundred times as much.
-RTOL = 1e-3
+_RTOL = 1e-3
 # A difference is relative to the size of the number, or to this part of the largest one so far if that is
 # more: a loss near zero has a large relative rounding error.
 _FLOOR = 1e-3
@@ -164,14 +164,14 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
     """Compare runs on several numbers of processes with the first of them.
 
     Args:
-        rtol: Relative difference that is allowed; None for `RTOL`. Without effect with `bitwise`.
+        rtol: Relative difference that is allowed; None for `_RTOL`. Without effect with `bitwise`.
         bitwise: Whether every bit must be equal.
     """
     one = runs[0]
     counts = [run.plan.world_size for run in runs]
     points = _points(one)
     trainings = one.ranks[0].of("training")
-    how = "bitwise" if bitwise else f"within a relative difference of {rtol or RTOL:g}"
+    how = "bitwise" if bitwise else f"within a relative difference of {rtol or _RTOL:g}"
     listed = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
     compared = f"{_count(points, 'step')} steps on {listed} processes, {how}"
     for run in runs[1:]:
@@ -180,7 +180,7 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
             return Comparison("refused", compared, trainings[0]["at"], why=why)
     unknown, scores_unknown = ([], []) if bitwise else _not_compared(runs, rtol)
     search = _Search(
-        0.0 if bitwise else (rtol or RTOL),
+        0.0 if bitwise else (rtol or _RTOL),
         with_values=not unknown,
         with_scores=not unknown and not scores_unknown,
     )

@@ -45,7 +45,7 @@ def install(control: object) -> None:
         cuda_devices=torch.cuda.device_count(),
     )
     if plan.mode != "ordinary":
-        # A script that sets no seed then draws the same numbers in these runs.
+        # A loop that shuffles with `random` without a seed must shuffle in the same way in these runs.
         random.seed(_SEED)
     _disable_compilation(recorder)
     progress = Progress(plan, recorder, rank)
