@@ -20,6 +20,14 @@ Number = TypeVar("Number", int, float)
 _WIDTH = 80
 _SIMILARITY = 0.6  # of difflib; lower values suggest words that have nothing in common
 
+# What is put in place of messages of argparse.
+_CLEARER = {
+    r"^argument ([^/:]*).*?: must be": r"\1 must be",
+    r"^argument ([^/:]*).*?: expected one argument": r"\1 needs a value",
+    r"^argument ([^/:]*).*?: invalid float value: (.*)": r"\1 must be a number, and is \2",
+    r"^argument ([^/:]*).*?: invalid int value: (.*)": r"\1 must be a whole number, and is \2",
+}
+
 
 class CommandParser(argparse.ArgumentParser):
     """The parser of one command.
@@ -28,6 +36,7 @@ class CommandParser(argparse.ArgumentParser):
         prog: The command, such as "paceline verify".
         examples: Command lines and what each does. A test parses each of them.
         exit_codes: The codes that the command ends with, and what each means. A key may also be a text.
+        unknown_option: How to give options that the command does not know; the end of that error.
 
     Other arguments are those of `argparse.ArgumentParser`.
     """
@@ -39,6 +48,7 @@ class CommandParser(argparse.ArgumentParser):
         description: str,
         examples: Mapping[str, str],
         exit_codes: Mapping[ExitCode | str, str],
+        unknown_option: str = "",
         **options: Any,
     ) -> None:
         super().__init__(
@@ -50,6 +60,7 @@ class CommandParser(argparse.ArgumentParser):
         )
         self.examples = examples
         self.exit_codes = exit_codes
+        self._unknown_option = unknown_option
         self._words: list[str] = []
 
     @property
@@ -68,7 +79,7 @@ class CommandParser(argparse.ArgumentParser):
         """As in argparse, with an error for the first word that is not known."""
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.refuse(_unknown(unknown[0]), nearest(unknown[0].partition("=")[0], self._names()))
+            self._refuse_unknown(unknown[0])
         return known
 
     def error(self, message: str) -> NoReturn:
@@ -83,9 +94,10 @@ class CommandParser(argparse.ArgumentParser):
             for word in self._words:
                 name = word.partition("=")[0]
                 if name.startswith("--") and not any(known.startswith(name) for known in names):
-                    self.refuse(_unknown(word), nearest(name, names))
+                    self._refuse_unknown(word)
             message = f"missing: {message.partition(': ')[2]}"
-        message = re.sub(r"^argument (.*?): must be", r"\1 must be", message)
+        for pattern, text in _CLEARER.items():
+            message = re.sub(pattern, text, message)
         self.refuse(f"{message.rstrip('.')}.", None)
 
     def _names(self) -> list[str]:
@@ -101,9 +113,16 @@ class CommandParser(argparse.ArgumentParser):
                 self.refuse(what, nearest(word, choices))
         self.refuse(f"{word!r} is not a valid {argument}.", None)
 
-    def refuse(self, what: str, match: str | None) -> NoReturn:
+    def _refuse_unknown(self, word: str) -> NoReturn:
+        name = word.partition("=")[0]
+        if name.startswith("-"):
+            match = nearest(name, self._names())
+            self.refuse(f"there is no option {name!r}.", match, self._unknown_option)
+        self.refuse(f"unexpected argument {word!r}.", None, self._unknown_option)
+
+    def refuse(self, what: str, match: str | None, fix: str = "") -> NoReturn:
         """Print what is wrong and the nearest match, if there is one, and exit with 2."""
-        fix = f"see `{self.prog} --help`."
+        fix = fix or f"see `{self.prog} --help`."
         error = ConfigError(what, fix=f"did you mean {match!r}? Otherwise {fix}" if match else fix)
         self.exit(ExitCode.USAGE, f"{self.prog}: {error}\n")
 
@@ -165,12 +184,6 @@ def _number(text: str, kind: type[Number]) -> Number:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"must be finite, and is {text}")
     return value
-
-
-def _unknown(word: str) -> str:
-    if word.startswith("-"):
-        return f"there is no option {word.partition('=')[0]!r}."
-    return f"unexpected argument {word!r}."
 
 
 def _examples(examples: Mapping[str, str]) -> str:

@@ -19,3 +19,4 @@ class ExitCode(IntEnum):
     SAVE_FAILED = 74  # EX_IOERR
     PREEMPTED = 75  # EX_TEMPFAIL: start the job again
     INTERRUPTED = 130  # 128 + SIGINT, as in a shell
+    BROKEN_PIPE = 141  # 128 + SIGPIPE

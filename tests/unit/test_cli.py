@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -111,6 +114,11 @@ def _codes_in(files: tuple[str, ...]) -> set[str]:
     return names
 
 
+def test_the_help_of_paceline_names_the_exit_codes_of_its_code() -> None:
+    described = {code.name for code in cli.parser().exit_codes if isinstance(code, ExitCode)}
+    assert described == _codes_in(("cli/main.py",)) | {"OK"}
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_the_help_names_the_exit_codes_of_the_code(name: str) -> None:
     described = import_module(f"paceline.cli.{name}").parser().exit_codes
@@ -150,6 +158,11 @@ WRONG = {
     "--verion": ("there is no option '--verion'", "did you mean '--version'"),
     "verify --setps 5 train.py": ("there is no option '--setps'", "did you mean '--steps'"),
     "verify --setps=5": ("there is no option '--setps'", "did you mean '--steps'"),
+    "verify a.py --lr 1": ("there is no option '--lr'", "follow `--`, such as"),
+    "verify --steps": ("--steps needs a value", "see `paceline verify --help`"),
+    "run --nproc_per_node": ("--nproc-per-node needs a value", "see `paceline run --help`"),
+    "run --hang-after x a.py": ("--hang-after must be a number, and is 'x'", "see"),
+    "run --max-restarts x a.py": ("--max-restarts must be a whole number, and is 'x'", "see"),
     "verify": ("missing: SCRIPT", "see `paceline verify --help`"),
     "verify --steps 0 a.py": ("--steps must be 1 or more, and is 0", "see"),
     "verify --steps x a.py": ("--steps must be a whole number, and is 'x'", "see"),
@@ -211,6 +224,22 @@ def _code(entry: Any, words: list[str]) -> int:
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == ExitCode.USAGE
     assert capsys.readouterr().out == cli.parser().format_help()
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", "explain", "--all"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(SOURCE.parent)},
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (ExitCode.BROKEN_PIPE, "")
 
 
 def test_a_file_that_resembles_nothing_has_no_match(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ no torch.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,7 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
-        code: int = import_module(f"paceline.cli.{words[0]}").main(words[1:])
+        try:
+            code: int = import_module(f"paceline.cli.{words[0]}").main(words[1:])
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # A reader such as `head` has ended. Python would report this again when it flushes at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ExitCode.BROKEN_PIPE
         return code
     ours = parser()
     if words and words[0].endswith(".py"):
@@ -47,6 +54,7 @@ def parser() -> CommandParser:
         exit_codes={
             ExitCode.OK: "the command succeeded",
             ExitCode.USAGE: "the command line is wrong",
+            ExitCode.BROKEN_PIPE: "the reader of the output ended before the end of the output",
             "other": "listed by `paceline COMMAND --help`",
         },
     )

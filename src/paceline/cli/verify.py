@@ -109,6 +109,7 @@ def parser() -> CommandParser:
             ExitCode.NOT_JUDGED: "the script itself failed, or cannot be judged",
             ExitCode.INTERRUPTED: "interrupted with Ctrl-C",
         },
+        unknown_option="the script's own arguments follow `--`, such as `paceline verify a.py -- --lr 1`.",
     )
     ours.add_argument("script", metavar="SCRIPT", help="the training script")
     ours.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module name")
