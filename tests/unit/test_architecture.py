@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_layers import FILES, ORDER, SOURCE
 
-PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "inside" / "architecture.md").read_text()
 REFERENCES = sorted(set(re.findall(r"`([\w/]+\.py)(?:::(\w+(?:\.\w+)?))?`", PAGE)))
 MAX_FILES_OF_A_BATCH = 15
 

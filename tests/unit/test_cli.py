@@ -143,7 +143,9 @@ def test_no_exit_code_is_a_number_in_the_code() -> None:
                 assert not is_number, f"{file}:{node.lineno}"
 
 
-@pytest.mark.parametrize(("page", "name"), [("launch.md", "run"), ("verify.md", "verify")])
+@pytest.mark.parametrize(
+    ("page", "name"), [("howto/launch.md", "run"), ("howto/verify.md", "verify")]
+)
 def test_the_table_of_a_page_has_the_same_codes(page: str, name: str) -> None:
     rows = re.findall(r"^\| (\d+) \|", (DOCS / page).read_text(), re.M)
     described = import_module(f"paceline.cli.{name}").parser().exit_codes

@@ -177,7 +177,7 @@ def test_exit_codes_and_words(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 def test_the_page_is_made_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(["--all"]) == 0
-    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
     assert page.read_text() == capsys.readouterr().out, (
-        "paceline explain --all > docs/troubleshooting.md"
+        "paceline explain --all > docs/reference/messages.md"
     )

@@ -114,7 +114,7 @@ def _as_json(name: str, reading: Reading, code: int) -> str:
 
 
 def _markdown() -> str:
-    """docs/troubleshooting.md."""
+    """docs/reference/messages.md."""
     parts = [
         "# Troubleshooting\n\n`paceline explain --all` generates this page from the table that "
         "`paceline explain LOG` and\n`paceline run` use. `*` is any text.\n"

@@ -95,7 +95,7 @@ class EpochAudit:
             f"epoch {epoch} did not use each of {size} samples once: it used {seen} samples instead "
             f"of {expected}; {found}.",
             why="the loop skipped micro-batches, or `shard(index, count)` of the stream gives wrong items.",
-            fix="read every micro-batch of every step; for a stream, see `shard` in docs/data.md.",
+            fix="read every micro-batch of every step; for a stream, see `shard` in docs/howto/data.md.",
             expected=expected,
             seen=seen,
             lost=lost,

@@ -40,7 +40,7 @@ _DIFFERENT_STREAMS = (
     "the stream begins with different samples on different ranks or loader workers. Each of them reads "
     "the whole stream and keeps its share, so a dataset that splits or shuffles itself by rank or "
     "worker loses samples. Give the whole stream in one order everywhere, or define "
-    "`shard(index, count)`; see docs/data.md."
+    "`shard(index, count)`; see docs/howto/data.md."
 )
 
 

@@ -1,7 +1,7 @@
 """Sum of small gradients through shared memory, in one operation after a step's last backward.
 
 If all gradients fit DDP's first bucket, DDP cannot reduce any of them during the backward, and its own
-bookkeeping takes longer than the sum. Measured in docs/decisions/0016-direct-sum.md.
+bookkeeping takes longer than the sum. Measured in docs/inside/decisions/0016-direct-sum.md.
 """
 
 from __future__ import annotations

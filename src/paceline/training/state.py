@@ -5,7 +5,7 @@ The state of optimizers uses these names too. A saved state therefore fits any n
 and the model with or without `torch.compile`.
 
 The functions of `torch.distributed.checkpoint.state_dict` give the same names but are not used:
-`get_optimizer_state_dict` calls `step` on a new optimizer; see docs/decisions/0021-state-by-name.md.
+`get_optimizer_state_dict` calls `step` on a new optimizer; see docs/inside/decisions/0021-state-by-name.md.
 """
 
 from __future__ import annotations

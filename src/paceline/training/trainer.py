@@ -1,7 +1,7 @@
 """`Trainer`: training without writing a loop. It uses public names only.
 
-A test asserts that its result is bit-equal to the same loop in docs/own_loop.md. Programs that need more than
-the events below write that loop.
+A test asserts that its result is bit-equal to the same loop in docs/howto/loop.md. Programs that need more
+than the events below write that loop.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def _parts(batch: Batch) -> tuple[Any, ...]:
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise ConfigError(
             f"Trainer needs samples (input, ..., target) or dicts, got {type(batch).__name__}.",
-            fix="return tuples or dicts from the dataset, or write the loop (docs/own_loop.md).",
+            fix="return tuples or dicts from the dataset, or write the loop (docs/howto/loop.md).",
         )
     return tuple(batch)
 
