@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.manager import Checkpoints as Checkpoints
     from paceline.data.batches import Batches as Batches
     from paceline.errors import AuditError as AuditError
+    from paceline.errors import CallbackError as CallbackError
     from paceline.errors import CheckpointError as CheckpointError
     from paceline.errors import CollectiveTimeout as CollectiveTimeout
     from paceline.errors import ConfigError as ConfigError
@@ -50,6 +51,15 @@ if TYPE_CHECKING:
     from paceline.parallel.fsdp import fsdp as fsdp
     from paceline.parallel.modules import unwrap as unwrap
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
+    from paceline.training.callbacks import BestCheckpoint as BestCheckpoint
+    from paceline.training.callbacks import Callback as Callback
+    from paceline.training.callbacks import EarlyStopping as EarlyStopping
+    from paceline.training.callbacks import EpochEnd as EpochEnd
+    from paceline.training.callbacks import EvaluationEnd as EvaluationEnd
+    from paceline.training.callbacks import FitEnd as FitEnd
+    from paceline.training.callbacks import FitStart as FitStart
+    from paceline.training.callbacks import LearningRateMonitor as LearningRateMonitor
+    from paceline.training.callbacks import StepEnd as StepEnd
     from paceline.training.evaluation import Evaluation as Evaluation
     from paceline.training.evaluation import evaluate as evaluate
     from paceline.training.labels import count_labels as count_labels
@@ -57,36 +67,52 @@ if TYPE_CHECKING:
     from paceline.training.state import load_weights as load_weights
     from paceline.training.step import Step as Step
     from paceline.training.trainer import Fit as Fit
-    from paceline.training.trainer import Moment as Moment
     from paceline.training.trainer import PerToken as PerToken
     from paceline.training.trainer import Trainer as Trainer
     from paceline.training.trainer import Validation as Validation
     from paceline.training.training import Training as Training
 
 _HOMES = {
+    "agree": "paceline.job.collectives",
     "AuditError": "paceline.errors",
     "Batches": "paceline.data.batches",
+    "BestCheckpoint": "paceline.training.callbacks",
+    "Callback": "paceline.training.callbacks",
+    "CallbackError": "paceline.errors",
     "CheckpointError": "paceline.errors",
-    "CSV": "paceline.metrics.csv_table",
     "Checkpoints": "paceline.checkpoint.manager",
     "CollectiveTimeout": "paceline.errors",
     "ConfigError": "paceline.errors",
+    "count_labels": "paceline.training.labels",
     "CountError": "paceline.errors",
+    "CSV": "paceline.metrics.csv_table",
     "DataError": "paceline.errors",
+    "ddp": "paceline.parallel.ddp",
     "Desync": "paceline.errors",
+    "EarlyStopping": "paceline.training.callbacks",
+    "EpochEnd": "paceline.training.callbacks",
+    "evaluate": "paceline.training.evaluation",
     "Evaluation": "paceline.training.evaluation",
+    "EvaluationEnd": "paceline.training.callbacks",
     "EvaluationError": "paceline.errors",
     "Fit": "paceline.training.trainer",
+    "FitEnd": "paceline.training.callbacks",
+    "FitStart": "paceline.training.callbacks",
+    "fsdp": "paceline.parallel.fsdp",
+    "gather": "paceline.job.collectives",
     "GradientError": "paceline.errors",
-    "JSONLines": "paceline.metrics.json_lines",
     "Job": "paceline.job.job",
-    "LaunchFailed": "paceline.errors",
+    "join": "paceline.job.job",
+    "JSONLines": "paceline.metrics.json_lines",
     "LauncherError": "paceline.errors",
+    "LaunchFailed": "paceline.errors",
+    "LearningRateMonitor": "paceline.training.callbacks",
+    "load_weights": "paceline.training.state",
     "Logger": "paceline.metrics.logger",
     "LossError": "paceline.errors",
     "MLflow": "paceline.metrics.mlflow",
-    "Moment": "paceline.training.trainer",
     "NonFinite": "paceline.errors",
+    "on_rank0": "paceline.job.collectives",
     "PacelineError": "paceline.errors",
     "PeerFailed": "paceline.errors",
     "PerEpoch": "paceline.training.schedules",
@@ -96,26 +122,18 @@ _HOMES = {
     "RankDisagreement": "paceline.errors",
     "SampleError": "paceline.errors",
     "SaveFailed": "paceline.errors",
+    "spawn": "paceline.launch.spawning",
     "Step": "paceline.training.step",
+    "StepEnd": "paceline.training.callbacks",
     "StepError": "paceline.errors",
     "StepLoss": "paceline.metrics.step_loss",
+    "sync_batchnorm": "paceline.parallel.syncbn",
     "TensorBoard": "paceline.metrics.tensorboard",
     "Trainer": "paceline.training.trainer",
     "Training": "paceline.training.training",
+    "unwrap": "paceline.parallel.modules",
     "Validation": "paceline.training.trainer",
     "WandB": "paceline.metrics.wandb",
-    "agree": "paceline.job.collectives",
-    "count_labels": "paceline.training.labels",
-    "ddp": "paceline.parallel.ddp",
-    "evaluate": "paceline.training.evaluation",
-    "fsdp": "paceline.parallel.fsdp",
-    "gather": "paceline.job.collectives",
-    "join": "paceline.job.job",
-    "load_weights": "paceline.training.state",
-    "on_rank0": "paceline.job.collectives",
-    "spawn": "paceline.launch.spawning",
-    "sync_batchnorm": "paceline.parallel.syncbn",
-    "unwrap": "paceline.parallel.modules",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605 - the one list of names is _HOMES

@@ -114,6 +114,10 @@ class CountError(StepError):
     """A count that is negative, does not fit the micro-batch, or a step whose counts sum to 0."""
 
 
+class CallbackError(PacelineError):
+    """A callback of `Trainer` raised (`callback`, `method`); its error is the cause."""
+
+
 class NonFinite(PacelineError):
     """NaN or infinity (`quantity`, `step`, `parameters` where known)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +34,26 @@ def _score(model: nn.Module, batch: Any) -> dict[str, Any]:
     return {"loss": loss_sum(model, batch)}
 
 
+class _Events(paceline.Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_fit_start(self, event: paceline.FitStart) -> None:
+        self.seen.append(f"start of {event.epochs}")
+
+    def on_epoch_end(self, event: paceline.EpochEnd) -> None:
+        self.seen.append(f"epoch {event.step.epoch}")
+
+    def on_evaluation_end(self, event: paceline.EvaluationEnd) -> None:
+        self.seen.append(f"evaluation of {event.evaluation.num_samples}")
+
+    def on_fit_end(self, event: paceline.FitEnd) -> None:
+        self.seen.append("end")
+
+
 def _by_trainer(job: Any, folder: str) -> tuple[list[float], float, list[str]]:
     torch.manual_seed(11)
-    seen: list[str] = []
+    events = _Events()
     trainer = paceline.Trainer(
         _net,
         F.cross_entropy,
@@ -44,13 +62,12 @@ def _by_trainer(job: Any, folder: str) -> tuple[list[float], float, list[str]]:
         global_batch=8,
         validation=paceline.Validation(dataset=make_data(26), score=_score, micro_batch=5),
         schedule=_decay,
+        callbacks=[events],
     )
-    names = ("start", "epoch", "validated", "end")
-    on = {name: (lambda moment: seen.append(moment.event)) for name in names}
-    result = trainer.fit(3, micro_batch=3, clip_norm=1.0, folder=folder, on=on)
+    result = trainer.fit(3, micro_batch=3, clip_norm=1.0, folder=folder)
     assert result.steps == 12
     assert result.epochs == 3
-    return weights_of(result.model), result.evaluation.loss, seen
+    return weights_of(result.model), result.evaluation.loss, events.seen
 
 
 def _by_loop(job: Any) -> tuple[list[float], float]:
@@ -75,8 +92,10 @@ def _bucket_sizes(job: Any) -> list[int]:
     """How many buckets a model had in each step, of 4 MiB of gradients."""
     seen: list[int] = []
 
-    def note(moment: Any) -> None:
-        seen.append(len(moment.training.models[0].reducer._get_zeros_like_grad_buckets()))
+    class Note(paceline.Callback):
+        def on_step_end(self, event: paceline.StepEnd) -> None:
+            model: Any = event.training.models[0]
+            seen.append(len(model.reducer._get_zeros_like_grad_buckets()))
 
     data = TensorDataset(torch.ones(12, 512), torch.ones(12, 512))
     trainer = paceline.Trainer(
@@ -85,9 +104,10 @@ def _bucket_sizes(job: Any) -> list[int]:
         lambda parameters: torch.optim.SGD(parameters, lr=1e-5),
         data,
         global_batch=2 * job.world_size,
-        bucket_mb=1.0,
+        wrap=partial(paceline.ddp, bucket_mb=1.0),
+        callbacks=[Note()],
     )
-    trainer.fit(1, on={"step": note})
+    trainer.fit(1)
     return seen
 
 
@@ -95,7 +115,8 @@ def _bucket_sizes(job: Any) -> list[int]:
 def test_the_trainer_is_bit_equal_to_the_loop(nproc: int, tmp_path: Path) -> None:
     for by_loop, (weights, loss, events) in run_ranks(_both, str(tmp_path), nproc=nproc):
         assert (weights, loss) == by_loop
-        assert events == ["start", *["epoch", "validated"] * 3, "end"]
+        epochs = [text for i in range(3) for text in (f"epoch {i}", "evaluation of 26")]
+        assert events == ["start of 3", *epochs, "end"]
     assert (tmp_path / "model.pth").exists()
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 12
 
@@ -195,6 +216,11 @@ def _batchnorm(job: Any) -> list[float]:
 
 
 def _stop(job: Any) -> int:
+    class Enough(paceline.Callback):
+        def on_evaluation_end(self, event: paceline.EvaluationEnd) -> None:
+            if event.step.epoch == 1:
+                event.step.stop()
+
     trainer = paceline.Trainer(
         _net,
         F.cross_entropy,
@@ -202,26 +228,23 @@ def _stop(job: Any) -> int:
         make_data(26),
         global_batch=8,
         validation=paceline.Validation(dataset=make_data(26)),
+        callbacks=[Enough()],
     )
-
-    def enough(moment: Any) -> None:
-        if moment.step.epoch == 1:
-            moment.step.stop()
-
-    return trainer.fit(9, on={"validated": enough}).epochs
+    return trainer.fit(9).epochs
 
 
 WRONG: dict[str, dict[str, Any]] = {
     "loss per sample": {"loss": nn.CrossEntropyLoss(reduction="none")},
     "no target": {"data": TensorDataset(torch.zeros(8, 4))},
-    "event": {"on": {"nonsense": print}},
+    "callback": {"callbacks": [print]},
+    "metric without a schedule": {"schedule_metric": "loss"},
+    "schedule without a metric": {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau},
 }
 
 
 def _fit(job: Any, kind: str) -> None:
-    wrong = WRONG[kind]
-    loss, data = wrong.get("loss", F.cross_entropy), wrong.get("data", make_data(26))
-    paceline.Trainer(_net, loss, _adam, data, global_batch=4).fit(1, on=wrong.get("on"))
+    options = {"loss": F.cross_entropy, "data": make_data(26), **WRONG[kind]}
+    paceline.Trainer(_net, optimizer=_adam, global_batch=4, **options).fit(1)
 
 
 def _each(job: Any) -> tuple[list[float], list[float], int, int]:

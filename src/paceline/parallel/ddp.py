@@ -89,7 +89,7 @@ def ddp(
         static_graph: Promise that all steps use the same parameters in the same way. torch then lays
             its buckets out in the second step, so on 3 and more ranks a resumed run equals an
             uninterrupted one to rounding only.
-        find_unused: Search each forward for parameters that it does not use. Slower.
+        find_unused: Search each forward for parameters that it does not use, or that are frozen. Slower.
         compress: Compress gradients before they are sent: "fp16" or "bf16" casts them, "powersgd" or
             `PowerSGD(rank=4)` approximates them. For slow networks; the result is no longer that of one
             process. Every 100 steps the log gets `compression_error`, the relative error of the averaged
@@ -406,12 +406,13 @@ def check_parameters(job: Job, model: nn.Module, optimizers: Sequence[Optimizer]
                 parameters=unknown,
             )
         frozen = [name for name, p in known if not p.requires_grad]
-        if frozen:
+        if frozen and not (wrapper is not None and wrapper.find_unused_parameters):
             raise GradientError(
                 f"parameters were frozen after DDP wrapped them: {listed(frozen)}.",
                 where=job.where(),
                 why="DDP waits for each parameter that was trainable when it wrapped the model.",
-                fix="call requires_grad_(False) before paceline.ddp(...).",
+                fix="call requires_grad_(False) before paceline.ddp(...). To freeze and unfreeze during the "
+                "training, use ddp(..., find_unused=True).",
                 parameters=frozen,
             )
     warn_untrained(model, optimizers)

@@ -50,6 +50,7 @@ class Control:
         save: Set when it is time to save; sent with the next word.
         save_failed: Set when a save in the background failed; sent with the next word.
         reduce: Set when values were logged that are combined over ranks; sent with the next word.
+        stops_now: Whether the step in progress is the last; equal on all ranks.
         in_memory: Whether all ranks share memory, so that a direct exchange is faster than one in a thread.
 
     All ranks call `end_step` after every step, with the same numbers.
@@ -58,7 +59,7 @@ class Control:
     def __init__(self, job: Job) -> None:
         self._job = job
         self.in_memory = isinstance(job.data.group, ShmGroup)
-        self._stop = False
+        self._stop = self.stops_now = False
         self.save = False
         self.save_failed = False
         self.reduce = False
@@ -77,7 +78,7 @@ class Control:
             new_loop: A new loop begins: discard stop requests too.
         """
         if new_loop:
-            self._stop = False
+            self._stop = self.stops_now = False
         self._losses, self._counts = [], []
         self._first = step + 1
         self._due = step + self._every

@@ -415,14 +415,20 @@ class Step:
             parameters=bad,
         )
 
-    def stop(self) -> None:
+    def stop(self, *, now: bool = False) -> None:
         """Request the end of the training. When any rank calls it, all ranks stop after the same step.
 
         That is this step if it ends an epoch, and in a job of one process; else a step within about 0.2 s.
 
-        Collective: none.
+        Args:
+            now: Whether all ranks call it in this step; then this step is the last.
+
+        Collective: none; all ranks with `now`.
         """
-        self._context.control.request_stop()
+        if now:
+            self._context.control.stops_now = True
+        else:
+            self._context.control.request_stop()
 
     @property
     def is_ghost(self) -> bool:

@@ -1,7 +1,7 @@
 """`Trainer`: training without writing a loop. It uses public names only.
 
-A test asserts that its result is bit-equal to the same loop in docs/howto/loop.md. Programs that need more
-than the events below write that loop.
+A test asserts that its result is bit-equal to the same loop in docs/howto/loop.md. Programs that need more than
+callbacks write that loop.
 """
 
 from __future__ import annotations
@@ -16,34 +16,48 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
 from paceline.errors import ConfigError
 from paceline.job.job import Job, current, join
 from paceline.metrics.logger import Logger
-from paceline.parallel.ddp import DEFAULT_BUCKET_MB, ddp
+from paceline.parallel.ddp import ddp
 from paceline.parallel.modules import unwrap
 from paceline.parallel.syncbn import plain_batchnorms, sync_batchnorm
+from paceline.training.callbacks import (
+    Callback,
+    Callbacks,
+    EpochEnd,
+    EvaluationEnd,
+    FitEnd,
+    FitStart,
+    StepEnd,
+    number_of,
+)
 from paceline.training.evaluation import Evaluation, Score, evaluate
+from paceline.training.schedules import Schedule
 from paceline.training.step import Step
 from paceline.training.training import Training
 from paceline.training.weight import Reduction
 
-EVENTS = ("start", "step", "epoch", "validated", "end")
 Batch = Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What `Trainer` evaluates at the end of epochs.
+    """What `Trainer` evaluates, and when.
 
     Args:
-        dataset: Map-style, or a `DataLoader`.
+        dataset: As for `evaluate`.
         score: As for `evaluate`; None computes only the loss.
         micro_batch: Samples in a forward. None is the batch size of a `DataLoader`, or 64.
-        every_epochs: Number of epochs between evaluations. The last epoch is always evaluated.
+        every_epochs: Number of epochs between evaluations; None is 1, or never with `every_steps`.
+        every_steps: Number of steps between evaluations. The last epoch is evaluated in any case.
+
+    Raises:
+        ConfigError: an option is out of range, or both intervals are given.
 
     Collective: none.
     """
@@ -51,13 +65,29 @@ class Validation:
     dataset: Any
     score: Score | None = None
     micro_batch: int | None = None
-    every_epochs: int = 1
+    every_epochs: int | None = None
+    every_steps: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "every_epochs"):
+        if self.every_epochs is not None and self.every_steps is not None:
+            raise ConfigError(
+                "every_epochs and every_steps cannot be combined.", fix="leave one of them out."
+            )
+        for name in ("micro_batch", "every_epochs", "every_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}.")
+
+    def is_due(self, step: Step, epochs: int) -> bool:
+        """Whether to evaluate after `step` of a training of `epochs` epochs.
+
+        Collective: none.
+        """
+        if step.ends_epoch and step.epoch + 1 == epochs:
+            return True
+        if self.every_steps is not None:
+            return step.number % self.every_steps == 0
+        return step.ends_epoch and (step.epoch + 1) % (self.every_epochs or 1) == 0
 
 
 @dataclass(frozen=True)
@@ -71,25 +101,6 @@ class PerToken:
 
     def __call__(self, output: Any, target: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
         return self.loss(output, target)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moment:
-    """What `Trainer.fit` passes to a function on an event.
-
-    Attributes:
-        event: Name of the event.
-        step: The step of the event; None for "start" and "end".
-        evaluation: The result of "validated", and the last one for "end".
-
-    Collective: none.
-    """
-
-    event: str
-    job: Job
-    training: Training
-    step: Step | None = None
-    evaluation: Evaluation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +136,20 @@ class Trainer:
         data: Samples (input, ..., target), or dicts: map-style, a stream, or a `DataLoader`.
         global_batch: Samples of one optimizer step over all ranks; only for a `DataLoader` it may be None.
         precision: "fp32", "bf16", "fp16" or "auto".
-        validation: What to evaluate at the end of epochs.
-        schedule: A function that returns a scheduler of torch for the optimizer it is given.
+        validation: What to evaluate, and when. Forwards use `precision` there too.
+        schedule: A function that returns the schedule of the optimizer it is given; see `Training`.
+        schedule_metric: For `ReduceLROnPlateau`, the result of the evaluation that it gets; None is "loss".
         reproducible: Whether the result is bit for bit equal on any number of ranks.
-        bucket_mb: Size of a gradient bucket in MiB; see `ddp`.
+        wrap: A function of the job and the module that wraps the model, such as
+            `functools.partial(paceline.ddp, compress="bf16")` or
+            `functools.partial(paceline.fsdp, blocks=Block)`.
         desync_every: Number of steps between comparisons of the replicas; see `Training`.
         desync_also: Compared besides weights and optimizer state; see `Training`.
         loggers: Where metrics go besides `folder`/metrics.jsonl; see `Training.report`.
+        callbacks: Called on events, in this order; see `Callback`.
+
+    Raises:
+        ConfigError: an option is out of range or has no effect.
 
     Collective: none to create it.
     """
@@ -144,12 +162,14 @@ class Trainer:
     global_batch: int | None = None
     precision: str = "fp32"
     validation: Validation | None = None
-    schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    schedule: Callable[[torch.optim.Optimizer], Schedule] | None = None
+    schedule_metric: str | None = None
     reproducible: bool = False
-    bucket_mb: float = DEFAULT_BUCKET_MB
+    wrap: Callable[[Job, nn.Module], nn.Module] = ddp
     desync_every: int | None = None
     desync_also: Collection[str] = ()
     loggers: Sequence[Logger] = ()
+    callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
         if not callable(self.optimizer):
@@ -157,6 +177,7 @@ class Trainer:
                 "optimizer must be a function from parameters to an optimizer.",
                 fix="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
             )
+        self._callbacks = Callbacks(self.callbacks)
         self.loss = _summing(self.loss)
         self._reduction: Reduction = "mean" if _is_mean(self.loss) else "sum"
 
@@ -170,7 +191,6 @@ class Trainer:
         clip_norm: float | None = None,
         folder: str | Path | None = None,
         resume: str = "auto",
-        on: Mapping[str, Callable[[Moment], None]] | None = None,
     ) -> Fit:
         """Train to the end of `epochs` epochs. Joins the job first, if none is joined.
 
@@ -182,15 +202,12 @@ class Trainer:
             clip_norm: Bound of the gradient's 2-norm.
             folder: For metrics.jsonl, checkpoints (each epoch) and the final weights, model.pth.
             resume: "auto", "never" or "must"; see `Checkpoints`.
-            on: Functions to call, by event: "start", "step", "epoch", "validated", "end".
+
+        Raises:
+            CallbackError: a callback raised.
 
         Collective: all ranks, same arguments.
         """
-        unknown = sorted(set(on or {}) - set(EVENTS))
-        if unknown:
-            raise ConfigError(
-                f"unknown event: {', '.join(unknown)}.", fix=f"use one of {', '.join(EVENTS)}."
-            )
         joined = current()
         with contextlib.nullcontext(joined) if joined else join(seed=seed) as job:
             batches = Batches(
@@ -201,7 +218,7 @@ class Trainer:
                 workers=workers,
             )
             training = self._prepare(job, batches, folder, resume)
-            evaluation = self._loop(job, training, epochs, clip_norm, on or {})
+            evaluation = self._loop(job, training, epochs, clip_norm)
             if folder is not None:
                 training.export(Path(folder) / "model.pth")
             batches.close()
@@ -219,17 +236,19 @@ class Trainer:
         module = module.to(job.device)
         if job.data.size > 1 and plain_batchnorms(module) and not self.reproducible:
             module = sync_batchnorm(job, module)
-        model = ddp(job, module, bucket_mb=self.bucket_mb)
+        model = self.wrap(job, module)
         optimizer = self.optimizer(model.parameters())
         checkpoints = None
         if folder is not None:
             checkpoints = Checkpoints(Path(folder) / "checkpoints", every_epochs=1, resume=resume)
+        schedule = None if self.schedule is None else self.schedule(optimizer)
+        self._refuse_schedule(schedule)
         training = Training(
             job,
             model,
             optimizer,
             batches,
-            schedule=None if self.schedule is None else self.schedule(optimizer),
+            schedule=schedule,
             precision=self.precision,
             count="tokens" if isinstance(self.loss, PerToken) else "samples",
             checkpoints=checkpoints,
@@ -237,40 +256,51 @@ class Trainer:
             desync_every=self.desync_every,
             desync_also=self.desync_also,
         )
+        training.keep(callbacks=self._callbacks)
         training.report(
             None if folder is None else str(folder), progress=True, loggers=self.loggers
         )
         return training
 
-    def _loop(
-        self,
-        job: Job,
-        training: Training,
-        epochs: int,
-        clip_norm: float | None,
-        on: Mapping[str, Callable[[Moment], None]],
-    ) -> Evaluation | None:
-        def call(event: str, **facts: Any) -> None:
-            if event in on:
-                on[event](Moment(event=event, job=job, training=training, **facts))
+    def _refuse_schedule(self, schedule: Any) -> None:
+        self._needs_metric = isinstance(schedule, ReduceLROnPlateau)
+        if not self._needs_metric:
+            if self.schedule_metric is not None:
+                raise ConfigError(
+                    "schedule_metric has no effect without ReduceLROnPlateau.", fix="leave it out."
+                )
+        elif self.validation is None:
+            raise ConfigError(
+                "ReduceLROnPlateau needs a metric, but nothing is evaluated.",
+                fix="give the Trainer validation=paceline.Validation(dataset=...).",
+            )
 
-        model = training.models[0]
+    def _loop(
+        self, job: Job, training: Training, epochs: int, clip_norm: float | None
+    ) -> Evaluation | None:
+        call = self._callbacks.call
+        facts: dict[str, Any] = {"job": job, "training": training}
+        model, validation = training.models[0], self.validation
         evaluation: Evaluation | None = None
-        call("start")
+        call(FitStart(**facts, epochs=epochs))
         for step in training.steps(epochs=epochs):
             step.run(partial(self._forward, model), reduction=self._reduction)
             step.update(clip_norm=clip_norm)
             training.log(loss=step.loss)
-            call("step", step=step)
+            call(StepEnd(**facts, step=step))
             if step.ends_epoch:
-                call("epoch", step=step)
-                if self._is_due(step.epoch + 1, epochs):
-                    evaluation = self._evaluate(job, model)
-                    training.log(**_numbers(evaluation))
-                    call("validated", step=step, evaluation=evaluation)
-        if evaluation is None and self.validation is not None:
-            evaluation = self._evaluate(job, model)  # an earlier run finished the training
-        call("end", evaluation=evaluation)
+                call(EpochEnd(**facts, step=step))
+            if validation is not None and validation.is_due(step, epochs):
+                evaluation = self._evaluate(training, validation)
+                training.log(**_numbers(evaluation))
+                if self._needs_metric:
+                    training.step_schedule(number_of(evaluation, self.schedule_metric or "loss"))
+                call(EvaluationEnd(**facts, step=step, evaluation=evaluation))
+        if evaluation is None and validation is not None:
+            evaluation = self._evaluate(
+                training, validation
+            )  # an earlier run finished the training
+        call(FitEnd(**facts, evaluation=evaluation))
         return evaluation
 
     def _forward(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
@@ -281,19 +311,14 @@ class Trainer:
             result, size = self.loss(model(*inputs), target), len(target)
         return result if isinstance(result, tuple) else (result, size)
 
-    def _is_due(self, epochs_done: int, epochs: int) -> bool:
-        if self.validation is None:
-            return False
-        return epochs_done % self.validation.every_epochs == 0 or epochs_done == epochs
-
-    def _evaluate(self, job: Job, model: nn.Module) -> Evaluation:
-        assert self.validation is not None
+    def _evaluate(self, training: Training, validation: Validation) -> Evaluation:
         return evaluate(
-            job,
-            model,
-            self.validation.dataset,
-            self.validation.score or self._loss_alone,
-            micro_batch=self.validation.micro_batch,
+            training.job,
+            training.models[0],
+            validation.dataset,
+            validation.score or self._loss_alone,
+            micro_batch=validation.micro_batch,
+            precision=training.precision,
         )
 
     def _loss_alone(self, model: nn.Module, batch: Batch) -> dict[str, Any]:

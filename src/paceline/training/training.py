@@ -84,7 +84,7 @@ class Training:
             CPU generator if the model is on another device).
 
     Attributes:
-        job, batches: As given.
+        job, batches, checkpoints: As given.
         models: All models, wrapped as given.
         optimizers: All optimizers.
         number: Number of steps done.
@@ -147,7 +147,7 @@ class Training:
         self._open: tuple[Step, PlannedStep] | None = None
         self._is_in_loop = False
         self._replicas = Replicas(job, self.models, trained, desync_every, desync_also)
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self._is_resumed = checkpoints is None
         self._save_requested = self._is_best = False
         # The job must not keep the models alive, so it refers to this object weakly.
@@ -233,8 +233,8 @@ class Training:
         """
         global _left_early
         self.job.settle()
-        if _left_early is not None and _left_early._checkpoints is not None:
-            _left_early._checkpoints.finish(self.job)
+        if _left_early is not None and _left_early.checkpoints is not None:
+            _left_early.checkpoints.finish(self.job)
         _left_early = None
         _check_bounds(epochs, until)
         self._resume()
@@ -325,9 +325,9 @@ class Training:
         """
         self._refuse_in_step("load_state_dict")
         self._load(saved)
-        if self._checkpoints is not None:
+        if self.checkpoints is not None:
             # A checkpoint of the same step number holds another state.
-            self._checkpoints.last_saved = 0
+            self.checkpoints.last_saved = 0
 
     def _refuse_in_step(self, what: str) -> None:
         if self._open is not None and self._is_in_loop:
@@ -409,7 +409,7 @@ class Training:
 
         Collective: all ranks, inside the loop, in the same step.
         """
-        if self._checkpoints is None:
+        if self.checkpoints is None:
             raise ConfigError(
                 "this training has no checkpoints.",
                 fix="Training(..., checkpoints=paceline.Checkpoints(folder)).",
@@ -457,8 +457,9 @@ class Training:
                 _left_early = self
                 raise
             self._open, self._is_in_loop = None, False
-            self._commit(step, planned, now=step.ends_epoch or step.number >= last)
-            if self._stopping or self.number >= last:
+            is_last = step.number >= last or context.control.stops_now
+            self._commit(step, planned, now=step.ends_epoch or is_last)
+            if self._stopping or is_last:
                 break
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
@@ -495,7 +496,7 @@ class Training:
             )
         self.number = step.number
         self._last = planned
-        checkpoints, control = self._checkpoints, self._context.control
+        checkpoints, control = self.checkpoints, self._context.control
         if checkpoints is not None:
             control.save_failed = checkpoints.poll(self.job) or control.save_failed
             control.save = control.save or (self.job.rank == 0 and checkpoints.is_due_by_clock())
@@ -517,8 +518,8 @@ class Training:
         self._stopping = self._stopping or word.stop
         self._preempted = self._preempted or word.preempt
         self._save_requested = self._save_requested or word.save
-        if word.save_failed and self._checkpoints is not None:
-            self._checkpoints.finish(self.job)
+        if word.save_failed and self.checkpoints is not None:
+            self.checkpoints.finish(self.job)
         context = self._context
         keeps = context.strategy.keeps_token_divisor
         if context.count == "tokens" and word.totals[-1].count > 0 and not keeps:
@@ -532,7 +533,7 @@ class Training:
         """Exchange what is left and save the last step, after a loop that ran to its end."""
         for word in self._context.control.flush(self.number):
             self._apply(word)
-        checkpoints = self._checkpoints
+        checkpoints = self.checkpoints
         if checkpoints is not None:
             checkpoints.finish(self.job)
         if checkpoints is not None and checkpoints.last_saved != self.number:
@@ -572,18 +573,18 @@ class Training:
 
     def _wait_for_copies(self) -> None:
         """Wait until a save in progress has copied the parameters, so that they may change."""
-        if self._checkpoints is not None:
-            self._checkpoints.wait_until_copied()
+        if self.checkpoints is not None:
+            self.checkpoints.wait_until_copied()
 
     def _resume(self) -> None:
         if self._is_resumed:
             return
         self._is_resumed = True
-        assert self._checkpoints is not None
+        assert self.checkpoints is not None
         _, tensors = codec.encode(state.save(self.models, self.optimizers))
         size_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         like = state.templates(self.models, self.optimizers)
-        saved: dict[str, Any] | None = self._checkpoints.resume(
+        saved: dict[str, Any] | None = self.checkpoints.resume(
             self.job, like=like, size_bytes=size_bytes
         )
         if saved is not None:
@@ -592,8 +593,8 @@ class Training:
 
     def _log_preempted(self, preempted: Preempted) -> None:
         saved = "nothing was saved, because there are no checkpoints"
-        if self._checkpoints is not None:
-            saved = f"saved in {self._checkpoints.folder}"
+        if self.checkpoints is not None:
+            saved = f"saved in {self.checkpoints.folder}"
         log.logger.info(
             "preempted by %s after step %d: %s; exit code %s asks to be started again.",
             preempted.signal_name,
@@ -615,8 +616,8 @@ class Training:
                 self._save_open(self.job.preempted)
         finally:
             self._report.close()
-            if self._checkpoints is not None:
-                self._checkpoints.close(self.job)
+            if self.checkpoints is not None:
+                self.checkpoints.close(self.job)
 
     def _save_open(self, preempted: Preempted) -> None:
         if self._open is None or self.job.left_loop is None:

@@ -1,0 +1,228 @@
+"""Callbacks of `Trainer`: the same on any number of ranks, resumed exactly, and named when they raise."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_trainings import make_data, refusals, weights_of
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import paceline
+from paceline.testing import run_failing_ranks, run_ranks
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def _trainer(*callbacks: paceline.Callback, rate: float = 0.5, **options: Any) -> paceline.Trainer:
+    return paceline.Trainer(
+        _net,
+        F.cross_entropy,
+        lambda parameters: torch.optim.SGD(parameters, lr=rate),
+        make_data(26, torch.float64),
+        global_batch=8,
+        callbacks=callbacks,
+        **options,
+    )
+
+
+class Values(paceline.Callback):
+    """Puts given values in place of the loss of the evaluations. Comes before the callbacks that read it."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+        self.seen: list[tuple[int, float]] = []
+
+    def on_evaluation_end(self, event: paceline.EvaluationEnd) -> None:
+        value = self.values.pop(0)
+        event.evaluation.values["loss"] = value
+        self.seen.append((event.step.number, value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
+def _validation(**every: int) -> paceline.Validation:
+    return paceline.Validation(dataset=make_data(26, torch.float64), **every)
+
+
+def _stop_early(job: Any, folder: str) -> dict[str, Any]:
+    losses = [5.0, 4.0, 4.5, 3.95, 4.2, 4.1, 9.0]
+    found: dict[str, Any] = {}
+    for kind, options in {
+        "patience": {"patience": 2},
+        "delta": {"patience": 2, "min_delta": 0.1},
+        "max": {"patience": 2, "mode": "max"},
+    }.items():
+        values, stop = Values(list(losses)), paceline.EarlyStopping(**options)
+        result = _trainer(values, stop, validation=_validation(every_steps=2)).fit(9)
+        found[kind] = (result.steps, [step for step, _ in values.seen], stop.num_bad)
+    # Interrupted after the first epoch of 4 steps, in which two evaluations were made.
+    for epochs in (1, 9):
+        values, stop = Values(list(losses)), paceline.EarlyStopping(patience=2, min_delta=0.1)
+        best, rates = paceline.BestCheckpoint(), paceline.LearningRateMonitor(every_n=3)
+        trainer = _trainer(values, stop, best, rates, validation=_validation(every_steps=2))
+        result = trainer.fit(epochs, folder=folder)
+    found["resumed"] = (result.steps, values.seen, stop.num_bad)
+    return found
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_early_stopping_ends_at_the_same_step_and_resumes(nproc: int, tmp_path: Path) -> None:
+    results = run_ranks(_stop_early, str(tmp_path), nproc=nproc)
+    assert all(result == results[0] for result in results)
+    # Evaluated after the steps 2, 4, 6, ...
+    assert results[0]["patience"] == (12, [2, 4, 6, 8, 10, 12], 2)
+    assert results[0]["delta"] == (8, [2, 4, 6, 8], 2)
+    assert results[0]["max"] == (6, [2, 4, 6], 2)
+    assert results[0]["resumed"] == (8, [(6, 4.5), (8, 3.95)], 2)
+    # Each of these had the best loss so far.
+    manifests = (tmp_path / "checkpoints").glob("step-*/manifest.json")
+    best = {
+        json.loads(path.read_text())["step"]
+        for path in manifests
+        if '"best": true' in path.read_text()
+    }
+    assert best == {2, 4, 8}
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "lr" in line] == [3, 6]
+    assert lines[2]["lr"] == 0.5
+
+
+def _fit_with_plateau(job: Any) -> list[float]:
+    class Rates(paceline.Callback):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_epoch_end(self, event: paceline.EpochEnd) -> None:
+            self.seen.append(event.training.optimizers[0].param_groups[0]["lr"])
+
+    rates = Rates()
+    trainer = _trainer(
+        rates,
+        validation=_validation(),
+        schedule=lambda optimizer: ReduceLROnPlateau(optimizer, mode="max", patience=0),
+        rate=1e-3,  # the loss falls, so in mode "max" no evaluation is better than the first
+    )
+    trainer.fit(4)
+    return rates.seen
+
+
+class Unfreeze(paceline.Callback):
+    """Freezes the first layer in the first epoch."""
+
+    def on_fit_start(self, event: paceline.FitStart) -> None:
+        paceline.unwrap(event.training.models[0])[0].requires_grad_(False)
+
+    def on_epoch_end(self, event: paceline.EpochEnd) -> None:
+        paceline.unwrap(event.training.models[0])[0].requires_grad_(event.step.epoch != 1)
+
+
+def _freeze(job: Any) -> dict[str, list[list[float]]]:
+    """The first layer after each of three epochs: frozen, trained, frozen."""
+
+    class First(paceline.Callback):
+        def __init__(self) -> None:
+            self.seen: list[list[float]] = []
+
+        def on_epoch_end(self, event: paceline.EpochEnd) -> None:
+            self.seen.append(weights_of(paceline.unwrap(event.training.models[0])[0]))
+
+    found = {}
+    for name, options in {
+        "find_unused": {"wrap": partial(paceline.ddp, find_unused=True)},
+        "reproducible": {"reproducible": True, "wrap": partial(paceline.ddp, find_unused=True)},
+    }.items():
+        first = First()
+        _trainer(Unfreeze(), first, **options).fit(3)
+        found[name] = [weights_of(_net()[0]), *first.seen]
+    return found
+
+
+def _fit_frozen(job: Any, kind: str) -> None:
+    _trainer(Unfreeze()).fit(2)
+
+
+def _frozen_and_plateau(job: Any) -> Any:
+    return _freeze(job), _fit_with_plateau(job), refusals(job, _fit_frozen, ["frozen"])
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_layers_are_frozen_between_epochs_and_plateaus_get_the_evaluation(nproc: int) -> None:
+    want = run_ranks(_freeze, nproc=1)[0]
+    for found, rates, refused in run_ranks(_frozen_and_plateau, nproc=nproc):
+        for name, (start, frozen, trained, again) in found.items():
+            assert start == frozen != trained == again
+            exact = name == "reproducible"
+            assert trained == (want[name][2] if exact else pytest.approx(want[name][2], rel=1e-9))
+        assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-5])
+        if nproc > 1:  # plain DDP waits for the gradients of frozen parameters
+            assert refused["frozen"][0] == "GradientError"
+            assert "find_unused=True" in refused["frozen"][1]
+
+
+class Broken(paceline.Callback):
+    def on_step_end(self, event: paceline.StepEnd) -> None:
+        if event.job.rank == 1 and event.step.number == 6:
+            raise KeyError("no such table")
+
+
+def _raise(job: Any, folder: str) -> None:
+    _trainer(Broken()).fit(3, folder=folder)
+
+
+def _resume(job: Any, folder: str) -> int:
+    return _trainer().fit(3, folder=folder).steps
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_a_callback_that_raises_is_named_on_all_ranks(nproc: int, tmp_path: Path) -> None:
+    outcomes = run_failing_ranks(_raise, str(tmp_path), nproc=nproc)
+    error = outcomes[1].error
+    assert isinstance(error, paceline.CallbackError)
+    assert "KeyError" in outcomes[1].text
+    assert (error.callback, error.method) == ("Broken", "on_step_end")
+    for rank, outcome in enumerate(outcomes):
+        if rank != 1:
+            assert isinstance(outcome.error, paceline.PeerFailed), outcome.text
+            assert "rank 1" in str(outcome.error)
+            assert "Broken raised KeyError in on_step_end: 'no such table'" in str(outcome.error)
+    # The checkpoint of the first epoch is whole, and the resumed run needs no callback.
+    assert run_ranks(_resume, str(tmp_path), nproc=2) == [12, 12]
+
+
+def _wrong(job: Any, kind: str) -> None:
+    callback: dict[str, Any] = {
+        "patience": lambda: paceline.EarlyStopping(patience=0),
+        "mode": lambda: paceline.EarlyStopping(mode="least"),  # type: ignore[arg-type]
+        "delta": lambda: paceline.BestCheckpoint(min_delta=-1.0),
+        "metric": lambda: paceline.EarlyStopping("accuracy"),
+        "folder": paceline.BestCheckpoint,
+    }
+    _trainer(callback[kind](), validation=_validation()).fit(1)
+
+
+def _wrong_uses(job: Any) -> dict[str, Any]:
+    return refusals(job, _wrong, ["patience", "mode", "delta", "metric", "folder"])
+
+
+def test_wrong_options_are_refused_on_all_ranks() -> None:
+    with pytest.raises(paceline.ConfigError, match="cannot be combined"):
+        _validation(every_epochs=1, every_steps=1)
+    for found in run_ranks(_wrong_uses, nproc=2):
+        assert [found[kind][0] for kind in ("patience", "mode", "delta")] == ["ConfigError"] * 3
+        assert found["metric"][0] == found["folder"][0] == "CallbackError"
+        assert "has no number 'accuracy'" in found["metric"][1]
+        assert "BestCheckpoint needs a folder" in found["folder"][1]
