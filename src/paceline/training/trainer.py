@@ -1,7 +1,7 @@
 """`Trainer`: training without writing a loop. It uses public names only.
 
-A test asserts that its result is bit-equal to the same loop in docs/howto/loop.md. Programs that need more than
-callbacks write that loop.
+A test asserts that its result is bit-equal to the same loop in docs/howto/loop.md. Programs that need more
+than callbacks write that loop.
 """
 
 from __future__ import annotations
