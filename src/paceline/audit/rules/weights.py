@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from paceline.audit.evidence import Event, RankLog
 from paceline.audit.models import full_name
@@ -106,11 +107,8 @@ def _uneven_loads(case: Case, what: str, mismatch: Mismatch) -> list[tuple[int, 
     each = []
     for log in case.ranks:
         events = log.of("load", "stepped")
-        end = next(
-            (n for n, e in enumerate(events) if e["k"] == "stepped" and e["s"] > mismatch.step),
-            None,
-        )
-        each.append([e for e in events[:end] if e["k"] == "load" and e["what"] == what])
+        before = takewhile(lambda e: e["k"] == "load" or e["s"] <= mismatch.step, events)
+        each.append([e for e in before if e["k"] == "load" and e["what"] == what])
     if len({len(loads) for loads in each}) == 1:
         return []
     most = max(map(len, each))
