@@ -18,18 +18,24 @@ INK, GREY, PAPER = "#1f2933", "#7b8794", "#fbfaf7"
 COLOURS = ["#2f6db3", "#c2571a", "#2f7d4f", "#7a4fa3"]  # of ranks 0 to 3
 TINTS = ["#dbe8f6", "#f9e2d2", "#d9eedf", "#e8def3"]
 
-CHINESE = {
-    "batch": "batch",
+CHINESE = {  # names of code and terms such as "rank 0" are the same in both languages
     "model": "模型",
-    "loss": "loss",
     "gradient": "梯度",
     "weights": "权重",
     "50 samples": "50 个样本",
     "forward": "前向",
     "one number: the mean": "一个数: 均值",
     "backward": "反向",
-    "optimizer.step()": "optimizer.step()",
     "the next step uses the new weights": "下一步使用新的权重",
+    "ranks.py, a process": "ranks.py, 一个进程",
+    "its own memory": "自己的内存",
+    "process group: messages between the ranks": "进程组: rank 之间的通信",
+    "before": "之前",
+    "sum": "求和",
+    "after": "之后",
+    "rank 0 has 3 samples, rank 1 has 5": "rank 0 有 3 个样本, rank 1 有 5 个",
+    "weight of each sample in the mean of the two means": "两个均值再取均值时, 每个样本的权重",
+    "weight of each sample in sum / count": "总和 / 总数时, 每个样本的权重",
 }
 
 
@@ -40,10 +46,6 @@ class Picture:
         self.language = language
         self.width, self.height = width, height
         self.parts: list[str] = []
-
-    def words(self, text: str) -> str:
-        """This text in the language of the picture; numbers and names stay as they are."""
-        return CHINESE[text] if self.language == "zh" else text
 
     def box(self, x: float, y: float, width: float, height: float, colour: str, fill: str) -> None:
         self.parts.append(
@@ -63,7 +65,7 @@ class Picture:
         bold: bool = False,
     ) -> None:
         """One line of text around (x, y); `text` is translated if the table has it."""
-        shown = self.words(text) if any(c.isalpha() for c in text) else text
+        shown = CHINESE.get(text, text) if self.language == "zh" else text
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
             f'<text x="{x:g}" y="{y + size * 0.36:g}" font-size="{size}" fill="{colour}" '
@@ -114,7 +116,75 @@ def step(language: str) -> Picture:
     return picture
 
 
-PICTURES: dict[str, Callable[[str], Picture]] = {"step": step}
+def ranks(language: str) -> Picture:
+    """Three processes with memories of their own, and the group that connects them."""
+    picture = Picture(language, 720, 220)
+    for rank, value in enumerate((10, 30, 80)):
+        x = 24 + 232 * rank
+        picture.box(x, 20, 208, 124, COLOURS[rank], "#ffffff")
+        picture.text(x + 104, 40, f"rank {rank}", size=16, colour=COLOURS[rank], bold=True)
+        picture.text(x + 104, 62, "ranks.py, a process", size=12, colour=GREY)
+        picture.box(x + 16, 76, 176, 54, COLOURS[rank], TINTS[rank])
+        picture.text(x + 104, 90, "its own memory", size=12, colour=GREY)
+        picture.text(x + 104, 113, f"{value}", size=16)
+        picture.arrow([(x + 96, 144), (x + 96, 174)], COLOURS[rank])
+        picture.arrow([(x + 112, 174), (x + 112, 144)], COLOURS[rank])
+    picture.box(24, 174, 672, 30, GREY, "#eceff1")
+    picture.text(360, 189, "process group: messages between the ranks")
+    return picture
+
+
+def collectives(language: str) -> Picture:
+    """What all_reduce and broadcast do with the values of three ranks."""
+    picture = Picture(language, 720, 224)
+    values = [10, 30, 80]
+    for left, name, result in ((24, "all_reduce", 120), (384, "broadcast", 10)):
+        picture.text(left + 156, 24, name, size=16, bold=True)
+        picture.text(left + 92, 52, "before", size=12, colour=GREY)
+        picture.text(left + 260, 52, "after", size=12, colour=GREY)
+        for rank, value in enumerate(values):
+            y = 70 + 50 * rank
+            picture.text(left + 26, y + 19, f"rank {rank}", size=13, colour=COLOURS[rank])
+            picture.box(left + 62, y, 60, 38, COLOURS[rank], TINTS[rank])
+            picture.text(left + 92, y + 19, str(value), size=16)
+            picture.box(left + 230, y, 60, 38, COLOURS[rank], TINTS[rank])
+            picture.text(left + 260, y + 19, str(result), size=16, bold=True)
+            if name == "broadcast":
+                picture.arrow([(left + 122, 89), (left + 230, y + 19)], COLOURS[0])
+            else:
+                picture.arrow([(left + 122, y + 19), (left + 154, 139 + 12 * (rank - 1))], INK)
+                picture.arrow([(left + 198, 139 + 12 * (rank - 1)), (left + 230, y + 19)], INK)
+        if name == "all_reduce":
+            picture.box(left + 154, 112, 44, 54, GREY, "#ffffff")
+            picture.text(left + 176, 139, "sum", size=13)
+    return picture
+
+
+def weights(language: str) -> Picture:
+    """The weight of each sample in the mean of two means, and in the sum over the count."""
+    picture = Picture(language, 720, 236)
+    picture.text(360, 24, "rank 0 has 3 samples, rank 1 has 5", size=15, bold=True)
+    rows = (
+        ("weight of each sample in the mean of the two means", ["1/6"] * 3 + ["1/10"] * 5),
+        ("weight of each sample in sum / count", ["1/8"] * 8),
+    )
+    for row, (title, shares) in enumerate(rows):
+        y = 56 + 92 * row
+        picture.text(64, y, title, size=13, colour=GREY, anchor="start")
+        for i, share in enumerate(shares):
+            rank = int(i >= 3)
+            x = 64 + 75 * i
+            picture.box(x, y + 16, 67, 44, COLOURS[rank], TINTS[rank])
+            picture.text(x + 33, y + 38, share, size=16)
+    return picture
+
+
+PICTURES: dict[str, Callable[[str], Picture]] = {
+    "step": step,
+    "ranks": ranks,
+    "collectives": collectives,
+    "weights": weights,
+}
 
 
 def files() -> dict[Path, str]:

@@ -77,7 +77,7 @@ def comparable(line: str) -> tuple[str, list[float]]:
     line = re.sub(r"\bhost \S+?(,?)(?= |$)", r"host #\1", line)
     line = re.sub(r"(?:/[\w.-]+)+/", "", line)
     line = re.sub(r"\d{8}-\d{6}-\w+", "#", line)  # the folder of a report
-    line = re.sub(r"\b(pid |port |\w+:)\d+", r"\1#", line)
+    line = re.sub(r"\b(pid |process |localhost:)\d+", r"\1#", line)
     line = re.sub(r"\b\d+(\.\d+)? (s|ms|MiB|KiB|B)\b", r"# \2", line)
     fractions = re.findall(r"-?\d+\.\d+", line)
     return re.sub(r"-?\d+\.\d+", "#", line), [float(number) for number in fractions]
