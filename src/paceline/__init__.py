@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from paceline.job.collectives import on_rank0 as on_rank0
     from paceline.job.job import Job as Job
     from paceline.job.job import join as join
+    from paceline.job.mesh import Mesh as Mesh
     from paceline.job.preemption import Preempted as Preempted
     from paceline.launch.spawning import spawn as spawn
     from paceline.metrics.csv_table import CSV as CSV
@@ -110,6 +111,7 @@ _HOMES = {
     "load_weights": "paceline.training.state",
     "Logger": "paceline.metrics.logger",
     "LossError": "paceline.errors",
+    "Mesh": "paceline.job.mesh",
     "MLflow": "paceline.metrics.mlflow",
     "NonFinite": "paceline.errors",
     "on_rank0": "paceline.job.collectives",

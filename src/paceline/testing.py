@@ -27,6 +27,7 @@ import torch.distributed as dist
 from paceline.errors import PacelineError
 from paceline.job import rendezvous
 from paceline.job.job import Job
+from paceline.job.mesh import Mesh
 from paceline.launch.spawning import Outcome, run_outcomes, spawn
 
 COLLECTIVE_TIMEOUT_S = 20.0
@@ -59,6 +60,7 @@ def run_ranks(
     seed: int = 0,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     deadline_s: float = DEADLINE_S,
+    mesh: Mesh | None = None,
 ) -> list[Any]:
     """Call `function(job, *args)` on `nproc` ranks; their results in rank order.
 
@@ -67,7 +69,13 @@ def run_ranks(
         LaunchFailed: a rank was killed, or the deadline passed.
     """
     return spawn(
-        function, *args, nproc=nproc, seed=seed, timeout_s=timeout_s, deadline_s=deadline_s
+        function,
+        *args,
+        nproc=nproc,
+        seed=seed,
+        timeout_s=timeout_s,
+        deadline_s=deadline_s,
+        mesh=mesh,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 from small_trainings import loss_sum, make_data, refusals
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
-from paceline.testing import run_ranks
+from paceline import Mesh
+from paceline.parallel.modules import local
+from paceline.testing import digest, run_ranks
 
 Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
@@ -44,11 +48,13 @@ class Net(nn.Module):
         return out
 
 
-def _training(job: Any, folder: str | None, *, count: str = "samples") -> paceline.Training:
+def _training(
+    job: Any, folder: str | None, *, count: str = "samples", **options: Any
+) -> paceline.Training:
     net = Net()
     with torch.no_grad():
         net.last.bias.add_(job.rank)  # ranks begin with the weights of rank 0
-    model = paceline.fsdp(job, net, blocks=Block)
+    model = paceline.fsdp(job, net, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # 26 samples in steps of 8 and micro-batches of at most 1: the last step has 2, so that some of 4 ranks
     # have none.
@@ -57,8 +63,10 @@ def _training(job: Any, folder: str | None, *, count: str = "samples") -> paceli
     return paceline.Training(job, model, optimizer, batches, count=count, checkpoints=checkpoints)
 
 
-def _train(job: Any, folder: str | None, until: int, count: str, export: str | None) -> Result:
-    training = _training(job, folder, count=count)
+def _train(
+    job: Any, folder: str | None, until: int, count: str, export: str | None, **options: Any
+) -> Result:
+    training = _training(job, folder, count=count, **options)
     model = training.models[0]
     sharded = all(isinstance(p, DTensor) for p in model.parameters())
     assert sharded == (job.world_size > 1)
@@ -99,6 +107,166 @@ def test_it_trains_as_one_process_and_resumes_on_other_numbers_of_ranks(tmp_path
     _assert_close((want[0][:5] + last[0], want[1][:5] + last[1], last[2]), want)
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"blocks": "blocks.*", "reshard_after_forward": False},
+    {"blocks": [Block, "first"], "prefetch": 1},
+]
+
+
+def _with_options(job: Any, folder: str) -> list[Result]:
+    return [
+        _train(job, None, 5, "samples", None),
+        *(_train(job, None, 5, "samples", None, **each) for each in OPTIONS),
+        _train(job, folder, 4, "tokens", None),
+    ]
+
+
+def test_hybrid_sharding_and_options_train_as_one_process(tmp_path: Path) -> None:
+    want = run_ranks(_train, None, 8, "samples", None, nproc=1)[0]
+    short = run_ranks(_train, None, 5, "samples", None, nproc=1)[0]
+    folder = str(tmp_path / "run")
+    hybrid = Mesh(dp_replicate=2, dp_shard=-1)
+    for *same, tokens in run_ranks(_with_options, folder, nproc=4, mesh=hybrid):
+        for got in same:
+            _assert_close(got, short)
+        assert tokens[0] == pytest.approx(want[0][:4], rel=1e-9)
+    # The tokens are the samples, so another mesh, and none, continue with the same losses.
+    whole = run_ranks(_train, folder, 6, "tokens", None, nproc=3, mesh=Mesh(dp_shard=3))[0]
+    assert whole[0] == pytest.approx(want[0][4:6], rel=1e-9)
+    alone = run_ranks(_train, folder, 8, "tokens", None, nproc=1)[0]
+    assert alone[0] == pytest.approx(want[0][6:], rel=1e-9)
+
+
+def _fill(layer: nn.Module) -> None:
+    for p in layer.parameters(recurse=False):
+        nn.init.normal_(p)
+    for name, buffer in layer.named_buffers(recurse=False):
+        setattr(layer, name, torch.full_like(buffer, 3.0))
+
+
+class Scaled(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+
+def _started_on_meta(job: Any) -> Any:
+    with torch.device("meta"):
+        net = Net()
+        net.blocks.append(Scaled())
+        net.last.weight = nn.Parameter(torch.empty(3, 7))
+        net.first.extra = net.last.weight  # tied
+    held = []
+
+    def fill(layer: nn.Module) -> None:
+        held.append(sum(local(p).numel() for p in net.parameters() if not p.is_meta))
+        _fill(layer)
+
+    model = paceline.fsdp(job, net, init=fill)
+    assert net.first.extra is net.last.weight
+    assert net.blocks[2].scale.item() == 3.0
+    assert "blocks.2.scale" not in net.state_dict()
+    whole = {name: _whole(value) for name, value in model.state_dict().items()}
+    with torch.device("meta"):
+        other = Net()
+    paceline.fsdp(job, other)
+    assert not any(p.is_meta for p in other.parameters())
+    return max(held), digest(whole)
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def test_a_module_on_the_meta_device_is_allocated_block_by_block() -> None:
+    alone = run_ranks(_started_on_meta, nproc=1)[0]
+    for nproc in (2, 3):
+        for peak, weights in run_ranks(_started_on_meta, nproc=nproc):
+            assert weights == alone[1]
+            assert peak < 0.8 * alone[0]
+
+
+def _half_precision(job: Any) -> list[tuple[float, float]]:
+    model = paceline.fsdp(job, Net().float(), blocks=Block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    batches = paceline.Batches(job, make_data(24), global_batch=8, micro_batch=2)
+    training = paceline.Training(job, model, optimizer, batches, precision="fp16")
+    seen = []
+    for step in training.steps(until=4):
+        step.run(lambda batch: loss_sum(model, batch))
+        before = _whole(next(model.parameters())).clone()
+        if step.number == 2 and job.data.rank == 0:
+            local(next(model.parameters()).grad)[0, 0] = torch.inf
+        step.update()
+        changed = not torch.equal(before, _whole(next(model.parameters())))
+        seen.append((changed, training._context.precision.scaler.get_scale()))
+    return seen
+
+
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all() -> None:
+    expected = [(True, 65536.0), (False, 32768.0), (True, 32768.0), (True, 32768.0)]
+    for nproc in (2, 3):
+        assert run_ranks(_half_precision, nproc=nproc) == [expected] * nproc
+
+
+def _bf16_parameters(job: Any) -> tuple[set[torch.dtype], set[torch.dtype], list[float]]:
+    model = paceline.fsdp(job, Net().float(), blocks=Block, param_dtype=torch.bfloat16)
+    dtypes = set()
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: dtypes.add(inputs[0].dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    batches = paceline.Batches(job, make_data(24), global_batch=8)
+    training = paceline.Training(job, model, optimizer, batches)
+    losses = []
+    for step in training.steps(until=3):
+        step.run(lambda batch: loss_sum(model, batch))
+        step.update()
+        losses.append(float(step.loss))
+    return dtypes, {p.dtype for p in model.parameters()}, losses
+
+
+def test_the_gathered_parameters_may_have_another_dtype() -> None:
+    both = run_ranks(_bf16_parameters, nproc=2)
+    assert both[0] == both[1]
+    assert both[0][:2] == ({torch.bfloat16}, {torch.float32})
+    assert both[0][2][2] < both[0][2][0]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[i] for i in range(len(self.data)))
+
+
+def _evaluated(job: Any) -> list[Any]:
+    model = paceline.fsdp(job, Net(), blocks=Block)
+    found = []
+    for size, stream in ((7, False), (1, False), (5, True), (9, True)):
+        data: Any = make_data(size, torch.float64)
+        if stream:
+            data = Stream(data)
+        result = paceline.evaluate(
+            job,
+            model,
+            data,
+            lambda model, batch: {"loss": loss_sum(model, batch), "out": model(batch[0])},
+            metrics={"out": "rows"},
+            micro_batch=2,
+        )
+        rows = result.out[result.out[:, 0].argsort()]  # of a stream they come rank by rank
+        found.append((result.num_samples, result.loss, digest(rows)))
+    # torch keeps the root's parameters gathered after a forward without a backward.
+    assert job.world_size == 1 or all(isinstance(p, DTensor) for p in model.parameters())
+    return found
+
+
+def test_evaluation_on_ranks_with_unequal_shares() -> None:
+    alone = run_ranks(_evaluated, nproc=1)[0]
+    for nproc in (2, 3, 4):
+        assert run_ranks(_evaluated, nproc=nproc) == [alone] * nproc
+
+
 @pytest.mark.slow
 def test_tokens_and_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     want = run_ranks(_train, None, 5, "tokens", None, nproc=1)[0]
@@ -122,9 +290,14 @@ WRONG = {
     "blocks": "'layers.*' matches no submodule",
     "twice": "sharded already",
     "early": "make the optimizer after paceline.fsdp",
-    "fp16": "fp16",
+    "repeated": "no repeated layer with parameters was found in Linear",
+    "tied": "blocks.0.inner.weight and blocks.1.inner.weight are one parameter",
+    "init": "init has no effect",
+    "offload": "cpu_offload has no effect",
+    "prefetch": "prefetch must be a number of blocks",
+    "meta": "blocks.1 (Scaled) is on the meta device and has no `reset_parameters`",
+    "ddp": "ddp keeps the whole model on each rank, but the mesh is dp_shard=2",
     "exact": "reproducible",
-    "evaluate": "evaluate does not support",
     "unused": "no gradient reached extra.weight, extra.bias",
 }
 
@@ -134,23 +307,33 @@ def _refused(job: Any, kind: str) -> None:
     early = torch.optim.SGD(net.parameters(), lr=0.1)
     if kind == "unused":
         net.extra = nn.Linear(1, 1).double()
-    model = paceline.fsdp(job, net, blocks="layers.*" if kind == "blocks" else ["blocks.*"])
+    if kind == "repeated":
+        paceline.fsdp(job, net.first)
+    if kind == "tied":
+        net.blocks[1].inner.weight = net.blocks[0].inner.weight
+    if kind == "meta":
+        with torch.device("meta"):
+            net.blocks[1] = Scaled()
+    if kind == "ddp":
+        paceline.ddp(job, net)
+    options: dict[str, Any] = {
+        "init": {"init": _fill},
+        "offload": {"cpu_offload": True},
+        "prefetch": {"prefetch": -1},
+    }.get(kind, {})
+    blocks = "layers.*" if kind == "blocks" else ["blocks.*"]
+    model = paceline.fsdp(job, net, blocks=blocks, **options)
     if kind == "twice":
         paceline.fsdp(job, model, blocks=Block)
     optimizer = early if kind == "early" else torch.optim.SGD(model.parameters(), lr=0.1)
     data = make_data(8, torch.float64)
     batches = paceline.Batches(job, data, global_batch=4)
-    precision = "fp16" if kind == "fp16" else "fp32"
-    training = paceline.Training(
-        job, model, optimizer, batches, precision=precision, reproducible=kind == "exact"
-    )
-    if kind == "evaluate":
-        paceline.evaluate(job, model, data, lambda model, batch: {})
+    training = paceline.Training(job, model, optimizer, batches, reproducible=kind == "exact")
     for step in training.steps(until=1):
         step.run(lambda batch: loss_sum(model, batch))
         step.update()
 
 
 def test_wrong_use_is_refused_on_all_ranks() -> None:
-    for found in run_ranks(refusals, _refused, list(WRONG), nproc=2):
+    for found in run_ranks(refusals, _refused, list(WRONG), nproc=2, mesh=Mesh(dp_shard=2)):
         assert all(text in found[kind][1] for kind, text in WRONG.items()), found

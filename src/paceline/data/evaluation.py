@@ -30,17 +30,27 @@ _MICRO_BATCH = 64
 
 @dataclass(frozen=True)
 class EvaluationBatch:
-    """Samples `[index * micro_batch, index * micro_batch + count)` of a dataset, on the job's device."""
+    """Samples `[index * micro_batch, index * micro_batch + count)` of a dataset, on the job's device.
+
+    A ghost repeats a batch, so that all ranks run the same number of forwards; its count is 0.
+    """
 
     index: int
     batch: Any
     count: int
+
+    @property
+    def is_ghost(self) -> bool:
+        return self.count == 0
 
 
 class EvaluationBatches:
     """This rank's micro-batches of a map-style dataset, in order. Together the ranks read each sample once.
 
     Of a `DataLoader`, its order is used only if its sampler selects samples.
+
+    Args:
+        equal: Whether a rank with fewer batches than others gets ghosts, after its own.
 
     Attributes:
         num_samples: samples over all ranks.
@@ -59,6 +69,7 @@ class EvaluationBatches:
         micro_batch: int | None = None,
         workers: int | None = None,
         collate: Collate | None = None,
+        equal: bool = False,
     ) -> None:
         if isinstance(dataset, DataLoader):
             refuse_with_loader(workers=workers, collate=collate)
@@ -97,6 +108,8 @@ class EvaluationBatches:
             (job.seed, 0, index * micro_batch, min((index + 1) * micro_batch, size))
             for index in range(begin, end)
         ]
+        most = -(-self.num_batches // axis.size)
+        self._num_ghosts = most - (end - begin) if equal else 0
 
     def __iter__(self) -> Generator[EvaluationBatch]:
         job, source, work = self._job, self._source, SampleWork(self._samples, self._plan)
@@ -104,6 +117,7 @@ class EvaluationBatches:
         if source.workers:
             pool = Workers(job, work, source.workers, tasks=True, init=source.worker_init)
         threads = ComputeThreads(job, source.workers)
+        first_batch = (job.seed, 0, 0, min(self._micro_batch, self.num_samples))
         try:
             if pool is not None and self._tasks:
                 threads.lower(quiet=True)  # evaluations are too frequent for a log line each
@@ -111,10 +125,11 @@ class EvaluationBatches:
             for task in self._tasks:
                 _, _, first, stop = task
                 batch = work.read(task)[1] if pool is None else pool.get()[1]
-                if job.device.type != "cpu":
-                    pin = pool is None and job.device.type == "cuda"
-                    batch = to_device(batch, job.device, pin=pin)
+                batch = _to_device(job, batch, pin=pool is None)
                 yield EvaluationBatch(first // self._micro_batch, batch, stop - first)
+            for _ in range(self._num_ghosts):
+                batch = _to_device(job, work.read(first_batch)[1], pin=True)
+                yield EvaluationBatch(0, batch, 0)
         finally:
             threads.restore()
             if pool is not None:
@@ -141,6 +156,7 @@ class EvaluationStream:
         micro_batch: int | None,
         workers: int | None,
         collate: Collate | None,
+        equal: bool = False,
     ) -> None:
         makes_batches = not isinstance(stream, IterableDataset)
         if makes_batches:
@@ -157,20 +173,22 @@ class EvaluationStream:
         self._makes_batches = makes_batches
         self._micro_batch = micro_batch
         self._collate = collate or default_collate
+        self._equal = equal
         self._first_digest = 0
         self.num_samples = self.num_batches = 0
 
     def __iter__(self) -> Generator[EvaluationBatch]:
         job, axis = self._job, self._job.data
+        first_batch: Any = None
         for index, (batch, count) in enumerate(self._batches()):
             self.num_samples += count
             self.num_batches = index + 1
             if index == 0:
-                self._first_digest = _digest(batch)
+                self._first_digest, first_batch = _digest(batch), batch
             if index % axis.size == axis.rank:
-                if job.device.type != "cpu":
-                    batch = to_device(batch, job.device, pin=job.device.type == "cuda")
-                yield EvaluationBatch(index, batch, count)
+                yield EvaluationBatch(index, _to_device(job, batch, pin=True), count)
+        if self._equal and 0 < self.num_batches % axis.size <= axis.rank:
+            yield EvaluationBatch(0, _to_device(job, first_batch, pin=True), 0)
 
     def _batches(self) -> Iterator[tuple[Any, int]]:
         samples = iter(self._stream)
@@ -215,9 +233,11 @@ def batches_to_evaluate(
     micro_batch: int | None,
     workers: int | None,
     collate: Collate | None,
+    equal: bool,
 ) -> EvaluationBatches | EvaluationStream:
     """The batches of a map-style dataset, a stream, a `DataLoader`, or another iterable of batches."""
     options: dict[str, Any] = {"micro_batch": micro_batch, "workers": workers, "collate": collate}
+    options["equal"] = equal
     if isinstance(dataset, DataLoader):
         is_stream = isinstance(dataset.dataset, IterableDataset) or dataset.batch_sampler is None
     else:
@@ -226,6 +246,12 @@ def batches_to_evaluate(
     if is_stream and hasattr(dataset, "__iter__"):
         return EvaluationStream(job, dataset, **options)
     return EvaluationBatches(job, dataset, **options)
+
+
+def _to_device(job: Job, batch: Any, *, pin: bool) -> Any:
+    if job.device.type == "cpu":
+        return batch
+    return to_device(batch, job.device, pin=pin and job.device.type == "cuda")
 
 
 def _num_rows(batch: Any) -> int:

@@ -38,6 +38,15 @@ def gather(job: Job, value: Any) -> list[Any]:
     return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
 
+def gather_reports(job: Job, value: Any) -> list[Any]:
+    """The values of one rank for each data rank, in their order; on all ranks. See `gather`.
+
+    Collective: all ranks, same order as the job's other collectives.
+    """
+    everyone = gather(job, value)
+    return [everyone[rank] for rank in job.data.reporters]
+
+
 def gather_tensor(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
     """The CPU tensors of all ranks, in rank order; equal shapes and dtypes.
 
@@ -51,7 +60,7 @@ def gather_tensor(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sum_numbers(job: Job, numbers: Sequence[float]) -> list[float]:
-    """Add up the numbers of all ranks, element by element, in float64 (exact for counts up to 2^53).
+    """Add up the numbers of all data ranks, element by element, in float64 (exact for counts up to 2^53).
 
     Collective: all ranks, same order as the job's other collectives.
     """
@@ -59,12 +68,12 @@ def sum_numbers(job: Job, numbers: Sequence[float]) -> list[float]:
 
 
 def sum_tensor(job: Job, tensor: torch.Tensor) -> torch.Tensor:
-    """Add up the CPU tensors of all ranks, in place, and return the tensor.
+    """Add up the CPU tensors of all data ranks, in place, and return the tensor.
 
     Collective: all ranks, same order as the job's other collectives.
     """
-    if job.control is not None:
-        _run(job, lambda: dist.all_reduce(tensor, group=job.control))
+    if job.data.control is not None:
+        _run(job, lambda: dist.all_reduce(tensor, group=job.data.control))
     return tensor
 
 

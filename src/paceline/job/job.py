@@ -34,7 +34,7 @@ from paceline.job import current_step, environment, failures, rendezvous, store_
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.failures import Peers
 from paceline.job.malloc import keep_freed_memory
-from paceline.job.mesh import DataAxis
+from paceline.job.mesh import DataAxis, Mesh
 from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import INIT, key
 from paceline.machine import usable_cores
@@ -53,7 +53,9 @@ class Job:
         timeout_s: how long a collective may wait, in seconds.
         launcher: "torchrun" (or `paceline run`), "mpi", "slurm" or "none".
         restarts: how often the launcher has restarted the job.
+        mesh: the degrees of parallelism; None if `join` got no mesh.
         data: the ranks that samples are split over.
+        device_mesh: torch's `DeviceMesh` of the axes of `mesh`; None without a mesh or with one rank.
         group: the process group of all ranks; None in a job of one process.
         control: a Gloo group of all ranks for small host values; None in a job of one process.
         store: the job's key-value store; None in a job of one process.
@@ -69,7 +71,13 @@ class Job:
     """
 
     def __init__(
-        self, info: environment.RankInfo, device: torch.device, *, seed: int, timeout_s: float
+        self,
+        info: environment.RankInfo,
+        device: torch.device,
+        *,
+        seed: int,
+        timeout_s: float,
+        mesh: Mesh | None = None,
     ) -> None:
         self.rank = info.rank
         self.world_size = info.world_size
@@ -81,6 +89,9 @@ class Job:
         self.device = device
         self.seed = seed
         self.timeout_s = timeout_s
+        self.mesh = mesh
+        self.device_mesh: Any = None
+        self._data: DataAxis | None = None
         self.group: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
         self.store: dist.Store | None = None
@@ -98,7 +109,10 @@ class Job:
     @property
     def data(self) -> DataAxis:
         """The ranks that samples are split over. Collective: none."""
-        return DataAxis(self.rank, self.world_size, self.group, self.control)
+        if self._data is not None:
+            return self._data
+        ranks = tuple(range(self.world_size))
+        return DataAxis(self.rank, self.world_size, self.group, self.control, ranks, True)
 
     def on_leave(self, action: Callable[[], None]) -> Callable[[], object]:
         """Call `action` when this rank leaves the job, also after an error. The last one runs first.
@@ -263,6 +277,7 @@ class Job:
         if self.peers is not None:
             self.peers.close()
         self.group = self.control = self.store = self.peers = None
+        self.device_mesh = self._data = None
         for name in self._variables:
             os.environ.pop(name, None)
         log.hide(self._handler)
@@ -275,6 +290,7 @@ def join(
     device: str | torch.device | None = None,
     backend: str | None = None,
     timeout_s: float = 600.0,
+    mesh: Mesh | None = None,
 ) -> Job:
     """Make this process a rank of its job. Without a launcher the job has one process.
 
@@ -287,6 +303,8 @@ def join(
             and "gloo" on XPU; on CPU "shm", which is shared memory, if all ranks are on one host, else
             "gloo".
         timeout_s: how long a collective may wait, in seconds.
+        mesh: the degrees of parallelism, for `fsdp` and `tensor_parallel`; None: samples are split over all
+            ranks.
 
     Raises:
         LauncherError: the launcher's variables are incomplete or contradict each other.
@@ -305,9 +323,11 @@ def join(
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s must be more than 0, got {timeout_s}.")
     info = environment.read(os.environ)
+    if mesh is not None:
+        mesh = mesh.resolve(info.world_size, info.local_world_size)
     own_device = choose_device(device, info)
     chosen_backend = choose_backend(backend, own_device, info)
-    job = Job(info, own_device, seed=seed, timeout_s=timeout_s)
+    job = Job(info, own_device, seed=seed, timeout_s=timeout_s, mesh=mesh)
     try:
         if own_device.type != "cpu":
             torch.get_device_module(own_device).set_device(own_device)
@@ -350,8 +370,69 @@ def _connect(job: Job, info: environment.RankInfo, backend: str) -> None:
     )
     job.group = dist.group.WORLD
     job.control = dist.new_group(backend="gloo", timeout=timeout)
+    if job.mesh is not None:
+        _connect_axes(job, job.mesh, timeout)
     failures.install_excepthook(job.peers)
     atexit.register(job._abandon_at_exit)
+
+
+def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta) -> None:
+    """Make the process groups of the mesh. All ranks make all groups, in the same order."""
+    world, own_rank = job.world_size, job.rank
+    names = [name for name, size in mesh.axes.items() if size > 1]
+    if "dp_replicate" in names and "dp_shard" not in names:
+        names.insert(
+            names.index("dp_replicate") + 1, "dp_shard"
+        )  # for `fully_shard`, which needs both
+
+    def group_of(lists: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+        if len(lists) == 1 and backend is None:
+            assert job.group is not None
+            return job.group
+        made: list[dist.ProcessGroup] = [
+            dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in lists
+        ]
+        return next(group for group, ranks in zip(made, lists, strict=True) if own_rank in ranks)
+
+    def lists_of(ranks_of: Callable[[int], list[int]]) -> list[list[int]]:
+        return [list(each) for each in sorted({tuple(ranks_of(rank)) for rank in range(world)})]
+
+    groups = [group_of(lists_of(functools.partial(mesh.axis_ranks, axis=name))) for name in names]
+    if mesh.data_size not in (1, world):
+        lists = lists_of(mesh.data_ranks)
+        own_axis = next(ranks for ranks in lists if own_rank in ranks)
+        job._data = DataAxis(
+            own_axis.index(own_rank),
+            mesh.data_size,
+            group_of(lists),
+            group_of(lists, "gloo"),
+            *_reporters(mesh, own_rank),
+        )
+    elif mesh.data_size == 1:
+        job._data = DataAxis(0, 1, None, None, *_reporters(mesh, own_rank))
+    from torch.distributed.device_mesh import DeviceMesh
+
+    sizes = [mesh.axes[name] for name in names]
+    grid = torch.arange(world).reshape(sizes)
+    job.device_mesh = DeviceMesh.from_group(
+        groups if len(groups) > 1 else groups[0],
+        job.device.type,
+        mesh=grid if len(groups) > 1 else None,
+        mesh_dim_names=tuple(names),
+    )
+    if own_rank == 0:
+        log.logger.info(
+            "mesh: %s; the samples of a step are split over %d of %d ranks.",
+            mesh,
+            mesh.data_size,
+            world,
+        )
+
+
+def _reporters(mesh: Mesh, rank: int) -> tuple[tuple[int, ...], bool]:
+    last_stage = mesh.data_size * mesh.tp * (mesh.pp - 1)
+    reporters = tuple(mesh.data_ranks(last_stage))
+    return reporters, rank in reporters
 
 
 def _refuse_wrong_ranks(job: Job, store: dist.Store) -> None:

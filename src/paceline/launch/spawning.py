@@ -31,6 +31,7 @@ import torch.distributed as dist
 from paceline.errors import ConfigError, LaunchFailed
 from paceline.job import rendezvous
 from paceline.job.job import join
+from paceline.job.mesh import Mesh
 from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
 from paceline.watch.crash import Error, RankOutcome, find_first_failure
@@ -70,12 +71,14 @@ def spawn(
     device: str | None = None,
     timeout_s: float = 600.0,
     deadline_s: float | None = None,
+    mesh: Mesh | None = None,
 ) -> list[Any]:
     """Call `function(job, *args)` on `nproc` new ranks of this host; their results in rank order.
 
     Args:
         timeout_s: How long a collective may wait, in seconds.
         deadline_s: When to end all ranks, in seconds from now; None: never.
+        mesh: See `join`.
 
     Raises:
         The first original error of a rank, with the rank's traceback as a note.
@@ -92,6 +95,7 @@ def spawn(
         device=device,
         timeout_s=timeout_s,
         deadline_s=deadline_s,
+        mesh=mesh,
     )
     failed = [o for o in outcomes if o.error is not None]
     if failed:
@@ -116,6 +120,7 @@ def run_outcomes(
     device: str | None = None,
     timeout_s: float = 600.0,
     deadline_s: float | None = None,
+    mesh: Mesh | None = None,
     store: dist.TCPStore | None = None,
 ) -> list[Outcome]:
     """As `spawn`, but return the outcome of each rank instead of raising.
@@ -129,7 +134,7 @@ def run_outcomes(
     if store is None:
         store = rendezvous.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
     payload = cloudpickle.dumps((function, args))
-    options = {"seed": seed, "device": device, "timeout_s": timeout_s}
+    options = {"seed": seed, "device": device, "timeout_s": timeout_s, "mesh": mesh}
     ranks: list[_Rank] = []
     try:
         for number in range(nproc):

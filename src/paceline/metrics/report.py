@@ -181,7 +181,8 @@ class Report:
             [[entry[:3] for entry in entries] for entries in everyone],
             fix="call training.log(..., reduce=...) on all ranks, with the same names.",
         )
-        for entries in zip(*everyone, strict=True):
+        reported = [everyone[rank] for rank in self._job.data.reporters]
+        for entries in zip(*reported, strict=True):
             step, name, how, _ = entries[0]
             total = math.fsum(value for *_, value in entries)
             if step in self._pending:

@@ -56,10 +56,9 @@ class StepLoss:
 
     def _exchanged(self, peers: Peers, loss: float, count: float) -> list[tuple[float, float]]:
         """Sum and count of each data rank, through the store, so that a single caller gets an error."""
-        own = [self._job.data.rank, loss, count]
         everyone, missing = peers.exchange(
             f"loss/{self._loop}/{self.step}",
-            own,
+            [loss, count],
             self.step,
             loop=self._loop,
             timeout_s=self._job.timeout_s,
@@ -72,8 +71,7 @@ class StepLoss:
                 fix="call `float()` on every rank and print on one; or call `training.log(loss=step.loss)`.",
                 step=self.step,
             )
-        # Ranks with the same data rank hold the same samples.
-        return list({rank: (loss, count) for rank, loss, count in everyone}.values())
+        return [tuple(everyone[rank]) for rank in self._job.data.reporters]
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)

@@ -108,6 +108,11 @@ def ddp(
     refuse_compression(compress, fixed_buckets=is_final)
     if is_ddp(module):
         raise ConfigError("this module is wrapped by DDP already.", fix="call paceline.ddp once.")
+    if job.mesh is not None and job.mesh.dp_replicate != job.world_size:
+        raise ConfigError(
+            f"ddp keeps the whole model on each rank, but the mesh is {job.mesh}.",
+            fix="use paceline.fsdp, or Mesh(dp_replicate=-1).",
+        )
     refuse_module(job, module, wrap="paceline.ddp")
     if job.data.group is None:
         return module

@@ -34,6 +34,7 @@ from paceline.job.job import Job
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.modules import owned_parameters, unwrap
+from paceline.parallel.strategy import Strategy
 
 _BITS = 62  # bits of a sum: 64 without the sign bit and one bit of margin
 _MARGIN_BITS = 8  # a gradient may be 2^8 times as large as the largest of the step before
@@ -91,7 +92,8 @@ class ExactStrategy(DDPStrategy):
 
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-        return job.data.size == 1 or super().fits(job, models, optimizers)
+        alone = Strategy.fits(job, models, optimizers)
+        return alone or super().fits(job, models, optimizers)
 
     def begin_step(self, step: PlannedStep) -> None:
         self._offset = step.offset

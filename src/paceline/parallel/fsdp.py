@@ -7,18 +7,26 @@ process: ranks with fewer samples run ghost micro-batches. torch shards, gathers
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from paceline import log
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch
 from paceline.errors import ConfigError, GradientError, listed
@@ -28,6 +36,7 @@ from paceline.parallel.modules import (
     agree_on_parameters,
     equalize_buffers,
     is_sharded,
+    local,
     owned_parameters,
     refuse_module,
     warn_untrained,
@@ -37,7 +46,17 @@ from paceline.parallel.strategy import STRATEGIES, Strategy
 Blocks = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 
 
-def fsdp(job: Job, module: nn.Module, *, blocks: Blocks) -> nn.Module:
+def fsdp(
+    job: Job,
+    module: nn.Module,
+    *,
+    blocks: Blocks | None = None,
+    param_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+    prefetch: int = 0,
+    cpu_offload: bool = False,
+    init: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
     """Split the parameters of `module` over the ranks, in place; weights become those of rank 0.
 
     Each rank holds an equal part of every parameter, of its gradient and of its optimizer state. The
@@ -45,46 +64,185 @@ def fsdp(job: Job, module: nn.Module, *, blocks: Blocks) -> nn.Module:
     outside of all blocks stay gathered from forward to backward. In a job of one process the module is
     returned as it is.
 
+    Parameters are sharded over the axis `dp_shard` of the job's mesh and replicated over `dp_replicate`
+    (hybrid sharding); without a mesh they are sharded over all ranks.
+
     Args:
         blocks: The submodules whose parameters are gathered together: classes of submodules (`Block`),
             patterns of their names (`"layers.*"`), or several of both. Usually the repeated layer of the
-            model.
+            model. None finds it: the class that is repeated in a `ModuleList` or `Sequential` and holds
+            most parameters. Rank 0 logs it.
+        param_dtype: The dtype of gathered parameters, and so of the computation, such as torch.bfloat16.
+            Sharded parameters, sums of gradients and the optimizer keep their own dtype. None: that too.
+        reshard_after_forward: Whether parameters of a block are freed after its forward and gathered again
+            for its backward. False needs memory for all parameters and saves one gather.
+        prefetch: How many following blocks are gathered while one computes, besides what torch does by
+            itself.
+        cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory. GPUs only.
+        init: For a module on the meta device: called with each submodule that has parameters or buffers of
+            its own, when these are allocated, to fill them. None calls `reset_parameters`. One block is
+            allocated at a time, so a model may be larger than the memory of a rank.
 
     Returns:
         The module, whose parameters are `DTensor`s. Make the optimizer afterwards.
 
     Raises:
         ConfigError: the module has no trainable parameter, a parameter on another device than the job's, or
-            one that is not initialised; an entry of `blocks` matches no submodule; the module is sharded
-            already.
+            one that cannot be initialised; an entry of `blocks` matches no submodule; the module is sharded
+            already; an option has no effect.
         RankDisagreement: the ranks' parameters or blocks differ; the error names the first difference.
 
     Collective: all ranks, once for each model, in the same order.
     """
     if isinstance(module, FSDPModule):
         raise ConfigError("this module is sharded already.", fix="call paceline.fsdp once.")
-    refuse_module(job, module, wrap="paceline.fsdp")
-    names = _block_names(module, blocks)
+    is_meta = any(p.is_meta for p in module.parameters())
+    if init is not None and not is_meta:
+        raise ConfigError("init has no effect: no parameter of the module is on the meta device.")
+    if cpu_offload and job.device.type == "cpu":
+        raise ConfigError("cpu_offload has no effect: this rank computes on the CPU.")
+    if type(prefetch) is not int or prefetch < 0:
+        raise ConfigError(f"prefetch must be a number of blocks, got {prefetch!r}.")
+    names = _block_names(module, _repeated_layer(job, module) if blocks is None else blocks)
+    _refuse_tied_blocks(module, names)
+    # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
+    names.sort(key=lambda name: -name.count("."))
+    layers = [*(module.get_submodule(name) for name in names), module]
+    if is_meta:
+        _refuse_unfilled(module, init)
+    else:
+        refuse_module(job, module, wrap="paceline.fsdp")
     if job.data.group is None:
+        for layer in layers if is_meta else ():
+            _allocate(layer, job.device, init)
         return module
     agree_on_parameters(job, module, f"blocks={names}")
-    mesh = DeviceMesh.from_group(job.data.group, job.device.type, mesh_dim_names=("data",))
+    options: dict[str, Any] = {"mesh": _data_mesh(job)}
+    if param_dtype is not None:
+        reduce_dtype = torch.float32  # sums over many ranks lose too much in 16 bits
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype
+        )
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
     try:
-        for p in module.parameters():
-            dist.broadcast(p.detach(), group=job.data.group, group_src=0)
-        # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
-        for name in sorted(names, key=lambda name: -name.count(".")):
-            fully_shard(module.get_submodule(name), mesh=mesh)
-        fully_shard(module, mesh=mesh)
+        for layer in layers:
+            if is_meta:
+                _allocate(layer, job.device, init)
+            for p in layer.parameters():
+                if not _is_split_over_data(p):
+                    dist.broadcast(local(p.detach()), group=job.data.group, group_src=0)
+            # The parameters of the root are needed when backward begins, so they stay gathered.
+            frees = reshard_after_forward and layer is not module
+            fully_shard(layer, reshard_after_forward=frees, **options)
     except RuntimeError as error:
         job.reraise(error)
     for layer in module.modules():
         if isinstance(layer, FSDPModule):
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)  # not every backend has an average
+    if prefetch:
+        _prefetch(module, prefetch)
     equalize_buffers(job, module)
     module.__dict__[SHARDED] = True
     return module
+
+
+def _data_mesh(job: Job) -> DeviceMesh:
+    if job.device_mesh is None:
+        assert job.data.group is not None
+        return DeviceMesh.from_group(job.data.group, job.device.type, mesh_dim_names=("dp_shard",))
+    names = [n for n in ("dp_replicate", "dp_shard") if n in job.device_mesh.mesh_dim_names]
+    mesh: DeviceMesh = job.device_mesh[tuple(names)]
+    return mesh
+
+
+def _is_split_over_data(p: torch.Tensor) -> bool:
+    return isinstance(p, DTensor) and "dp_shard" in (p.device_mesh.mesh_dim_names or ())
+
+
+def _repeated_layer(job: Job, module: nn.Module) -> type[nn.Module]:
+    """The class that is repeated in a container and holds most parameters."""
+    totals: Counter[type[nn.Module]] = Counter()
+    for container in module.modules():
+        if isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            kinds = Counter(type(child) for child in container.children())
+            for child in container.children():
+                if kinds[type(child)] > 1:
+                    totals[type(child)] += sum(p.numel() for p in child.parameters())
+    if not any(totals.values()):
+        raise ConfigError(
+            f"no repeated layer with parameters was found in {type(module).__name__}.",
+            fix='give blocks=: a class of submodules, or a pattern of their names such as "layers.*".',
+        )
+    kind = totals.most_common(1)[0][0]
+    if job.rank == 0:
+        number = sum(type(layer) is kind for layer in module.modules())
+        log.logger.info("fsdp: the blocks are the %d modules %s.", number, kind.__name__)
+    return kind
+
+
+def _refuse_tied_blocks(module: nn.Module, names: Sequence[str]) -> None:
+    """Refuse a parameter that two blocks share: each block is sharded and freed on its own."""
+    owners: dict[int, tuple[str, str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        around = [block for block in names if name.startswith(f"{block}.")]
+        block = max(around, key=len, default="")
+        first, owner = owners.setdefault(id(p), (name, block))
+        if block != owner:
+            raise ConfigError(
+                f"{first} and {name} are one parameter, but belong to different blocks.",
+                why="each block is sharded, gathered and freed on its own.",
+                fix="choose blocks that hold both modules, or neither of them.",
+                parameters=[first, name],
+            )
+
+
+def _refuse_unfilled(module: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
+    if init is not None:
+        return
+    for name, layer in module.named_modules():
+        if _own_meta_tensors(layer) and not hasattr(layer, "reset_parameters"):
+            raise ConfigError(
+                f"{name or 'the module'} ({type(layer).__name__}) is on the meta device and has no "
+                "`reset_parameters`, so its values are not known.",
+                fix="pass init=, a function that fills the parameters and buffers of one submodule.",
+            )
+
+
+def _own_meta_tensors(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+    return [(name, tensor) for name, tensor in own if tensor.is_meta]
+
+
+def _allocate(
+    block: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None
+) -> None:
+    """Allocate the tensors of a block that are on the meta device, and fill them."""
+    new: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay tied
+    for layer in block.modules():
+        own = _own_meta_tensors(layer)
+        for name, tensor in own:
+            if tensor not in new:
+                empty = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                new[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            setattr(layer, name, new[tensor])
+        if own and init is not None:
+            with torch.no_grad():
+                init(layer)
+        elif own:
+            layer.reset_parameters()  # type: ignore[operator]
+
+
+def _prefetch(module: nn.Module, number: int) -> None:
+    blocks: list[FSDPModule] = []
+    for layer in module.modules():
+        if isinstance(layer, FSDPModule) and layer is not module:
+            blocks.append(layer)
+    for at, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[at + 1 : at + 1 + number])
+        block.set_modules_to_backward_prefetch(blocks[max(0, at - number) : at][::-1])
 
 
 def _block_names(module: nn.Module, blocks: Blocks) -> list[str]:
@@ -109,7 +267,10 @@ def _block_names(module: nn.Module, blocks: Blocks) -> list[str]:
 
 
 class FSDPStrategy(Strategy):
-    """Gradients are summed and split over ranks by FSDP2 in the last backward of a step."""
+    """Gradients are summed and split over ranks by FSDP2 in the last backward of a step.
+
+    It also serves models that are split by `tensor_parallel` alone.
+    """
 
     def _prepare(self, batches: Batches) -> None:
         self.needs_equal_micro_batches = True  # each forward gathers parameters
@@ -129,7 +290,9 @@ class FSDPStrategy(Strategy):
         for model in self._models:
             named = dict(model.named_parameters())
             unknown = [
-                n for n, p in named.items() if p.requires_grad and not isinstance(p, DTensor)
+                n
+                for n, p in named.items()
+                if p.requires_grad and self._roots and not _is_split_over_data(p)
             ]
             owned -= {id(p) for p in named.values()}
             if unknown:
@@ -146,14 +309,6 @@ class FSDPStrategy(Strategy):
                 why="fsdp replaces the parameters, so an optimizer made before it holds the old ones.",
                 fix="make the optimizer after paceline.fsdp(...).",
                 names=[],
-            )
-
-    def check_precision(self, precision: str) -> None:
-        if precision == "fp16":
-            raise ConfigError(
-                "precision='fp16' is not supported for sharded models.",
-                why="torch's loss scaler looks for infinity in this rank's part of the gradients only.",
-                fix="use 'bf16'.",
             )
 
     def before_forward(self, micro: MicroBatch) -> None:
@@ -180,26 +335,34 @@ class FSDPStrategy(Strategy):
     def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         if norm_type == math.inf:
             return self._largest(gradients)
-        norm = get_total_norm(gradients, norm_type, foreach=True)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # One norm for each mesh: tensor parallel layers and others are split over different ranks.
+        by_mesh: dict[Any, list[torch.Tensor]] = {}
+        for g in gradients:
+            by_mesh.setdefault(g.device_mesh if isinstance(g, DTensor) else None, []).append(g)
+        norms = [_whole(get_total_norm(each, norm_type, foreach=True)) for each in by_mesh.values()]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).norm(norm_type)
 
     def _largest(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         # torch has no infinity norm of an empty shard, which a rank may hold of a small parameter.
-        parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        parts = [local(g) for g in gradients]
         own = torch.stack([g.abs().max() for g in parts if g.numel()] or [parts[0].new_zeros(())])
         # Gathered, because a maximum over ranks does not keep NaN on every backend.
-        each = [torch.empty_like(own[0]) for _ in range(self._job.data.size)]
-        dist.all_gather(each, own.max(), group=self._job.data.group)
+        each = [torch.empty_like(own[0]) for _ in range(self._job.world_size)]
+        dist.all_gather(each, own.max(), group=self._job.group)
         return torch.stack(each).max()
 
     def whole_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return {
-            name: value.full_tensor() if isinstance(value, DTensor) else value
+            name: _whole(value) if isinstance(value, torch.Tensor) else value
             for name, value in model.state_dict().items()
         }
 
     def _error(self, what: str, *, why: str, fix: str, names: list[str]) -> GradientError:
         return GradientError(what, where=self._job.where(), why=why, fix=fix, parameters=names)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 STRATEGIES.append(FSDPStrategy)

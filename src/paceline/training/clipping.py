@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.errors import ConfigError
+from paceline.parallel.modules import local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +68,10 @@ def scale_and_clip(
         The norm after `factor` and before clipping, shape (), on the gradients' device; the largest
         absolute value if values are clipped. None without clipping, because the norm costs a pass.
     """
+    parts = [local(gradient) for gradient in gradients]
     if clipping is None:
         if factor is not None:
-            torch._foreach_mul_(list(gradients), factor)
+            torch._foreach_mul_(parts, factor)
         return None
     # Values are clipped by a pass of their own. The norm shows NaN and infinity, which clipping would hide.
     norm = norm_of(gradients, math.inf if clipping.norm is None else clipping.norm_type)
@@ -81,8 +83,8 @@ def scale_and_clip(
         if factor is not None:
             coefficient = coefficient * factor
     if coefficient is not None:
-        torch._foreach_mul_(list(gradients), coefficient)
+        torch._foreach_mul_(parts, coefficient)
     if clipping.value is not None:
-        for gradient in gradients:
-            gradient.clamp_(-clipping.value, clipping.value)
+        for part in parts:
+            part.clamp_(-clipping.value, clipping.value)
     return norm

@@ -58,7 +58,7 @@ class Control:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.in_memory = isinstance(job.data.group, ShmGroup)
+        self.in_memory = isinstance(job.group, ShmGroup)
         self._stop = self.stops_now = False
         self.save = False
         self.save_failed = False
@@ -101,7 +101,7 @@ class Control:
         """
         self._losses.append(loss)
         self._counts.append(count)
-        alone = self._job.data.control is None
+        alone = self._job.control is None
         if step < self._due and not now and not (alone and (self._stop or notice.received)):
             return []
         words = self._read()
@@ -126,15 +126,17 @@ class Control:
         head.append(self.reduce)
         self.save = self.save_failed = self.reduce = False
         # A NaN spreads to all ranks within a step, so each step carries which ranks had one.
-        rank = self._job.data.rank
+        rank = self._job.rank
         bit = float(1 << rank) if rank < _MAX_RANKS_NAMED else 0.0
-        bits = [0.0 if math.isfinite(value) else bit for value in sums]
         counts = [float(count) for count in self._counts]
+        if not self._job.data.reports:  # another rank has the same samples, and reports their loss
+            sums, counts = [0.0] * size, [0.0] * size
+        bits = [0.0 if math.isfinite(value) else bit for value in sums]
         # One tensor from one list: each further operation of torch costs microseconds.
         word = torch.tensor([*map(float, head), *sums, *counts, *bits], dtype=torch.float64)
         work: dist.Work | None = None
-        if self._job.data.control is not None and not self.in_memory:
-            work = dist.all_reduce(word, group=self._job.data.control, async_op=True)
+        if self._job.control is not None and not self.in_memory:
+            work = dist.all_reduce(word, group=self._job.control, async_op=True)
         self._in_flight = (work, word, self._first, size)
         self.begin(step)
 
@@ -145,13 +147,13 @@ class Control:
         self._in_flight = None
         try:
             if self.in_memory:
-                dist.all_reduce(word, group=self._job.data.group)
+                dist.all_reduce(word, group=self._job.group)
             elif work is not None:
                 work.wait()
         except RuntimeError as error:
             self._job.reraise(error)
         numbers = word.tolist()
-        step_s = numbers[1] / self._job.data.size
+        step_s = numbers[1] / self._job.world_size
         sums, counts, bits = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(3))
         for i, total in enumerate(sums):
             if counts[i] == 0:

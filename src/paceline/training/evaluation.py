@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline import log, torch_private
 from paceline.data.evaluation import EvaluationBatches, EvaluationStream, batches_to_evaluate
 from paceline.data.samples import Collate
-from paceline.errors import ConfigError, EvaluationError
+from paceline.errors import EvaluationError
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.parallel.ddp import Replica, find_wrapper
-from paceline.parallel.modules import equalize_buffers, is_sharded, unwrap
+from paceline.parallel.modules import equalize_buffers, free_gathered, is_sharded, unwrap
 from paceline.training.precision import autocast_of
 
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
@@ -106,12 +106,7 @@ def evaluate(
     Collective: all ranks, same arguments.
     """
     job.refuse_if_left()
-    if is_sharded(model):
-        raise ConfigError(
-            "evaluate does not support sharded models yet.",
-            why="each forward gathers parameters, but ranks may have different numbers of batches.",
-            fix="call training.export(path), and evaluate the weights in that file.",
-        )
+    equal = is_sharded(model)  # then each forward is a collective
     job.settle()
     equalize_buffers(job, model)
     requested = metrics or {}
@@ -119,13 +114,16 @@ def evaluate(
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in requested if name not in copies}
     autocast = autocast_of(precision, job.device) or nullcontext()
     share = batches_to_evaluate(
-        job, dataset, micro_batch=micro_batch, workers=workers, collate=collate
+        job, dataset, micro_batch=micro_batch, workers=workers, collate=collate, equal=equal
     )
     own_results = _run(_without_ddp(model), share, score, copies, rows, autocast)
+    if equal:
+        free_gathered(model)
     results = collectives.gather(job, own_results)
     if any(each["is_preempted"] for each in results):
         # When the job is left, `Training` saves the step in progress and replaces the step number 0.
         raise Preempted(notice.take(), 0)
+    results = [results[rank] for rank in job.data.reporters]
     if isinstance(share, EvaluationStream):
         share.check()
     values: dict[str, Any] = _add_up(job, results, share.num_samples, share.num_batches)
@@ -147,18 +145,21 @@ def _run(
 ) -> dict[str, Any]:
     """Score this rank's batches; returns their indices and sums, and fills `metrics` and `rows`.
 
-    After a preemption notice no further batch is scored.
+    After a preemption notice no further batch is scored, unless other ranks wait for the forwards.
     """
+    may_stop = not is_sharded(model)
     batches: list[tuple[int, int]] = []
     sums: list[dict[str, Any]] = []
     is_preempted = False
     with _evaluating(model), closing(iter(share)) as batches_of_rank:
         for each in batches_of_rank:
-            if notice.received:
+            if notice.received and may_stop:
                 is_preempted = True
                 break
             with autocast:
                 results = dict(score(model, each.batch))
+            if each.is_ghost:
+                continue
             for name, metric in metrics.items():
                 metric.update(*_arguments(name, results.pop(name, None)))
             for name, own in rows.items():
@@ -284,7 +285,7 @@ def _concatenate_ranks(job: Job, rows: torch.Tensor | None) -> torch.Tensor:
         EvaluationError: on all ranks, if dtypes or shapes of rows differ.
     """
     own = None if rows is None else {"dtype": str(rows.dtype), "shape": list(rows.shape)}
-    described = collectives.gather(job, own)
+    described = collectives.gather_reports(job, own)
     present = [d for d in described if d is not None]
     if not present:
         return torch.empty(0)
@@ -301,12 +302,17 @@ def _concatenate_ranks(job: Job, rows: torch.Tensor | None) -> torch.Tensor:
     if rows is not None:
         padded[: len(rows)] = rows.detach().cpu()
     # Gloo has no bool; bytes carry every dtype.
-    parts = collectives.gather_tensor(job, padded.reshape(-1).view(torch.uint8))
+    parts = _gather_reports(job, padded.reshape(-1).view(torch.uint8))
     whole = [
         part.view(dtype).reshape(padded.shape)[:count]
         for part, count in zip(parts, counts, strict=True)
     ]
     return torch.cat(whole)
+
+
+def _gather_reports(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
+    everyone = collectives.gather_tensor(job, tensor)
+    return [everyone[rank] for rank in job.data.reporters]
 
 
 def _merge_metric(job: Job, metric: Any, num_updates: list[int]) -> Any:
@@ -331,7 +337,7 @@ def _merge_metric(job: Job, metric: Any, num_updates: list[int]) -> Any:
             whole = _concatenate_ranks(job, torch.cat(rows) if rows else None)
             setattr(metric, name, [whole.to(metric.device)])
             continue
-        parts = collectives.gather_tensor(job, state.detach().cpu())
+        parts = _gather_reports(job, state.detach().cpu())
         stacked = torch.stack([parts[rank] for rank in busy]).to(metric.device)
         if reduction is None:
             merged = stacked if len(busy) > 1 else stacked[0]
