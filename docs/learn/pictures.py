@@ -35,6 +35,13 @@ CHINESE = {  # names of code and terms such as "rank 0" are the same in both lan
     "after": "之后",
     "rank 0 has 3 samples, rank 1 has 5": "rank 0 有 3 个样本, rank 1 有 5 个",
     "weight of each sample in the mean of the two means": "两个均值再取均值时, 每个样本的权重",
+    "25 samples": "25 个样本",
+    "mean of the": "所有 rank 的",
+    "gradients": "梯度均值",
+    "equal weights": "权重相同",
+    "time": "时间",
+    "one epoch in the order of the shuffle": "一个 epoch, 打乱后的顺序",
+    "repeated": "重复",
     "weight of each sample in sum / count": "总和 / 总数时, 每个样本的权重",
 }
 
@@ -179,11 +186,61 @@ def weights(language: str) -> Picture:
     return picture
 
 
+def ddp(language: str) -> Picture:
+    """A step of DistributedDataParallel on two ranks."""
+    picture = Picture(language, 720, 232)
+    for rank in range(2):
+        y = 30 + 88 * rank
+        picture.text(44, y + 26, f"rank {rank}", size=15, colour=COLOURS[rank], bold=True)
+        parts = ["25 samples", "forward", "backward"]
+        for i, name in enumerate(parts):
+            x = 88 + 110 * i
+            picture.box(x, y, 92, 52, COLOURS[rank], TINTS[rank])
+            picture.text(x + 46, y + 26, name)
+            picture.arrow([(x + 92, y + 26), (x + 110, y + 26)], COLOURS[rank])
+        picture.arrow([(528, y + 26), (546, y + 26)], COLOURS[rank])
+        picture.box(546, y, 140, 52, COLOURS[rank], TINTS[rank])
+        picture.text(616, y + 17, "optimizer.step()")
+        picture.text(616, y + 38, "equal weights", size=12, colour=GREY)
+    picture.box(418, 30, 110, 140, GREY, "#ffffff")
+    picture.text(473, 72, "all_reduce", bold=True)
+    picture.text(473, 104, "mean of the", size=13)
+    picture.text(473, 124, "gradients", size=13)
+    picture.arrow([(88, 196), (686, 196)], GREY)
+    picture.text(387, 214, "time", size=12, colour=GREY)
+    return picture
+
+
+def sampler(language: str) -> Picture:
+    """DistributedSampler deals ten samples to three ranks, and repeats two of them."""
+    picture = Picture(language, 720, 246)
+    order = [7, 2, 9, 0, 4, 1, 8, 5, 3, 6]
+    dealt = order + order[:2]
+    picture.text(88, 26, "one epoch in the order of the shuffle", colour=GREY, anchor="start")
+    for i, sample in enumerate(dealt):
+        rank = i % 3
+        x, copied = 88 + 50 * i, i >= len(order)
+        picture.box(x, 44, 42, 36, COLOURS[rank], TINTS[rank])
+        picture.text(x + 21, 62, str(sample), size=16, bold=copied)
+        x = 88 + 50 * (i // 3)
+        picture.box(x, 108 + 44 * rank, 42, 36, COLOURS[rank], TINTS[rank])
+        picture.text(x + 21, 126 + 44 * rank, str(sample), size=16, bold=copied)
+    for rank in range(3):
+        picture.text(44, 126 + 44 * rank, f"rank {rank}", size=15, colour=COLOURS[rank], bold=True)
+    picture.text(634, 26, "repeated", size=13)
+    picture.text(340, 192, "repeated", size=13)
+    picture.arrow([(310, 182), (282, 170)], INK)
+    picture.arrow([(310, 202), (282, 212)], INK)
+    return picture
+
+
 PICTURES: dict[str, Callable[[str], Picture]] = {
     "step": step,
     "ranks": ranks,
     "collectives": collectives,
     "weights": weights,
+    "ddp": ddp,
+    "sampler": sampler,
 }
 
 
