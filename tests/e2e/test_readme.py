@@ -1,0 +1,79 @@
+"""The README: its length, and the port that it shows as a diff."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import DEADLINE_S, finish, start
+
+TEXT = (Path(__file__).parents[2] / "README.md").read_text()
+(DIFF,) = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
+STEPS_PER_EPOCH = 63  # 4,000 samples, 64 in a step
+
+
+def _program(signs: str, epochs: int | None = None) -> str:
+    """The context lines of the diff and those with these signs; with another number of epochs."""
+    lines = [line for line in DIFF.splitlines() if line[:1] in ("", " ", *signs)]
+    program = "\n".join(line[1:] for line in lines) + "\n"
+    return program if epochs is None else re.sub(r"50(?=\):)", str(epochs), program)
+
+
+def _losses(folder: Path) -> list[float]:
+    lines = (folder / "runs/port/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_it_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 80
+
+
+def test_the_program_before_the_port_runs() -> None:
+    subprocess.run([sys.executable, "-c", _program("-", epochs=1)], check=True, timeout=DEADLINE_S)
+
+
+def test_the_port_logs_the_same_losses_on_one_and_two_ranks(tmp_path: Path) -> None:
+    losses = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        (folder / "train.py").write_text(_program("+", epochs=2))
+        done = finish(start(["run", f"--nproc-per-node={ranks}", "train.py"], folder))
+        assert done.code == 0, done.err
+        losses.append(_losses(folder))
+    assert len(losses[0]) == 2 * STEPS_PER_EPOCH
+    assert losses[0][-1] < losses[0][0] / 2
+    assert losses[1] == pytest.approx(
+        losses[0], rel=1e-3
+    )  # float32, and Adam divides by small numbers
+
+
+def test_the_port_resumes_when_a_rank_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_program("+"))
+    words = ["run", "--nproc-per-node=2", "--max-restarts=3", "train.py"]
+    job = start(words, tmp_path)
+    _wait_until_saved(tmp_path / "runs/port/checkpoints", job)
+    log = str(tmp_path / "runs/port/metrics.jsonl")
+    children = psutil.Process(job.pid).children()
+    (rank0,) = [each for each in children if log in [file.path for file in each.open_files()]]
+    rank0.kill()
+    done = finish(job)
+    assert done.code == 0, done.err
+    assert "rank 0 failed: killed by SIGKILL" in done.err
+    assert re.search(r"resumed after step \d+", done.err)
+    assert len(_losses(tmp_path)) == 50 * STEPS_PER_EPOCH
+
+
+def _wait_until_saved(folder: Path, job: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not list(folder.glob("step-*")):
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
