@@ -42,6 +42,21 @@ CHINESE = {  # names of code and terms such as "rank 0" are the same in both lan
     "time": "时间",
     "one epoch in the order of the shuffle": "一个 epoch, 打乱后的顺序",
     "repeated": "重复",
+    "the 50 samples of a step, in the order of the epoch": "一个 step 的 50 个样本, 按 epoch 的顺序",
+    "1 process": "1 个进程",
+    "2 processes": "2 个进程",
+    "3 processes": "3 个进程",
+    "checkpoints": "检查点",
+    "a rank is killed in step 90": "step 90: 一个 rank 被杀",
+    "resumed after step 60": "从 step 60 之后恢复",
+    "not whole": "不完整",
+    "steps 61 to 90 run twice": "step 61 到 90 运行两次",
+    "first start": "第一次启动",
+    "restart": "重启后",
+    "launcher": "启动器",
+    "rendezvous: who is there, and who has which rank": "rendezvous: 谁在, 谁是哪个 rank",
+    "gradients: collectives between all ranks": "梯度: 所有 rank 之间的集合通信",
+    "shared folder: data, checkpoints": "共享目录: 数据, 检查点",
     "weight of each sample in sum / count": "总和 / 总数时, 每个样本的权重",
 }
 
@@ -234,12 +249,86 @@ def sampler(language: str) -> Picture:
     return picture
 
 
+def batches(language: str) -> Picture:
+    """The same 50 samples, divided over one, two and three ranks."""
+    picture = Picture(language, 720, 216)
+    title = "the 50 samples of a step, in the order of the epoch"
+    picture.text(120, 26, title, colour=GREY, anchor="start")
+    for row, size in enumerate((1, 2, 3)):
+        y = 48 + 54 * row
+        picture.text(106, y + 19, "1 process" if size == 1 else f"{size} processes", anchor="end")
+        for rank in range(size):
+            first, end = 50 * rank // size, 50 * (rank + 1) // size
+            x, width = 120 + 11.2 * first, 11.2 * (end - first) - 4
+            picture.box(x, y, width, 38, COLOURS[rank], TINTS[rank])
+            picture.text(x + width / 2, y + 19, f"rank {rank}: {end - first}")
+    return picture
+
+
+def resume(language: str) -> Picture:
+    """A rank is killed after a checkpoint, and the job resumes from it."""
+    picture = Picture(language, 720, 224)
+
+    def at(step: int) -> float:
+        return 130 + 2.7 * step
+
+    picture.text(24, 78, "first start", anchor="start", colour=COLOURS[0])
+    picture.text(24, 160, "restart", anchor="start", colour=COLOURS[2])
+    picture.arrow([(at(0), 78), (at(90), 78)], COLOURS[0])
+    picture.text(at(90) + 14, 78, "a rank is killed in step 90", anchor="start", colour=COLOURS[1])
+    picture.arrow([(at(60), 160), (at(208), 160)], COLOURS[2])
+    for step in range(20, 201, 20):
+        if step <= 80:
+            fill = TINTS[0] if step < 80 else PAPER
+            picture.box(at(step) - 7, 71, 14, 14, COLOURS[0], fill)
+            picture.text(at(step), 56, str(step), size=12, colour=GREY)
+        if step >= 80:
+            picture.box(at(step) - 7, 153, 14, 14, COLOURS[2], TINTS[2])
+            picture.text(at(step), 138, str(step), size=12, colour=GREY)
+    picture.text(at(80), 38, "not whole", size=12, colour=GREY)
+    picture.arrow([(at(60), 85), (at(60), 152)], INK, "5 4")
+    picture.text(at(60) + 12, 112, "resumed after step 60", size=13, anchor="start")
+    picture.text(at(60), 194, "steps 61 to 90 run twice", size=13, anchor="start")
+    picture.box(24, 18, 14, 14, COLOURS[0], TINTS[0])
+    picture.text(46, 25, "checkpoints", size=13, colour=GREY, anchor="start")
+    return picture
+
+
+def nodes(language: str) -> Picture:
+    """Two nodes with two ranks each."""
+    picture = Picture(language, 720, 290)
+    picture.box(130, 16, 460, 32, GREY, "#ffffff")
+    picture.text(360, 32, "rendezvous: who is there, and who has which rank", size=13)
+    for node in range(2):
+        x = 24 + 352 * node
+        picture.box(x, 74, 320, 122, GREY, "#ffffff")
+        picture.text(x + 40, 94, f"node{node}", bold=True)
+        picture.box(x + 110, 82, 100, 28, GREY, "#eceff1")
+        picture.text(x + 160, 96, "launcher", size=13)
+        picture.arrow([(x + 160, 82), (x + 160, 48)], GREY)
+        for local in range(2):
+            rank = 2 * node + local
+            left = x + 20 + 150 * local
+            picture.box(left, 134, 130, 44, COLOURS[rank], TINTS[rank])
+            picture.text(left + 65, 156, f"rank {rank}", size=15, colour=COLOURS[rank], bold=True)
+            picture.arrow([(x + 160, 110), (left + 65, 134)], GREY)
+            picture.arrow([(left + 65, 178), (left + 65, 210)], COLOURS[rank])
+    picture.box(24, 210, 672, 30, GREY, "#eceff1")
+    picture.text(360, 225, "gradients: collectives between all ranks", size=13)
+    picture.box(24, 248, 672, 30, GREY, "#ffffff")
+    picture.text(360, 263, "shared folder: data, checkpoints", size=13)
+    return picture
+
+
 PICTURES: dict[str, Callable[[str], Picture]] = {
     "step": step,
     "ranks": ranks,
     "collectives": collectives,
     "weights": weights,
     "ddp": ddp,
+    "batches": batches,
+    "resume": resume,
+    "nodes": nodes,
     "sampler": sampler,
 }
 

@@ -5,7 +5,8 @@ What the test knows about a page:
 - A python block is a program. Its first line names its file: `# one.py`.
 - A bash block runs in one folder with the programs of this chapter and of those before it. It must end
   with 0, unless its last line says `# exit code 1`.
-- A text block right after a bash block is its output. `...` stands for lines that are left out.
+- A text block is the output of the bash block before it, or of the blocks of all nodes. `...` stands for
+  lines that are left out.
 - Blocks that begin with `# node 0` and `# node 1` are for two machines. They run at the same time, and every
   node is this machine.
 - A diff block is a part of a file in tests/broken.
@@ -43,7 +44,6 @@ class Block:
 
     language: str
     text: str
-    follows: bool  # only blank lines are between it and the block before
 
     @property
     def lines(self) -> list[str]:
@@ -51,13 +51,10 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    found, end = [], -1
     text = page.read_text(encoding="utf-8")
-    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
-        between = text[end : match.start()] if end >= 0 else "first"
-        found.append(Block(match[1], match[2], not between.strip()))
-        end = match.end()
-    return found
+    found = re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text, re.M)
+    assert text.count("```") == 2 * len(found), f"{page.name}: a fence that the test does not read"
+    return [Block(language, content) for language, content in found]
 
 
 def programs_of(page: Path) -> dict[str, str]:
@@ -71,16 +68,32 @@ def programs_of(page: Path) -> dict[str, str]:
     return found
 
 
+VARYING = (  # what differs between machines and runs
+    (r"^paceline: \d+ ranks? on .*", "paceline: ranks"),  # threads, cores, ports
+    (r"\bhost \S+?(,?)(?= |$)", r"host #\1"),
+    (r"(?:/[\w.-]+)+/", ""),
+    (r"\d{8}-\d{6}-\w+", "#"),  # the folder of a report
+    (r"\b(pid |process |localhost:)\d+", r"\1#"),
+    (r"\b\d+(\.\d+)? (s|ms|MiB|KiB|B)\b", r"# \2"),
+    (r'"time_s": [\d.]+', '"time_s": #'),
+    (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "#"),
+    (r"\d+(\.\d+)?e-\d+", "#"),  # rounding errors
+    (r"resumed after step \d+ \(epoch \d+\)", "resumed after step #"),
+    (r"weights [0-9a-f]{16}", "weights #"),  # `digests` compares them
+)
+
+
 def comparable(line: str) -> tuple[str, list[float]]:
     """The line without what differs between machines and runs, and its decimal fractions."""
-    line = re.sub(r"^paceline: \d+ ranks? on .*", "paceline: ranks", line.rstrip())
-    line = re.sub(r"\bhost \S+?(,?)(?= |$)", r"host #\1", line)
-    line = re.sub(r"(?:/[\w.-]+)+/", "", line)
-    line = re.sub(r"\d{8}-\d{6}-\w+", "#", line)  # the folder of a report
-    line = re.sub(r"\b(pid |process |localhost:)\d+", r"\1#", line)
-    line = re.sub(r"\b\d+(\.\d+)? (s|ms|MiB|KiB|B)\b", r"# \2", line)
+    line = line.rstrip()
+    for pattern, replacement in VARYING:
+        line = re.sub(pattern, replacement, line)
     fractions = re.findall(r"-?\d+\.\d+", line)
     return re.sub(r"-?\d+\.\d+", "#", line), [float(number) for number in fractions]
+
+
+def digests(text: str) -> list[str]:
+    return re.findall(r"weights ([0-9a-f]{16})", text)
 
 
 def assert_shows(shown: list[str], output: str) -> None:
@@ -137,7 +150,7 @@ def test_the_code_of_a_chapter_runs(page: Path, tmp_path: Path) -> None:
             (tmp_path / name).write_text(text)
     for kind in ("sound", "broken"):
         shutil.copytree(ROOT / "tests" / kind, tmp_path / "tests" / kind)
-    blocks = blocks_of(page)
+    blocks, shown_digests, printed_digests = blocks_of(page), [], []
     while blocks:
         together = [blocks.pop(0)]
         if together[0].language != "bash":
@@ -145,8 +158,12 @@ def test_the_code_of_a_chapter_runs(page: Path, tmp_path: Path) -> None:
         while blocks and together[0].text.startswith("# node ") and blocks[0].language == "bash":
             together.append(blocks.pop(0))
         outputs = run_together(together, tmp_path)
-        if blocks and blocks[0].language == "text" and blocks[0].follows:
-            assert_shows(blocks[0].lines, outputs[0])
+        if blocks and blocks[0].language == "text":
+            assert_shows(blocks[0].lines, "".join(outputs))
+            shown_digests += digests(blocks[0].text)
+            printed_digests += digests("".join(outputs))
+    pairs = set(zip(shown_digests, printed_digests, strict=True))
+    assert len(pairs) == len(set(shown_digests)) == len(set(printed_digests)), pairs
 
 
 def test_every_program_is_run_by_a_chapter() -> None:
@@ -167,8 +184,7 @@ def test_blocks_are_of_kinds_that_a_test_checks() -> None:
         for block in blocks_of(page):
             assert block.language in ("python", "bash", "text", "diff"), (page, block)
             if block.language == "text":
-                assert block.follows, f"{page.name}: an output without its command"
-                assert before == "bash", (page, block)
+                assert before == "bash", f"{page.name}: an output without its command"
             if block.language == "diff":
                 assert block.text in changes, (page, block)
             before = block.language
