@@ -32,7 +32,7 @@ $(DEMO): pyproject.toml constraints.txt | $(BIN)/python
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
-	@echo "setting up $(VENV) (once)"; $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (once; this downloads PyTorch)"; $(PYTHON) -m venv $(VENV)
 
 demo: $(DEMO)
 	@$(BIN)/paceline run --nproc-per-node 2 examples/digits.py

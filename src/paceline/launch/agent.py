@@ -114,6 +114,7 @@ class Agent(LocalElasticAgent):
             self._threads,
             f"store {group.master_addr}:{group.master_port}",
             f"restarts {group.spec.max_restarts}",
+            "pids " + " ".join(str(rank.pid) for rank in self._local_ranks.ranks),
         ]
         if not self._options.is_python:
             parts.append("--no-python: a failing rank reports only its exit code")
