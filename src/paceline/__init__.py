@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from paceline.parallel.fsdp import fsdp as fsdp
     from paceline.parallel.modules import unwrap as unwrap
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
+    from paceline.parallel.tensor import tensor_parallel as tensor_parallel
     from paceline.training.callbacks import BestCheckpoint as BestCheckpoint
     from paceline.training.callbacks import Callback as Callback
     from paceline.training.callbacks import EarlyStopping as EarlyStopping
@@ -130,6 +131,7 @@ _HOMES = {
     "StepError": "paceline.errors",
     "StepLoss": "paceline.metrics.step_loss",
     "sync_batchnorm": "paceline.parallel.syncbn",
+    "tensor_parallel": "paceline.parallel.tensor",
     "TensorBoard": "paceline.metrics.tensorboard",
     "Trainer": "paceline.training.trainer",
     "Training": "paceline.training.training",

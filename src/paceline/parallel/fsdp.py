@@ -39,6 +39,7 @@ from paceline.parallel.modules import (
     local,
     owned_parameters,
     refuse_module,
+    unwrap,
     warn_untrained,
 )
 from paceline.parallel.strategy import STRATEGIES, Strategy
@@ -274,7 +275,14 @@ class FSDPStrategy(Strategy):
 
     def _prepare(self, batches: Batches) -> None:
         self.needs_equal_micro_batches = True  # each forward gathers parameters
-        self._roots = [model for model in self._models if isinstance(model, FSDPModule)]
+        modules = [unwrap(model) for model in self._models]
+        self._roots = [module for module in modules if isinstance(module, FSDPModule)]
+        if len(self._roots) < len(self._models) and self._job.data.size > 1:
+            raise ConfigError(
+                "the model is split by tensor_parallel, but its gradients would not be summed over the "
+                f"{self._job.data.size} data ranks.",
+                fix="model = paceline.fsdp(job, model, blocks=...) after tensor_parallel.",
+            )
         if len(self._optimizers) > 1:
             raise ConfigError(
                 f"training sharded models supports one optimizer, got {len(self._optimizers)}.",
@@ -306,8 +314,9 @@ class FSDPStrategy(Strategy):
         if owned:
             raise self._error(
                 f"the optimizer holds {len(owned)} parameters that are in no model.",
-                why="fsdp replaces the parameters, so an optimizer made before it holds the old ones.",
-                fix="make the optimizer after paceline.fsdp(...).",
+                why="fsdp and tensor_parallel replace parameters, so an optimizer made before them holds "
+                "the old ones.",
+                fix="make the optimizer after paceline.fsdp(...) or tensor_parallel(...).",
                 names=[],
             )
 
@@ -316,6 +325,31 @@ class FSDPStrategy(Strategy):
         for root in self._roots:
             root.set_requires_gradient_sync(micro.is_last)
             root.set_is_last_backward(micro.is_last)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: torch.Tensor,
+        micro: MicroBatch,
+        inputs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        # With loss_parallel the loss is a DTensor.
+        super().backward(_whole(loss), _whole(weight), micro, inputs)
+
+    def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return _whole(loss)
+
+    def check_precision(self, precision: str) -> None:
+        if precision == "fp16" and self._is_mixed():
+            raise ConfigError(
+                "precision='fp16' is not supported with tensor_parallel.",
+                why="torch's loss scaler cannot check gradients that are split over different ranks.",
+                fix="use 'bf16'.",
+            )
+
+    def _is_mixed(self) -> bool:
+        parameters = [p for model in self._models for p in model.parameters()]
+        return len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
 
     def finish(self, optimizer: Optimizer) -> None:
         names = [

@@ -19,7 +19,7 @@ from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.job.job import Job
 from paceline.parallel import syncbn
-from paceline.parallel.modules import is_sharded, unwrap, warn_untrained
+from paceline.parallel.modules import unwrap, warn_untrained
 
 
 class Strategy:
@@ -63,7 +63,7 @@ class Strategy:
     @classmethod
     def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
         """Whether models that are wrapped like these can be trained by this strategy."""
-        return job.data.size == 1 and not any(map(is_sharded, models))
+        return job.world_size == 1
 
     def check(self) -> None:
         """Check that each trained parameter gets its gradient from all ranks.

@@ -161,8 +161,13 @@ class Training:
                 return kind(self.job, self.models, self.optimizers, self.batches)
         if self.reproducible and any(map(is_sharded, self.models)):
             raise ConfigError(
-                "reproducible training does not support models sharded by `paceline.fsdp`.",
+                "reproducible training does not support models that are split over ranks.",
                 fix="wrap the model with paceline.ddp, or leave reproducible=True out.",
+            )
+        if self.job.data.size < self.job.world_size and not any(map(is_sharded, self.models)):
+            raise ConfigError(
+                f"the mesh is {self.job.mesh}, but the model is not split over it.",
+                fix="model = paceline.tensor_parallel(job, model)",
             )
         raise ConfigError(
             "the model is not wrapped, so its gradients would not be summed over ranks.",

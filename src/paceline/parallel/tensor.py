@@ -1,0 +1,387 @@
+"""Tensor and sequence parallel: several ranks compute each layer together. A front to `parallelize_module`.
+
+It finds the plan of common models, checks sizes and heads before anything is split, and logs the plan.
+torch splits the weights and exchanges the activations.
+
+Source of the split: Shoeybi et al., Megatron-LM, arXiv:1909.08053; of the sequence: Korthikanti et al.,
+Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel import loss_parallel as torch_loss_parallel
+
+from paceline import log
+from paceline.errors import ConfigError
+from paceline.job.job import Job
+from paceline.parallel import fsdp as _strategy  # noqa: F401 - its strategy trains split models too
+from paceline.parallel.modules import SHARDED, agree_on_parameters, is_sharded, refuse_module
+
+Plan = Mapping[str, str | ParallelStyle]
+
+COLWISE, ROWWISE, GATHERED, SEQUENCE = "colwise", "rowwise", "colwise_gather_output", "sequence"
+_EMBEDDING = "embedding_rowwise"  # Hugging Face's name
+_STYLES = {
+    COLWISE: COLWISE,
+    ROWWISE: ROWWISE,
+    GATHERED: GATHERED,
+    "colwise_rep": GATHERED,  # in older releases of Transformers
+    _EMBEDDING: _EMBEDDING,
+    SEQUENCE: SEQUENCE,
+}
+# Usual names of linear layers: (inputs of a module, its output). A module is split if all its linear layers
+# have such names, with at least one input and one output.
+_PAIRS = (
+    (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj")),
+    (("wq", "wk", "wv"), ("wo",)),
+    (("query", "key", "value"), ("out", "proj")),
+    (("gate_proj", "up_proj"), ("down_proj",)),
+    (("w1", "w3"), ("w2",)),
+    (("fc1",), ("fc2",)),
+    (("lin1",), ("lin2",)),
+    (("up",), ("down",)),
+)
+_HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads")
+_KV_HEADS = ("n_kv_heads", "n_kv_head", "num_kv_heads", "num_key_value_heads")
+_enabled: AbstractContextManager[Any] | None = None  # of `loss_parallel`
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+def tensor_parallel(
+    job: Job,
+    module: nn.Module,
+    *,
+    plan: Plan | None = None,
+    sequence: bool = False,
+    loss_parallel: bool = False,
+) -> nn.Module:
+    """Split the layers of `module` over the axis `tp` of the job's mesh, in place.
+
+    The ranks of the axis get the same samples. Weights become those of the first rank of the axis. With an
+    axis of one rank the module is returned as it is. Call `fsdp` afterwards if the mesh has data ranks too.
+
+    Numbers of heads that attention modules keep as attributes (`n_heads`, `num_heads`, ...) are divided by
+    the number of ranks, since each rank computes its share of them.
+
+    Args:
+        plan: For names of submodules, with `*` as in `"layers.*.attention.wq"`: "colwise" (split the output
+            features), "rowwise" (split the input features and add up the outputs),
+            "colwise_gather_output", "embedding_rowwise", or a `ParallelStyle` of torch. None takes the
+            module's own `tp_plan`, as Hugging Face's models have it, or finds attention and feed-forward
+            modules by the usual names of their linear layers. Rank 0 logs it.
+        sequence: Split the sequence (dim 1 of activations, a multiple of the number of ranks) between the
+            layers, so that norms and dropout need less memory. For models that repeat a block with norms,
+            attention and feed-forward.
+        loss_parallel: Keep the output of the last linear layer split over the vocabulary. The loss must be
+            torch's `cross_entropy`.
+
+    Raises:
+        ConfigError: a name of the plan matches no submodule; features or heads do not divide by the number of
+            ranks; no plan is known; the module is split already; an option has no effect.
+        RankDisagreement: the ranks' parameters differ.
+
+    Collective: all ranks, once for each model, in the same order.
+    """
+    size = 1 if job.mesh is None else job.mesh.tp
+    if is_sharded(module):
+        raise ConfigError(
+            "this module is split already.", fix="call tensor_parallel once, before paceline.fsdp."
+        )
+    refuse_module(job, module, wrap="paceline.tensor_parallel")
+    whole_plan = _known_plan(module) if plan is None else plan
+    styles = _resolve(module, whole_plan)
+    _refuse_uneven(module, styles, size)
+    blocks = _sequence_blocks(module, styles) if sequence else []
+    if loss_parallel and GATHERED not in styles.values():
+        raise ConfigError(
+            "loss_parallel has no effect: the plan has no layer whose output is gathered.",
+            fix=f'give the last linear layer in the plan, as {{"lm_head": "{GATHERED}"}}.',
+        )
+    if size == 1:
+        return module
+    agree_on_parameters(job, module, f"{styles=}, {sequence=}, {loss_parallel=}")
+    mesh: DeviceMesh = job.device_mesh["tp"]
+    try:
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
+    except RuntimeError as error:
+        job.reraise(error)
+    tied = _tied(module)
+    torch_plan = {
+        name: _torch_style(style, in_sequence=_is_inside(name, blocks), loss_parallel=loss_parallel)
+        for name, style in styles.items()
+    }
+    parallelize_module(module, mesh, torch_plan, src_data_rank=None)
+    _tie_again(module, tied)
+    _divide_heads(module, styles, size)
+    if sequence:
+        _split_sequence(module, blocks, styles, mesh)
+    if loss_parallel:
+        _enable_loss_parallel(job)
+    if job.rank == 0:
+        shown = ", ".join(f"{name}: {style}" for name, style in _summary(styles).items())
+        log.logger.info("tensor_parallel: %d ranks compute together: %s.", size, shown)
+    module.__dict__[SHARDED] = True
+    return module
+
+
+def _known_plan(module: nn.Module) -> Plan:
+    own = getattr(module, "tp_plan", None)
+    if own:
+        return dict(own)
+    plan: dict[str, str | ParallelStyle] = {}
+    for path, parent in module.named_modules():
+        linears = {n: c for n, c in parent.named_children() if isinstance(c, nn.Linear)}
+        prefix = f"{path}." if path else ""
+        for inputs, outputs in _PAIRS:
+            first = [name for name in inputs if name in linears]
+            last = [name for name in outputs if name in linears]
+            if first and len(last) == 1 and len(linears) == len(first) + 1:
+                plan |= {f"{prefix}{name}": COLWISE for name in first}
+                plan[f"{prefix}{last[0]}"] = ROWWISE
+    if not plan:
+        raise ConfigError(
+            f"no plan for tensor parallel is known for {type(module).__name__}.",
+            why="it has no `tp_plan`, and no submodule whose linear layers have the usual names, such as "
+            "q_proj, k_proj, v_proj and o_proj.",
+            fix='pass plan={"layers.*.attention.wq": "colwise", "layers.*.attention.wo": "rowwise", ...}.',
+        )
+    return plan
+
+
+def _resolve(module: nn.Module, plan: Plan) -> dict[str, str | ParallelStyle]:
+    """The plan with names of submodules instead of patterns."""
+    names = [name for name, _ in module.named_modules() if name]
+    styles: dict[str, str | ParallelStyle] = {}
+    for pattern, style in plan.items():
+        matches = [name for name in names if fnmatchcase(name, pattern)]
+        if not matches:
+            near = get_close_matches(pattern, [*names, *(_pattern(n) for n in names)], n=1)
+            raise ConfigError(
+                f"plan: {pattern!r} matches no submodule of {type(module).__name__}.",
+                fix=f"did you mean {near[0]!r}?" if near else "see model.named_modules().",
+            )
+        if isinstance(style, str):
+            if style not in _STYLES:
+                raise ConfigError(
+                    f"plan: the style {style!r} of {pattern!r} is not known.",
+                    fix=f"use one of {', '.join(_STYLES)}, or a ParallelStyle of torch.",
+                )
+            style = _STYLES[style]
+        styles |= dict.fromkeys(matches, style)
+    return styles
+
+
+def _refuse_uneven(module: nn.Module, styles: Mapping[str, str | ParallelStyle], size: int) -> None:
+    for name, style in styles.items():
+        layer = module.get_submodule(name)
+        if isinstance(style, ParallelStyle) or style == SEQUENCE:
+            continue
+        if not isinstance(layer, nn.Embedding if style == _EMBEDDING else nn.Linear):
+            raise ConfigError(
+                f"plan: {name} is a {type(layer).__name__}, which {style!r} cannot split.",
+                fix="give names of nn.Linear, or of nn.Embedding for embedding_rowwise.",
+            )
+        if isinstance(layer, nn.Linear) and style != GATHERED:
+            what, features = "output", layer.out_features
+            if style == ROWWISE:
+                what, features = "input", layer.in_features
+            if features % size:
+                raise ConfigError(
+                    f"{name} has {features} {what} features, which do not divide by tp={size}.",
+                    fix="choose a tp that divides them, or leave the layer and its block out of the plan.",
+                )
+    for parent, attribute, heads in _heads(module, styles):
+        if heads % size:
+            raise ConfigError(
+                f"{parent or 'the module'} has {attribute}={heads}, which does not divide by tp={size}.",
+                why="each rank computes whole heads.",
+                fix=f"choose a tp that divides {heads}.",
+            )
+
+
+def _heads(
+    module: nn.Module, styles: Mapping[str, str | ParallelStyle]
+) -> list[tuple[str, str, int]]:
+    """Name of an attention module that is split, name of the attribute, and number of heads."""
+    found = []
+    for path in {name.rpartition(".")[0] for name, style in styles.items() if style == COLWISE}:
+        parent = module.get_submodule(path)
+        names = [n for n in (*_HEADS, *_KV_HEADS) if type(getattr(parent, n, None)) is int]
+        found += [(path, name, getattr(parent, name)) for name in names]
+        head_dim = getattr(parent, "head_dim", None)
+        if not names and type(head_dim) is int:
+            children = [n for n, _ in parent.named_children()]
+            for child in children:
+                if styles.get(f"{path}.{child}" if path else child) == COLWISE:
+                    features = parent.get_submodule(child).out_features
+                    found.append((path, f"heads of {child}", features // head_dim))  # type: ignore[operator]
+    return sorted(found)
+
+
+def _divide_heads(module: nn.Module, styles: Mapping[str, str | ParallelStyle], size: int) -> None:
+    for path, attribute, heads in _heads(module, styles):
+        parent = module.get_submodule(path)
+        if hasattr(parent, attribute):
+            setattr(parent, attribute, heads // size)
+
+
+def _torch_style(
+    style: str | ParallelStyle, *, in_sequence: bool, loss_parallel: bool
+) -> ParallelStyle:
+    if isinstance(style, ParallelStyle):
+        return style
+    if style == COLWISE:
+        return ColwiseParallel()
+    if style == GATHERED and loss_parallel:
+        return ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    if style == GATHERED:
+        return ColwiseParallel(output_layouts=Replicate())
+    if style == SEQUENCE:
+        return SequenceParallel(use_local_output=True)
+    if style == _EMBEDDING:
+        return RowwiseParallel(input_layouts=Replicate())
+    return RowwiseParallel(output_layouts=Shard(1) if in_sequence else Replicate())
+
+
+def _enable_loss_parallel(job: Job) -> None:
+    """Enable torch's `loss_parallel` until the job is left. torch's context cannot be entered twice."""
+    global _enabled
+    if _enabled is None:
+        _enabled = torch_loss_parallel()
+        _enabled.__enter__()
+        job.on_leave(_disable_loss_parallel)
+
+
+def _disable_loss_parallel() -> None:
+    global _enabled
+    if _enabled is not None:
+        _enabled.__exit__(None, None, None)
+        _enabled = None
+
+
+def _sequence_blocks(module: nn.Module, styles: dict[str, str | ParallelStyle]) -> list[str]:
+    """The blocks between which the sequence is split, in their order; adds their norms to `styles`."""
+    split = {name.rpartition(".")[0] for name, style in styles.items() if style == ROWWISE}
+    blocks: list[str] = []
+    for path, container in module.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        children = [f"{path}.{name}" if path else name for name, _ in container.named_children()]
+        inside = [any(s.startswith(f"{child}.") for s in split) for child in children]
+        if children and all(inside):
+            blocks = children
+            break
+    norms = [
+        f"{block}.{name}"
+        for block in blocks
+        for name, layer in module.get_submodule(block).named_children()
+        if isinstance(layer, _NORMS) or type(layer).__name__.endswith(("LayerNorm", "RMSNorm"))
+    ]
+    if not norms:
+        raise ConfigError(
+            "sequence=True: no repeated block with norms, attention and feed-forward was found.",
+            fix="leave sequence out, or pass a plan of torch's ParallelStyle objects.",
+        )
+    styles |= dict.fromkeys(norms, SEQUENCE)
+    return blocks
+
+
+def _split_sequence(
+    module: nn.Module,
+    blocks: list[str],
+    styles: Mapping[str, str | ParallelStyle],
+    mesh: DeviceMesh,
+) -> None:
+    """Split the sequence at the first block, gather it before each split module and after the last block."""
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] % mesh.size():
+            raise ConfigError(
+                f"the sequence has {x.shape[1]} elements, which do not divide by tp={mesh.size()}.",
+                fix="pad the sequences to a multiple of tp, or leave sequence=True out.",
+            )
+        whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Shard(1)]).to_local()
+
+    def gather(x: torch.Tensor) -> DTensor:
+        part = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+        return part.redistribute(placements=[Replicate()])
+
+    def before(change: Any) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (change(args[0]), *args[1:]), kwargs
+            name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+            return args, {**kwargs, name: change(kwargs[name])}
+
+        return hook
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (gather(output[0]).to_local(), *output[1:])
+        return gather(output).to_local()
+
+    for path in {name.rpartition(".")[0] for name, s in styles.items() if s == COLWISE}:
+        if _is_inside(path, blocks):
+            module.get_submodule(path).register_forward_pre_hook(before(gather), with_kwargs=True)
+    module.get_submodule(blocks[0]).register_forward_pre_hook(before(split), with_kwargs=True)
+    module.get_submodule(blocks[-1]).register_forward_hook(after)
+
+
+def _is_inside(name: str, blocks: list[str]) -> bool:
+    return any(name.startswith(f"{block}.") for block in blocks)
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one tensor."""
+    names: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _tie_again(module: nn.Module, tied: list[list[str]]) -> None:
+    for first, *others in tied:
+        kept = module.get_parameter(first)
+        for name in others:
+            other = module.get_parameter(name)
+            if getattr(other, "placements", None) != getattr(kept, "placements", None):
+                raise ConfigError(
+                    f"{first} and {name} are one parameter, but the plan splits them differently.",
+                    fix="split both in the same way, such as embedding_rowwise and "
+                    "colwise_gather_output, or leave both out of the plan.",
+                    parameters=[first, name],
+                )
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, kept)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
+
+
+def _summary(styles: Mapping[str, str | ParallelStyle]) -> dict[str, str]:
+    return {
+        _pattern(name): style if isinstance(style, str) else type(style).__name__
+        for name, style in styles.items()
+    }

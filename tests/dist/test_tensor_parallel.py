@@ -1,0 +1,219 @@
+"""Layers that are split over ranks, alone and with FSDP, train as on one process; wrong plans are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_gpt import GPT, Block, make_tokens, token_loss
+from small_trainings import refusals
+from torch import nn
+
+import paceline
+from paceline import Mesh
+from paceline.testing import run_ranks
+
+Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
+
+HEAD = {"head": "colwise_gather_output"}
+VOCABULARY = {"tokens": "embedding_rowwise", **HEAD}
+PLAN = {
+    "layers.*.attention.w[qkv]": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.feed_forward.fc1": "colwise",
+    "layers.*.feed_forward.fc2": "rowwise",
+}
+
+
+def _train(job: Any, folder: str | None, until: int, **options: Any) -> Result:
+    net = GPT().double()
+    with torch.no_grad():
+        net.norm.bias.add_(job.rank)  # ranks begin with the weights of rank 0
+        if options.pop("tied", False):
+            net.head.weight = net.tokens.weight
+    model = paceline.tensor_parallel(job, net, **options)
+    model = paceline.fsdp(job, model, blocks=Block)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # 11 samples in steps of 4: the last step has 3, and some ranks of the data axis have none.
+    batches = paceline.Batches(job, make_tokens(11), global_batch=4, micro_batch=1)
+    checkpoints = paceline.Checkpoints(folder, every_steps=2) if folder else None
+    training = paceline.Training(
+        job, model, optimizer, batches, count="tokens", checkpoints=checkpoints
+    )
+    losses, norms = [], []
+    for step in training.steps(until=until):
+        step.run(lambda batch: token_loss(model, batch))
+        step.update(clip_norm=0.5)
+        losses.append(float(step.loss))
+        norms.append(float(step.grad_norm))
+    result = paceline.evaluate(
+        job, model, make_tokens(5), lambda m, batch: {"loss": token_loss(m, batch)}, micro_batch=2
+    )
+    losses.append(result.loss)
+    whole = training._context.strategy.whole_state(model)
+    return losses, norms, {name: value.detach().clone() for name, value in whole.items()}
+
+
+def _assert_close(got: Result, want: Result) -> None:
+    # float64; AdamW divides by roots of squared gradients, which makes differences of 1e-16 larger.
+    assert got[0] == pytest.approx(want[0], rel=1e-8)
+    assert got[1] == pytest.approx(want[1], rel=1e-8)
+    for name, value in want[2].items():
+        torch.testing.assert_close(got[2][name], value, rtol=1e-6, atol=1e-8)
+
+
+LAYOUTS: list[tuple[int, Mesh]] = [
+    (2, Mesh(tp=2)),
+    (4, Mesh(tp=2, dp_shard=2)),
+    (4, Mesh(tp=2, dp_replicate=2)),
+    (4, Mesh(tp=4)),
+]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"plan": {**PLAN, **VOCABULARY}, "loss_parallel": True},
+    {"sequence": True},
+    {"plan": {**PLAN, **HEAD}, "sequence": True, "loss_parallel": True},
+]
+
+
+def _each(job: Any) -> list[Result]:
+    return [_train(job, None, 5, **options) for options in OPTIONS]
+
+
+@pytest.mark.parametrize(("nproc", "mesh"), LAYOUTS)
+def test_it_trains_as_one_process(nproc: int, mesh: Mesh) -> None:
+    want = run_ranks(_train, None, 5, nproc=1)[0]
+    for results in run_ranks(_each, nproc=nproc, mesh=mesh):
+        for got in results:
+            _assert_close(got, want)
+
+
+def _tied(job: Any) -> Result:
+    return _train(job, None, 3, plan={**PLAN, **VOCABULARY}, tied=True)
+
+
+def test_tied_weights_stay_tied() -> None:
+    want = run_ranks(_tied, nproc=1)[0]
+    for got in run_ranks(_tied, nproc=2, mesh=Mesh(tp=2)):
+        _assert_close(got, want)
+        torch.testing.assert_close(got[2]["head.weight"], got[2]["tokens.weight"], rtol=0, atol=0)
+
+
+def test_a_checkpoint_is_resumed_on_other_layouts(tmp_path: Path) -> None:
+    want = run_ranks(_train, None, 8, nproc=1)[0]
+    folder = str(tmp_path / "run")
+    run_ranks(_train, folder, 2, nproc=4, mesh=Mesh(tp=2, dp_shard=2))
+    run_ranks(_train, folder, 4, nproc=2, mesh=Mesh(tp=2))
+    run_ranks(_train, folder, 6, nproc=3, mesh=Mesh(dp_shard=3))
+    got = run_ranks(_train, folder, 8, nproc=1)[0]
+    _assert_close((want[0][:6] + got[0], want[1][:6] + got[1], got[2]), want)
+
+
+def _llama(job: Any) -> tuple[list[float], int]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 12}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = paceline.tensor_parallel(job, LlamaForCausalLM(config).double())
+    held = sum(paceline.parallel.modules.local(p).numel() for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_tokens(8), global_batch=4)
+    training = paceline.Training(job, model, optimizer, batches, count="tokens")
+    losses = []
+    for step in training.steps(until=4):
+        for ids, _ in step:
+            out = model(input_ids=ids, labels=ids)
+            step.backward(
+                out.loss, count=paceline.count_labels(ids, shifted=True), reduction="mean"
+            )
+        step.update()
+        losses.append(float(step.loss))
+    return losses, held
+
+
+def test_the_plan_of_a_hugging_face_model() -> None:
+    pytest.importorskip("transformers")
+    (want, whole), *_ = run_ranks(_llama, nproc=1)
+    for got, held in run_ranks(_llama, nproc=2, mesh=Mesh(tp=2)):
+        assert got == pytest.approx(want, rel=1e-10)
+        assert held < 0.55 * whole
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 7), nn.Linear(7, 4)
+
+
+WRONG = {
+    "names": "'layers.*.attention.w_q' matches no submodule of GPT",
+    "near": "did you mean 'layers.*.attention.wq'?",
+    "style": "the style 'columns' of 'head' is not known",
+    "kind": "plan: norm is a LayerNorm, which 'colwise' cannot split",
+    "features": "fc1 has 7 output features, which do not divide by tp=2",
+    "heads": "layers.0.attention has n_heads=3, which does not divide by tp=2",
+    "unknown": "no plan for tensor parallel is known for Linear",
+    "twice": "split already",
+    "loss": "loss_parallel has no effect",
+    "sequence": "no repeated block with norms",
+    "length": "the sequence has 7 elements, which do not divide by tp=2",
+    "fp16": "precision='fp16' is not supported with tensor_parallel",
+    "exact": "reproducible",
+    "ddp": "ddp keeps the whole model on each rank, but the mesh is tp=2",
+    "alone": "the mesh is tp=2, but the model is not split over it",
+    "early": "the optimizer holds 24 parameters that are in no model",
+}
+
+
+def _refused(job: Any, kind: str) -> None:
+    net: Any = GPT()
+    options: dict[str, Any] = {}
+    if kind in ("names", "near"):
+        options["plan"] = {"layers.*.attention.w_q": "colwise"}
+    if kind == "style":
+        options["plan"] = {"head": "columns"}
+    if kind == "kind":
+        options["plan"] = {"norm": "colwise"}
+    if kind == "features":
+        net = Odd()
+    if kind == "heads":
+        net.layers[0].attention.n_heads = 3
+    if kind == "unknown":
+        net = nn.Linear(2, 2)
+    if kind == "sequence":
+        net, options["sequence"] = net.layers[0].feed_forward, True
+    options |= {"loss_parallel": True} if kind == "loss" else {}
+    options |= {"sequence": True} if kind == "length" else {}
+    if kind == "ddp":
+        paceline.ddp(job, net)
+    early = torch.optim.SGD(net.parameters(), lr=0.1)
+    if kind != "alone":
+        net = paceline.tensor_parallel(job, net, **options)
+    if kind == "length":
+        net(torch.zeros(1, 7, dtype=torch.int64))
+    if kind == "twice":
+        paceline.tensor_parallel(job, net)
+    optimizer = early if kind == "early" else torch.optim.SGD(net.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_tokens(8), global_batch=4)
+    paceline.Training(
+        job,
+        net,
+        optimizer,
+        batches,
+        precision="fp16" if kind == "fp16" else "fp32",
+        reproducible=kind == "exact",
+    )
+
+
+def test_data_ranks_need_fsdp() -> None:
+    for found in run_ranks(refusals, _refused, [""], nproc=4, mesh=Mesh(tp=2, dp_shard=2)):
+        assert "would not be summed over the 2 data ranks" in found[""][1]
+
+
+def test_wrong_use_is_refused_on_all_ranks() -> None:
+    for found in run_ranks(refusals, _refused, list(WRONG), nproc=2, mesh=Mesh(tp=2)):
+        for kind, text in WRONG.items():
+            assert text in found.get(kind, ("", ""))[1], (kind, found.get(kind))
