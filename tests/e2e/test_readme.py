@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from launching import DEADLINE_S, finish, start
 
-TEXT = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
 (DIFF,) = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
 STEPS_PER_EPOCH = 63  # 4,000 samples, 64 in a step
 
@@ -34,6 +35,15 @@ def _losses(folder: Path) -> list[float]:
 
 def test_it_is_short() -> None:
     assert len(TEXT.splitlines()) <= 80
+
+
+def test_the_result_of_the_diff_is_an_example() -> None:
+    example = (ROOT / "examples" / "port.py").read_text().split('"""', 2)[2]
+    assert _lines(example) == _lines(_program("+"))
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line]
 
 
 def test_the_program_before_the_port_runs() -> None:
