@@ -290,7 +290,6 @@ WRONG = {
     "blocks": "'layers.*' matches no submodule",
     "twice": "sharded already",
     "early": "make the optimizer after paceline.fsdp",
-    "repeated": "no repeated layer with parameters was found in Linear",
     "tied": "blocks.0.inner.weight and blocks.1.inner.weight are one parameter",
     "init": "init has no effect",
     "offload": "cpu_offload has no effect",
@@ -307,8 +306,6 @@ def _refused(job: Any, kind: str) -> None:
     early = torch.optim.SGD(net.parameters(), lr=0.1)
     if kind == "unused":
         net.extra = nn.Linear(1, 1).double()
-    if kind == "repeated":
-        paceline.fsdp(job, net.first)
     if kind == "tied":
         net.blocks[1].inner.weight = net.blocks[0].inner.weight
     if kind == "meta":

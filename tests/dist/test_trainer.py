@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small_gpt import GPT, make_tokens
 from small_trainings import backwards, loss_sum, make_data, refusals, weights_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline import Mesh
 from paceline.testing import run_ranks
 
 
@@ -104,7 +106,7 @@ def _bucket_sizes(job: Any) -> list[int]:
         lambda parameters: torch.optim.SGD(parameters, lr=1e-5),
         data,
         global_batch=2 * job.world_size,
-        wrap=partial(paceline.ddp, bucket_mb=1.0),
+        strategy=partial(paceline.ddp, bucket_mb=1.0),
         callbacks=[Note()],
     )
     trainer.fit(1)
@@ -264,3 +266,54 @@ def test_tokens_batchnorm_stops_and_wrong_arguments_on_any_number_of_ranks() -> 
             assert got[0] == pytest.approx(tokens, rel=1e-9)
             assert got[1] == pytest.approx(norms, rel=1e-9)
             assert got[2:] == (2, 4)  # epochs; buckets of 1 MiB
+
+
+def _with_strategies(job: Any, strategies: list[Any]) -> list[tuple[list[float], float]]:
+    found = []
+    for strategy in strategies:
+        trainer = paceline.Trainer(
+            lambda: GPT().double(),
+            paceline.PerToken(_token_sum),
+            _adam,
+            make_tokens(10),
+            global_batch=4,
+            validation=paceline.Validation(dataset=make_tokens(5), micro_batch=2),
+            strategy=strategy,
+            callbacks=[events := Losses()],
+        )
+        result = trainer.fit(2, micro_batch=1, clip_norm=1.0)
+        found.append((events.seen, result.evaluation.loss))
+    return found
+
+
+def _token_sum(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return loss, targets.numel()
+
+
+class Losses(paceline.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_end(self, event: paceline.StepEnd) -> None:
+        self.seen.append(float(event.step.loss))
+
+
+def test_a_strategy_changes_nothing_else() -> None:
+    (want,) = run_ranks(_with_strategies, ["ddp"], nproc=1)[0]
+    meshes = [(2, None), (2, Mesh(tp=2)), (4, Mesh(tp=2, dp_shard=2)), (3, Mesh(dp_replicate=3))]
+    for nproc, mesh in meshes:
+        strategies = ["ddp", "fsdp"] if mesh is None else [mesh]
+        for results in run_ranks(_with_strategies, strategies, nproc=nproc, mesh=mesh):
+            for losses, evaluation in results:
+                assert losses == pytest.approx(want[0], rel=1e-9)
+                assert evaluation == pytest.approx(want[1], rel=1e-9)
+
+
+def test_strategies_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(paceline.ConfigError, match='strategy must be "ddp", "fsdp"'):
+        _with_strategies(None, ["sharded"])
+    with pytest.raises(paceline.ConfigError, match="Trainer does not support pipelines"):
+        _with_strategies(None, [Mesh(pp=2)])
+    with pytest.raises(paceline.ConfigError, match="the strategy is tp=2, but the job was joined"):
+        run_ranks(_with_strategies, [Mesh(tp=2)], nproc=2)

@@ -49,6 +49,7 @@ MAY_DEFER = {
     "job/job.py": "DeviceMesh takes 0.1 s, and only jobs with a mesh need it",
     "machine.py": "psutil takes 20 ms, and only messages need it",
     "parallel/modules.py": "FSDP2 takes 0.5 s, and only sharded models need it",
+    "parallel/choose.py": "FSDP2 takes 0.5 s, and only split models need it",
     "checkpoint/layout.py": "torch's DCP takes 0.6 s, and only those who save need it",
     "checkpoint/store.py": "fsspec takes 0.1 s, and is needed for URLs alone",
     "checkpoint/export.py": "safetensors is optional",

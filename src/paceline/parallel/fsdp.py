@@ -72,7 +72,7 @@ def fsdp(
         blocks: The submodules whose parameters are gathered together: classes of submodules (`Block`),
             patterns of their names (`"layers.*"`), or several of both. Usually the repeated layer of the
             model. None finds it: the class that is repeated in a `ModuleList` or `Sequential` and holds
-            most parameters. Rank 0 logs it.
+            most parameters. Without one all parameters are gathered together. Rank 0 logs the choice.
         param_dtype: The dtype of gathered parameters, and so of the computation, such as torch.bfloat16.
             Sharded parameters, sums of gradients and the optimizer keep their own dtype. None: that too.
         reshard_after_forward: Whether parameters of a block are freed after its forward and gathered again
@@ -162,25 +162,23 @@ def _is_split_over_data(p: torch.Tensor) -> bool:
     return isinstance(p, DTensor) and "dp_shard" in (p.device_mesh.mesh_dim_names or ())
 
 
-def _repeated_layer(job: Job, module: nn.Module) -> type[nn.Module]:
-    """The class that is repeated in a container and holds most parameters."""
+def _repeated_layer(job: Job, module: nn.Module) -> list[type[nn.Module]]:
+    """The class that is repeated in a container and holds most parameters; none if there is no such class."""
     totals: Counter[type[nn.Module]] = Counter()
     for container in module.modules():
         if isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            kinds = Counter(type(child) for child in container.children())
+            number_of = Counter(type(child) for child in container.children())
             for child in container.children():
-                if kinds[type(child)] > 1:
+                if number_of[type(child)] > 1:
                     totals[type(child)] += sum(p.numel() for p in child.parameters())
-    if not any(totals.values()):
-        raise ConfigError(
-            f"no repeated layer with parameters was found in {type(module).__name__}.",
-            fix='give blocks=: a class of submodules, or a pattern of their names such as "layers.*".',
-        )
-    kind = totals.most_common(1)[0][0]
-    if job.rank == 0:
-        number = sum(type(layer) is kind for layer in module.modules())
-        log.logger.info("fsdp: the blocks are the %d modules %s.", number, kind.__name__)
-    return kind
+    kinds = [kind for kind, size in totals.most_common(1) if size]
+    if job.rank == 0 and kinds:
+        number = sum(type(layer) is kinds[0] for layer in module.modules())
+        log.logger.info("fsdp: the blocks are the %d modules %s.", number, kinds[0].__name__)
+    elif job.rank == 0:
+        text = "fsdp: no repeated layer was found, so all parameters are gathered together; see blocks=."
+        log.logger.info(text)
+    return kinds
 
 
 def _refuse_tied_blocks(module: nn.Module, names: Sequence[str]) -> None:

@@ -22,8 +22,9 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
 from paceline.errors import ConfigError
 from paceline.job.job import Job, current, join
+from paceline.job.mesh import Mesh
 from paceline.metrics.logger import Logger
-from paceline.parallel.ddp import ddp
+from paceline.parallel.choose import Wrap, refuse_strategy, wrap_for
 from paceline.parallel.modules import unwrap
 from paceline.parallel.syncbn import plain_batchnorms, sync_batchnorm
 from paceline.training.callbacks import (
@@ -140,9 +141,9 @@ class Trainer:
         schedule: A function that returns the schedule of the optimizer it is given; see `Training`.
         schedule_metric: For `ReduceLROnPlateau`, the result of the evaluation that it gets; None is "loss".
         reproducible: Whether the result is bit for bit equal on any number of ranks.
-        wrap: A function of the job and the module that wraps the model, such as
-            `functools.partial(paceline.ddp, compress="bf16")` or
-            `functools.partial(paceline.fsdp, blocks=Block)`.
+        strategy: "ddp", "fsdp", or a `Mesh`, with which the job is joined: layers are split over `tp`,
+            parameters are sharded over `dp_shard`. For options, a function of the job and the module, such
+            as `functools.partial(paceline.fsdp, blocks=Block)`.
         desync_every: Number of steps between comparisons of the replicas; see `Training`.
         desync_also: Compared besides weights and optimizer state; see `Training`.
         loggers: Where metrics go besides `folder`/metrics.jsonl; see `Training.report`.
@@ -165,7 +166,7 @@ class Trainer:
     schedule: Callable[[torch.optim.Optimizer], Schedule] | None = None
     schedule_metric: str | None = None
     reproducible: bool = False
-    wrap: Callable[[Job, nn.Module], nn.Module] = ddp
+    strategy: str | Mesh | Wrap = "ddp"
     desync_every: int | None = None
     desync_also: Collection[str] = ()
     loggers: Sequence[Logger] = ()
@@ -177,6 +178,7 @@ class Trainer:
                 "optimizer must be a function from parameters to an optimizer.",
                 fix="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
             )
+        refuse_strategy(self.strategy)
         self._callbacks = Callbacks(self.callbacks)
         self.loss = _summing(self.loss)
         self._reduction: Reduction = "mean" if _is_mean(self.loss) else "sum"
@@ -209,7 +211,9 @@ class Trainer:
         Collective: all ranks, same arguments.
         """
         joined = current()
-        with contextlib.nullcontext(joined) if joined else join(seed=seed) as job:
+        mesh = self.strategy if isinstance(self.strategy, Mesh) else None
+        with contextlib.nullcontext(joined) if joined else join(seed=seed, mesh=mesh) as job:
+            self._refuse_other_mesh(job)
             batches = Batches(
                 job,
                 self.data,
@@ -229,6 +233,15 @@ class Trainer:
                 evaluation=evaluation,
             )
 
+    def _refuse_other_mesh(self, job: Job) -> None:
+        if isinstance(self.strategy, Mesh):
+            wanted = self.strategy.resolve(job.world_size, job.local_world_size)
+            if wanted != job.mesh:
+                raise ConfigError(
+                    f"the strategy is {wanted}, but the job was joined with {job.mesh or 'no mesh'}.",
+                    fix="paceline.join(mesh=...) with the same mesh, or let `fit` join the job.",
+                )
+
     def _prepare(
         self, job: Job, batches: Batches, folder: str | Path | None, resume: str
     ) -> Training:
@@ -236,7 +249,7 @@ class Trainer:
         module = module.to(job.device)
         if job.data.size > 1 and plain_batchnorms(module) and not self.reproducible:
             module = sync_batchnorm(job, module)
-        model = self.wrap(job, module)
+        model = wrap_for(self.strategy, job, module)
         optimizer = self.optimizer(model.parameters())
         checkpoints = None
         if folder is not None:
