@@ -4,14 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.demo
+COMMANDS := run verify doctor explain ckpt init completion
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo check test test-slow test-all bench bench-all clean
+.PHONY: help setup demo check docs test test-slow test-all bench bench-all clean
 
 help:
 	@echo "make setup     build .venv with the paceline command in it"
 	@echo "make demo      train a small net on handwritten digits, on 2 processes"
-	@echo "make check     format, lint, types, layering"
+	@echo "make check     format, lint, types, layering, documentation"
+	@echo "make docs      build the documentation site in build/site"
 	@echo "make test      unit, dist and e2e tests"
 	@echo "make test-slow the exhaustive matrices (about an hour)"
 	@echo "make test-all  both"
@@ -42,6 +44,13 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_layers.py
+	@$(MAKE) --no-print-directory docs
+
+# Strict: a link to a page or heading that does not exist fails. A warm cache would hide warnings, so it is cleared.
+docs: $(STAMP)
+	@mkdir -p build/help
+	@for command in $(COMMANDS); do COLUMNS=100 $(BIN)/paceline $$command --help > build/help/$$command.txt || exit 1; done
+	$(BIN)/zensical build --strict --clean
 
 # Two at a time, a file in one process: a test waits for its processes about a third of the time.
 test: $(STAMP)
@@ -77,4 +86,4 @@ bench-all: bench
 	$(BIN)/python benchmarks/probe.py
 
 clean:
-	rm -rf $(VENV) runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) runs dist build .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

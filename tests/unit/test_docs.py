@@ -1,4 +1,4 @@
-"""Links of the documentation, and the pages that source code names, exist."""
+"""Links and pages that source code names exist; the site has all pages and all public names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import paceline
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 SOURCES = sorted(
     path
     for folder in ("src", "tests", "examples", "benchmarks")
@@ -29,3 +32,30 @@ def test_pages_that_source_code_names_exist() -> None:
     named = {page for path in SOURCES for page in re.findall(r"docs/[\w/-]+\.md", path.read_text())}
     assert len(named) > 5
     assert {page for page in named if not (ROOT / page).exists()} == set()
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"[\w/-]+\.md$", nav, flags=re.M)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_pages_of_the_site_link_to_files_of_the_site() -> None:
+    """`zensical build --strict` checks links to pages, but not to other files."""
+    outside = {}
+    for page in DOCS.rglob("*.md"):
+        links = re.findall(
+            r"\]\(([^)\s#]+)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+        )
+        local = [link for link in links if not re.match(r"\w+:", link)]
+        wrong = [link for link in local if not (page.parent / link).resolve().is_relative_to(DOCS)]
+        if wrong:
+            outside[page.name] = wrong
+    assert outside == {}
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    described = re.findall(r"^::: paceline\.(\w+)$", pages, flags=re.M)
+    errors = re.findall(r"^\| `(\w+)` \|", (DOCS / "reference/errors.md").read_text(), flags=re.M)
+    assert sorted([*described, *errors, "__version__"]) == paceline.__all__
