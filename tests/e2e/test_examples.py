@@ -130,8 +130,8 @@ def test_a_starter_script_trains_and_resumes(tmp_path: Path, options: list[str])
     outputs = [_run([*PACELINE, "2", "go.py"], tmp_path) for _ in range(2)]
     found = [re.search(r"accuracy ([\d.]+) on 500 samples", output) for output in outputs]
     assert all(each is not None and float(each[1]) > 0.95 for each in found), outputs
-    assert len((tmp_path / "runs/train/metrics.jsonl").read_text().splitlines()) == 320
-    assert (tmp_path / "runs/train/model.pth").exists()
+    assert len((tmp_path / "runs/go/metrics.jsonl").read_text().splitlines()) == 320
+    assert (tmp_path / "runs/go/model.pth").exists()
 
 
 def test_finetuning_gives_the_same_loss_on_any_ranks_and_with_fsdp(tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ def main(argv: Sequence[str]) -> int:
     file: Path = args.file
     try:
         with file.open("x", encoding="utf-8") as out:
-            out.write(text.replace("train.py", file.name))
+            # Each script has its own folder, so that none resumes from the checkpoints of another.
+            out.write(
+                text.replace("train.py", file.name).replace("runs/train", f"runs/{file.stem}")
+            )
     except OSError as error:
         print(f"paceline init: {file} cannot be written: {error.strerror}.", file=sys.stderr)
         return ExitCode.CANNOT_CREATE

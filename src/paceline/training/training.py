@@ -372,7 +372,8 @@ class Training:
         if differing:
             raise CheckpointError(
                 f"the checkpoint and this training keep different objects: {', '.join(differing)}.",
-                fix="call training.keep(...) with the same objects as the run that saved it.",
+                fix="call training.keep(...) with the same objects as the run that saved it; if this is"
+                " another training, give it another folder.",
             )
         if ("exponents" in (_strategy_state(saved) or {})) != self.reproducible:
             raise CheckpointError(
