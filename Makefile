@@ -48,7 +48,7 @@ check: $(STAMP)
 
 # Strict: a link to a page or heading that does not exist fails. A warm cache would hide warnings, so it is cleared.
 docs: $(STAMP)
-	@mkdir -p build/help
+	@rm -rf build/site && mkdir -p build/help
 	@for command in $(COMMANDS); do COLUMNS=100 $(BIN)/paceline $$command --help > build/help/$$command.txt || exit 1; done
 	$(BIN)/zensical build --strict --clean
 
