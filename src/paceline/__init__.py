@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from paceline.parallel.ddp import ddp as ddp
     from paceline.parallel.fsdp import fsdp as fsdp
     from paceline.parallel.modules import unwrap as unwrap
+    from paceline.parallel.parameter_server import ParameterServer as ParameterServer
+    from paceline.parallel.parameter_server import ServerClient as ServerClient
+    from paceline.parallel.parameter_server import connect_server as connect_server
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
     from paceline.parallel.tensor import tensor_parallel as tensor_parallel
     from paceline.training.callbacks import BestCheckpoint as BestCheckpoint
@@ -85,6 +88,7 @@ _HOMES = {
     "Checkpoints": "paceline.checkpoint.manager",
     "CollectiveTimeout": "paceline.errors",
     "ConfigError": "paceline.errors",
+    "connect_server": "paceline.parallel.parameter_server",
     "count_labels": "paceline.training.labels",
     "CountError": "paceline.errors",
     "CSV": "paceline.metrics.csv_table",
@@ -117,6 +121,7 @@ _HOMES = {
     "NonFinite": "paceline.errors",
     "on_rank0": "paceline.job.collectives",
     "PacelineError": "paceline.errors",
+    "ParameterServer": "paceline.parallel.parameter_server",
     "PeerFailed": "paceline.errors",
     "PerEpoch": "paceline.training.schedules",
     "PerToken": "paceline.training.trainer",
@@ -125,6 +130,7 @@ _HOMES = {
     "RankDisagreement": "paceline.errors",
     "SampleError": "paceline.errors",
     "SaveFailed": "paceline.errors",
+    "ServerClient": "paceline.parallel.parameter_server",
     "spawn": "paceline.launch.spawning",
     "Step": "paceline.training.step",
     "StepEnd": "paceline.training.callbacks",

@@ -1,0 +1,513 @@
+"""The parameter server: equal to one process, bounded staleness, killed and joining workers, snapshots.
+
+Tests of one worker, or of the server alone, run it in this process. Those of failures start processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+import paceline
+from paceline.testing import digest
+
+USERS, ITEMS, WIDTH = 60, 40, 8
+PUSHES, BATCH, RATE = 900, 64, 0.5
+TIMEOUT_S = 30.0
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "paceline.parallel.ddp"]
+)
+
+
+def _adagrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=RATE)
+
+
+def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE)
+
+
+def _sparse_adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SparseAdam(parameters, lr=0.01)
+
+
+def _tables() -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(1)
+    return {
+        "users": torch.randn(USERS, WIDTH, generator=source) / 4,
+        "items": torch.randn(ITEMS, WIDTH, generator=source) / 4,
+    }
+
+
+def _batch(
+    seed: int, step: int, size: int = BATCH, *, distinct: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs of a user and an item, and whether the user likes it: the sign of a hidden product."""
+    hidden = torch.Generator().manual_seed(0)
+    tastes, traits = (
+        torch.randn(USERS, 3, generator=hidden),
+        torch.randn(ITEMS, 3, generator=hidden),
+    )
+    source = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    users = torch.randint(USERS, (size,), generator=source)
+    items = torch.randint(ITEMS, (size,), generator=source)
+    if distinct:
+        users = torch.randperm(USERS, generator=source)[: ITEMS // 2]
+        items = torch.randperm(ITEMS, generator=source)[: ITEMS // 2]
+    return users, items, ((tastes[users] * traits[items]).sum(1) > 0).float()
+
+
+def _loss(users: Tensor, items: Tensor, likes: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits((users * items).sum(1), likes)
+
+
+def _accuracy(tables: dict[str, Tensor]) -> float:
+    users, items, likes = _batch(99, 0, 4000)
+    scores = (tables["users"][users] * tables["items"][items]).sum(1)
+    return float(((scores > 0) == (likes > 0)).float().mean())
+
+
+def _step(client: paceline.ServerClient, seed: int, step: int, *, distinct: bool = False) -> None:
+    users, items, likes = _batch(seed, step, distinct=distinct)
+    _loss(client.pull("users", users), client.pull("items", items), likes).backward()
+    client.push()
+
+
+def _alone(
+    make: Callable[..., torch.optim.Optimizer], steps: int, *, distinct: bool = False
+) -> dict[str, Tensor]:
+    """The same training in one process, with `nn.Embedding(sparse=True)`."""
+    modules = {
+        name: nn.Embedding.from_pretrained(value.clone(), freeze=False, sparse=True)
+        for name, value in _tables().items()
+    }
+    optimizers = [make([module.weight]) for module in modules.values()]
+    for step in range(steps):
+        users, items, likes = _batch(0, step, distinct=distinct)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        _loss(modules["users"](users), modules["items"](items), likes).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: module.weight.detach() for name, module in modules.items()}
+
+
+def _servers(
+    folder: Path, count: int = 1, make: Any = _adagrad, **options: Any
+) -> list[paceline.ParameterServer]:
+    return [
+        paceline.ParameterServer(
+            _tables(), make, folder / f"{index}.json", shard=(index, count), **options
+        )
+        for index in range(count)
+    ]
+
+
+class _Connected:
+    """Servers of this process, and clients of them."""
+
+    def __init__(self, folder: Path, count: int = 1, make: Any = _adagrad, **options: Any) -> None:
+        self.servers = _servers(folder, count, make, **options)
+        self.files = [folder / f"{index}.json" for index in range(count)]
+
+    def __enter__(self) -> _Connected:
+        for server in self.servers:
+            server.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers:
+            server.close()
+
+    def client(self, **options: Any) -> paceline.ServerClient:
+        return paceline.connect_server(*self.files, **({"timeout_s": TIMEOUT_S} | options))
+
+
+@pytest.mark.parametrize("make", [_sgd, _adagrad, _sparse_adam])
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_worker_trains_as_one_process(tmp_path: Path, make: Any, count: int) -> None:
+    for distinct in (True, False):
+        with _Connected(tmp_path, count, make, max_staleness=0) as to, to.client() as client:
+            for step in range(10):
+                _step(client, 0, step, distinct=distinct)
+            found = client.snapshot()
+        assert found["version"] == 10
+        expected = _alone(make, 10, distinct=distinct)
+        assert not torch.equal(expected["users"], _tables()["users"])
+        if distinct:
+            assert digest(found["parameters"]) == digest(expected)
+        else:
+            # torch adds up the parts of a row that a batch uses several times in another order.
+            torch.testing.assert_close(found["parameters"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_snapshot_continues_on_another_number_of_servers(tmp_path: Path) -> None:
+    with _Connected(tmp_path, 2) as to, to.client() as client:
+        for step in range(10):
+            _step(client, 0, step, distinct=True)
+        assert client.save(tmp_path / "saved.pt") == 10
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    for count in (1, 3):
+        to = _Connected(tmp_path, count)
+        for server in to.servers:
+            server.load(saved)
+        with to, to.client() as client:
+            for step in range(10, 20):
+                _step(client, 0, step, distinct=True)
+            found = client.snapshot()
+        assert found["version"] == 20
+        assert digest(found["parameters"]) == digest(_alone(_adagrad, 20, distinct=True))
+    assert {path.name for path in tmp_path.iterdir()} == {"saved.pt"}
+
+
+def test_dense_parameters_and_clipping(tmp_path: Path) -> None:
+    table, weight = torch.ones(5, 2), torch.full((2, 1), 2.0)
+    make = {"rows": _sgd, "weight": lambda p: torch.optim.Adam(p, lr=0.1)}
+    server = paceline.ParameterServer(
+        {"rows": table}, make, tmp_path / "s", dense={"weight": weight}
+    )
+    with server, paceline.connect_server(tmp_path / "s", clip_norm=0.5) as client:
+        rows, dense = client.pull("rows", torch.tensor([[1, 3], [3, 3]])), client.pull_dense()
+        assert rows.shape == (2, 2, 2)
+        (rows @ dense["weight"]).sum().backward()
+        client.push()
+        found = client.snapshot()["parameters"]
+    # The gradients are (2, 2) for row 1, three times that for row 3, and (4, 4) for the weight.
+    gradient = torch.tensor([[0.0, 0], [2, 2], [0, 0], [6, 6], [0, 0]])
+    norm = (gradient.square().sum() + 32).sqrt()
+    torch.testing.assert_close(found["rows"], table - RATE * 0.5 / norm * gradient)
+    torch.testing.assert_close(found["weight"], weight - 0.1)
+
+
+def test_bytes_pulled_are_those_of_the_rows_used(tmp_path: Path) -> None:
+    wide = {"rows": torch.zeros(5000, 256)}
+    sizes = []
+    with paceline.ParameterServer(wide, _sgd, tmp_path / "s"):
+        for count in (10, 100, 1000):
+            with paceline.connect_server(tmp_path / "s") as client:
+                ids = torch.arange(count).repeat(3)  # each row is sent once
+                client.pull("rows", ids).sum().backward()
+                client.push()
+                sizes.append((client.bytes_pulled, client.bytes_pushed))
+    for count, (pulled, pushed) in zip((10, 100, 1000), sizes, strict=True):
+        assert 0 < pulled - count * 256 * 4 < 100  # the header
+        assert 0 < pushed - count * (256 * 4 + 8) < 200
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_fast_worker_waits_for_the_slowest(tmp_path: Path, bound: int) -> None:
+    with _Connected(tmp_path, max_staleness=bound) as to, to.client() as slow, to.client() as fast:
+        slow.pull("users", torch.tensor([0]))  # it has joined, and has not pushed
+        leads, waits = [], threading.Event()
+
+        def race() -> None:
+            for step in range(bound + 3):
+                if step == bound + 1:
+                    waits.set()
+                _step(fast, 1, step)
+                leads.append(fast.lead)
+
+        with ThreadPoolExecutor() as pool:
+            racing = pool.submit(race)
+            assert waits.wait(TIMEOUT_S)
+            with to.client() as watching:
+                assert watching.snapshot()["version"] == bound + 1  # it cannot go on
+            _step(slow, 0, 0)
+            _step(slow, 0, 1)
+            racing.result(TIMEOUT_S)
+    assert max(leads) == bound + 1
+    assert len(leads) == bound + 3
+
+
+def test_a_worker_without_requests_is_dropped(tmp_path: Path) -> None:
+    with _Connected(tmp_path, max_staleness=0, worker_timeout_s=0.5) as to:
+        with to.client() as silent, to.client() as fast:
+            silent.pull("users", torch.tensor([0])).sum().backward()
+            for step in range(3):
+                _step(fast, 1, step)
+            assert fast.version == 3
+            with pytest.raises(
+                paceline.PeerFailed, match="connection to the parameter server is c"
+            ):
+                silent.push()
+        with to.client() as again:
+            _step(again, 0, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_snapshot_has_all_tables_at_one_version(tmp_path: Path, count: int) -> None:
+    """Each push subtracts 1 from all rows of both tables, so their values show the version."""
+    tables = {"a": torch.zeros(64, 4), "b": torch.zeros(64, 4)}
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1.0)
+
+    files = [tmp_path / f"{index}.json" for index in range(count)]
+    servers = [
+        paceline.ParameterServer(tables, make, file, shard=(index, count), max_staleness=1000)
+        for index, file in enumerate(files)
+    ]
+    stop = threading.Event()
+
+    def push() -> None:
+        with paceline.connect_server(*files) as client:
+            while not stop.is_set():
+                ids = torch.arange(64)
+                (client.pull("a", ids).sum() + client.pull("b", ids).sum()).backward()
+                client.push()
+
+    for server in servers:
+        server.__enter__()
+    with ThreadPoolExecutor() as pool:
+        pushing = [pool.submit(push) for _ in range(2)]
+        with paceline.connect_server(*files) as client:
+            versions = []
+            while not versions or versions[-1] < 60:
+                found = client.snapshot()
+                versions.append(found["version"])
+                for value in found["parameters"].values():
+                    assert value.unique().tolist() == [-found["version"]]
+        stop.set()
+        for each in pushing:
+            each.result(TIMEOUT_S)
+    for server in servers:
+        server.close()
+    assert len(set(versions)) > 2
+
+
+def _work(
+    pipe: multiprocessing.connection.Connection, files: list[Path], seed: int, pushes: int
+) -> None:
+    torch.set_num_threads(1)
+    with paceline.connect_server(*files, timeout_s=TIMEOUT_S) as client:
+        step = 0
+        while client.version < pushes:
+            _step(client, seed, step)
+            step += 1
+            if step in (1, 50):
+                pipe.send(step)
+        pipe.send(("done", step, client.lead))
+
+
+def _start(files: list[Path], seed: int) -> tuple[Any, multiprocessing.connection.Connection]:
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_work, args=(theirs, files, seed, PUSHES))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _receive(pipe: multiprocessing.connection.Connection) -> Any:
+    assert pipe.poll(TIMEOUT_S), "a worker did not report"
+    return pipe.recv()
+
+
+def test_three_workers_one_killed_one_joining(tmp_path: Path) -> None:
+    with _Connected(tmp_path, make=_adagrad, max_staleness=4) as to:
+        first = [_start(to.files, seed) for seed in (1, 2, 3)]
+        assert [_receive(pipe) for _, pipe in first] == [1, 1, 1]
+        killed, pipe = first[0]
+        assert _receive(pipe) == 50
+        killed.kill()
+        killed.join()
+        joined = _start(to.files, 4)
+        assert _receive(joined[1]) == 1
+        for process, pipe in (*first[1:], joined):
+            while not isinstance(report := _receive(pipe), tuple):
+                pass
+            assert report[0] == "done"
+            assert report[1] > 50
+            assert report[2] <= 5
+            process.join()
+            assert process.exitcode == 0
+        to.servers[0].wait(workers=4)
+        with to.client() as client:
+            found = client.snapshot()
+    synchronous = _accuracy(_alone(_adagrad, PUSHES))
+    assert found["version"] >= PUSHES
+    assert synchronous > 0.93  # it has learned: half of the pairs are liked
+    assert abs(_accuracy(found["parameters"]) - synchronous) < 0.01
+
+
+def test_torch_rpc_admits_nobody_after_a_member_was_killed() -> None:
+    """Why the parameter server does not use torch.distributed.rpc. If this fails, think about it again."""
+    with _rpc_members() as start:
+        first, address = start("first", 0, None)
+        killed, _ = start("killed", 1, address)
+        killed.kill()
+        killed.join()
+        _, joined = start("late", 2, address)
+        assert joined is None, "RPC has learned to leave a dead member out"
+        assert first.is_alive()
+
+
+def _rpc_member(
+    pipe: multiprocessing.connection.Connection, name: str, rank: int, port: int
+) -> None:
+    os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=3)
+    try:
+        rpc.init_rpc(name, rank=rank, rpc_backend_options=options)
+    except (RuntimeError, torch.distributed.DistError):
+        pipe.send(None)
+        return
+    pipe.send(port)
+    pipe.recv()  # until the parent ends this process
+
+
+class _rpc_members:
+    def __enter__(self) -> Callable[..., tuple[Any, int | None]]:
+        self._started: list[tuple[Any, multiprocessing.connection.Connection]] = []
+        return self._start
+
+    def _start(self, name: str, rank: int, port: int | None) -> tuple[Any, int | None]:
+        if port is None:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_rpc_member, args=(theirs, name, rank, port))
+        process.start()
+        theirs.close()
+        self._started.append((process, ours))
+        return process, _receive(ours)
+
+    def __exit__(self, *_: object) -> None:
+        for process, pipe in self._started:
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[paceline.ServerClient]:
+    with _Connected(tmp_path) as to, to.client() as client:
+        yield client
+
+
+def test_wrong_requests(client: paceline.ServerClient) -> None:
+    with pytest.raises(paceline.ConfigError, match=r"no table 'user'(.|\n)*did you mean 'users'"):
+        client.pull("user", torch.tensor([0]))
+    for row in (-1, USERS):
+        with pytest.raises(
+            paceline.ConfigError, match=f"row {row} is not in table 'users' of 60 rows"
+        ):
+            client.pull("users", torch.tensor([3, row]))
+    with pytest.raises(paceline.ConfigError, match=r"must be int64, got torch\.int32"):
+        client.pull("users", torch.tensor([0], dtype=torch.int32))
+    with pytest.raises(paceline.GradientError, match="nothing to push"):
+        client.push()
+    (client.pull("users", torch.tensor([0])) * float("nan")).sum().backward()
+    with pytest.raises(paceline.NonFinite, match="gradients of users have NaN"):
+        client.push()
+    with torch.no_grad():
+        assert not client.pull("users", torch.tensor([0])).requires_grad
+    assert client.pull("users", torch.empty(0, 2, dtype=torch.int64)).shape == (0, 2, WIDTH)
+    assert client.snapshot()["version"] == 0
+
+
+def test_the_server_checks_what_a_client_sends(client: paceline.ServerClient) -> None:
+    ids, good = torch.tensor([1]), torch.zeros(1, WIDTH)
+    push = {"do": "push", "names": ["users"], "begins": True, "ends": True}
+    for header, tensors, text in (
+        ({"do": "jump"}, [], "unknown request 'jump'"),
+        (push | {"names": ["nobody"]}, [], "no parameter 'nobody'"),
+        (push, [torch.tensor([USERS]), good], "row ids must be"),
+        (push, [ids, torch.zeros(1, 3)], "does not fit"),
+        (push, [ids, good.double()], "does not fit"),
+    ):
+        with pytest.raises(paceline.ConfigError, match=text):
+            client._ask(0, header, tensors)
+    with pytest.raises(paceline.NonFinite, match="pushed gradient"):
+        client._ask(0, push, [ids, good / 0])
+    assert client._ask(0, push, [ids, good])[0] == {"version": 1, "lead": 0, "tensors": []}
+
+
+def test_a_connection_without_the_key_is_closed(tmp_path: Path) -> None:
+    with _Connected(tmp_path) as to:
+        host, _, port = to.servers[0].address.partition(":")
+        assert (tmp_path / "0.json").stat().st_mode & 0o777 == 0o600
+        for text in (b'{"key": "0", "tensors": []}', b"[]", b"GET / HTTP/1.1", b"", b"\xff" * 5000):
+            with socket.create_connection((host, int(port)), TIMEOUT_S) as plain:
+                plain.sendall(len(text).to_bytes(4, "big") + text)
+                plain.settimeout(TIMEOUT_S)
+                try:
+                    assert plain.recv(100) == b""
+                except ConnectionResetError:
+                    assert len(text) == 5000  # closed before it was read
+        with to.client() as client:
+            _step(client, 0, 0)
+
+
+def test_wrong_servers(tmp_path: Path) -> None:
+    def server(tables: Any = None, make: Any = _sgd, **options: Any) -> paceline.ParameterServer:
+        tables = _tables() if tables is None else tables
+        return paceline.ParameterServer(tables, make, tmp_path / "s", **options)
+
+    for text, call in (
+        ("no parameters", lambda: server({})),
+        ("Adam cannot train table 'users'", lambda: server(make=torch.optim.Adam)),
+        (
+            "state 'momentum_buffer' is sparse",
+            lambda: server(make=lambda p: torch.optim.SGD(p, lr=1, momentum=0.9)),
+        ),
+        ("no entry for 'items'", lambda: server(make={"users": _sgd})),
+        ("is a table and a dense parameter", lambda: server(dense={"users": torch.zeros(1)})),
+        (r"must be \(rows, ...\)", lambda: server({"a": torch.zeros(3)})),
+        ("floating-point dtype", lambda: server({"a": torch.zeros(3, 2, dtype=torch.int64)})),
+        ("not one interface", lambda: server(listen="0.0.0.0:0")),
+        ("not an index", lambda: server(shard=(2, 2))),
+        ("at least 0", lambda: server(max_staleness=-1)),
+        ("cannot listen on 192.0.2.1:0", lambda: server(listen="192.0.2.1:0").__enter__()),
+        ("needs the file", paceline.connect_server),
+        ("must be more than 0", lambda: paceline.connect_server(tmp_path, clip_norm=0.0)),
+    ):
+        with pytest.raises(paceline.ConfigError, match=text):
+            call()
+    with pytest.raises(paceline.CheckpointError, match="nothing for 'users'"):
+        server().load({"version": 0, "parameters": {}})
+    with pytest.raises(paceline.CollectiveTimeout, match=r"within 0\.2 s: .* does not exist"):
+        paceline.connect_server(tmp_path / "none", timeout_s=0.2)
+    reason = "of server 1 of 2, and was given as 0 of 2"
+    with _Connected(tmp_path, 2) as to, pytest.raises(paceline.ConfigError, match=reason):
+        paceline.connect_server(*reversed(to.files))
+
+
+def test_a_server_that_ends_or_stops_answering(tmp_path: Path) -> None:
+    with _Connected(tmp_path) as to:
+        client = to.client(timeout_s=0.5)
+        to.servers[0]._held["users"].lock.acquire()  # as an overloaded server
+        with pytest.raises(paceline.CollectiveTimeout, match=r"did not answer within 0\.5 s"):
+            client.pull("users", torch.tensor([0]))
+        to.servers[0]._held["users"].lock.release()
+        client = to.client()
+        to.servers[0].close()
+        with pytest.raises(paceline.PeerFailed, match="is closed"):
+            client.pull("users", torch.tensor([0]))
+        client.close()
+
+
+def test_an_optimizer_that_fails_ends_the_server(tmp_path: Path) -> None:
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if len(self.param_groups[0]["params"][0]) > 1:
+                raise RuntimeError("out of order")
+
+    with _Connected(tmp_path, make=Fails) as to, to.client() as client:
+        with pytest.raises(paceline.PeerFailed, match="the server failed: out of order"):
+            _step(client, 0, 0)
+        with pytest.raises(RuntimeError, match="out of order"):
+            to.servers[0].wait()
