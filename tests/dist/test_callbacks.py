@@ -142,8 +142,8 @@ def _freeze(job: Any) -> dict[str, list[list[float]]]:
 
     found = {}
     for name, options in {
-        "find_unused": {"wrap": partial(paceline.ddp, find_unused=True)},
-        "reproducible": {"reproducible": True, "wrap": partial(paceline.ddp, find_unused=True)},
+        "find_unused": {"strategy": partial(paceline.ddp, find_unused=True)},
+        "reproducible": {"reproducible": True, "strategy": partial(paceline.ddp, find_unused=True)},
     }.items():
         first = First()
         _trainer(Unfreeze(), first, **options).fit(3)
