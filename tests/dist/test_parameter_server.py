@@ -252,6 +252,19 @@ def test_a_worker_without_requests_is_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
+def test_nobody_waits_forever_for_a_client_that_stopped(tmp_path: Path, count: int) -> None:
+    with _Connected(tmp_path, count, worker_timeout_s=0.5) as to:
+        with to.client() as frozen, to.client() as worker:
+            frozen._ask(0, {"do": "hold"})  # in the middle of a snapshot
+            _step(worker, 0, 0)
+            assert worker.version == 1
+        with to.client() as frozen, to.client() as watching:
+            header = {"do": "push", "names": [], "begins": True, "ends": False}
+            frozen._ask(0, header)  # in the middle of a push to several servers
+            assert watching.snapshot()["version"] == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
 def test_a_snapshot_has_all_tables_at_one_version(tmp_path: Path, count: int) -> None:
     """Each push subtracts 1 from all rows of both tables, so their values show the version."""
     tables = {"a": torch.zeros(64, 4), "b": torch.zeros(64, 4)}

@@ -24,7 +24,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
@@ -289,6 +289,7 @@ class ParameterServer:
         self._steps: dict[int, int] = {}  # pushes of each worker that trains
         self._idle_since: dict[int, float] = {}  # of workers without a request in work
         self._pushing: set[int] = set()
+        self._copies: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}  # not fetched yet
         self._holder: int | None = None  # who takes a snapshot; pushes wait
         self._failure: BaseException | None = None
         self._listener: socket.socket | None = None
@@ -460,6 +461,7 @@ class ParameterServer:
             self._connections.pop(worker, None)
             self._steps.pop(worker, None)
             self._idle_since.pop(worker, None)
+            self._copies.pop(worker, None)
             self._pushing.discard(worker)
             if self._holder == worker:
                 self._holder = None
@@ -471,27 +473,32 @@ class ParameterServer:
         task = header["do"]
         if task == "pull":
             if header["trains"]:
-                self._wait_for_slower_workers(worker, connection)
+                with self._changed:
+                    self._steps.setdefault(worker, min(self._steps.values(), default=0))
+                self._wait(connection, lambda: self._may_pull(worker), self._slowest)
             given = iter(tensors)
             wanted = [self._find(name) for name in header["names"]]
             return {}, [held.read(next(given) if held.is_table else None) for held in wanted]
         if task == "push":
-            return self._push(worker, header, tensors)
+            return self._push(worker, connection, header, tensors)
         if task == "end":
             return self._end_push(worker), []
         if task == "hold":
-            with self._changed:
-                self._changed.wait_for(lambda: self._holder is None or self._listener is None)
-                self._holder = worker
-                self._changed.wait_for(lambda: not self._pushing or self._listener is None)
+            self._hold(worker, connection)
             return {}, []
-        if task == "snapshot":
-            return self._copy(header["optimizer"])
+        if task == "copy":
+            copy = self._copy(header["optimizer"])
+            with self._changed:
+                self._copies[worker] = copy
+            return {}, []
         if task == "release":
             with self._changed:
                 self._holder = None
                 self._changed.notify_all()
             return {}, []
+        if task == "fetch":
+            with self._changed:
+                return self._copies.pop(worker)
         raise ConfigError(f"unknown request {task!r}.")
 
     def _find(self, name: str) -> _Held:
@@ -499,17 +506,22 @@ class ParameterServer:
             raise ConfigError(f"this server has no parameter {name!r}.")
         return self._held[name]
 
-    def _wait_for_slower_workers(self, worker: int, connection: _Connection) -> None:
-        """Wait while this worker is ahead of the slowest one by more than the bound."""
+    def _wait(
+        self,
+        connection: _Connection,
+        ready: Callable[[], bool],
+        blockers: Callable[[], Iterable[int]],
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Wait until `ready`, call `then` under the lock; drop blocking workers that make no request."""
         while True:
             with self._changed:
-                self._steps.setdefault(worker, min(self._steps.values(), default=0))
-                if self._changed.wait_for(lambda: self._may_pull(worker), _NOTICE_S):
+                if self._changed.wait_for(lambda: ready() or self._listener is None, _NOTICE_S):
+                    then()
                     return
-                slowest = min(self._steps.values())
                 limit = time.monotonic() - self._worker_timeout_s
-                for other, steps in self._steps.items():
-                    if steps == slowest and self._idle_since.get(other, math.inf) < limit:
+                for other in blockers():
+                    if self._idle_since.get(other, math.inf) < limit:
                         log.logger.warning(
                             "worker %d was dropped: others wait for it, and it made no request for %g s.",
                             other,
@@ -519,12 +531,32 @@ class ParameterServer:
             # Shows this worker that the server lives, and ends this wait if the worker has gone.
             connection.send({"waiting": True})
 
+    def _slowest(self) -> list[int]:
+        least = min(self._steps.values())
+        return [worker for worker, steps in self._steps.items() if steps == least]
+
+    def _hold(self, worker: int, connection: _Connection) -> None:
+        def take() -> None:
+            self._holder = worker
+
+        self._wait(connection, self._is_released, self._holders, take)
+        self._wait(connection, lambda: not self._pushing, lambda: self._pushing)
+
+    def _is_released(self) -> bool:
+        return self._holder is None
+
+    def _holders(self) -> list[int]:
+        return [] if self._holder is None else [self._holder]
+
     def _may_pull(self, worker: int) -> bool:
-        lead = self._steps[worker] - min(self._steps.values())
-        return lead <= self._max_staleness or self._listener is None
+        return self._steps[worker] - min(self._steps.values()) <= self._max_staleness
 
     def _push(
-        self, worker: int, header: dict[str, Any], tensors: list[Tensor]
+        self,
+        worker: int,
+        connection: _Connection,
+        header: dict[str, Any],
+        tensors: list[Tensor],
     ) -> tuple[dict[str, Any], list[Tensor]]:
         given, work = iter(tensors), []
         for name in header["names"]:
@@ -532,9 +564,9 @@ class ParameterServer:
             ids = next(given) if held.is_table else None
             work.append((held, held.check(ids, next(given))))
         if header["begins"]:
-            with self._changed:
-                self._changed.wait_for(lambda: self._holder is None or self._listener is None)
-                self._pushing.add(worker)
+            self._wait(
+                connection, self._is_released, self._holders, lambda: self._pushing.add(worker)
+            )
         for held, (rows, gradient) in work:
             held.apply(rows, gradient)
         return (self._end_push(worker) if header["ends"] else {}), []
@@ -714,12 +746,14 @@ class ServerClient:
         try:
             shards = range(len(self._connections))
             for shard in shards:
-                self._send(shard, {"do": "snapshot", "optimizer": optimizer})
-            replies = [self._receive(shard) for shard in shards]
+                self._send(shard, {"do": "copy", "optimizer": optimizer})
+            for shard in shards:
+                self._receive(shard)
+            self._ask(0, {"do": "release"})
+            replies = [self._ask(shard, {"do": "fetch"}) for shard in shards]
         except BaseException:
             self.close()  # a server may still hold back the pushes of others for this client
             raise
-        self._ask(0, {"do": "release"})
         merged: Snapshot = {"version": replies[0][0]["version"], "parameters": {}}
         merged["optimizer"] = {}
         for shard, (header, tensors, _) in enumerate(replies):
