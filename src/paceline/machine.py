@@ -197,8 +197,13 @@ def process_status(pid: int) -> tuple[str, int] | None:
 
     Ranks that wait in a collective call it; importing psutil would slow down the start of every rank.
     """
-    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    fields = stat_fields(f"/proc/{pid}")
     return (fields[0], int(fields[19])) if fields else None
+
+
+def stat_fields(folder: str) -> list[str]:
+    """The fields from the state on of a process or thread, by its folder in /proc; empty if it has ended."""
+    return read_text(Path(folder, "stat")).rpartition(")")[2].split()
 
 
 def _duration(seconds: float) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure
 from paceline.errors import name_ranks
 from paceline.launch import bundle
 from paceline.launch.hang_watch import HangWatch
-from paceline.launch.local_ranks import LocalRanks, has_probe
+from paceline.launch.local_ranks import LocalRanks, count_of, has_probe
 from paceline.launch.messages import JobInfo, render_failure, render_restart
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.nodes import NodeRendezvous
@@ -110,7 +110,7 @@ class Agent(LocalElasticAgent):
             here = name_ranks([worker.global_rank for worker in group.workers])
             where = f" on {nodes} nodes, {here} on this one"
         parts = [
-            f"{world_size} rank{'s' if world_size > 1 else ''}{where}",
+            f"{count_of(world_size, 'rank')}{where}",
             self._threads,
             f"store {group.master_addr}:{group.master_port}",
             f"restarts {group.spec.max_restarts}",

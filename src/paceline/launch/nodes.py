@@ -92,12 +92,12 @@ class StateHolder(_StateHolder or object):  # type: ignore[misc]
         # After a pause of this process no node is called dead: the others may have paused too.
         paused = now - self._looked_at > self._window_s / 2
         self._looked_at = now
-        self._seen = {
-            node: before
-            if not paused and (before := self._seen.get(node, (None, 0.0)))[0] == beat
-            else (beat, now)
-            for node, beat in beats.items()
-        }
+        seen, self._seen = self._seen, {}
+        for node, beat in beats.items():
+            last = seen.get(node)
+            if paused or last is None or last[0] != beat:
+                last = (beat, now)
+            self._seen[node] = last
         dead = [node for node, (_, at) in self._seen.items() if now - at > self._window_s]
         self._dead_nodes = dead
         self.dead = (self.dead - beats.keys()) | set(dead)

@@ -26,8 +26,9 @@ from paceline.watch.straggler import (
     profiled_blocks,
 )
 
-_INTERVAL_S = 1.0, 3.0  # between two requests; the second if there were few collectives
-_FEW = 8  # collectives of each rank between two requests
+_INTERVAL_S = 1.0  # between two requests
+_FEW = 8  # collectives of each rank since the last request: then the interval is longer
+_LONG_INTERVAL_S = 3.0
 _KEPT = 1024  # collectives of each rank
 _PROFILE_S = 0.4, 300.0  # length of a profile: shortest and longest
 _ANSWER_S = 2.0  # for the answers of the ranks
@@ -68,7 +69,8 @@ class StragglerWatch:
                 return now < self._asked_at + self._seconds + _ANSWER_S
             self._handle_answers(now, alive)
         elif entered > self._entered:
-            interval_s = _INTERVAL_S[entered - self._entered < _FEW * len(alive)]
+            few = entered - self._entered < _FEW * len(alive)
+            interval_s = _LONG_INTERVAL_S if few else _INTERVAL_S
             if now >= self._asked_at + interval_s:
                 self._entered, self._seconds = entered, 0.0
                 self._ask("arrivals", now, alive)
@@ -136,10 +138,10 @@ class StragglerWatch:
         assert self._host is not None
         pid = next(rank.pid for rank in alive if rank.rank == found.rank)
         cwd = os.getcwd()
-        script = read_place(found.place, cwd).script
-        where = "{}:{}".format(*script[0][:2]) if script else ""
-        if script and script[0][2].isidentifier():
-            where = f"{script[0][2]}() at {where}"
+        stack = read_place(found.place, cwd)
+        where = stack.place
+        if stack.script and (function := stack.script[0][2]).isidentifier():
+            where = f"{function}() at {where}"
         if found.phase == "data" and (workers := describe_workers(pid, cwd)):
             where += f", waiting for a loader worker: {'; '.join(workers[:2])}"
         process = f"host {socket.gethostname()}, pid {pid}"

@@ -32,9 +32,8 @@ _DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.d
 _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
 # Bits of the fields of a signature. The remaining 6 bits hold the kind.
 _COUNT_BITS, _ROOT_BITS, _OP_BITS, _DTYPE_BITS = 34, 12, 4, 8
-_SMALL_BYTES = (
-    32 << 10
-)  # up to this size each rank reduces the whole tensor, which needs one round fewer
+# Up to this size each rank reduces the whole tensor, which needs one round fewer.
+_SMALL_BYTES = 32 << 10
 _POLLS = 40  # checks of the other ranks' counters before a collective yields
 _move = ctypes.memmove
 
@@ -123,8 +122,13 @@ class Collectives:
                     return
             yield
 
-    def _start(self, kind: str, dtype: torch.dtype, count: int, op: int, root: int) -> Collective:
-        """The first synchronization of a collective. It compares the calls of all ranks."""
+    def _synchronize_chunk(
+        self, begin: int, kind: str, dtype: torch.dtype, count: int, op: int, root: int
+    ) -> Collective:
+        """Synchronize for the chunk that begins at `begin`. The first compares the calls of all ranks."""
+        if begin:
+            yield from self._synchronize()
+            return
         own = _signature(kind, dtype, count, op, root)
         signatures = self.segment.signatures[self.round & 1]
         signatures[self._rank] = own
@@ -135,13 +139,13 @@ class Collectives:
 
     def barrier(self) -> Collective:
         """Wait until all ranks have called it."""
-        yield from self._start("barrier", torch.uint8, 0, 0, -1)
+        yield from self._synchronize_chunk(0, "barrier", torch.uint8, 0, 0, -1)
 
     def compare(
         self, kind: str, dtype: torch.dtype, count: int, *, op: int = 0, root: int = -1
     ) -> Collective:
         """Compare the calls of all ranks, and nothing more."""
-        yield from self._start(kind, dtype, count, op, root)
+        yield from self._synchronize_chunk(0, kind, dtype, count, op, root)
 
     def all_reduce(self, flat: torch.Tensor, op: int, bucket_id: int | None = None) -> Collective:
         """Reduce `flat` over the ranks, in place.
@@ -169,7 +173,7 @@ class Collectives:
         buckets, dtype = self.buckets, flat.dtype
         ids = self.segment.bucket_ids[self.round & 1]
         ids[self._rank] = bucket_id
-        yield from self._start("all_reduce", dtype, flat.numel(), op, -1)
+        yield from self._synchronize_chunk(0, "all_reduce", dtype, flat.numel(), op, -1)
         key = tuple(ids)
         if 0 in key:
             return False
@@ -210,10 +214,7 @@ class Collectives:
         for begin in range(0, max(1, total), max_count):
             round_number, count = self.round, min(max_count, total - begin)
             _move(segment.address(round_number, rank), source + begin * width, count * width)
-            if begin:
-                yield from self._synchronize()
-            else:
-                yield from self._start("all_reduce", dtype, total, op, -1)
+            yield from self._synchronize_chunk(begin, "all_reduce", dtype, total, op, -1)
             if count:
                 out = flat if count == total else flat[begin : begin + count]
                 parts = list(segment.views(round_number, dtype, 0, count))
@@ -235,10 +236,7 @@ class Collectives:
             own, end = (min(count, s * share) * width for s in (rank, rank + 1))
             _move(slot, source, own)  # everything except its own share
             _move(slot + end, source + end, count * width - end)
-            if begin:
-                yield from self._synchronize()
-            else:
-                yield from self._start("all_reduce", dtype, total, op, -1)
+            yield from self._synchronize_chunk(begin, "all_reduce", dtype, total, op, -1)
             for r in range(size):
                 first, last = (min(previous[1], s * share) for s in (r, r + 1))
                 _move(
@@ -267,10 +265,7 @@ class Collectives:
             slot = segment.address(round_number, rank)
             for r in range(size):
                 _move(slot + r * max_count * width, data[r] + begin * width, count * width)
-            if begin:
-                yield from self._synchronize()
-            else:
-                yield from self._start("reduce_scatter", dtype, piece, op, -1)
+            yield from self._synchronize_chunk(begin, "reduce_scatter", dtype, piece, op, -1)
             if count:
                 parts = segment.views(
                     round_number, dtype, rank * max_count, rank * max_count + count
@@ -308,10 +303,7 @@ class Collectives:
             round_number, size_bytes = self.round, min(slot_bytes, total - begin)
             if source is not None:
                 _move(segment.address(round_number, rank), data + begin, size_bytes)
-            if begin:
-                yield from self._synchronize()
-            else:
-                yield from self._start(kind, like.dtype, like.numel(), 0, root)
+            yield from self._synchronize_chunk(begin, kind, like.dtype, like.numel(), 0, root)
             for r, target in targets:
                 _move(target + begin, segment.address(round_number, r), size_bytes)
 

@@ -32,9 +32,8 @@ _TOTAL_BYTES = 32 << 20  # for all slots of a group; more only if slots have the
 _SLOT_BYTES = (64 << 10, 2 << 20)  # smallest and largest slot
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # x86-64 system call, shared between processes
 _syscall = ctypes.CDLL(None).syscall  # releases the interpreter lock during the call
-_MAX_VIEWS = (
-    256  # limit of cached tensor views; creating a view takes longer than reading a small slot
-)
+# Limit of cached tensor views. Creating a view takes longer than reading a small slot.
+_MAX_VIEWS = 256
 
 
 class SharedMemoryUnavailable(Exception):

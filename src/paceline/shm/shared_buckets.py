@@ -26,9 +26,8 @@ from paceline.log import logger
 from paceline.shm.segment import Segment
 
 MIN_BYTES = 64 << 10  # smaller tensors go through the slots, which needs one synchronization fewer
-_CHUNK_BYTES = (
-    1 << 20
-)  # reduced at once; the sum stays in the cache until it is written to all buckets
+# Reduced at once: the sum stays in the cache until it is written to all buckets.
+_CHUNK_BYTES = 1 << 20
 Parts = list[Sequence[torch.Tensor]]
 
 

@@ -34,7 +34,8 @@ from paceline.shm.collectives import CallMismatch, Collective, Collectives
 _LEFT, _FAILED = 1, 2
 _MAX_SPINS = 40  # polls before a rank sleeps, if each rank has a core: about 0.3 ms
 _SOON_S = 0.3e-3  # if the other ranks arrive within this time, spinning pays
-_SLEEP_S = (2e-3, 20e-3)  # longest sleep: at first, and after some sleeps
+_SLEEP_S, _LONG_SLEEP_S = 2e-3, 20e-3  # longest sleep: at first, and later
+_SHORT_SLEEPS = 10
 _CHECK_PEERS_S = 0.05  # interval at which a waiting rank checks whether the others are alive
 
 
@@ -206,21 +207,26 @@ class WorkQueue:
         """Run the queue until `work` is finished."""
         if timeout_s > 0:
             work.timeout_s = time.monotonic() - work.issued + timeout_s
-        self._run(work, brief=False)
+        self._run(work)
 
-    def _run(self, work: ShmWork, *, brief: bool) -> None:
-        """Run the queue until `work` is finished. With `brief`, return when it would have to sleep."""
+    def _run(self, work: ShmWork | None = None, *, brief: bool = False) -> None:
+        """Run the queue until `work` is finished; without `work`, until it is empty or closed.
+
+        Without `work` it does not spin. With `brief`, it returns when it would have to sleep.
+        """
         polls, checked = 0, time.monotonic()
-        while not work.done:
+        while (self._works and not self._closed) if work is None else not work.done:
             if self.advance():
                 polls = 0
                 continue
             polls += 1
-            if polls <= self._spins:
+            spins = 0 if work is None else self._spins
+            if polls <= spins:
                 continue
             if brief:
                 return
-            self._sleep(polls > self._spins + 10)
+            longest_s = _SLEEP_S if polls <= spins + _SHORT_SLEEPS else _LONG_SLEEP_S
+            self._segment.sleep(self._segment.rounds[self._segment.rank], longest_s)
             if (now := time.monotonic()) - checked > _CHECK_PEERS_S:
                 checked = now
                 self._check_peers(now)
@@ -239,9 +245,8 @@ class WorkQueue:
                     self._pop(head)
                 except CallMismatch as error:
                     self._fail(self._disagreement(error.args[0]), self._segment.rank)
-                except (
-                    BaseException
-                ) as error:  # after a KeyboardInterrupt, too, the ranks are out of step
+                except BaseException as error:
+                    # After a KeyboardInterrupt, too, the ranks are out of step.
                     self._fail(error, self._segment.rank)
                     if not isinstance(error, Exception):
                         raise
@@ -259,9 +264,6 @@ class WorkQueue:
             soon = now - self._waiting_since < _SOON_S
             self._spins = min(self._max_spins, 2 * self._spins) if soon else self._spins // 2 or 1
         self._waiting_since = now if self._works else 0.0
-
-    def _sleep(self, long: bool) -> None:
-        self._segment.sleep(self._segment.rounds[self._segment.rank], _SLEEP_S[long])
 
     def _pop(self, work: ShmWork) -> None:
         self._works.popleft()
@@ -347,7 +349,7 @@ class WorkQueue:
             if self._thread is None and not self._closed:
                 # The thread holds only a weak reference to the queue, so that unused groups are freed.
                 self._thread = threading.Thread(
-                    target=_serve,
+                    target=_run_in_background,
                     args=(weakref.ref(self), self._wake),
                     name="paceline-shm",
                     daemon=True,
@@ -355,17 +357,10 @@ class WorkQueue:
                 self._thread.start()
         self._wake.set()
 
-    def serve(self) -> bool:
+    def run_until_empty(self) -> bool:
         """Run the queue until it is empty, in the background thread. Returns False once it is closed."""
         self._wake.clear()
-        polls, checked = 0, time.monotonic()
-        while self._works and not self._closed:
-            polls = 0 if self.advance() else polls + 1
-            if polls:
-                self._sleep(polls > 10)
-            if (now := time.monotonic()) - checked > _CHECK_PEERS_S:
-                checked = now
-                self._check_peers(now)
+        self._run()
         return not self._closed
 
     def close(self) -> None:
@@ -397,11 +392,11 @@ class WorkQueue:
         self.close()
 
 
-def _serve(queue: weakref.ref[WorkQueue], wake: threading.Event) -> None:
+def _run_in_background(queue: weakref.ref[WorkQueue], wake: threading.Event) -> None:
     while True:
         wake.wait()
         found = queue()
-        if found is None or not found.serve():
+        if found is None or not found.run_until_empty():
             return
         del found
 

@@ -318,12 +318,21 @@ def number_of(evaluation: Evaluation, metric: str) -> float:
     Raises:
         ConfigError: there is no such result, or it is not one number.
     """
-    value = evaluation.values.get(metric)
-    if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return float(value)
-    known = [name for name, each in evaluation.values.items() if isinstance(each, int | float)]
+    numbers = numbers_of(evaluation)
+    if metric in numbers:
+        return numbers[metric]
     raise ConfigError(
         f"the evaluation has no number {metric!r}.",
         why=f"its results are {', '.join(evaluation.values) or 'none'}.",
-        fix=f"name one of {', '.join(known)}." if known else "return one from the score.",
+        fix=f"name one of {', '.join(numbers)}." if numbers else "return one from the score.",
     )
+
+
+def numbers_of(evaluation: Evaluation) -> dict[str, float]:
+    """The results of an evaluation that are one number."""
+    return {
+        name: float(value)
+        for name, value in evaluation.values.items()
+        if isinstance(value, int | float)
+        or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    }

@@ -29,12 +29,14 @@ from paceline.training import weight
 _WORDS_PER_S = 16.0
 _WORDS_PER_S_IN_MEMORY = 8.0
 _MAX_STEPS_PER_WORD = 128
-_HEAD = 6  # numbers before the losses: stop, step_s, save, save_failed, preempt, reduce
+_HEAD = 6  # numbers before the losses: the time of a step, and the five requests of `Word`
 _MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
 
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
+    """What all ranks know after an exchange: the requests of any rank, and the losses of some steps."""
+
     stop: bool
     save: bool
     save_failed: bool
@@ -122,8 +124,7 @@ class Control:
         size = len(self._losses)
         elapsed = time.perf_counter() - self._began
         sums = _to_host(self._losses)
-        head = [self._stop, elapsed / size, self.save, self.save_failed, bool(notice.received)]
-        head.append(self.reduce)
+        requests = [self._stop, self.save, self.save_failed, bool(notice.received), self.reduce]
         self.save = self.save_failed = self.reduce = False
         # A NaN spreads to all ranks within a step, so each step carries which ranks had one.
         rank = self._job.rank
@@ -133,7 +134,7 @@ class Control:
             sums, counts = [0.0] * size, [0.0] * size
         bits = [0.0 if math.isfinite(value) else bit for value in sums]
         # One tensor from one list: each further operation of torch costs microseconds.
-        word = torch.tensor([*map(float, head), *sums, *counts, *bits], dtype=torch.float64)
+        word = torch.tensor([elapsed / size, *requests, *sums, *counts, *bits], dtype=torch.float64)
         work: dist.Work | None = None
         if self._job.control is not None and not self.in_memory:
             work = dist.all_reduce(word, group=self._job.control, async_op=True)
@@ -153,7 +154,7 @@ class Control:
         except RuntimeError as error:
             self._job.reraise(error)
         numbers = word.tolist()
-        step_s = numbers[1] / self._job.world_size
+        step_s = numbers[0] / self._job.world_size
         sums, counts, bits = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(3))
         for i, total in enumerate(sums):
             if counts[i] == 0:
@@ -165,7 +166,7 @@ class Control:
         steps = round(1 / (per_s * max(step_s, 1e-6)))
         self._every = min(_MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
-        stop, save, save_failed, preempt, reduce = (numbers[i] > 0 for i in (0, 2, 3, 4, 5))
+        stop, save, save_failed, preempt, reduce = (number > 0 for number in numbers[1:_HEAD])
         return [
             Word(
                 stop=stop or preempt,

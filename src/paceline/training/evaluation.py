@@ -106,7 +106,7 @@ def evaluate(
     Collective: all ranks, same arguments.
     """
     job.refuse_if_left()
-    equal = is_sharded(model)  # then each forward is a collective
+    sharded = is_sharded(model)  # then each forward is a collective
     job.settle()
     equalize_buffers(job, model)
     requested = metrics or {}
@@ -114,10 +114,10 @@ def evaluate(
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in requested if name not in copies}
     autocast = autocast_of(precision, job.device) or nullcontext()
     share = batches_to_evaluate(
-        job, dataset, micro_batch=micro_batch, workers=workers, collate=collate, equal=equal
+        job, dataset, micro_batch=micro_batch, workers=workers, collate=collate, equal=sharded
     )
     own_results = _run(_without_ddp(model), share, score, copies, rows, autocast)
-    if equal:
+    if sharded:
         free_gathered(model)
     results = collectives.gather(job, own_results)
     if any(each["is_preempted"] for each in results):
@@ -302,7 +302,7 @@ def _concatenate_ranks(job: Job, rows: torch.Tensor | None) -> torch.Tensor:
     if rows is not None:
         padded[: len(rows)] = rows.detach().cpu()
     # Gloo has no bool; bytes carry every dtype.
-    parts = _gather_reports(job, padded.reshape(-1).view(torch.uint8))
+    parts = _gather_tensors(job, padded.reshape(-1).view(torch.uint8))
     whole = [
         part.view(dtype).reshape(padded.shape)[:count]
         for part, count in zip(parts, counts, strict=True)
@@ -310,7 +310,8 @@ def _concatenate_ranks(job: Job, rows: torch.Tensor | None) -> torch.Tensor:
     return torch.cat(whole)
 
 
-def _gather_reports(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
+def _gather_tensors(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of one rank for each share of the data, in order."""
     everyone = collectives.gather_tensor(job, tensor)
     return [everyone[rank] for rank in job.data.reporters]
 
@@ -337,7 +338,7 @@ def _merge_metric(job: Job, metric: Any, num_updates: list[int]) -> Any:
             whole = _concatenate_ranks(job, torch.cat(rows) if rows else None)
             setattr(metric, name, [whole.to(metric.device)])
             continue
-        parts = _gather_reports(job, state.detach().cpu())
+        parts = _gather_tensors(job, state.detach().cpu())
         stacked = torch.stack([parts[rank] for rank in busy]).to(metric.device)
         if reduction is None:
             merged = stacked if len(busy) > 1 else stacked[0]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigError, NonFinite
 from paceline.job.job import Job
 from paceline.parallel.modules import owned_parameters, unwrap
-from paceline.training.schedules import Schedule, TrainedSchedule, one_for_each
+from paceline.training.schedules import Schedule, TrainedSchedule, trained_schedules
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class TrainedOptimizer:
             p.grad = None
 
 
-def with_schedules(
+def trained_optimizers(
     models: list[torch.nn.Module],
     optimizers: list[Optimizer],
     schedule: Schedule | Sequence[Schedule | None] | None,
@@ -74,7 +74,7 @@ def with_schedules(
             "a training needs an optimizer.", fix="Training(job, model, optimizer, batches)."
         )
     trained = []
-    for optimizer, each in zip(optimizers, one_for_each(schedule, optimizers), strict=True):
+    for optimizer, each in zip(optimizers, trained_schedules(schedule, optimizers), strict=True):
         _refuse_closure(optimizer)
         owned = {id(p) for p in owned_parameters(optimizer)}
         own_models = [m for m in models if any(id(p) in owned for p in m.parameters())]

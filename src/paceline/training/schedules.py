@@ -106,7 +106,7 @@ class TrainedSchedule:
             self.scheduler.load_state_dict(state)
 
 
-def one_for_each(
+def trained_schedules(
     schedule: Schedule | Sequence[Schedule | None] | None, optimizers: Sequence[Optimizer]
 ) -> list[TrainedSchedule]:
     """The schedule of each optimizer, in their order.

@@ -262,19 +262,7 @@ class Step:
             weight.check_loss(loss, int(count) if known else None, reduction, self._where)
         if count != micro.count:
             weight.check_count(count, micro.count, context.count, self._where)
-        is_single = len(self._records) == 1
-        if record.is_skipped:
-            raise self._skipped_error("backward")
-        if not record.needs_backward:
-            raise self._error(
-                "this micro-batch had its `step.backward` already.",
-                fix="add the losses up, and call step.backward once for each micro-batch and optimizer.",
-            )
-        if next(each for each in self._records if each.needs_backward) is not record:
-            raise self._error(
-                "the backwards came in another order than the optimizers were given to Training.",
-                fix="give Training the optimizers in the order of their backwards.",
-            )
+        self._refuse_backward(record)
         record.needs_backward = False
         record.backwards += 1
         scaled = context.precision.scaler.scale(loss)
@@ -291,6 +279,7 @@ class Step:
             )
             if is_mean:
                 start = start * count
+        is_single = len(self._records) == 1
         inputs = None if is_single else record.trained.parameters
         try:
             context.strategy.backward(scaled, start, micro, inputs)
@@ -479,6 +468,20 @@ class Step:
             "this optimizer was not given to Training.",
             fix="Training(job, models, [optimizer, ...], batches).",
         )
+
+    def _refuse_backward(self, record: _Record) -> None:
+        if record.is_skipped:
+            raise self._skipped_error("backward")
+        if not record.needs_backward:
+            raise self._error(
+                "this micro-batch had its `step.backward` already.",
+                fix="add the losses up, and call step.backward once for each micro-batch and optimizer.",
+            )
+        if next(each for each in self._records if each.needs_backward) is not record:
+            raise self._error(
+                "the backwards came in another order than the optimizers were given to Training.",
+                fix="give Training the optimizers in the order of their backwards.",
+            )
 
     def _refuse_update(self, record: _Record) -> None:
         planned = self._planned.num_micro_batches

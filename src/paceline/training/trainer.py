@@ -36,6 +36,7 @@ from paceline.training.callbacks import (
     FitStart,
     StepEnd,
     number_of,
+    numbers_of,
 )
 from paceline.training.evaluation import Evaluation, Score, evaluate
 from paceline.training.schedules import Schedule
@@ -305,14 +306,15 @@ class Trainer:
                 call(EpochEnd(**facts, step=step))
             if validation is not None and validation.is_due(step, epochs):
                 evaluation = self._evaluate(training, validation)
-                training.log(**_numbers(evaluation))
+                numbers = numbers_of(evaluation).items()
+                values: dict[str, Any] = {f"validation_{name}": value for name, value in numbers}
+                training.log(**values)
                 if self._needs_metric:
                     training.step_schedule(number_of(evaluation, self.schedule_metric or "loss"))
                 call(EvaluationEnd(**facts, step=step, evaluation=evaluation))
         if evaluation is None and validation is not None:
-            evaluation = self._evaluate(
-                training, validation
-            )  # an earlier run finished the training
+            # An earlier run finished the training.
+            evaluation = self._evaluate(training, validation)
         call(FitEnd(**facts, evaluation=evaluation))
         return evaluation
 
@@ -366,12 +368,3 @@ def _summing(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_mean(loss: Callable[..., Any]) -> bool:
     return isinstance(loss, nn.Module) and getattr(loss, "reduction", "sum") == "mean"
-
-
-def _numbers(evaluation: Evaluation) -> dict[str, Any]:
-    return {
-        f"validation_{name}": float(value)
-        for name, value in evaluation.values.items()
-        if isinstance(value, int | float)
-        or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    }

@@ -44,7 +44,7 @@ from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import state, weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import Replicas
-from paceline.training.optimizers import refuse_non_finite_weights, with_schedules
+from paceline.training.optimizers import refuse_non_finite_weights, trained_optimizers
 from paceline.training.precision import Precision
 from paceline.training.schedules import Schedule
 from paceline.training.step import Step, StepContext
@@ -123,7 +123,7 @@ class Training:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.reproducible = reproducible
         self.number = 0
-        trained = with_schedules(self.models, self.optimizers, schedule)
+        trained = trained_optimizers(self.models, self.optimizers, schedule)
         self._context = StepContext(
             job=job,
             optimizers=trained,
@@ -148,7 +148,7 @@ class Training:
         self._is_in_loop = False
         self._replicas = Replicas(job, self.models, trained, desync_every, desync_also)
         self.checkpoints = checkpoints
-        self._is_resumed = checkpoints is None
+        self._is_resumed = False
         self._save_requested = self._is_best = False
         # The job must not keep the models alive, so it refers to this object weakly.
         weakref.finalize(self, job.on_leave(functools.partial(_leave, weakref.ref(self))))
@@ -473,14 +473,14 @@ class Training:
         if not self.reproducible:
             # Chosen again, because a communication hook may have been registered in the meantime.
             context.strategy = self._choose_strategy()
+            for model in self.models:
+                syncbn.warn_plain_batchnorm(self.job, model)
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         context.loop = 0 if self.job.peers is None else self.job.peers.new_loop()
         context.control.begin(self.number, new_loop=True)
         for trained in context.optimizers:
             trained.schedule.begin()
         self._stopping = self._preempted = False
-        for model in self.models if not self.reproducible else ():
-            syncbn.warn_plain_batchnorm(self.job, model)
         total = None
         if epochs is not None and self.batches.steps_per_epoch is not None:
             total = epochs * self.batches.steps_per_epoch
@@ -583,10 +583,9 @@ class Training:
             self.checkpoints.wait_until_copied()
 
     def _resume(self) -> None:
-        if self._is_resumed:
+        if self.checkpoints is None or self._is_resumed:
             return
         self._is_resumed = True
-        assert self.checkpoints is not None
         _, tensors = codec.encode(state.save(self.models, self.optimizers))
         size_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         like = state.templates(self.models, self.optimizers)

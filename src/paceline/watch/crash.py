@@ -87,9 +87,8 @@ def _lost_peer(error: BaseException | None) -> bool:
         if kinds[0] == "builtins.RuntimeError" and _module(error).startswith(_WAITING):
             return True
         if _OWN_ERRORS in kinds:
-            return (
-                False  # such as a CollectiveTimeout from a DistError: it says itself what happened
-            )
+            # Such as a CollectiveTimeout from a DistError: it says itself what happened.
+            return False
         error = error.__cause__
     return False
 

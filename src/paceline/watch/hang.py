@@ -64,8 +64,7 @@ def _explain_collective(states: Sequence[RankState], waiting: Sequence[RankState
     lines += _grouped(others, lambda state: f"in {_collective_text(state)}", "waits", "wait")
     if remote:
         lines.append(f"{name_ranks(remote)}: on other nodes, whose launchers have not answered")
-    crossed = [state for state in absent if state.waiting is not None]
-    if absent and len(crossed) == len(absent):
+    if absent and all(state.waiting is not None for state in absent):
         why = "two groups were entered in different orders, so each side waits for the other."
         fix = "use the groups in the same order on all ranks."
     elif absent:
@@ -77,9 +76,13 @@ def _explain_collective(states: Sequence[RankState], waiting: Sequence[RankState
         fix = "check that the ranks can reach each other on the job's network interface."
     # A rank in another collective is not busy, though a backend may use the CPU while it waits.
     busy = any(state.busy and state.waiting is None for state in absent)
-    alarm = not busy and not (remote and not absent)
+    alarm = not busy and bool(absent or not remote)
     # A notice is given once for a place in the script, an alarm once for a collective.
-    key = (call.group, call.number) if alarm else (call.name, *map(_place, absent))
+    key = (
+        (call.group, call.number)
+        if alarm
+        else (call.name, *(state.where.place for state in absent))
+    )
     return _hang(alarm, absent or stuck, lines, why, fix, key)
 
 
@@ -127,14 +130,15 @@ def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Ha
     largest_first = sorted(groups.items(), key=lambda item: -len(item[1]))
     lines: list[str] = []
     for text, members in largest_first:
-        inside = all(not calls[state.rank].over for state in members)
-        verb = ("waits in" if len(members) == 1 else "wait in") if inside else "called"
-        after = (
-            f", now in {_collective_text(members[0])}" if not inside and members[0].waiting else ""
-        )
-        if not lines:
-            verb = f"{_have(members)} waited {members[0].idle_s:.0f} s in" if inside else verb
-        lines.append(_with_ranks(members, f"{verb} {text}{after}"))
+        first = members[0]
+        if any(calls[state.rank].over for state in members):
+            now = f", now in {_collective_text(first)}" if first.waiting else ""
+            did = f"called {text}{now}"
+        elif lines:
+            did = f"{'waits' if len(members) == 1 else 'wait'} in {text}"
+        else:
+            did = f"{_have(members)} waited {first.idle_s:.0f} s in {text}"
+        lines.append(_with_ranks(members, did))
     names = {call.name for call in calls.values()}
     if len(names) > 1:
         why = f"the ranks called different collectives as number {number} of this group."
@@ -177,7 +181,7 @@ def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None
         why = "all ranks of this node wait; a rank on another node may not have arrived."
     alarm = not any(state.busy for state in rest)
     culprits = rest or ended or stuck
-    return _hang(alarm, culprits, lines, why, fix, ("others", *map(_place, alive)))
+    return _hang(alarm, culprits, lines, why, fix, ("others", *(s.where.place for s in alive)))
 
 
 def _waiters(stuck: Sequence[RankState], call: Call) -> list[str]:
@@ -213,12 +217,8 @@ def _is_same(call: Call | None, other: Call) -> bool:
     return call is not None and (call.group, call.number) == (other.group, other.number)
 
 
-def _place(state: RankState) -> str:
-    return "{}:{}".format(*state.where.script[0][:2]) if state.where.script else ""
-
-
 def _at(state: RankState) -> str:
-    return f" at {_place(state)}" if state.where.script else ""
+    return f" at {state.where.place}" if state.where.script else ""
 
 
 def _activity(state: RankState) -> str:

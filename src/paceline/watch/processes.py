@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.machine import cgroup_folders, read_text
+from paceline.machine import cgroup_folders, read_text, stat_fields
 from paceline.watch.probe import NAME
 from paceline.watch.rank_state import HELD_S, read_beat, read_dump, read_place, read_stack
 
@@ -79,7 +79,7 @@ def sample_host(pids: Sequence[int]) -> HostSample:
         delay_s={
             pid: int(words[1]) / 1e9 if len(words) > 1 else 0.0 for pid, words in delays.items()
         },
-        faults={pid: int(fields[9]) for pid in pids if (fields := _stat(f"/proc/{pid}"))},
+        faults={pid: int(fields[9]) for pid in pids if (fields := stat_fields(f"/proc/{pid}"))},
         throttled_s=_throttled_s(),
     )
 
@@ -92,11 +92,6 @@ def _throttled_s() -> float:
         for line in read_text(folder / "cpu.stat").splitlines()
     ]
     return max((int(n) / units[name] for name, n in lines if name in units), default=0.0)
-
-
-def _stat(folder: str) -> list[str]:
-    """The fields of a stat file from the state on; empty if there is none."""
-    return read_text(Path(folder, "stat")).rpartition(")")[2].split()
 
 
 _STATES = {psutil.STATUS_RUNNING: "R", psutil.STATUS_DISK_SLEEP: "D", psutil.STATUS_ZOMBIE: "Z"}
@@ -136,7 +131,7 @@ def is_ending(pid: int) -> bool:
     """
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            fields = _stat(f"/proc/{pid}/task/{task}")
+            fields = stat_fields(f"/proc/{pid}/task/{task}")
             if not fields or fields[0] in "ZX" or int(fields[6]) & _EXITING:
                 continue
             status = read_text(Path(f"/proc/{pid}/task/{task}/status"))

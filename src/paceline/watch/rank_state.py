@@ -67,6 +67,11 @@ class StackSummary:
     loader: bool = False
     lock: bool = False
 
+    @property
+    def place(self) -> str:
+        """`file:line` of the innermost frame of the script; empty if there is none."""
+        return "{}:{}".format(*self.script[0][:2]) if self.script else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
