@@ -402,7 +402,7 @@ def test_a_launcher_that_did_not_run_has_not_watched(monkeypatch: pytest.MonkeyP
     now += 60.0
     watch.look(1)
     assert watch._watched_s == pytest.approx(3.5 + 1.0)
-    assert now - watch._seen[0].since == pytest.approx(3.5 + 1.0)
+    assert now - watch._activities[0].since == pytest.approx(3.5 + 1.0)
 
 
 class Silent:

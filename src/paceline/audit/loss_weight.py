@@ -47,7 +47,7 @@ def _walk(node: Any, factor: float) -> LossWeight | None:
             other = node._saved_other
             if other is None or other.numel() != 1 or node.next_functions[1][0] is not None:
                 return None
-            factor = factor * float(other) if name[0] == "M" else factor / float(other)
+            factor = factor / float(other) if name == "DivBackward0" else factor * float(other)
         elif name == "NegBackward0":
             factor = -factor
         elif name == "AddBackward0":
@@ -63,7 +63,7 @@ def _walk(node: Any, factor: float) -> LossWeight | None:
 def _reduction(node: Any, name: str, factor: float) -> LossWeight | None:
     if name in ("MeanBackward0", "SumBackward0"):
         count = float(math.prod(node._saved_self_sym_sizes))
-        mean = name[0] == "M"
+        mean = name == "MeanBackward0"
     elif hasattr(node, "_saved_reduction"):
         if node._saved_reduction not in (_MEAN, _SUM):
             return None

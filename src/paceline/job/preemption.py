@@ -133,8 +133,3 @@ def _ignore_once(number: int, frame: FrameType | None) -> None:
 
 
 notice = Notice()
-
-
-def end(order: object = None) -> None:
-    """Called in a rank when the launcher reports that a peer failed."""
-    notice.end()

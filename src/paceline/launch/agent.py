@@ -311,7 +311,8 @@ class Agent(LocalElasticAgent):
         silent = 0
         if exchange is not None:
             elsewhere, silent = exchange.exchange_outcomes(ranks.outcomes(), hurry)
-        ranks.stop(signal.SIGTERM, grace_s=self._options.grace_s[0], hurry=hurry, may_save=False)
+        grace_s = self._options.grace_s(may_save=False)
+        ranks.stop(signal.SIGTERM, grace_s=grace_s, hurry=hurry, may_save=False)
         ranks.clean_up()
         return ranks.outcomes(), elsewhere, silent
 
@@ -367,7 +368,7 @@ class Agent(LocalElasticAgent):
         restart = f"restart {self._restarts + 1} of {self._worker_group.spec.max_restarts} begins"
         what_next = restart if may_restart else "the ranks of this node had ended well"
         self._local_ranks.say(f"paceline: {why}; {what_next}\n")
-        self._end_ranks(signal.SIGTERM, self._options.grace_s[0], may_save=False)
+        self._end_ranks(signal.SIGTERM, may_save=False)
         return RunResult(state=WorkerState.UNHEALTHY if may_restart else WorkerState.FAILED)
 
     def _node_waits(self) -> bool:
@@ -379,14 +380,13 @@ class Agent(LocalElasticAgent):
             return
         # torch calls this if a node wants to join. No rank has failed, so a training may save first.
         self._local_ranks.say("paceline: a node joins: all ranks stop, and begin again with it\n")
-        self._end_ranks(signal.SIGTERM, self._options.grace_s[1], may_save=True)
+        self._end_ranks(signal.SIGTERM, may_save=True)
         self.preempted = False
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any
     ) -> None:
-        signalled = bool(self._signals.received)
-        self._end_ranks(death_sig, self._options.grace_s[signalled], may_save=signalled)
+        self._end_ranks(death_sig, may_save=bool(self._signals.received))
         if self.preempted:
             self._wait_for_nodes(_PREEMPTED_WAIT_S)
         super()._shutdown(death_sig, *args, **kwargs)
@@ -397,11 +397,14 @@ class Agent(LocalElasticAgent):
             self._exchange.wait_all_done(timeout_s, lambda: self._signals.hurry)
             self._exchange = None
 
-    def _end_ranks(self, number: signal.Signals, grace_s: float, *, may_save: bool) -> None:
+    def _end_ranks(self, number: signal.Signals, *, may_save: bool) -> None:
         ranks = self._local_ranks
         if ranks.ranks:
             ranks.stop(
-                number, grace_s=grace_s, hurry=lambda: self._signals.hurry, may_save=may_save
+                number,
+                grace_s=self._options.grace_s(may_save=may_save),
+                hurry=lambda: self._signals.hurry,
+                may_save=may_save,
             )
             self.preempted = ranks.preempted
             ranks.clean_up()

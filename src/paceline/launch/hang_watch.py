@@ -131,7 +131,7 @@ class HangWatch:
         """Forget the ranks of the previous round."""
         self._pids = pids
         self._ask_next = self._deadline = self._others_until = 0.0
-        self._seen: dict[int, Activity] = {}
+        self._activities: dict[int, Activity] = {}
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._progress_at = time.monotonic()
         self._alarmed = False
@@ -143,18 +143,16 @@ class HangWatch:
         if now < self._next:
             return None
         self._next = now + _INTERVAL_S
-        passed_s = now - self._checked_at
-        watched_s = min(passed_s, 2 * _INTERVAL_S)
-        self._checked_at, self._watched_s = now, self._watched_s + watched_s
-        for seen in self._seen.values():
-            seen.since += passed_s - watched_s
+        self._count_watched(now)
         pids = [rank.pid for rank in self._local_ranks.ranks]
         if pids != self._pids:
             self._begin(pids)
         alive = [rank for rank in self._local_ranks.ranks if rank.returncode is None]
         for rank in alive:
             self._sample(rank, now)
-        if self._stragglers.look(now, alive, sum(seen.counts[0] for seen in self._seen.values())):
+        if self._stragglers.look(
+            now, alive, sum(activity.counts[0] for activity in self._activities.values())
+        ):
             self._next = now + _SOON_S
         if self._after_s == 0:
             return None
@@ -175,9 +173,17 @@ class HangWatch:
             self._ask_next = now + self._patience_s
             self._next = now + _SOON_S
             for rank in alive:
-                if self._seen[rank.local_rank].state not in ("T", "Z"):
+                if self._activities[rank.local_rank].state not in ("T", "Z"):
                     rank.ask(self._request)
         return None
+
+    def _count_watched(self, now: float) -> None:
+        """Count the time since the last check as watched, without a pause of the launcher itself."""
+        passed_s = now - self._checked_at
+        watched_s = min(passed_s, 2 * _INTERVAL_S)
+        self._checked_at, self._watched_s = now, self._watched_s + watched_s
+        for activity in self._activities.values():
+            activity.since += passed_s - watched_s
 
     def finish(self, world_size: int) -> Hang | None:
         """As `look`, if a hang is only waiting for the states of other nodes; call before the round ends."""
@@ -193,13 +199,13 @@ class HangWatch:
         return max(_HANG_AFTER_S, _STEPS * usual_s)
 
     def _sample(self, rank: Rank, now: float) -> None:
-        seen = self._seen.setdefault(rank.local_rank, Activity(since=now))
+        activity = self._activities.setdefault(rank.local_rank, Activity(since=now))
         beat = read_beat(rank.probed())
         if beat:
-            seen.beat = beat
+            activity.beat = beat
             counts = (beat["entered"], beat["over"])
-            if counts != seen.counts:
-                seen.counts, seen.since = counts, now
+            if counts != activity.counts:
+                activity.counts, activity.since = counts, now
                 if counts[1]:
                     self._steps.append(now - self._progress_at)
                 self._progress_at = now
@@ -207,28 +213,30 @@ class HangWatch:
                     self._alarmed = False
                     self._local_ranks.say("paceline: the ranks make progress again\n")
         found = processes.read_process(rank.pid)
-        seen.state = found.state if found is not None else ""
+        activity.state = found.state if found is not None else ""
         if found is None:
             return
-        if seen.ending is None and found.state == "Z" and processes.is_ending(rank.pid):
-            seen.ending = self._watched_s
+        if activity.ending is None and found.state == "Z" and processes.is_ending(rank.pid):
+            activity.ending = self._watched_s
         if self._deadline:
             return  # to answer, a rank uses the CPU and reads files
         # Only if the rank is idle, since finding its descendants reads all processes of the host.
-        below = processes.descendants(rank.pid) if now - seen.since > 1 else ()
+        below = processes.descendants(rank.pid) if now - activity.since > 1 else ()
         tree = [found, *filter(None, map(processes.read_process, below))]
-        seen.add(self._watched_s, tree, seen.beat.get("at"), window_s=self._window_s)
+        activity.add(self._watched_s, tree, activity.beat.get("at"), window_s=self._window_s)
 
     @property
     def _window_s(self) -> float:
         return max(1.2, self._patience_s / 2)
 
     def _suspicious(self, alive: Sequence[Rank], now: float) -> bool:
-        activities = [self._seen[rank.local_rank] for rank in alive]
-        if any(seen.ending is not None and seen.busy(self._window_s) for seen in activities):
+        activities = [self._activities[rank.local_rank] for rank in alive]
+        if any(
+            activity.ending is not None and activity.busy(self._window_s) for activity in activities
+        ):
             return False  # its exit code will be known soon
-        idle = [seen for seen in activities if now - seen.since >= self._patience_s]
-        if any(seen.counts[0] > seen.counts[1] for seen in idle):
+        idle = [activity for activity in activities if now - activity.since >= self._patience_s]
+        if any(activity.counts[0] > activity.counts[1] for activity in idle):
             return True
         # Some ranks may load or compute without a collective, but not all of them.
         return bool(idle) and len(idle) == len(alive)
@@ -269,13 +277,13 @@ class HangWatch:
             return RankState(
                 rank=rank.rank, host=host, pid=pid, state="", returncode=rank.returncode
             )
-        seen, answer, cwd = self._seen[rank.local_rank], rank.answer, os.getcwd()
-        late = now - seen.beat.get("time", now) > HELD_S
+        activity, answer, cwd = self._activities[rank.local_rank], rank.answer, os.getcwd()
+        late = now - activity.beat.get("time", now) > HELD_S
         # The stacks of faulthandler prove that the GIL is held; a beat may be late for other reasons.
-        dump = read_dump(rank.probed()) if late and seen.state not in ("T", "D", "Z") else []
+        dump = read_dump(rank.probed()) if late and activity.state not in ("T", "D", "Z") else []
         reported: dict[str, Any] = {
             "entered": {},
-            "where": read_place(seen.beat.get("place", ""), cwd),
+            "where": read_place(activity.beat.get("place", ""), cwd),
         }
         answered = answer.get("id") == self._request and "threads" in answer
         if answered:
@@ -297,13 +305,13 @@ class HangWatch:
             rank=rank.rank,
             host=host,
             pid=pid,
-            state=seen.state,
-            busy=seen.busy(self._window_s),
-            idle_s=now - seen.since,
+            state=activity.state,
+            busy=activity.busy(self._window_s),
+            idle_s=now - activity.since,
             held=bool(dump),
-            entering=not answered and not late and seen.counts[0] > seen.counts[1],
+            entering=not answered and not late and activity.counts[0] > activity.counts[1],
             answered=answered,
             workers=processes.describe_workers(pid, cwd) if reported["where"].loader else (),
-            kernel=processes.waits_in(pid) if seen.state == "D" else "",
+            kernel=processes.waits_in(pid) if activity.state == "D" else "",
             **reported,
         )

@@ -131,8 +131,10 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
         )
     if outcome.elsewhere:
         return ""
-    if (cause := _cause_by_counters(outcome, info)) or outcome.frozen_s:
-        return cause or "something outside the job sent SIGSTOP, and the other ranks waited for it."
+    if cause := _cause_by_counters(outcome, info):
+        return cause
+    if outcome.frozen_s:
+        return "something outside the job sent SIGSTOP, and the other ranks waited for it."
     if known is not None:
         return f"{known.cause.why} {facts(known.cause.facts, known.text)}".rstrip()
     if not verdict.certain and info.silent_nodes:

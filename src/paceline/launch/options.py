@@ -33,7 +33,7 @@ from paceline.launch.local_ranks import count_of
 from paceline.launch.rendezvous import C10D_PORT, is_loopback
 
 _GRACE_S = 5.0
-_SIGNAL_GRACE_S = 30.0
+_SAVE_GRACE_S = 30.0
 _DEFAULT_PORT = 29500
 
 
@@ -69,13 +69,14 @@ class LaunchOptions:
         kind = "module" if self.args.module and not self.args.run_path else "script"
         return {"argv": words, kind: script}
 
-    @property
-    def grace_s(self) -> tuple[float, float]:
-        """Seconds for ranks to end: after a peer failed, and after the launcher got a signal."""
+    def grace_s(self, *, may_save: bool) -> float:
+        """Seconds for ranks to end; longer if a training may save a checkpoint before."""
         given = getattr(self.args, "shutdown_timeout", None)
         if given is None:
             given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-        return (_GRACE_S, _SIGNAL_GRACE_S) if given is None else (float(given), float(given))
+        if given is not None:
+            return float(given)
+        return _SAVE_GRACE_S if may_save else _GRACE_S
 
     @property
     def shown(self) -> frozenset[int] | None:

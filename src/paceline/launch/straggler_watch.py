@@ -117,14 +117,16 @@ class StragglerWatch:
         alive: Sequence[Rank],
     ) -> None:
         """Report the suspect as a straggler, or profile it for longer; None if it is not late any more."""
-        enough = suspect is not None and bool(profiled_blocks(suspect, profiles))
-        if suspect is not None and not enough and 2 * self._seconds <= _PROFILE_S[1]:
-            self._profile(2 * self._seconds, now, alive)
-            return
+        found = None
+        if suspect is not None:
+            if profiled_blocks(suspect, profiles):
+                found = find_straggler(suspect, profiles)
+            elif 2 * self._seconds <= _PROFILE_S[1]:
+                self._profile(2 * self._seconds, now, alive)
+                return
         _, rest_s = self._rest.get(self._suspect, (0.0, _REST_S[0] / 2))
         rest_s = min(2 * rest_s, _REST_S[1])
         self._rest[self._suspect] = (now + rest_s, rest_s)
-        found = find_straggler(suspect, profiles) if suspect is not None and enough else None
         if found is not None and (found.rank, found.phase) not in self._reported:
             self._reported.add((found.rank, found.phase))
             self._report(found, alive)

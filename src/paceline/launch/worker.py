@@ -35,6 +35,9 @@ from typing import Any, NoReturn
 
 _FLUSH_S = 2.0
 _TRACEBACK_CHARS = 200_000
+# How the script ended; `_finish` ends the process in the same way.
+_status = 0
+_interrupted = False
 
 
 def _load(room: str, name: str) -> Any:
@@ -59,16 +62,6 @@ _READ_AT_IMPORT = frozenset(
     {"TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "MKL_DYNAMIC", "KMP_AFFINITY", "KMP_BLOCKTIME"}
     | {"GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "OMP_DYNAMIC"}
 )
-
-
-def _end(request: dict[str, Any]) -> None:
-    """Handle `end`: a peer has failed, and a training must not treat the next SIGTERM as a preemption."""
-    if preemption := sys.modules.get("paceline.job.preemption"):
-        preemption.end(request)
-
-
-_status = 0
-_interrupted = False
 
 
 class Control:
@@ -151,7 +144,7 @@ def main() -> NoReturn:
     fd = os.environ.pop("PACELINE_PROBE_FD", "")
     probe = _probe.Probe(int(fd)) if fd and os.environ.get("PACELINE_PROBE") != "0" else None
     control = Control(int(os.environ["PACELINE_CONTROL_FD"]), probe)
-    control.handlers["end"] = _end
+    control.handlers["end"] = lambda _: _end()
     # The interpreter has put this folder there. `_run` puts the script's folder there.
     if not sys.flags.safe_path:
         del sys.path[0]
@@ -175,6 +168,12 @@ def main() -> NoReturn:
         importlib.import_module(watcher).install(control)
     _status = _run(script, control)
     sys.exit(_status)
+
+
+def _end() -> None:
+    """Handle `end`: a peer has failed, and a training must not treat the next SIGTERM as a preemption."""
+    if preemption := sys.modules.get("paceline.job.preemption"):
+        preemption.notice.end()
 
 
 def _preload(modules: list[str]) -> None:

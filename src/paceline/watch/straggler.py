@@ -250,13 +250,7 @@ def find_straggler(suspect: Suspect, profiles: Mapping[int, Profile]) -> Straggl
         profiles: By rank; `profiled_blocks` must have found blocks in them.
     """
     blocks, rank = profiled_blocks(suspect, profiles), suspect.rank
-    # By rank, phase and place: seconds per step in each block.
-    spent: dict[int, dict[Place, list[float]]] = {}
-    for member in blocks[0].wait_s:
-        spent[member] = defaultdict(lambda: [0.0] * len(blocks))
-        for number, block in enumerate(blocks):
-            for where, seconds in profiles[member].between(block.begin_ns, block.end_ns).items():
-                spent[member][where][number] += seconds / block.steps
+    spent = {member: _seconds_per_step(profiles[member], blocks) for member in blocks[0].wait_s}
     others = [member for member in spent if member != rank]
 
     def median_s(members: Sequence[int], phase: str) -> float:
@@ -276,15 +270,12 @@ def find_straggler(suspect: Suspect, profiles: Mapping[int, Profile]) -> Straggl
     factor = busy_s / max(busy_s - wait_s, 0.01 * step_s)
     if factor < _LEAST_FACTOR:
         return None
-    # DDP waits inside a backward, where no stack shows it.
-    hidden = {"backward": wait_s - seen_s}
-    times_s = {
-        phase: (
-            median_s([rank], phase),
-            max(median_s(others, phase) - hidden.get(phase, 0.0), 0.0),
-        )
-        for phase in {name for own in spent.values() for name, _ in own} - {"waiting"}
-    }
+    times_s = {}
+    for phase in {name for own in spent.values() for name, _ in own} - {"waiting"}:
+        # DDP waits inside a backward, where no stack shows it.
+        hidden_s = wait_s - seen_s if phase == "backward" else 0.0
+        others_s = max(median_s(others, phase) - hidden_s, 0.0)
+        times_s[phase] = (median_s([rank], phase), others_s)
     phase = max(times_s, key=lambda phase: times_s[phase][0] - times_s[phase][1])
     # Of several lines each may be seen in few blocks only, so the median may be 0 for all.
     places = {
@@ -294,6 +285,15 @@ def find_straggler(suspect: Suspect, profiles: Mapping[int, Profile]) -> Straggl
     }
     place = max(places, key=lambda place: places[place], default="")
     return Straggler(rank, factor, step_s, wait_s, phase, times_s[phase], place)
+
+
+def _seconds_per_step(profile: Profile, blocks: Sequence[Block]) -> dict[Place, list[float]]:
+    """By phase and place: the seconds per step in each block."""
+    found: dict[Place, list[float]] = defaultdict(lambda: [0.0] * len(blocks))
+    for number, block in enumerate(blocks):
+        for where, seconds in profile.between(block.begin_ns, block.end_ns).items():
+            found[where][number] += seconds / block.steps
+    return found
 
 
 def describe(

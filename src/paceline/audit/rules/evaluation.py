@@ -67,22 +67,34 @@ def _padded(case: Case) -> Judgement:
                 "predictions, and may remove the surplus."
             )
         first = next(e for e in case.ranks[0].of("forward-end") if e["evaluation"] == number)
-        return FaultFound(
-            what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
-            f"of {total - surplus}.",
-            at=first["at"],
-            step=first["s"] or None,
-            why="the sampler gives every rank the same number of samples, and repeats some to get there.",
-            fix="evaluate the indices [rank::world_size] of the dataset without padding, or remove the "
-            "surplus after gathering.",
-            evidence=f"the ranks evaluated {' + '.join(str(len(rows)) for rows in each)} samples, "
-            f"{len(distinct)} of them different",
-        )
+        return _padding_fault(first, list(map(len, each)), len(distinct), surplus)
     if unclear:
         return NotJudged(
             "the samples that the models were given without gradient cannot be identified."
         )
     return NoFault("the ranks together evaluated each sample once, or each rank all of them.")
+
+
+def _padding_fault(first: Event, evaluated: list[int], distinct: int, surplus: int) -> FaultFound:
+    """The fault of an evaluation whose first forward is given.
+
+    Args:
+        evaluated: How many samples each rank evaluated.
+        distinct: How many of them were different.
+        surplus: How many the padding added.
+    """
+    total = sum(evaluated)
+    return FaultFound(
+        what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
+        f"of {total - surplus}.",
+        at=first["at"],
+        step=first["s"] or None,
+        why="the sampler gives every rank the same number of samples, and repeats some to get there.",
+        fix="evaluate the indices [rank::world_size] of the dataset without padding, or remove the "
+        "surplus after gathering.",
+        evidence=f"the ranks evaluated {' + '.join(map(str, evaluated))} samples, "
+        f"{distinct} of them different",
+    )
 
 
 def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any]]]:

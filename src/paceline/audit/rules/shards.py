@@ -36,41 +36,47 @@ def _overlap(case: Case, *, sharded: bool) -> Judgement:
         return NoFault("no loader gives shards.") if sharded else _inputs_without_loader(case)
     evidence = []
     for name in names:
-        read = [_samples_read(log, name, case.world_size) for log in case.ranks]
-        if not all(read):
-            return NotJudged(
-                "the loading of the samples was not recorded: the workers are not forked, or torch lacks a "
-                "private name."
-            )
-        if any(map(_known_by_few_labels, read)):
-            return NotJudged(
-                "the samples change at random, so it is unknown which of them the ranks read."
-            )
-        repeated = sum(len(each) - len(set(each)) for each in read)
-        if repeated > case.world_size and any(each != read[0] for each in read):
-            return NotJudged(
-                f"samples are drawn with replacement: the ranks read {repeated} of theirs again."
-            )
-        if _is_different_data(read):
-            evidence.append("each rank reads its own data")
-            continue
-        is_shard = all(_is_sharded(log.loaders[name], case.world_size) for log in case.ranks)
-        seen = Counter(key for each in read for key in set(each))
-        common = sum(times > 1 for times in seen.values())
-        # Samplers pad the end of a pass with samples of its beginning, which are then read twice.
-        shared = common > max(case.world_size * 2, _OVERLAP * len(seen))
-        if is_shard == sharded and (shared or (sharded and _seeds_differ(case, name))):
-            return _fault(case, name, common, len(seen), sharded=sharded)
-        if not sharded and not is_shard and _reads_whole_dataset(case, name):
-            # If the dataset is large, few samples are read in these steps, and still fewer by two ranks.
-            if common >= _MIN_COMMON:
-                return _fault(case, name, common, len(seen), sharded=sharded)
-            return NotJudged(
-                f"each rank iterates over all {case.ranks[0].loaders[name]['samples']} samples of its "
-                "dataset; these steps do not show whether they are the same samples."
-            )
-        evidence.append(f"{len(seen)} samples of {len(case.ranks)} ranks, {common} in common")
+        judgement = _overlap_in_loader(case, name, sharded=sharded)
+        if not isinstance(judgement, NoFault):
+            return judgement
+        evidence.append(judgement.evidence)
     return NoFault("; ".join(evidence) + ".")
+
+
+def _overlap_in_loader(case: Case, name: str, *, sharded: bool) -> Judgement:
+    read = [_samples_read(log, name, case.world_size) for log in case.ranks]
+    if not all(read):
+        return NotJudged(
+            "the loading of the samples was not recorded: the workers are not forked, or torch lacks a "
+            "private name."
+        )
+    if any(map(_known_by_few_labels, read)):
+        return NotJudged(
+            "the samples change at random, so it is unknown which of them the ranks read."
+        )
+    repeated = sum(len(each) - len(set(each)) for each in read)
+    if repeated > case.world_size and any(each != read[0] for each in read):
+        return NotJudged(
+            f"samples are drawn with replacement: the ranks read {repeated} of theirs again."
+        )
+    if _is_different_data(read):
+        return NoFault("each rank reads its own data")
+    is_shard = all(_is_sharded(log.loaders[name], case.world_size) for log in case.ranks)
+    seen = Counter(key for each in read for key in set(each))
+    common = sum(times > 1 for times in seen.values())
+    # Samplers pad the end of a pass with samples of its beginning, which are then read twice.
+    shared = common > max(case.world_size * 2, _OVERLAP * len(seen))
+    if is_shard == sharded and (shared or (sharded and _seeds_differ(case, name))):
+        return _fault(case, name, common, len(seen), sharded=sharded)
+    if not sharded and not is_shard and _reads_whole_dataset(case, name):
+        # If the dataset is large, few samples are read in these steps, and still fewer by two ranks.
+        if common >= _MIN_COMMON:
+            return _fault(case, name, common, len(seen), sharded=sharded)
+        return NotJudged(
+            f"each rank iterates over all {case.ranks[0].loaders[name]['samples']} samples of its "
+            "dataset; these steps do not show whether they are the same samples."
+        )
+    return NoFault(f"{len(seen)} samples of {len(case.ranks)} ranks, {common} in common")
 
 
 def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> FaultFound:

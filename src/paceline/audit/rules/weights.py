@@ -68,19 +68,27 @@ def find_mismatch(case: Case) -> Mismatch | None:
         if names and not _equal_at_use(befores, step, names):
             minority = outliers([each[step].get(names[0]) for each in afters])
             return Mismatch(step, False, names, minority)
-        names = _different(befores, step)
-        if names:
-            name = names[0]
-            changed = [
-                rank
-                for rank in range(case.world_size)
-                if afters[rank].get(step, {}).get(name) not in (None, befores[rank][step][name])
-            ] or [log.rank for log in case.ranks if any(e["s"] == step for e in log.of("changed"))]
-            minority = outliers([each[step].get(name) for each in befores])
-            return Mismatch(
-                step, True, names, changed if 0 < len(changed) < case.world_size else minority
-            )
+        if names := _different(befores, step):
+            pairs = [
+                (after.get(step, {}).get(names[0]), before[step][names[0]])
+                for after, before in zip(afters, befores, strict=True)
+            ]
+            return Mismatch(step, True, names, _ranks_that_changed(case, step, pairs))
     return None
+
+
+def _ranks_that_changed(case: Case, step: int, pairs: list[tuple[str | None, str]]) -> list[int]:
+    """The ranks that changed a parameter after a step; the minority if all ranks or none seem to have.
+
+    Args:
+        pairs: The digests on each rank after the update, None if unknown, and at the next use.
+    """
+    changed = [rank for rank, (after, used) in enumerate(pairs) if after not in (None, used)]
+    if not changed:
+        changed = [log.rank for log in case.ranks if any(e["s"] == step for e in log.of("changed"))]
+    if 0 < len(changed) < case.world_size:
+        return changed
+    return outliers([used for _, used in pairs])
 
 
 def _different(each: list[Digests], step: int) -> list[str]:
