@@ -35,8 +35,8 @@ _GUARD = Path(__file__).with_name("guard.py")
 _SEND_TIMEOUT_S = 30.0
 # A rank that lost its peer may report before the rank that caused it; the cause reports within this time.
 _SETTLE_S = 0.5
-_KILLED_S = 10.0
-_GROUP_GRACE_S = 1.0
+_KILLED_S = 10.0  # within which the kernel ends a process after SIGKILL, and a thread of ours ends
+_GROUP_GRACE_S = 1.0  # for processes that ended ranks left behind
 # How long the reader of our output may pause at the end of the job, and the same after a signal.
 _STALLED_S = 30.0
 _STALLED_SIGNAL_S = 2.0

@@ -24,6 +24,7 @@ from paceline.parallel.modules import owned_parameters, unwrap
 
 Models = Sequence[torch.nn.Module]
 Optimizers = Sequence[torch.optim.Optimizer]
+_Names = dict[int, tuple[str, torch.Tensor]]  # by the id of a parameter: its name, and itself
 
 _VERSION = 2
 
@@ -171,8 +172,8 @@ def _without_compiled(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name.replace("_orig_mod.", ""): value for name, value in values.items()}
 
 
-def _parameter_names(models: Models) -> dict[int, tuple[str, torch.Tensor]]:
-    names: dict[int, tuple[str, torch.Tensor]] = {}
+def _parameter_names(models: Models) -> _Names:
+    names: _Names = {}
     for number, model in enumerate(models):
         model = unwrap(model)
         clean = _name_cleaner(model)
@@ -181,9 +182,7 @@ def _parameter_names(models: Models) -> dict[int, tuple[str, torch.Tensor]]:
     return names
 
 
-def _group_names(
-    optimizer: torch.optim.Optimizer, names: dict[int, tuple[str, torch.Tensor]]
-) -> list[list[str]]:
+def _group_names(optimizer: torch.optim.Optimizer, names: _Names) -> list[list[str]]:
     groups, count = [], 0
     for group in optimizer.param_groups:
         found = []
@@ -195,9 +194,7 @@ def _group_names(
     return groups
 
 
-def _named(
-    optimizer: torch.optim.Optimizer, names: dict[int, tuple[str, torch.Tensor]]
-) -> dict[str, Any]:
+def _named(optimizer: torch.optim.Optimizer, names: _Names) -> dict[str, Any]:
     state = optimizer.state_dict()
     grouped = _group_names(optimizer, names)
     flat = list(chain(*grouped))

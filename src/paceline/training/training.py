@@ -618,13 +618,13 @@ class Training:
             self.job.left_loop = (self._open[0].number, self._open[0].is_done)
         try:
             if self.job.preempted is not None:
-                self._save_open(self.job.preempted)
+                self._save_interrupted(self.job.preempted)
         finally:
             self._report.close()
             if self.checkpoints is not None:
                 self.checkpoints.close(self.job)
 
-    def _save_open(self, preempted: Preempted) -> None:
+    def _save_interrupted(self, preempted: Preempted) -> None:
         if self._open is None or self.job.left_loop is None:
             return  # the loop itself raised it and has saved, or it came from another training's loop
         step, planned = self._open

@@ -317,13 +317,13 @@ def describe(
     return render("slow", lines, why, fix or _FIXES[found.phase])
 
 
-_MODEL = (
+_CHECK_SHARE = (
     "check whether it has larger or more samples than the others, or a larger part of the model."
 )
 _FIXES = {
     "data": "load its samples in worker processes (num_workers), or make this line cheaper.",
-    "forward": _MODEL,
-    "backward": _MODEL,
+    "forward": _CHECK_SHARE,
+    "backward": _CHECK_SHARE,
     "optimizer": "check whether it updates more parameters than the others, or does more here.",
     "garbage collection": "call gc.freeze() after setup; or gc.disable(), and gc.collect() on all "
     "ranks in the same step.",
