@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +227,7 @@ def test_a_fast_worker_waits_for_the_slowest(tmp_path: Path, bound: int) -> None
         with ThreadPoolExecutor() as pool:
             racing = pool.submit(race)
             assert waits.wait(TIMEOUT_S)
+            assert racing in wait([racing], 0.5).not_done
             with to.client() as watching:
                 assert watching.snapshot()["version"] == bound + 1  # it cannot go on
             _step(slow, 0, 0)
@@ -290,14 +291,16 @@ def test_a_snapshot_has_all_tables_at_one_version(tmp_path: Path, count: int) ->
         server.__enter__()
     with ThreadPoolExecutor() as pool:
         pushing = [pool.submit(push) for _ in range(2)]
-        with paceline.connect_server(*files) as client:
-            versions = []
-            while not versions or versions[-1] < 60:
-                found = client.snapshot()
-                versions.append(found["version"])
-                for value in found["parameters"].values():
-                    assert value.unique().tolist() == [-found["version"]]
-        stop.set()
+        versions: list[int] = []
+        try:
+            with paceline.connect_server(*files) as client:
+                while not versions or versions[-1] < 60:
+                    found = client.snapshot()
+                    versions.append(found["version"])
+                    for value in found["parameters"].values():
+                        assert value.unique().tolist() == [-found["version"]]
+        finally:
+            stop.set()
         for each in pushing:
             each.result(TIMEOUT_S)
     for server in servers:
