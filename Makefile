@@ -72,6 +72,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/dataloader.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/overhead.py
 
 bench-all: bench

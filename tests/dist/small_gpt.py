@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import paceline
+
 VOCAB, LENGTH, WIDTH, HEADS = 12, 8, 8, 4
 
 
@@ -78,3 +80,13 @@ def token_loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tenso
     return F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="sum"
     ), targets.numel()
+
+
+def wrap(job: paceline.Job, model: nn.Module) -> nn.Module:
+    """The model in the layout of the job's mesh."""
+    mesh = job.mesh or paceline.Mesh()
+    if mesh.tp > 1:
+        model = paceline.tensor_parallel(job, model)
+    if mesh.tp > 1 or mesh.dp_shard > 1:
+        return paceline.fsdp(job, model, blocks=Block)
+    return paceline.ddp(job, model)

@@ -20,7 +20,14 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.checkpoint import codec, layout
 from paceline.checkpoint.store import committed, open_store, read_manifest
-from paceline.errors import CheckpointError, NonFinite, PeerFailed, RankDisagreement, SaveFailed
+from paceline.errors import (
+    CheckpointError,
+    NonFinite,
+    PeerFailed,
+    RankDisagreement,
+    SaveFailed,
+    StepError,
+)
 from paceline.job import collectives
 from paceline.testing import run_failing_ranks, run_ranks
 from paceline.training import state
@@ -275,6 +282,16 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_soon(tmp_path: Path) 
         assert outcome.error.parameters == ["frozen"]
         assert outcome.error.step == 6
     assert committed(open_store(tmp_path)) == []
+
+
+def test_a_save_outside_of_the_loop_is_refused(tmp_path: Path) -> None:
+    def save(job: Any) -> None:
+        training = _training(job, str(tmp_path))
+        training.save()
+
+    for outcome in run_failing_ranks(save, nproc=1):
+        assert isinstance(outcome.error, StepError)
+        assert "outside the loop" in outcome.text
 
 
 def _rolled_back(job: Any, folder: str) -> Any:

@@ -7,6 +7,7 @@ process: ranks with fewer samples run ghost micro-batches. torch shards, gathers
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
@@ -146,6 +147,9 @@ def fsdp(
         _prefetch(module, prefetch)
     equalize_buffers(job, module)
     module.__dict__[SHARDED] = True
+    if job.rank > 0:
+        # torch says it on every rank, and of every model that ends with a linear layer.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     return module
 
 
@@ -363,16 +367,33 @@ class FSDPStrategy(Strategy):
                 fix="freeze unused parameters with requires_grad_(False) before paceline.fsdp(...).",
                 names=names,
             )
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                # With sequence=True each rank has the sum over its part of the sequence only.
+                if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+                    p.grad = p.grad.redistribute(placements=p.placements)
 
     def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         if norm_type == math.inf:
             return self._largest(gradients)
-        # One norm for each mesh: tensor parallel layers and others are split over different ranks.
-        by_mesh: dict[Any, list[torch.Tensor]] = {}
+        # Parts by how many ranks hold the same one: their powers are added up over all ranks.
+        by_copies: dict[int, list[torch.Tensor]] = {}
         for g in gradients:
-            by_mesh.setdefault(g.device_mesh if isinstance(g, DTensor) else None, []).append(g)
-        norms = [_whole(get_total_norm(each, norm_type, foreach=True)) for each in by_mesh.values()]
-        return norms[0] if len(norms) == 1 else torch.stack(norms).norm(norm_type)
+            by_copies.setdefault(self._copies(g), []).append(local(g))
+        total = torch.zeros((), device=self._job.device)
+        for copies, parts in by_copies.items():
+            total = total + get_total_norm(parts, norm_type, foreach=True) ** norm_type / copies
+        dist.all_reduce(total, group=self._job.group)
+        return total ** (1 / norm_type)
+
+    def _copies(self, tensor: torch.Tensor) -> int:
+        """The number of ranks of the job that hold the same part of a tensor."""
+        if not isinstance(tensor, DTensor):
+            return self._job.world_size
+        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        return self._job.world_size // math.prod(
+            size for at, size in sizes if not at.is_replicate()
+        )
 
     def _largest(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         # torch has no infinity norm of an empty shard, which a rank may hold of a small parameter.
@@ -394,7 +415,13 @@ class FSDPStrategy(Strategy):
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Shards of FSDP first: torch warns of gathers in another order.
+    for dim in range(tensor.device_mesh.ndim - 1):
+        placements = [Replicate()] * (dim + 1) + list(tensor.placements[dim + 1 :])
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
 
 
 STRATEGIES.append(FSDPStrategy)

@@ -413,12 +413,23 @@ class Training:
     def save(self, *, best: bool = False) -> None:
         """Save after the step in progress. With `best` the checkpoint is kept until the next `best` one.
 
+        Raises:
+            ConfigError: this training has no checkpoints.
+            StepError: no step is in progress.
+
         Collective: all ranks, inside the loop, in the same step.
         """
         if self.checkpoints is None:
             raise ConfigError(
                 "this training has no checkpoints.",
                 fix="Training(..., checkpoints=paceline.Checkpoints(folder)).",
+            )
+        if self._open is None:
+            raise StepError(
+                "`training.save` was called outside the loop over `training.steps`.",
+                where=self.job.where(),
+                why="a checkpoint is written after the step in progress; the last step is always saved.",
+                fix="call it inside the loop; outside of it use Checkpoints.save(job, step, state).",
             )
         self._save_requested, self._is_best = True, best or self._is_best
 

@@ -1,0 +1,200 @@
+"""Each layout of 2 and 4 ranks: step time beside torch code written by hand, and memory beside DDP.
+
+    python benchmarks/layouts.py [--rounds 9] [--steps 6] [--width 256] [--only "fsdp on 4"]
+
+A GPT of 4 blocks trains on random tokens with AdamW. The two sides share the process group of one job and
+take turns, a round of steps each; their losses must agree. The table shows medians over rounds, the ratio of
+paceline to the code by hand with its quartiles, and bytes of parameters, gradients and optimizer state that a
+rank holds before an update, beside what DDP holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tables import publish
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline import Mesh
+from paceline.testing import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from gpt_3d import GPT, LENGTH, SYMBOLS, wrap
+
+LAYOUTS = {
+    "ddp on 2": Mesh(dp_replicate=2),
+    "fsdp on 2": Mesh(dp_shard=2),
+    "tp on 2": Mesh(tp=2),
+    "ddp on 4": Mesh(dp_replicate=4),
+    "fsdp on 4": Mesh(dp_shard=4),
+    "hsdp on 4": Mesh(dp_replicate=2, dp_shard=2),
+    "tp x fsdp on 4": Mesh(tp=2, dp_shard=2),
+}
+BATCH, WARM_UP = 32, 3
+HEADS = 4
+
+Step = Callable[[], Any]  # runs one optimizer step and returns the loss, which `float` reads
+
+
+def by_hand(job: paceline.Job, model: nn.Module, ids: torch.Tensor) -> tuple[Step, Any]:
+    """The layout in plain torch, with torch's averages of gradients."""
+    mesh, devices, data = job.mesh, job.device_mesh, job.data
+    if mesh.tp > 1:
+        plan = {f"attention.w{name}": ColwiseParallel() for name in "qkv"}
+        plan |= {"attention.wo": RowwiseParallel()}
+        plan |= {"feed_forward.fc1": ColwiseParallel(), "feed_forward.fc2": RowwiseParallel()}
+        for block in model.layers:
+            parallelize_module(block, devices["tp"], plan)
+            block.attention.n_heads //= mesh.tp
+    if mesh.dp_shard > 1:
+        names = [n for n in ("dp_replicate", "dp_shard") if mesh.axes[n] > 1]
+        for layer in (*model.layers, model):
+            fully_shard(layer, mesh=devices[tuple(names)], reshard_after_forward=layer is not model)
+    elif mesh.tp == 1:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = torch.arange(data.rank, BATCH, data.size)
+    at = 0
+
+    def step() -> torch.Tensor:
+        nonlocal at
+        chunk = ids[at : at + BATCH][rows]
+        at = (at + BATCH) % len(ids)
+        loss = F.cross_entropy(model(chunk[:, :-1]).flatten(0, 1), chunk[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, optimizer
+
+
+def by_paceline(job: paceline.Job, model: nn.Module, ids: torch.Tensor) -> tuple[Step, Any]:
+    model = wrap(job, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = TensorDataset(ids[:, :-1], ids[:, 1:])
+    batches = paceline.Batches(job, data, global_batch=BATCH, shuffle=False)
+    training = paceline.Training(job, model, optimizer, batches)
+    steps: Iterator[paceline.Step] = training.steps()
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        logits = model(batch[0]).flatten(0, 1)
+        return F.cross_entropy(logits, batch[1].flatten(), reduction="sum") / ids[0, 1:].numel()
+
+    def step() -> paceline.StepLoss:
+        each = next(steps)
+        each.run(loss_of)
+        each.update()
+        return each.loss
+
+    return step, optimizer
+
+
+def held_bytes(optimizer: torch.optim.Optimizer, gradients: int) -> int:
+    """Bytes of parameters and of the optimizer's state on this rank, and `gradients`."""
+    found = gradients
+    for p in [p for group in optimizer.param_groups for p in group["params"]]:
+        for tensor in (p, *optimizer.state[p].values()):
+            found += size_of(tensor) if isinstance(tensor, torch.Tensor) else 0
+    return found
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.numel() * own.element_size()
+
+
+def work(job: paceline.Job, width: int, rounds: int, steps: int) -> dict[str, Any]:
+    """One rank: times of a step in each round by side, the last losses, and bytes held."""
+    torch.set_num_threads(1)
+    count = BATCH * (WARM_UP + rounds * steps)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, len(SYMBOLS), (count, LENGTH + 1), generator=generator)
+    sides, gradients = {}, 0
+    for name, build in (("hand", by_hand), ("paceline", by_paceline)):
+        torch.manual_seed(0)
+        sides[name] = build(job, GPT(width, HEADS, depth=4), ids)
+    optimizer = sides["paceline"][1]
+
+    def measure(*_: Any) -> None:
+        nonlocal gradients
+        held = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        gradients = sum(map(size_of, held))
+
+    hook = optimizer.register_step_pre_hook(measure)
+    losses: dict[str, float] = {}
+    for name, (step, _) in sides.items():
+        for _ in range(WARM_UP):
+            losses[name] = float(step())
+    hook.remove()
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, (step, _) in sides.items():
+            took = []
+            for _ in range(steps):
+                began = time.perf_counter()
+                step()
+                took.append(time.perf_counter() - began)
+            times[name].append(statistics.median(took))
+    return {"times": times, "losses": losses, "held": held_bytes(optimizer, gradients)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--only", choices=LAYOUTS)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    held: dict[str, float] = {}
+    for name, mesh in LAYOUTS.items():
+        if options.only not in (None, name):
+            continue
+        nproc = mesh.data_size * mesh.tp * mesh.pp
+        arguments = (options.width, options.rounds, options.steps)
+        ranks = run_ranks(work, *arguments, nproc=nproc, mesh=mesh, deadline_s=1800)
+        hand = statistics.mean(rank["losses"]["hand"] for rank in ranks)
+        ours = ranks[0]["losses"]["paceline"]
+        if abs(hand - ours) > 1e-3 * hand:
+            raise SystemExit(f"{name}: the loss by hand is {hand}, of paceline {ours}")
+        times = ranks[0]["times"]
+        ratios = [b / a for a, b in zip(times["hand"], times["paceline"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        held[name] = max(rank["held"] for rank in ranks)
+        base = held.get(f"ddp on {nproc}")
+        rows.append(
+            {
+                "layout": name,
+                "hand_ms": 1e3 * statistics.median(times["hand"]),
+                "paceline_ms": 1e3 * statistics.median(times["paceline"]),
+                "ratio": middle,
+                "quartiles": [low, high],
+                "held_mb": held[name] / 2**20,
+                "of_ddp": held[name] / base if base else "",
+            }
+        )
+        print(rows[-1], flush=True)
+    publish("layouts", rows, batch=BATCH, width=options.width, rounds=options.rounds)
+
+
+if __name__ == "__main__":
+    main()

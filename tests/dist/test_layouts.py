@@ -1,0 +1,139 @@
+"""Each layout of the ranks gives the gradients, losses and checkpoints of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_gpt import GPT, make_tokens, token_loss, wrap
+
+import paceline
+from paceline import Mesh
+from paceline.checkpoint import reader
+from paceline.checkpoint.store import open_store, read_manifest
+from paceline.testing import digest, run_ranks
+
+LAYOUTS = {
+    "1 rank": Mesh(),
+    "ddp on 2": Mesh(dp_replicate=2),
+    "fsdp on 2": Mesh(dp_shard=2),
+    "tp on 2": Mesh(tp=2),
+    "ddp on 4": Mesh(dp_replicate=4),
+    "fsdp on 4": Mesh(dp_shard=4),
+    "hsdp on 4": Mesh(dp_replicate=2, dp_shard=2),
+    "tp x fsdp on 4": Mesh(tp=2, dp_shard=2),
+    "tp x replicas on 4": Mesh(tp=2, dp_replicate=2),
+}
+STORED = ["1 rank", "ddp on 2", "fsdp on 4", "hsdp on 4", "tp on 2", "tp x fsdp on 4"]
+
+
+def _ranks(mesh: Mesh) -> int:
+    return mesh.data_size * mesh.tp * mesh.pp
+
+
+def _training(job: Any, dtype: torch.dtype, folder: Path | None = None) -> paceline.Training:
+    model = wrap(job, GPT().to(dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # 11 samples in steps of 4: the last step of an epoch has 3, so a data rank of 4 has none.
+    batches = paceline.Batches(job, make_tokens(11), global_batch=4, micro_batch=1)
+    checkpoints = paceline.Checkpoints(folder, every_steps=2) if folder else None
+    return paceline.Training(
+        job, model, optimizer, batches, count="tokens", checkpoints=checkpoints
+    )
+
+
+def _run(step: paceline.Step, training: paceline.Training) -> None:
+    step.run(lambda batch: token_loss(training.models[0], batch))
+
+
+def _first_step(job: Any, dtype: torch.dtype, folder: Path) -> None:
+    """A ragged step; the momentum of SGD, which is the gradient then, is saved."""
+    model = wrap(job, GPT().to(dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    # 3 samples in micro-batches of 1: one data rank of 4 has none.
+    batches = paceline.Batches(job, make_tokens(3), global_batch=4, micro_batch=1)
+    checkpoints = paceline.Checkpoints(folder, every_steps=1)
+    training = paceline.Training(
+        job, model, optimizer, batches, count="tokens", checkpoints=checkpoints
+    )
+    for step in training.steps(epochs=1):
+        _run(step, training)
+        step.update()
+
+
+def _stored(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Weights and state of the optimizer in a checkpoint, by name, read without a training."""
+    store = open_store(folder)
+    tree, tensors = reader.read(store, read_manifest(store, step))
+    assert tree["step"] == step
+    return {path: value for path, value in tensors.items() if value.is_floating_point()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_and_weights_are_those_of_one_process(tmp_path: Path, dtype: torch.dtype) -> None:
+    bound = 1e-5 if dtype == torch.float32 else 1e-12
+    for name, mesh in LAYOUTS.items():
+        run_ranks(_first_step, dtype, tmp_path / name, nproc=_ranks(mesh), mesh=mesh)
+    want = _stored(tmp_path / "1 rank", 1)
+    gradients = [path for path in want if path.endswith("momentum_buffer")]
+    assert len(gradients) == len(list(GPT().parameters()))
+    largest = max(float(want[path].norm()) for path in gradients)
+    for name in LAYOUTS:
+        got = _stored(tmp_path / name, 1)
+        assert got.keys() == want.keys(), name
+        for path in want:
+            # The gradient of a key's bias is zero but for rounding: softmax does not depend on it.
+            size = max(float(want[path].norm()), 1e-2 * largest)
+            difference = float((got[path] - want[path]).norm()) / size
+            assert difference <= bound, f"{name}: {path} differs by {difference:.1e}"
+
+
+def _losses(job: Any) -> list[float]:
+    training = _training(job, torch.float32)
+    losses = []
+    for step in training.steps(until=50):
+        _run(step, training)
+        step.update(clip_norm=0.5)
+        losses.append(float(step.loss))
+    return losses
+
+
+def test_fifty_steps_have_the_losses_of_one_process() -> None:
+    want = run_ranks(_losses, nproc=1)[0]
+    assert want[-1] < 0.5 * want[0]
+    for name, mesh in LAYOUTS.items():
+        for got in run_ranks(_losses, nproc=_ranks(mesh), mesh=mesh):
+            assert got == pytest.approx(want, rel=1e-5), name
+
+
+def _write(job: Any, folder: Path) -> None:
+    training = _training(job, torch.float32, folder)
+    for step in training.steps(until=2):
+        _run(step, training)
+        step.update()
+
+
+def _copy(job: Any, sources: list[Path], targets: list[Path]) -> None:
+    """Load each checkpoint, and save it again in this job's layout."""
+    for source, target in zip(sources, targets, strict=True):
+        loaded = _training(job, torch.float32, source)
+        assert list(loaded.steps(until=2)) == []
+        assert loaded.number == 2
+        paceline.Checkpoints(target).save(job, 2, loaded.state_dict())
+
+
+def test_a_checkpoint_of_each_layout_is_loaded_in_each_other_bit_by_bit(tmp_path: Path) -> None:
+    for name in STORED:
+        mesh = LAYOUTS[name]
+        run_ranks(_write, tmp_path / name, nproc=_ranks(mesh), mesh=mesh)
+    for reader_name in STORED:
+        mesh = LAYOUTS[reader_name]
+        sources = [tmp_path / name for name in STORED]
+        targets = [tmp_path / f"{name} in {reader_name}" for name in STORED]
+        run_ranks(_copy, sources, targets, nproc=_ranks(mesh), mesh=mesh)
+        for source, target in zip(sources, targets, strict=True):
+            want, got = _stored(source, 2), _stored(target, 2)
+            assert got.keys() == want.keys()
+            assert digest(got) == digest(want), f"{source.name}, loaded in {reader_name}"
