@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from paceline.parallel.parameter_server import ParameterServer as ParameterServer
     from paceline.parallel.parameter_server import ServerClient as ServerClient
     from paceline.parallel.parameter_server import connect_server as connect_server
+    from paceline.parallel.pipeline import pipeline as pipeline
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
     from paceline.parallel.tensor import tensor_parallel as tensor_parallel
     from paceline.training.callbacks import BestCheckpoint as BestCheckpoint
@@ -125,6 +126,7 @@ _HOMES = {
     "PeerFailed": "paceline.errors",
     "PerEpoch": "paceline.training.schedules",
     "PerToken": "paceline.training.trainer",
+    "pipeline": "paceline.parallel.pipeline",
     "PowerSGD": "paceline.parallel.compression",
     "Preempted": "paceline.job.preemption",
     "RankDisagreement": "paceline.errors",

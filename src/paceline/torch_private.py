@@ -122,6 +122,12 @@ NAMES = (
         since="2.11",
         without="the shape of SyncBatchNorm's input is not checked",
     ),
+    PrivateName(
+        "torch._subclasses.FakeTensorMode",
+        why="no public tensor without values names the device of another tensor",
+        since="2.11",
+        without="models that ask a tensor for its device between their layers cannot be pipelines",
+    ),
     # training
     PrivateName(
         "torch.autograd.graph.Node._saved_reduction",

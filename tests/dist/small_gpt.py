@@ -61,7 +61,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
         for layer in self.layers:
             x = layer(x)
         logits: torch.Tensor = self.head(self.norm(x))
@@ -85,6 +85,8 @@ def token_loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tenso
 def wrap(job: paceline.Job, model: nn.Module) -> nn.Module:
     """The model in the layout of the job's mesh."""
     mesh = job.mesh or paceline.Mesh()
+    if mesh.pp > 1:
+        return paceline.pipeline(job, model)
     if mesh.tp > 1:
         model = paceline.tensor_parallel(job, model)
     if mesh.tp > 1 or mesh.dp_shard > 1:

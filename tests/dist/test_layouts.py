@@ -25,8 +25,11 @@ LAYOUTS = {
     "hsdp on 4": Mesh(dp_replicate=2, dp_shard=2),
     "tp x fsdp on 4": Mesh(tp=2, dp_shard=2),
     "tp x replicas on 4": Mesh(tp=2, dp_replicate=2),
+    "pp on 2": Mesh(pp=2),
+    "pp on 4": Mesh(pp=4),
+    "pp x replicas on 4": Mesh(pp=2, dp_replicate=2),
 }
-STORED = ["1 rank", "ddp on 2", "fsdp on 4", "hsdp on 4", "tp on 2", "tp x fsdp on 4"]
+STORED = ["1 rank", "ddp on 2", "fsdp on 4", "hsdp on 4", "tp on 2", "tp x fsdp on 4", "pp on 2"]
 
 
 def _ranks(mesh: Mesh) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,27 @@ def _refusal(path: str, what: str) -> CheckpointError:
         fix="return numbers, strings, lists, dictionaries, arrays and tensors from state_dict().",
         parameter=path,
     )
+
+
+def merge(trees: Sequence[Any]) -> Any:
+    """One tree of what `encode` returned on the stages of a pipeline.
+
+    Dictionaries and lists of names are united, lists of equal length merged by element. Of other values the
+    first is taken.
+    """
+    first = trees[0]
+    if all(tree == first for tree in trees):
+        return first
+    if all(isinstance(tree, dict) for tree in trees):
+        keys = dict.fromkeys(key for tree in trees for key in tree)
+        return {key: merge([tree[key] for tree in trees if key in tree]) for key in keys}
+    if all(isinstance(tree, list) for tree in trees):
+        parts = [part for tree in trees for part in tree]
+        if parts and all(isinstance(part, str) for part in parts):
+            return list(dict.fromkeys(parts))
+        if all(len(tree) == len(first) for tree in trees):
+            return [merge(each) for each in zip(*trees, strict=True)]
+    return first
 
 
 def decode(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -150,6 +150,9 @@ class Checkpoints:
         """
         # Before the first exchange, so that every rank whose state cannot be saved raises its own error.
         tree, tensors = codec.encode(state)
+        if job.mesh is not None and job.mesh.pp > 1:  # each stage knows its own names only
+            trees = collectives.gather(job, tree)
+            tree = codec.merge([trees[rank] for rank in job.mesh.axis_ranks(0, "pp")])
         self.finish(job)
         began = self._last_begun = time.monotonic()
         if self._newest is None:
@@ -234,6 +237,7 @@ class Checkpoints:
         job: Job,
         *,
         like: Callable[[str], torch.Tensor | None] = lambda path: None,
+        wants: Callable[[str], bool] = lambda path: True,
         size_bytes: int = 0,
     ) -> Any:
         """Load the newest whole checkpoint and the random generators; None if there is no checkpoint to load.
@@ -241,6 +245,7 @@ class Checkpoints:
         Args:
             like: For a path in the state (`models.0.weight`), a tensor; if that is sharded, the loaded one is
                 sharded in the same way.
+            wants: Which tensors this rank needs, by path in the state; the others are empty.
             size_bytes: The size of a checkpoint; less free space is refused now.
 
         Raises:
@@ -263,7 +268,7 @@ class Checkpoints:
             fix = f"put {self.folder} on storage that all hosts share."
             has = step in committed(self._store)
             collectives.agree(job, "checkpoint to resume", has, where=where, fix=fix)
-            state, why = self._read(job, step, like)
+            state, why = self._read(job, step, like, wants)
             whys = [w for w in collectives.gather(job, why) if w]
             if not whys:
                 self.last_saved = step
@@ -273,14 +278,20 @@ class Checkpoints:
             collectives.on_rank0(job, lambda: self._set_damaged_aside(step, whys[0]))  # noqa: B023 - runs now
 
     def _read(
-        self, job: Job, step: int, like: Callable[[str], torch.Tensor | None]
+        self,
+        job: Job,
+        step: int,
+        like: Callable[[str], torch.Tensor | None],
+        wants: Callable[[str], bool],
     ) -> tuple[Any, str]:
         own = f"{_RNG}{job.rank}"
+
+        def is_read(path: str) -> bool:
+            return path == own or (not path.startswith(_RNG) and wants(path))
+
         try:
             manifest = read_manifest(self._store, step)
-            state, tensors = read(
-                self._store, manifest, like, lambda path: path == own or not path.startswith(_RNG)
-            )
+            state, tensors = read(self._store, manifest, like, is_read)
         except Damaged as error:
             return None, str(error)
         except OSError as error:

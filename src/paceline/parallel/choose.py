@@ -17,11 +17,8 @@ Wrap = Callable[[Job, nn.Module], nn.Module]
 def refuse_strategy(strategy: str | Mesh | Wrap) -> None:
     """Raise ConfigError unless `wrap_for` knows this strategy."""
     if isinstance(strategy, Mesh):
-        if strategy.pp != 1:
-            raise ConfigError(
-                "Trainer does not support pipelines.", fix="write the loop (docs/howto/loop.md)."
-            )
-    elif strategy not in ("ddp", "fsdp") and not callable(strategy):
+        return
+    if strategy not in ("ddp", "fsdp") and not callable(strategy):
         raise ConfigError(
             f'strategy must be "ddp", "fsdp", a Mesh or a function, got {strategy!r}.',
             fix="for example strategy=paceline.Mesh(dp_shard=-1, tp=2)",
@@ -29,9 +26,13 @@ def refuse_strategy(strategy: str | Mesh | Wrap) -> None:
 
 
 def wrap_for(strategy: str | Mesh | Wrap, job: Job, module: nn.Module) -> nn.Module:
-    """Wrap a module: with `ddp` or `fsdp`, as the axes of the job's mesh need it, or by a function."""
+    """Wrap a module as the axes of the job's mesh need it, with `ddp` or `fsdp`, or by a function."""
     if not isinstance(strategy, str | Mesh):
         return strategy(job, module)
+    if isinstance(strategy, Mesh) and job.mesh is not None and job.mesh.pp > 1:
+        from paceline.parallel.pipeline import pipeline
+
+        return pipeline(job, module)
     if isinstance(strategy, Mesh):
         is_split = strategy.tp != 1 or strategy.dp_shard != 1
     else:

@@ -17,11 +17,16 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from paceline import log
-from paceline.errors import ConfigError, RankDisagreement, listed
+from paceline.errors import ConfigError, RankDisagreement, StepError, listed
 from paceline.job.collectives import gather
 from paceline.job.job import Job
 
 SHARDED = "_paceline_sharded"  # attribute of a sharded module, and of its copies
+PIPELINE = "_paceline_pipeline"  # attribute of a module that is split into stages: its `Pipe`
+
+
+class OtherStage(StepError):
+    """Raised by a forward without gradients on ranks that do not hold the last stage of a pipeline."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -36,8 +41,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `paceline.fsdp` has sharded `model`, compiled or not."""
+    """Whether `paceline.fsdp` has sharded `model`, or another function split it, compiled or not."""
     return SHARDED in unwrap(model).__dict__
+
+
+def is_pipeline(model: nn.Module) -> bool:
+    """Whether `paceline.pipeline` has split `model` into stages."""
+    return PIPELINE in unwrap(model).__dict__
 
 
 def free_gathered(model: nn.Module) -> None:

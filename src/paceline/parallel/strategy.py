@@ -7,8 +7,9 @@ in `STRATEGIES`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +21,25 @@ from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.job.job import Job
 from paceline.parallel import syncbn
 from paceline.parallel.modules import unwrap, warn_untrained
+
+
+class ScheduledStep(Protocol):
+    """A step whose micro-batches the strategy runs. They are numbered from 0.
+
+    Attributes:
+        size: Number of this rank's micro-batches.
+    """
+
+    size: int
+
+    def forward(self, at: int, stage: int) -> AbstractContextManager[None]:
+        """The context of a forward: precision, and dropout's generator seeded for micro-batch and stage."""
+
+    def call(self, at: int) -> Any:
+        """What the user's loss function returns for a micro-batch."""
+
+    def weigh(self, at: int, result: Any) -> torch.Tensor:
+        """Check and record a result of `call`; returns the loss to differentiate. The last call counts."""
 
 
 class Strategy:
@@ -34,6 +54,8 @@ class Strategy:
             with fewer samples then gets ghosts: real samples with weight 0.
         repeats_steps: Whether `end_micro_batches` may return True, so that micro-batches must be kept.
         is_reproducible: Whether the result is bit for bit equal on any number of ranks.
+        runs_micro_batches: Whether `run_micro_batches` runs all forwards and backwards of a step, instead of
+            the loop over its micro-batches. Then there is one optimizer.
         keeps_token_divisor: Whether gradients of all steps must have one unit. With count="tokens" they
             are then divided by the same number in each step until `update`.
     """
@@ -42,6 +64,7 @@ class Strategy:
     repeats_steps = False
     is_reproducible = False
     keeps_token_divisor = False
+    runs_micro_batches = False
 
     def __init__(
         self,
@@ -107,6 +130,14 @@ class Strategy:
             self._batchnorms.set(False)
         return False
 
+    def run_micro_batches(self, step: ScheduledStep) -> None:
+        """Run forward and backward of all micro-batches, if `runs_micro_batches`."""
+        raise NotImplementedError
+
+    def step_count(self, count: float | torch.Tensor) -> float | torch.Tensor:
+        """The count of this data rank's losses after `run_micro_batches`, from this rank's."""
+        return count
+
     def finish(self, optimizer: Optimizer) -> None:
         """Complete the sums over ranks of an optimizer's gradients, before they are used.
 
@@ -117,6 +148,12 @@ class Strategy:
     def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The p-norm of all gradients as one vector, shape (), the same on all ranks."""
         return get_total_norm(gradients, norm_type, foreach=True)
+
+    def grad_norms(
+        self, gradients: Mapping[str, torch.Tensor], norm_type: float
+    ) -> dict[str, torch.Tensor]:
+        """The p-norm of each gradient by the name of its parameter, of all parameters of the model."""
+        return {name: self.grad_norm([g], norm_type) for name, g in gradients.items()}
 
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch in the form that is added up for the log."""
@@ -129,6 +166,14 @@ class Strategy:
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
         """The unsharded state of a model, for a file. All ranks call it."""
         return unwrap(model).state_dict()
+
+    def wants(self, path: str) -> bool:
+        """Whether this rank needs the tensor at this path of a saved state."""
+        return True
+
+    def own_part(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The part of a saved state that belongs to parameters of this rank's models."""
+        return saved
 
     def state_dict(self) -> Any:
         """What a resumed training needs of this object; None if nothing. All ranks call it."""

@@ -57,6 +57,10 @@ class Replicas:
         self._every = every
         self._also = also
         self._is_off = every == 0 or job.data.size == 1
+        # Ranks of a data axis are replicas. Other axes of the mesh hold other parts of the models.
+        world = range(job.world_size)
+        axes = {tuple(world if job.mesh is None else job.mesh.data_ranks(rank)) for rank in world}
+        self._replicas = [list(axis) for axis in sorted(axes)]
         self._equal: int | None = None  # the last step after which all were equal
         self._due = 0
         self._compared_at_s = self._cost_s = 0.0
@@ -93,8 +97,9 @@ class Replicas:
         step_s = (began - self._compared_at_s) / (step - self._equal)
         own_row = torch.tensor([total, int(cost_s * 1e9), int(step_s * 1e9)])
         rows = [row.tolist() for row in collectives.gather_tensor(self._job, own_row)]
-        if any(row[0] != total for row in rows):
-            raise self._desync_error(step, digests)
+        for ranks in self._replicas:
+            if any(rows[rank][0] != rows[ranks[0]][0] for rank in ranks):
+                raise self._desync_error(step, digests, ranks)
         every = self._every
         if every is None:
             # From the measurements of all ranks, so that all ranks compute the same interval.
@@ -134,15 +139,17 @@ class Replicas:
             digests |= {f"the state of {name}": value for name, value in states}
         return digests
 
-    def _desync_error(self, step: int, digests: dict[str, int]) -> Desync:
-        all_digests = collectives.gather(self._job, digests)
+    def _desync_error(self, step: int, digests: dict[str, int], replicas: list[int]) -> Desync:
+        gathered = collectives.gather(self._job, digests)
+        all_digests = [gathered[rank] for rank in replicas]
         names = list(dict.fromkeys(name for each in all_digests for name in each))
         differing = [n for n in names if len({each.get(n) for each in all_digests}) > 1]
         name = differing[0]
         values = [each.get(name) for each in all_digests]
         common, votes = Counter(values).most_common(1)[0]
         majority = 2 * votes > len(values)
-        ranks = [r for r, v in enumerate(values) if v != common] if majority else None
+        pairs = zip(replicas, values, strict=True)
+        ranks = [rank for rank, value in pairs if value != common] if majority else None
         more = f" and {len(differing) - 1} more tensors" if len(differing) > 1 else ""
         what = "ranks hold different values of"
         if ranks is not None:

@@ -23,7 +23,13 @@ from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.parallel.ddp import Replica, find_wrapper
-from paceline.parallel.modules import equalize_buffers, free_gathered, is_sharded, unwrap
+from paceline.parallel.modules import (
+    OtherStage,
+    equalize_buffers,
+    free_gathered,
+    is_sharded,
+    unwrap,
+)
 from paceline.training.precision import autocast_of
 
 Score = Callable[[torch.nn.Module, Any], Mapping[str, Any]]
@@ -156,8 +162,11 @@ def _run(
             if notice.received and may_stop:
                 is_preempted = True
                 break
-            with autocast:
-                results = dict(score(model, each.batch))
+            try:
+                with autocast:
+                    results = dict(score(model, each.batch))
+            except OtherStage:
+                continue  # the last stage of the pipeline reports the results
             if each.is_ghost:
                 continue
             for name, metric in metrics.items():

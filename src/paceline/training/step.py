@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +131,12 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
         strategy = self._context.strategy
+        if strategy.runs_micro_batches:
+            raise self._error(
+                "the model is a pipeline, whose micro-batches cannot be run in a loop.",
+                why="its schedule runs the forwards and backwards of all micro-batches together.",
+                fix="step.run(lambda batch: (loss of model(x) and y, count)).",
+            )
         strategy.begin_step(self._planned)
         micros = list(self._planned) if strategy.repeats_steps else self._planned
         yield from self._run_micro_batches(micros)
@@ -152,8 +159,7 @@ class Step:
                 record.needs_backward = not record.is_skipped
             # Dropout depends on the step and the first sample, not on the rank.
             context.begun = self.number
-            seed = pair_seed(context.dropout_key, self.number, micro.offset)
-            context.generator.manual_seed(seed)
+            context.generator.manual_seed(self._dropout_seed(micro))
             precision.enter()
             yield micro.batch
             precision.leave()
@@ -165,6 +171,9 @@ class Step:
                     fix="call step.backward(loss, count=...) for each micro-batch"
                     + (" and optimizer." if len(self._records) > 1 else "."),
                 )
+
+    def _dropout_seed(self, micro: MicroBatch) -> int:
+        return pair_seed(self._context.dropout_key, self.number, micro.offset)
 
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave an optimizer out of this step: it gets no `backward` and no `update`.
@@ -210,17 +219,29 @@ class Step:
                 f"`step.run` is for one optimizer; this training has {len(self._records)}.",
                 fix="write the loop: `for batch in step: ... step.backward(loss, count=n, optimizer=...)`.",
             )
+        strategy = self._context.strategy
+        if strategy.runs_micro_batches:
+            scheduled = _Scheduled(self, list(self._planned), loss_fn, reduction)
+            strategy.run_micro_batches(scheduled)
+            (record,) = self._records
+            self._seen = record.backwards = scheduled.size
+            record.loss = scheduled.loss
+            record.count = strategy.step_count(scheduled.count)
+            return
         for batch in self:
-            result = loss_fn(batch)
-            if not isinstance(result, tuple):
-                if self._context.count == "tokens":
-                    raise self._error(
-                        'with count="tokens", the function given to `step.run` must return (loss, count).'
-                    )
-                assert self._micro is not None
-                result = result, self._micro.count
-            loss, count = result
+            assert self._micro is not None
+            loss, count = self._loss_and_count(loss_fn(batch), self._micro)
             self.backward(loss, count=count, reduction=reduction)
+
+    def _loss_and_count(self, result: Any, micro: MicroBatch) -> tuple[Any, Any]:
+        if isinstance(result, tuple):
+            loss, count = result
+            return loss, count
+        if self._context.count == "tokens":
+            raise self._error(
+                'with count="tokens", the function given to `step.run` must return (loss, count).'
+            )
+        return result, micro.count
 
     def backward(
         self,
@@ -255,13 +276,7 @@ class Step:
                 "`step.backward` belongs inside `for batch in step`, once for each micro-batch."
             )
         is_mean = reduction == "mean"
-        if count is None:
-            count = weight.default_count(micro.count, context.count, reduction, self._where)
-        if self.number < context.check_losses_until:
-            known = isinstance(count, int) or count.device.type == "cpu"
-            weight.check_loss(loss, int(count) if known else None, reduction, self._where)
-        if count != micro.count:
-            weight.check_count(count, micro.count, context.count, self._where)
+        count = self._checked_count(loss, count, reduction, micro)
         self._refuse_backward(record)
         record.needs_backward = False
         record.backwards += 1
@@ -273,10 +288,7 @@ class Step:
             own = context.strategy.logged_loss(own)
             record.loss = own if record.loss is None else record.loss + own
             record.count = record.count + count
-            by_tokens = context.count == "tokens"
-            start = context.weight_of(
-                scaled, record.trained.token_divisor if by_tokens else self.num_samples
-            )
+            start = self._weight(scaled, record)
             if is_mean:
                 start = start * count
         is_single = len(self._records) == 1
@@ -287,6 +299,28 @@ class Step:
             context.job.reraise(error)
         if not is_single and any(other.needs_backward for other in self._records):
             context.precision.enter()  # a forward for the next optimizer may follow
+
+    def _checked_count(
+        self,
+        loss: torch.Tensor,
+        count: int | torch.Tensor | None,
+        reduction: Reduction,
+        micro: MicroBatch,
+    ) -> int | torch.Tensor:
+        context = self._context
+        if count is None:
+            count = weight.default_count(micro.count, context.count, reduction, self._where)
+        if self.number < context.check_losses_until:
+            known = isinstance(count, int) or count.device.type == "cpu"
+            weight.check_loss(loss, int(count) if known else None, reduction, self._where)
+        if count != micro.count:
+            weight.check_count(count, micro.count, context.count, self._where)
+        return count
+
+    def _weight(self, scaled: torch.Tensor, record: _Record) -> torch.Tensor:
+        by_tokens = self._context.count == "tokens"
+        number = record.trained.token_divisor if by_tokens else self.num_samples
+        return self._context.weight_of(scaled, number)
 
     def update(
         self,
@@ -353,12 +387,10 @@ class Step:
             self._refuse_non_finite(self.grad_norm, record.trained)
 
     def _norms(self, record: _Record, factor: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        norm_of = self._context.strategy.grad_norm
-        return {
-            name: norm_of([p.grad], 2.0) if factor is None else norm_of([p.grad], 2.0) * factor
-            for name, p in record.trained.named_parameters()
-            if p.grad is not None
-        }
+        named = record.trained.named_parameters()
+        gradients = {name: p.grad for name, p in named if p.grad is not None}
+        norms = self._context.strategy.grad_norms(gradients, 2.0)
+        return norms if factor is None else {name: norm * factor for name, norm in norms.items()}
 
     def _factor(self, record: _Record) -> torch.Tensor | None:
         """The factor for the gradients of an optimizer, shape (); None for 1."""
@@ -514,3 +546,60 @@ class Step:
 
     def _where(self) -> str:
         return self._context.job.where(step=self.number)
+
+
+class _Scheduled:
+    """A step whose micro-batches the strategy runs; see `ScheduledStep`."""
+
+    def __init__(
+        self,
+        step: Step,
+        micros: list[MicroBatch],
+        loss_fn: Callable[[Any], Any],
+        reduction: Reduction,
+    ) -> None:
+        self._step, self._micros, self._loss_fn = step, micros, loss_fn
+        self._reduction = reduction
+        self._sums: dict[int, tuple[torch.Tensor, Any]] = {}
+        self.size = len(micros)
+        step._context.begun = step.number
+
+    @contextmanager
+    def forward(self, at: int, stage: int) -> Iterator[None]:
+        context = self._step._context
+        seed = self._step._dropout_seed(self._micros[at])
+        # Layers of two stages must not draw the same masks.
+        context.generator.manual_seed(pair_seed(seed, stage, 0) if stage else seed)
+        context.precision.enter()
+        try:
+            yield
+        finally:
+            context.precision.leave()
+
+    def call(self, at: int) -> Any:
+        return self._loss_fn(self._micros[at].batch)
+
+    def weigh(self, at: int, result: Any) -> torch.Tensor:
+        step, micro = self._step, self._micros[at]
+        (record,) = step._records
+        loss, count = step._loss_and_count(result, micro)
+        count = step._checked_count(loss, count, self._reduction, micro)
+        start, own = step._weight(loss, record), loss.detach()
+        if self._reduction == "mean":
+            start, own = start * count, weight.as_sum(own, count)
+        self._sums[at] = own, count
+        weighted: torch.Tensor = loss * start
+        return weighted
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The sum of the losses, in the order of the micro-batches; None without any."""
+        total: torch.Tensor | None = None
+        for at in sorted(self._sums):
+            own = self._sums[at][0]
+            total = own if total is None else total + own
+        return total
+
+    @property
+    def count(self) -> Any:
+        return sum(self._sums[at][1] for at in sorted(self._sums))

@@ -110,7 +110,7 @@ class Fit:
     """What `Trainer.fit` returns.
 
     Attributes:
-        model: The trained model, unwrapped.
+        model: The trained model, unwrapped. With `Mesh(pp=)` it has this rank's stages only.
         steps, epochs: Numbers done, counted from the start of the training.
         evaluation: The last one; None without `validation`.
 
@@ -143,8 +143,9 @@ class Trainer:
         schedule_metric: For `ReduceLROnPlateau`, the result of the evaluation that it gets; None is "loss".
         reproducible: Whether the result is bit for bit equal on any number of ranks.
         strategy: "ddp", "fsdp", or a `Mesh`, with which the job is joined: layers are split over `tp`,
-            parameters are sharded over `dp_shard`. For options, a function of the job and the module, such
-            as `functools.partial(paceline.fsdp, blocks=Block)`.
+            parameters are sharded over `dp_shard`, and each rank of `pp` has a stage of layers. For
+            options, a function of the job and the module, such as
+            `functools.partial(paceline.fsdp, blocks=Block)`.
         desync_every: Number of steps between comparisons of the replicas; see `Training`.
         desync_also: Compared besides weights and optimizer state; see `Training`.
         loggers: Where metrics go besides `folder`/metrics.jsonl; see `Training.report`.

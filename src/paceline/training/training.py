@@ -38,7 +38,7 @@ from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
-from paceline.parallel.modules import equalize_buffers, is_sharded
+from paceline.parallel.modules import equalize_buffers, is_pipeline, is_sharded
 from paceline.parallel.packed import PackedStrategy
 from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import state, weight
@@ -154,6 +154,12 @@ class Training:
         weakref.finalize(self, job.on_leave(functools.partial(_leave, weakref.ref(self))))
 
     def _choose_strategy(self) -> Strategy:
+        pp = 1 if self.job.mesh is None else self.job.mesh.pp
+        if pp > 1 and not any(map(is_pipeline, self.models)):
+            raise ConfigError(
+                f"the mesh is {self.job.mesh}, but the model is not split into stages.",
+                fix="model = paceline.pipeline(job, model)",
+            )
         for kind in STRATEGIES:
             if kind.is_reproducible == self.reproducible and kind.fits(
                 self.job, self.models, self.optimizers
@@ -346,6 +352,7 @@ class Training:
 
     def _load(self, saved: dict[str, Any]) -> None:
         context = self._context
+        saved = context.strategy.own_part(saved)
         state.check(self.models, self.optimizers, saved)
         self._refuse_other(saved)
         self._wait_for_copies()
@@ -601,7 +608,7 @@ class Training:
         size_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         like = state.templates(self.models, self.optimizers)
         saved: dict[str, Any] | None = self.checkpoints.resume(
-            self.job, like=like, size_bytes=size_bytes
+            self.job, like=like, wants=self._context.strategy.wants, size_bytes=size_bytes
         )
         if saved is not None:
             self._load(saved)

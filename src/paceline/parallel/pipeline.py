@@ -1,0 +1,1043 @@
+"""Pipeline parallel: each rank holds some consecutive layers. A front to `torch.distributed.pipelining`.
+
+It splits a model by names, by parameters or by measured time, checks what stages pass to each other, weighs
+the losses, and sums gradients over data ranks. torch's schedules run forward, backward and communication.
+
+Every stage calls the model's own `forward`. Submodules of other stages are replaced, under the same names, by
+modules without parameters, so parameters keep the names of the whole model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import groupby
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.optim import Optimizer
+
+from paceline import log, torch_private
+from paceline.data.batches import Batches
+from paceline.errors import ConfigError, GradientError, StepError, listed
+from paceline.job import collectives
+from paceline.job.job import Job
+from paceline.parallel.modules import (
+    PIPELINE,
+    SHARDED,
+    OtherStage,
+    agree_on_parameters,
+    compiled_module,
+    is_pipeline,
+    is_sharded,
+    owned_parameters,
+    refuse_module,
+    unwrap,
+    warn_untrained,
+)
+from paceline.parallel.strategy import STRATEGIES, ScheduledStep, Strategy
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+_LOOPED = ("interleaved", "zero_bubble")  # several stages on each rank are possible
+_MAX_SCHEDULES = 16  # each keeps buffers for the activations of one shape
+_MEASURED_FORWARDS = 3
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of what stages pass
+_HEAD_SIZE = 2 + 64  # index of a dtype, number of dims, and torch's largest number of dims
+_BUCKET_BYTES = 25 << 20  # gradients that are summed together: the size of DDP's buckets
+
+
+def pipeline(
+    job: Job,
+    module: nn.Module,
+    *,
+    split: Sequence[str] | None = None,
+    schedule: str = "1f1b",
+    example: Any = None,
+) -> nn.Module:
+    """Split the layers of `module` into stages over the axis `pp` of the job's mesh, in place.
+
+    Each rank keeps the parameters of its stage; weights become those of rank 0. With an axis of one rank the
+    module is returned as it is. Train it with `step.run`.
+
+    Every stage calls the module's `forward` with the arguments that the loss function gives the module.
+    `forward` must call the submodules that have parameters once each, in the order in which they were
+    registered. One tensor passes from a stage to the next: the first argument of its first submodule. Other
+    arguments may be computed from the arguments of `forward`, such as masks.
+
+    Args:
+        split: Names of the submodules that begin a new stage, such as `["layers.4"]`. None makes stages of
+            nearly equal numbers of parameters, or of nearly equal time with `example`. Rank 0 logs them.
+        schedule: "gpipe", "1f1b", "interleaved" (two stages on each rank, or as many as `split` makes), or
+            "zero_bubble" (gradients of weights are computed while a rank would wait).
+        example: A tensor, or a tuple of the arguments of one forward, on the job's device: rank 0 measures
+            the time of each submodule with it.
+
+    Returns:
+        The module. Make the optimizer afterwards.
+
+    Raises:
+        ConfigError: a name is unknown; the number of stages does not fit the mesh; a stage would have no
+            trainable parameter; two stages share a parameter or a submodule; a parameter belongs to no
+            submodule; an option has no effect.
+        RankDisagreement: the ranks' parameters differ.
+
+    Collective: all ranks, once for each model, in the same order.
+    """
+    ranks = 1 if job.mesh is None else job.mesh.pp
+    if schedule not in _SCHEDULES:
+        raise ConfigError(
+            f"schedule must be one of {', '.join(_SCHEDULES)}; got {schedule!r}.",
+        )
+    if is_sharded(module):
+        raise ConfigError("this module is split already.", fix="call paceline.pipeline once.")
+    if compiled_module(module) is not None:
+        raise ConfigError(
+            "a compiled model cannot be split.",
+            fix="compile its layers: layer.compile() before paceline.pipeline(...).",
+        )
+    if split is not None and example is not None:
+        raise ConfigError("example has no effect: `split` names the stages.", fix="leave one out.")
+    if job.mesh is not None and ranks > 1 and (job.mesh.dp_shard > 1 or job.mesh.tp > 1):
+        raise ConfigError(
+            f"the mesh is {job.mesh}; pipeline works with dp_replicate only.",
+            fix="use Mesh(pp=, dp_replicate=).",
+        )
+    refuse_module(job, module, wrap="paceline.pipeline")
+    if split is None:
+        number = ranks * (2 if schedule == "interleaved" and ranks > 1 else 1)
+        units = _layers(module)
+        _refuse_unowned(module, units)
+        costs = [float(_size(module, unit)) for unit in units]
+        _refuse_few(module, units, number)
+        if example is not None:
+            costs = collectives.on_rank0(job, lambda: _measure(module, units, example))
+        stages = _partition(units, costs, number)
+    else:
+        stages = _named_stages(module, list(split))
+        _refuse_unowned(module, [unit for stage in stages for unit in stage])
+    _refuse_number(stages, ranks, schedule)
+    _refuse_shared(module, stages)
+    _refuse_untrained(module, stages)
+    if ranks == 1:
+        return module
+    agree_on_parameters(job, module, f"{stages=}, {schedule=}")
+    try:
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), group=job.group, group_src=0)
+    except RuntimeError as error:
+        job.reraise(error)
+    if job.rank == 0:
+        _log_stages(module, stages, schedule)
+    module.__dict__[PIPELINE] = Pipe(job, module, stages, schedule)
+    module.__dict__[SHARDED] = True
+    return module
+
+
+def _layers(module: nn.Module, prefix: str = "") -> list[str]:
+    """The submodules that a stage may begin with: children with parameters, and those of containers."""
+    found: list[str] = []
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            found += _layers(child, f"{prefix}{name}.")
+        elif child.state_dict():
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def _named_stages(module: nn.Module, split: list[str]) -> list[list[str]]:
+    known = [name for name, _ in module.named_modules() if name]
+    for name in split:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"split: {type(module).__name__} has no submodule {name!r}.",
+                fix=f"did you mean {near[0]!r}?" if near else "see model.named_modules().",
+            )
+
+    def expand(parent: nn.Module, prefix: str) -> Iterator[str]:
+        for name, child in parent.named_children():
+            path = f"{prefix}{name}"
+            if any(each.startswith(f"{path}.") for each in split):
+                yield from expand(child, f"{path}.")
+            elif child.state_dict():
+                yield path
+
+    units = list(expand(module, ""))
+    order = [unit for unit in units if unit in split]
+    if order != split:
+        raise ConfigError(
+            f"split: {split} must name different submodules with parameters, in the order of the model.",
+            fix=f"split={order}.",
+        )
+    stages: list[list[str]] = [[]]
+    for unit in units:
+        if unit in split:
+            stages.append([])
+        stages[-1].append(unit)
+    return stages
+
+
+def _size(module: nn.Module, unit: str) -> int:
+    return sum(p.numel() for p in module.get_submodule(unit).parameters())
+
+
+def _refuse_few(module: nn.Module, units: list[str], number: int) -> None:
+    if len(units) < number:
+        raise ConfigError(
+            f"{type(module).__name__} has {len(units)} layers with parameters, which do not divide into "
+            f"{number} stages.",
+            fix="use a smaller pp, or give split= with names of inner submodules.",
+        )
+
+
+def _partition(units: list[str], costs: Sequence[float], number: int) -> list[list[str]]:
+    """`number` stages of consecutive units, so that the largest sum of costs is as small as possible."""
+    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
+    for stages in range(1, number + 1):
+        for end in range(stages, len(units) + 1):
+            best[stages, end] = min(
+                (max(best[stages - 1, begin][0], sum(costs[begin:end])), begin)
+                for begin in range(stages - 1, end)
+                if (stages - 1, begin) in best
+            )
+    cuts, end = [], len(units)
+    for stages in range(number, 0, -1):
+        begin = best[stages, end][1]
+        cuts.append(units[begin:end])
+        end = begin
+    return cuts[::-1]
+
+
+def _measure(module: nn.Module, units: Sequence[str], example: Any) -> list[float]:
+    """Seconds of the forward of each unit: the least of a few."""
+    arguments = example if isinstance(example, tuple) else (example,)
+    least = [math.inf] * len(units)
+    began = 0.0
+    hooks = []
+
+    def now() -> float:
+        for tensor in arguments:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+                torch.get_device_module(tensor.device).synchronize(tensor.device)
+        return time.perf_counter()
+
+    def before(*_: Any) -> None:
+        nonlocal began
+        began = now()
+
+    def after(at: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            least[at] = min(least[at], now() - began)
+
+        return hook
+
+    for at, unit in enumerate(units):
+        layer = module.get_submodule(unit)
+        hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after(at))]
+    training = [layer for layer in module.modules() if layer.training]
+    try:
+        module.eval()
+        with torch.no_grad():
+            for _ in range(_MEASURED_FORWARDS):
+                module(*arguments)
+    finally:
+        for layer in training:
+            layer.training = True
+        for each in hooks:
+            each.remove()
+    if idle := [unit for unit, cost in zip(units, least, strict=True) if cost == math.inf]:
+        raise ConfigError(
+            f"the forward of {type(module).__name__} does not call {listed(idle)}.",
+            why="each stage computes what the one before returns.",
+            fix="remove unused submodules from the model.",
+        )
+    return least
+
+
+def _refuse_number(stages: list[list[str]], ranks: int, schedule: str) -> None:
+    number = len(stages)
+    if ranks == 1 or number == ranks or (schedule in _LOOPED and number % ranks == 0):
+        return
+    fits = f"a multiple of {ranks}" if schedule in _LOOPED else f"{ranks}"
+    fix = f"give {ranks - 1} names, or change pp."
+    if schedule in _LOOPED:
+        fix = f"give {ranks - 1}, {2 * ranks - 1}, ... names, or change pp."
+    elif number % ranks == 0:
+        fix += " schedule='interleaved' has several stages on a rank."
+    raise ConfigError(
+        f"split makes {number} stages; pp={ranks} with schedule={schedule!r} needs {fits}.",
+        fix=fix,
+    )
+
+
+def _refuse_unowned(module: nn.Module, units: Sequence[str]) -> None:
+    inside = tuple(f"{unit}." for unit in units)
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        if not name.startswith(inside):
+            raise ConfigError(
+                f"{name} is held by {name.rpartition('.')[0] or 'the model itself'}, not by a layer, so it "
+                "belongs to no stage.",
+                fix="move it into the submodule that uses it.",
+                parameters=[name],
+            )
+
+
+def _refuse_shared(module: nn.Module, stages: list[list[str]]) -> None:
+    owners: dict[int, tuple[str, int]] = {}
+    for number, stage in enumerate(stages):
+        for unit in stage:
+            layer = module.get_submodule(unit)
+            for path, inner in layer.named_modules(prefix=unit, remove_duplicate=False):
+                first, other = owners.setdefault(id(inner), (path, number))
+                if other != number and inner.state_dict():
+                    raise ConfigError(
+                        f"{first} and {path} are one module, but belong to stages {other} and {number}.",
+                        why="each stage is on another rank.",
+                        fix="split so that one stage has both, or use two modules.",
+                    )
+            for path, p in layer.named_parameters(prefix=unit, remove_duplicate=False):
+                first, other = owners.setdefault(id(p), (path, number))
+                if other != number:
+                    raise ConfigError(
+                        f"{first} and {path} are one parameter (tied weights), but belong to stages "
+                        f"{other} and {number}.",
+                        why="each stage is on another rank and would train its own copy.",
+                        fix="untie them, or split so that one stage has both.",
+                        parameters=[first, path],
+                    )
+
+
+def _refuse_untrained(module: nn.Module, stages: list[list[str]]) -> None:
+    for number, stage in enumerate(stages):
+        parameters = [p for unit in stage for p in module.get_submodule(unit).parameters()]
+        if len(stages) > 1 and not any(p.requires_grad for p in parameters):
+            raise ConfigError(
+                f"stage {number} ({', '.join(stage) or 'empty'}) has no trainable parameter.",
+                fix="choose other names for split, so that each stage has one.",
+            )
+
+
+def _log_stages(module: nn.Module, stages: list[list[str]], schedule: str) -> None:
+    shown = []
+    for number, stage in enumerate(stages):
+        size = sum(_size(module, unit) for unit in stage)
+        names = stage[0] if len(stage) == 1 else f"{stage[0]} to {stage[-1]}"
+        shown.append(f"{number}: {names} ({size:,} parameters)")
+    log.logger.info("pipeline (%s): stage %s.", schedule, "; ".join(shown))
+
+
+class _NotHere(ConfigError, AttributeError):
+    """An attribute of a submodule that another stage holds; `hasattr` must see an AttributeError."""
+
+
+class _Captured(Exception):
+    """Ends a call of the loss function at its call of the model; holds the model's arguments."""
+
+
+class _StageEnd(Exception):
+    """Ends the model's `forward` where the next stage begins; holds the tensor that is sent."""
+
+
+class _Unit(nn.Module):
+    """In the place of a submodule: for good if another stage holds it, else while a stage computes."""
+
+    def __init__(self, pipe: Pipe, name: str, layer: nn.Module | None) -> None:
+        super().__init__()
+        self._what = (
+            pipe,
+            name,
+            layer,
+        )  # in a tuple: a registered layer's parameters get other names
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        pipe, name, layer = self._what
+        if pipe.chain is not None:
+            return pipe.chain.call(name, layer, args, kwargs)
+        if layer is not None:
+            return layer(*args, **kwargs)  # activation checkpointing computes it again
+        raise self._missing("this call of")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or name == "_what":
+                raise
+        layer = self._what[2]
+        if layer is None:
+            raise self._missing(f"the use of .{name} of")
+        return getattr(layer, name)
+
+    def _missing(self, what: str) -> _NotHere:
+        return _NotHere(
+            f"another stage holds {self._what[1]}, so {what} it is not possible here.",
+            why="a pipeline calls the model's `forward` on each stage, with its own submodules only.",
+            fix="move the computation into a submodule.",
+        )
+
+
+class _Chain:
+    """One forward of a stage through the model's `forward`.
+
+    Submodules of earlier stages return tensors without values. At the first submodule of this stage the
+    received tensor takes the place of its first argument. At the first submodule of the next stage the
+    forward ends, and its first argument is sent. So `forward` may compute anything between two submodules.
+    Submodules without parameters and buffers belong to no stage and compute on all ranks.
+    """
+
+    def __init__(self, pipe: Pipe, stage: int, received: torch.Tensor | None) -> None:
+        self._pipe = pipe
+        self._stage = stage
+        self._received = received
+        self._at = 0
+
+    def call(self, unit: str, layer: nn.Module | None, args: Any, kwargs: Any) -> Any:
+        """The call of a submodule by `forward`."""
+        order, stage_of = self._pipe.order, self._pipe.stage_of
+        if unit not in stage_of:
+            assert layer is not None
+            return self._empty() if _is_empty((args, kwargs)) else layer(*args, **kwargs)
+        if unit != self._next:
+            raise self._pipe.split_error(f"`forward` calls {unit} where {self._next} was expected")
+        stage = stage_of[unit]
+        begins = self._at > 0 and stage != stage_of[order[self._at - 1]]
+        self._at += 1
+        if stage < self._stage:
+            return self._empty()
+        if begins:
+            x = args[0] if args else next(iter(kwargs.values()), None)
+            if stage > self._stage:
+                raise _StageEnd(x)
+            if not _is_empty(x):
+                raise self._pipe.split_error(
+                    f"the first argument of {unit} is not computed by the stage before"
+                )
+            args = tuple(self._received if value is x else value for value in args)
+            kwargs = {k: self._received if value is x else value for k, value in kwargs.items()}
+        if _is_empty((args, kwargs)):
+            raise self._pipe.split_error(
+                f"{unit} gets another value than its first argument from an earlier stage"
+            )
+        assert layer is not None
+        return layer(*args, **kwargs)
+
+    @property
+    def _next(self) -> str:
+        order = self._pipe.order
+        return order[self._at] if self._at < len(order) else "nothing more"
+
+    def _empty(self) -> torch.Tensor:
+        """A tensor like the received one, with its device but without values."""
+        received = self._received
+        assert received is not None
+        mode = torch_private.find("torch._subclasses.FakeTensorMode")
+        if mode is None:
+            return torch.empty_like(received, device="meta")
+        out: torch.Tensor = mode(allow_non_fake_inputs=True).from_tensor(received.detach())
+        return out
+
+    def end(self) -> None:
+        """Check a forward that returned."""
+        if self._at < len(self._pipe.order):
+            raise self._pipe.split_error(f"`forward` does not call {self._next}")
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a tensor without values is among nested arguments."""
+    if isinstance(value, torch.Tensor):
+        return value.is_meta or hasattr(value, "fake_mode")
+    if isinstance(value, Mapping):
+        return any(map(_is_empty, value.values()))
+    return isinstance(value, list | tuple) and any(map(_is_empty, value))
+
+
+class _StageModule(nn.Module):
+    """A stage as torch's schedules call it."""
+
+    def __init__(self, units: Sequence[nn.Module], compute: Callable[..., Any]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+        self.__dict__["compute"] = compute
+
+    def forward(self, received: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.__dict__["compute"](received)
+        return out
+
+
+class _TimedStage(PipelineStage):
+    """Adds up the seconds of its computations."""
+
+    busy_s = 0.0
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(super().forward_one_chunk, args, kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(super().backward_one_chunk, args, kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(super().backward_weight_one_chunk, args, kwargs)
+
+    def _timed(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.busy_s += time.perf_counter() - began
+
+
+class _Schedule:
+    """A schedule of torch for a number of micro-batches of one shape, with this rank's stages.
+
+    The last stage returns the loss. Shapes are given, so that torch does not run the model to find them.
+
+    Args:
+        sent: For each stage of this rank, empty tensors like its input and its output.
+    """
+
+    def __init__(
+        self, pipe: Pipe, size: int, sent: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        self._pipe = pipe
+        self._run: tuple[ScheduledStep, Sequence[int], Sequence[Any]] | None = None
+        self._done: dict[int, int] = {}  # by stage, how many micro-batches had their forward
+        self._stages = [
+            _TimedStage(
+                _StageModule([pipe.layers[unit] for unit in pipe.units[number]], self._of(number)),
+                number,
+                len(pipe.units),
+                pipe.job.device,
+                input_args=sent[number][0],
+                output_args=sent[number][1],
+                group=pipe.group,
+            )
+            for number in pipe.own
+        ]
+        kind = _SCHEDULES[pipe.schedule]
+        if kind is Schedule1F1B and size < len(pipe.units):
+            kind = ScheduleGPipe  # needs no more memory here, and torch's 1F1B refuses so few
+        stages = self._stages if pipe.schedule in _LOOPED else self._stages[0]
+        self._schedule = kind(stages, size, loss_fn=lambda loss, _: loss, scale_grads=False)
+
+    def run(self, step: ScheduledStep, ats: Sequence[int], inputs: Sequence[Any]) -> float:
+        """Forward and backward of the micro-batches `ats` of a step; returns the seconds of computation."""
+        self._run, self._done = (step, ats, inputs), dict.fromkeys(self._pipe.own, 0)
+        before = sum(stage.busy_s for stage in self._stages)
+        numbers = torch.arange(len(ats), device=self._pipe.job.device)
+        try:
+            self._schedule.step(
+                *((numbers,) if self._pipe.is_first else ()), target=numbers, return_outputs=False
+            )
+        finally:
+            self._run = None
+        return sum(stage.busy_s for stage in self._stages) - before
+
+    def _of(self, number: int) -> Callable[..., torch.Tensor]:
+        def compute(received: torch.Tensor) -> torch.Tensor:
+            assert self._run is not None
+            step, ats, inputs = self._run
+            # All schedules of torch run the forwards of a stage in the order of the micro-batches.
+            at = ats[self._done[number]]
+            self._done[number] += 1
+            output = self._pipe.forward(step, at, number, inputs[at], received if number else None)
+            if number == len(self._pipe.units) - 1:
+                # float: torch 2.11 compares its dtype with `output_args`. The gradient stays exact.
+                output = self._pipe.loss_of(step, at, output).float()
+            assert isinstance(output, torch.Tensor)
+            return output
+
+        return compute
+
+
+class Pipe:
+    """The stages of one model that this rank holds, and what a call of the model does.
+
+    Attributes:
+        units: For each stage of the pipeline, the names of its submodules.
+        order: The names of all of them.
+        own: The stages of this rank.
+        layers: This rank's submodules by name.
+        owners: By name of a parameter or buffer of the whole model, its shape, its dtype and the rank of the
+            pipeline that holds it; None if all ranks hold it.
+        chain: The forward in progress.
+    """
+
+    def __init__(self, job: Job, module: nn.Module, units: list[list[str]], schedule: str) -> None:
+        self.job, self.module, self.units, self.schedule = job, module, units, schedule
+        self.group: dist.ProcessGroup = job.device_mesh["pp"].get_group()
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.own = list(range(self.rank, len(units), self.size))
+        self.is_first = 0 in self.own
+        self.is_last = len(units) - 1 in self.own
+        self.stage_of = {unit: number for number, stage in enumerate(units) for unit in stage}
+        self.order = list(self.stage_of)
+        self.owners = {
+            name: (value.shape, value.dtype, self._owner(name))
+            for name, value in module.state_dict().items()
+        }
+        self.chain: _Chain | None = None
+        self.layers: dict[str, nn.Module] = {}
+        self._proxies: dict[str, _Unit] = {}
+        self._forward = module.forward
+        self._schedules: OrderedDict[tuple[int, str], _Schedule] = OrderedDict()
+        self._mode: Literal["", "capture", "output"] = ""
+        self._output: Any = None
+        for unit in [*self.order, *_stateless(module, self.order)]:
+            number = self.stage_of.get(unit)
+            layer = module.get_submodule(unit) if number is None or number in self.own else None
+            self._proxies[unit] = _Unit(self, unit, layer)
+            if layer is None:
+                self._put(unit, self._proxies[unit])
+            else:
+                self.layers[unit] = layer
+        module.forward = self._call
+
+    def _owner(self, name: str) -> int | None:
+        unit = next((unit for unit in self.order if name.startswith(f"{unit}.")), None)
+        return None if unit is None else self.stage_of[unit] % self.size
+
+    def _put(self, unit: str, layer: nn.Module) -> None:
+        parent, _, name = unit.rpartition(".")
+        setattr(self.module.get_submodule(parent), name, layer)
+
+    # Computation.
+
+    def forward(
+        self, step: ScheduledStep, at: int, number: int, inputs: Any, received: torch.Tensor | None
+    ) -> Any:
+        """Stage `number` of a micro-batch: the tensor to send, or what the model returns."""
+        with step.forward(at, number):
+            return self._compute(number, inputs, received)
+
+    def _compute(self, number: int, inputs: Any, received: torch.Tensor | None) -> Any:
+        args, kwargs = inputs
+        for unit in self.layers:
+            self._put(unit, self._proxies[unit])
+        self.chain = _Chain(self, number, received)
+        try:
+            output = self._forward(*args, **kwargs)
+            self.chain.end()
+        except _StageEnd as end:
+            output = self._sendable(number, end.args[0])
+        finally:
+            self.chain = None
+            for unit, layer in self.layers.items():
+                self._put(unit, layer)
+        return output
+
+    def _sendable(self, number: int, x: Any) -> torch.Tensor:
+        if isinstance(x, torch.Tensor) and x.dtype in _DTYPES:
+            return x.contiguous()
+        shown = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise self.split_error(
+            f"the first argument of {self.units[number + 1][0]} is a {shown}, not a floating-point tensor"
+        )
+
+    def split_error(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{type(self.module).__name__} cannot be split into these stages: {what}.",
+            where=self.job.where(),
+            why="a stage passes one tensor to the next: the first argument of its first submodule.",
+            fix="register submodules in the order of their calls, or split at other names.",
+        )
+
+    def run(self, step: ScheduledStep) -> tuple[float, float]:
+        """Forward and backward of a step's micro-batches; returns the seconds of computation and of all."""
+        inputs = [self._capture(step, at) for at in range(step.size)]
+        shapes = [repr(_shapes(each)) for each in inputs]
+        began, busy_s = time.perf_counter(), 0.0
+        try:
+            for shape, group in groupby(range(step.size), shapes.__getitem__):
+                ats = list(group)
+                while ats:
+                    size = self._largest(len(ats))
+                    schedule = self._schedule_of(size, shape, step, ats[0], inputs)
+                    busy_s += schedule.run(step, ats[:size], inputs)
+                    ats = ats[size:]
+        except RuntimeError as error:
+            self._reraise(error)
+        return busy_s, time.perf_counter() - began
+
+    def _reraise(self, error: BaseException) -> NoReturn:
+        """Raise what a stage raised, which torch puts into a RuntimeError, or the failure of a peer."""
+        if isinstance(error.__cause__, Exception):
+            raise error.__cause__
+        self.job.reraise(error)
+
+    def _largest(self, number: int) -> int:
+        """The largest number of micro-batches, at most `number`, that the schedule takes at once."""
+        if self.schedule in _LOOPED and number >= 2 * self.size:
+            return number // self.size * self.size
+        return number
+
+    def _schedule_of(
+        self, size: int, shape: str, step: ScheduledStep, at: int, inputs: Sequence[Any]
+    ) -> _Schedule:
+        key = size, shape
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            schedule = _Schedule(self, size, self._shapes_sent(step, at, inputs[at]))
+            self._schedules[key] = schedule
+            if len(self._schedules) > _MAX_SCHEDULES:
+                self._schedules.popitem(last=False)
+        self._schedules.move_to_end(key)
+        return schedule
+
+    def _shapes_sent(
+        self, step: ScheduledStep, at: int, inputs: Any
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """For each stage of this rank, empty tensors like input and output, from a forward of all stages."""
+        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def compute(number: int, received: torch.Tensor | None) -> Any:
+            output = self.forward(step, at, number, inputs, received)
+            if number == len(self.units) - 1:
+                output = torch.empty(())  # the loss
+            if received is None:
+                received = torch.empty(1, dtype=torch.int64)  # a number of `_Schedule.run`
+            found[number] = _like(received), _like(output)
+            return output
+
+        buffers = list(self.module.buffers())
+        kept = [buffer.clone() for buffer in buffers]
+        with torch.no_grad():
+            self._pass(compute)
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+        return found
+
+    def _pass(self, compute: Callable[[int, torch.Tensor | None], Any]) -> Any:
+        """One forward without gradients through all stages; the model's output on the last one, else None."""
+        last = len(self.units) - 1
+        output = None
+        try:
+            for number in self.own:
+                output = compute(number, self._receive() if number else None)
+                if number < last:
+                    self._send(output)
+        except RuntimeError as error:
+            self.job.reraise(error)
+        return output if self.is_last else None
+
+    def _send(self, x: torch.Tensor) -> None:
+        head = [_DTYPES.index(x.dtype), x.dim(), *x.shape]
+        head += [0] * (_HEAD_SIZE - len(head))
+        target = (self.rank + 1) % self.size
+        dist.send(torch.tensor(head, device=x.device), group=self.group, group_dst=target)
+        dist.send(x, group=self.group, group_dst=target)
+
+    def _receive(self) -> torch.Tensor:
+        device, source = self.job.device, (self.rank - 1) % self.size
+        head = torch.empty(_HEAD_SIZE, dtype=torch.int64, device=device)
+        dist.recv(head, group=self.group, group_src=source)
+        dtype, dims, *shape = head.tolist()
+        x = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)
+        dist.recv(x, group=self.group, group_src=source)
+        return x
+
+    # Calls of the model.
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self._mode == "capture":
+            raise _Captured(args, kwargs)
+        if self._mode == "output":
+            self._mode, output = "", self._output
+            return output
+        if torch.is_grad_enabled():
+            raise StepError(
+                "a pipeline's model was called outside of `step.run`, or twice for one micro-batch.",
+                where=self.job.where(),
+                why="its schedule decides when each stage computes.",
+                fix="step.run(lambda batch: (loss of model(x) and y, count)), with one call of the model.",
+            )
+        output = self._pass(
+            lambda number, received: self._compute(number, (args, kwargs), received)
+        )
+        if self.is_last:
+            return output
+        raise OtherStage(
+            f"rank {self.job.rank} holds stage {self.own[-1]}, so it has no output of the model.",
+            why=f"the last of the {len(self.units)} stages has it.",
+            fix="use paceline.evaluate, which takes the results of the last stage.",
+        )
+
+    def _capture(self, step: ScheduledStep, at: int) -> tuple[Any, Any]:
+        """The arguments with which the loss function calls the model."""
+        self._mode = "capture"
+        try:
+            with step.forward(at, 0):
+                step.call(at)
+        except _Captured as captured:
+            args, kwargs = captured.args
+            return args, kwargs
+        finally:
+            self._mode = ""
+        raise StepError(
+            "the function given to `step.run` did not call the model.",
+            where=self.job.where(),
+            fix="call model(...) once for each micro-batch.",
+        )
+
+    def loss_of(self, step: ScheduledStep, at: int, output: Any) -> torch.Tensor:
+        """The weighted loss of a micro-batch from the model's output, on the last stage."""
+        self._mode, self._output = "output", output
+        try:
+            with step.forward(at, 0):
+                result = step.call(at)
+        finally:
+            self._mode, self._output = "", None
+        return step.weigh(at, result)
+
+    # State.
+
+    def others(self) -> set[str]:
+        """The names of parameters and buffers that only other ranks hold."""
+        return {
+            name for name, (_, _, owner) in self.owners.items() if owner not in (None, self.rank)
+        }
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """The state of the whole model, on the CPU. All ranks call it."""
+        own = self.module.state_dict()
+        whole: dict[str, torch.Tensor] = {}
+        try:
+            for name, (shape, dtype, owner) in self.owners.items():
+                if owner in (None, self.rank):
+                    value = own[name].detach().contiguous()
+                else:
+                    value = torch.empty(shape, dtype=dtype, device=self.job.device)
+                if owner is not None:
+                    dist.broadcast(value, group=self.group, group_src=owner)
+                whole[name] = value.cpu()
+        except RuntimeError as error:
+            self.job.reraise(error)
+        return whole
+
+
+def _stateless(module: nn.Module, units: Sequence[str]) -> list[str]:
+    """Submodules beside the units, without parameters and buffers of their own: they belong to no stage."""
+    parents = {""}
+    for unit in units:
+        while unit:
+            unit = unit.rpartition(".")[0]
+            parents.add(unit)
+    return [
+        f"{parent}.{name}" if parent else name
+        for parent in parents
+        for name, child in module.get_submodule(parent).named_children()
+        if not child.state_dict() and (f"{parent}.{name}" if parent else name) not in parents
+    ]
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    grad = x.is_floating_point()
+    return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=grad)
+
+
+def _shapes(value: Any) -> Any:
+    """Shapes and dtypes of the tensors in nested arguments, and plain values."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, Mapping):
+        return {key: _shapes(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shapes(each) for each in value]
+    return value if isinstance(value, int | float | str | None) else type(value).__name__
+
+
+class PipelineStrategy(Strategy):
+    """torch's schedules run a step's micro-batches; gradients are summed over data ranks after them."""
+
+    runs_micro_batches = True
+
+    def _prepare(self, batches: Batches) -> None:
+        if len(self._models) > 1 or len(self._optimizers) > 1:
+            raise ConfigError(
+                f"training a pipeline supports one model and one optimizer, got {len(self._models)} and "
+                f"{len(self._optimizers)}.",
+                fix="put all parameters into one optimizer, with parameter groups if they differ.",
+            )
+        if self.needs_equal_micro_batches:
+            raise ConfigError(
+                "SyncBatchNorm is not supported in a pipeline.",
+                why="data ranks run different numbers of micro-batches.",
+                fix="use GroupNorm or LayerNorm.",
+            )
+        self._pipe: Pipe = unwrap(self._models[0]).__dict__[PIPELINE]
+        self._times = (0.0, 0.0)
+        self._bubble: torch.Tensor | None = None
+        self._has_run = False
+
+    @classmethod
+    def fits(cls, job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
+        return any(map(is_pipeline, models))
+
+    def check(self) -> None:
+        (model,) = self._models
+        foreign = {id(p) for p in owned_parameters(*self._optimizers)}
+        foreign -= {id(p) for p in model.parameters()}
+        if foreign:
+            raise GradientError(
+                f"the optimizer holds {len(foreign)} parameters that are not in this stage.",
+                where=self._job.where(),
+                why="an optimizer made before the split holds the parameters of all stages.",
+                fix="make the optimizer after paceline.pipeline(...).",
+                parameters=[],
+            )
+        warn_untrained(model, self._optimizers)
+
+    def check_precision(self, precision: str) -> None:
+        if precision == "fp16":
+            raise ConfigError(
+                "precision='fp16' is not supported with a pipeline.",
+                why="torch's loss scaler looks for overflows in the gradients of one stage only.",
+                fix="use 'bf16'.",
+            )
+
+    def run_micro_batches(self, step: ScheduledStep) -> None:
+        self._has_run = step.size > 0
+        self._times = self._pipe.run(step)
+
+    def step_count(self, count: float | torch.Tensor) -> torch.Tensor:
+        """The count of the last stage, on all stages; the times travel with it."""
+        device = self._job.device
+        own = torch.as_tensor(count, dtype=torch.float64, device=device)
+        if not self._pipe.is_last:
+            own = torch.zeros_like(own)
+        times = torch.tensor(self._times, dtype=torch.float64, device=device)
+        total = torch.cat([own.reshape(1), times])
+        self._all_reduce(total, self._pipe.group)
+        self._bubble = 1 - total[1] / total[2].clamp(min=1e-9)
+        return total[0]
+
+    def measurements(self) -> dict[str, Any]:
+        if self._bubble is None or self._job.device.type != "cpu" or not self._has_run:
+            return {}  # computations on a device are not finished when torch's calls return
+        return {"pipeline_bubble": float(self._bubble)}
+
+    def finish(self, optimizer: Optimizer) -> None:
+        if self._job.data.group is None:
+            return
+        named = [(n, p) for n, p in self._models[0].named_parameters() if p.requires_grad]
+        names = [name for name, p in named if p.grad is None]
+        if names and self._has_run:
+            raise GradientError(
+                f"no gradient reached {listed(names)}.",
+                where=self._job.where(),
+                why="data ranks sum the gradients of all trainable parameters together.",
+                fix="freeze unused parameters with requires_grad_(False).",
+                parameters=names,
+            )
+        for _, p in named:
+            if p.grad is None:  # a data rank without samples
+                p.grad = torch.zeros_like(p)
+        gradients = [p.grad for _, p in named if p.grad is not None]
+        gradients.sort(key=lambda g: str(g.dtype))
+        for bucket in _buckets(gradients):
+            packed = torch.cat([g.reshape(-1) for g in bucket])
+            self._all_reduce(packed, self._job.data.group)
+            pieces = packed.split([g.numel() for g in bucket])  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(
+                bucket, [x.view_as(g) for x, g in zip(pieces, bucket, strict=True)]
+            )
+
+    def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        device = self._job.device
+        own = torch.zeros((), device=device)
+        if gradients:
+            own = super().grad_norm(gradients, norm_type)
+        # In one dtype on all stages. Gathered, because a maximum over ranks does not keep NaN everywhere.
+        each = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(self._pipe.size)]
+        try:
+            dist.all_gather(each, own.double(), group=self._pipe.group)
+        except RuntimeError as error:
+            self._job.reraise(error)
+        norms = torch.stack(each)
+        whole = norms.max() if norm_type == math.inf else norms.norm(norm_type)
+        return whole.to(own.dtype)
+
+    def grad_norms(
+        self, gradients: Mapping[str, torch.Tensor], norm_type: float
+    ) -> dict[str, torch.Tensor]:
+        own = {
+            n: float(super(PipelineStrategy, self).grad_norm([g], norm_type))
+            for n, g in gradients.items()
+        }
+        parts = collectives.gather(self._job, own)
+        merged = {name: value for part in reversed(parts) for name, value in part.items()}
+        return {
+            name: torch.tensor(merged[name], dtype=dtype, device=self._job.device)
+            for name, (_, dtype, _) in self._pipe.owners.items()
+            if name in merged
+        }
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        return self._pipe.whole_state()
+
+    def wants(self, path: str) -> bool:
+        kind, _, rest = path.partition(".0.")
+        others = self._pipe.others()
+        if kind == "models":
+            return rest not in others
+        _, _, name = rest.partition("state.0.")
+        return kind != "optimizers" or name.rpartition(".")[0] not in others
+
+    def own_part(self, saved: dict[str, Any]) -> dict[str, Any]:
+        others = self._pipe.others()
+        optimizers = [
+            {
+                **each,
+                "state": {k: v for k, v in each["state"].items() if _name(k) not in others},
+                "param_groups": [
+                    {**g, "params": [p for p in g["params"] if _name(p) not in others]}
+                    for g in each["param_groups"]
+                ],
+            }
+            for each in saved["optimizers"]
+        ]
+        models = [{n: v for n, v in m.items() if n not in others} for m in saved["models"]]
+        return {**saved, "models": models, "optimizers": optimizers}
+
+    def _all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        try:
+            dist.all_reduce(tensor, group=group)
+        except RuntimeError as error:
+            self._job.reraise(error)
+
+
+def _name(path: Any) -> str:
+    """The name of a parameter from `NUMBER.NAME`, as optimizers' states have it."""
+    return str(path).partition(".")[2]
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbouring gradients of one dtype, of about `_BUCKET_BYTES` together."""
+    bucket: list[torch.Tensor] = []
+    for g in gradients:
+        is_full = sum(each.nbytes for each in bucket) + g.nbytes > _BUCKET_BYTES
+        if bucket and (is_full or g.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(g)
+    if bucket:
+        yield bucket
+
+
+STRATEGIES.insert(0, PipelineStrategy)  # before that of fsdp, which trains all split models
