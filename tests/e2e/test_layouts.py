@@ -11,7 +11,7 @@ from launching import Finished, finish, start
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 sys.path.insert(0, os.environ["EXAMPLES"])
 import gpt_3d
 
@@ -93,3 +93,14 @@ def test_a_preempted_job_goes_on_in_other_layouts(tmp_path: Path) -> None:
     assert third.code == 0, third
     assert _loss(third) == pytest.approx(_loss(calm), rel=0.02)
     torch.testing.assert_close(_weights(folder), _weights(tmp_path / "calm"), rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_hang_names_the_axis_of_the_mesh(tmp_path: Path) -> None:
+    found = _train(4, BOTH, tmp_path, "--hang-after=5 --on-hang=end", "time.sleep(1000)", 20)
+    assert found.code != 0, found
+    assert re.search(
+        r"hang: rank 3 .* has waited \d+ s in all_gather .*group of ranks 1 and 3 on axis dp_shard",
+        found.err,
+    ), found.err
+    assert re.search(r"\n      rank 1 .* has not entered it", found.err), found.err

@@ -73,6 +73,19 @@ def test_a_rank_that_has_not_entered_a_collective() -> None:
     ]
 
 
+def test_the_axis_of_a_mesh_and_the_stage_are_named() -> None:
+    entries = [entry(process_group=("3", "mesh_dp_shard"))]
+    (late,) = read_calls(entries, {"3": [0, 1]}, NOW, {"3": "dp_shard"})
+    others = [rank(number, call(4106, group="4", members=(2, 3), over=True)) for number in (2, 3)]
+    found = verdict(rank(0, late, stage=0), absent(stage=0), *others)
+    assert found.text.splitlines()[:2] == [
+        "hang: rank 0 (host b, pid 810, stage 0) has waited 30 s in all_reduce #7 "
+        "(bf16[1024,512], group of ranks 0 and 1 on axis dp_shard) at train.py:57",
+        "      rank 1 (host b, pid 811, stage 0) has not entered it: evaluate() at train.py:31, "
+        "in time.sleep",
+    ]
+
+
 def test_a_call_that_does_not_return_is_not_called_a_branch() -> None:
     # All ranks take the lock in line 30; rank 1 does not get it, and the others are in line 31.
     stuck = StackSummary(script=(("train.py", 30, "step"), ("train.py", 90, "<module>")))
@@ -440,8 +453,9 @@ class Asked(Silent):
         stack = [("/a/train.py", 5 + self.rank, "step")]
         entries = [entry()] if self.rank == 0 else []
         table = {"entries": entries, "groups": {"0": [0, 1]}, "entered": {}, "missing": [WORLD]}
+        table["axes"] = {}
         threads = [{"name": "main", "stack": stack}]
-        self.answer = {"id": number, "threads": threads, "step": 0, **table}
+        self.answer = {"id": number, "threads": threads, "step": 0, "stage": None, **table}
 
 
 def test_answering_the_launcher_does_not_make_a_rank_busy(monkeypatch: pytest.MonkeyPatch) -> None:

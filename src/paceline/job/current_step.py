@@ -1,3 +1,4 @@
-"""The training step that this process is in, for error messages and for the launcher; 0 outside of one."""
+"""What this process does now, for error messages and for the launcher."""
 
-step = 0
+step = 0  # the training step that it is in; 0 outside of one
+stage: int | None = None  # its place on the axis `pp` of the mesh; None without one

@@ -335,7 +335,7 @@ def join(
             keep_freed_memory(os.environ)
         _choose_threads(job)
         _seed_everything(seed)
-        current_step.step = 0
+        current_step.step, current_step.stage = 0, None
         if info.world_size > 1:
             _connect(job, info, chosen_backend)
     except BaseException as error:
@@ -385,31 +385,39 @@ def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta) -> None:
             names.index("dp_replicate") + 1, "dp_shard"
         )  # for `fully_shard`, which needs both
 
-    def group_of(lists: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+    def group_of(
+        lists: list[list[int]], axis: str, backend: str | None = None
+    ) -> dist.ProcessGroup:
         if len(lists) == 1 and backend is None:
             assert job.group is not None
             return job.group
         made: list[dist.ProcessGroup] = [
-            dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in lists
+            # The description is that of torch's own meshes; a report of a hang names the axis.
+            dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=f"mesh_{axis}")
+            for ranks in lists
         ]
         return next(group for group, ranks in zip(made, lists, strict=True) if own_rank in ranks)
 
     def lists_of(ranks_of: Callable[[int], list[int]]) -> list[list[int]]:
         return [list(each) for each in sorted({tuple(ranks_of(rank)) for rank in range(world)})]
 
-    groups = [group_of(lists_of(functools.partial(mesh.axis_ranks, axis=name))) for name in names]
+    groups = [
+        group_of(lists_of(functools.partial(mesh.axis_ranks, axis=name)), name) for name in names
+    ]
     if mesh.data_size not in (1, world):
         lists = lists_of(mesh.data_ranks)
         own_axis = next(ranks for ranks in lists if own_rank in ranks)
         job._data = DataAxis(
             own_axis.index(own_rank),
             mesh.data_size,
-            group_of(lists),
-            group_of(lists, "gloo"),
+            group_of(lists, "data"),
+            group_of(lists, "data", "gloo"),
             *_reporters(mesh, own_rank),
         )
     elif mesh.data_size == 1:
         job._data = DataAxis(0, 1, None, None, *_reporters(mesh, own_rank))
+    if mesh.pp > 1:
+        current_step.stage = mesh.axis_ranks(own_rank, "pp").index(own_rank)
     from torch.distributed.device_mesh import DeviceMesh
 
     sizes = [mesh.axes[name] for name in names]

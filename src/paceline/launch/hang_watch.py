@@ -297,7 +297,10 @@ class HangWatch:
                 "peer": main.get("peer"),
                 "entered": answer["entered"],
                 "step": answer["step"],
-                "calls": read_calls(answer["entries"], answer["groups"], time.time()),
+                "stage": answer["stage"],
+                "calls": read_calls(
+                    answer["entries"], answer["groups"], time.time(), answer["axes"]
+                ),
             }
         elif dump:
             reported["where"] = read_stack(dump, cwd)

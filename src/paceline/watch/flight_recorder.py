@@ -18,6 +18,9 @@ _ENTRIES = 64  # latest entries that are reported, besides those that are not ov
 _DUMP_NCCL = "torch._C._distributed_c10d._dump_nccl_trace"  # only in builds of torch with NCCL
 _DUMP = "torch._C._distributed_c10d._dump_fr_trace"
 _WORLD = "torch.distributed.distributed_c10d._world"
+_OF_MESH = (
+    "mesh_"  # how the description of a group of a device mesh begins; the name of the axis follows
+)
 _KEYS = (
     *("profiling_name", "process_group", "collective_seq_id", "is_p2p", "input_sizes"),
     *("input_dtypes", "state", "retired", "time_created_ns"),
@@ -38,7 +41,7 @@ def counts() -> tuple[int, int]:
 
 
 def table() -> dict[str, Any]:
-    """The latest collectives and all that are not over, oldest first; the ranks of each process group."""
+    """The latest collectives and all that are not over, oldest first; ranks and mesh axes of groups."""
     found = (entry for dump in _dumps(entries=True) for entry in dump.get("entries", []))
     entries = [entry for entry in found if entry["process_group"][0]]  # one without a name is ours
     first = len(entries) - _ENTRIES
@@ -53,6 +56,11 @@ def table() -> dict[str, Any]:
         "groups": {
             name: sorted(_loaded(_WORLD).pg_group_ranks.get(group, ()))
             for group, name in _group_names().items()
+        },
+        "axes": {
+            name: group.group_desc.removeprefix(_OF_MESH)
+            for group, name in _group_names().items()
+            if group.group_desc.startswith(_OF_MESH)
         },
         "entered": {name: queue.entered for name, queue in _shm_queues()},
         "missing": [

@@ -209,7 +209,8 @@ def _call_text(call: Call, state: RankState) -> str:
     if state.where.gradients and not call.over:
         notes.insert(0, "gradients")
     if call.members and len(call.members) > 1 and call.group not in ("", "0"):
-        notes.append(f"group of {name_ranks(call.members)}")
+        axis = f" on axis {call.axis}" if call.axis else ""
+        notes.append(f"group of {name_ranks(call.members)}{axis}")
     return f"{call.name} #{call.number}" + (f" ({', '.join(notes)})" if notes else "")
 
 
@@ -327,7 +328,8 @@ def _have(members: Sequence[RankState]) -> str:
 def _with_ranks(members: Sequence[RankState], text: str) -> str:
     who = name_ranks([state.rank for state in members])
     if len(members) == 1:
-        who += f" (host {members[0].host}, pid {members[0].pid})"
+        stage = "" if members[0].stage is None else f", stage {members[0].stage}"
+        who += f" (host {members[0].host}, pid {members[0].pid}{stage})"
     return f"{who}{'' if text.startswith(':') else ' '}{text}"
 
 

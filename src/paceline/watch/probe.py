@@ -153,10 +153,12 @@ class Probe:
                     threads.insert(0, thread | call_of(frame))
                 else:
                     threads.append(thread)
+        job = sys.modules.get("paceline.job.current_step")
         return {
             "time": time.time(),
             "threads": threads,
-            "step": getattr(sys.modules.get("paceline.job.current_step"), "step", 0),
+            "step": getattr(job, "step", 0),
+            "stage": getattr(job, "stage", None),
             **table(),
         }
 

@@ -35,6 +35,7 @@ class Call:
         number: Counts the collectives of the group, from 1.
         group: Its name; "0" is the whole world with Gloo.
         members: Ranks of the group; empty if unknown.
+        axis: The axis of a device mesh that the group is on; empty if none.
         kind: Type and shape of its tensor, such as `f32[3,4]`.
         since_s: Seconds since it was entered.
         over: Whether it has ended.
@@ -44,6 +45,7 @@ class Call:
     number: int
     group: str = "0"
     members: tuple[int, ...] = ()
+    axis: str = ""
     kind: str = ""
     since_s: float = 0.0
     over: bool = False
@@ -86,6 +88,7 @@ class RankState:
         entering: Whether it is in a collective that it did not report.
         answered: Whether it reported where it is; otherwise `where` is from its last beat.
         step: Its training step; 0 if unknown.
+        stage: Its stage of a pipeline; None without one.
         call: The function that its innermost line of the script calls.
         peer: The rank that it sends to or receives from.
         calls: Collectives, oldest first: the latest, and all that are not over.
@@ -105,6 +108,7 @@ class RankState:
     entering: bool = False
     answered: bool = True
     step: int = 0
+    stage: int | None = None
     where: StackSummary = StackSummary()
     call: str = ""
     peer: int | None = None
@@ -125,13 +129,17 @@ class RankState:
 
 
 def read_calls(
-    entries: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[int]], now: float
+    entries: Sequence[Mapping[str, Any]],
+    groups: Mapping[str, Sequence[int]],
+    now: float,
+    axes: Mapping[str, str] | None = None,
 ) -> tuple[Call, ...]:
     """The collectives in entries of the flight recorder, without sends and receives.
 
     Args:
         groups: The ranks of each group by its name.
         now: Seconds since the epoch.
+        axes: The axis of a device mesh of each group that is on one.
     """
     return tuple(
         Call(
@@ -139,6 +147,7 @@ def read_calls(
             number=entry["collective_seq_id"],
             group=entry["process_group"][0],
             members=tuple(groups.get(entry["process_group"][0], ())),
+            axis=(axes or {}).get(entry["process_group"][0], ""),
             kind=_kind(entry["input_dtypes"], entry["input_sizes"]),
             since_s=max(now - entry["time_created_ns"] / 1e9, 0.0),
             over=bool(entry["retired"]) or entry.get("state") == "completed",
