@@ -151,6 +151,13 @@ NAMES = (
         of_objects=True,
     ),
     PrivateName(
+        "torch.autograd.graph.Node._saved_target",
+        why="nothing else tells whether `cross_entropy` ignored targets",
+        since="2.11",
+        without="a mean over the tokens of samples of one length needs count='tokens'",
+        of_objects=True,
+    ),
+    PrivateName(
         "torchmetrics.Metric._reductions",
         why="torchmetrics has no public way to merge states of ranks of which some have no update",
         since="1.8",

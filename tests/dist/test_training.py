@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import GradientError, NonFinite, PeerFailed, StepError
+from paceline.errors import GradientError, LossError, NonFinite, PeerFailed, StepError
 from paceline.testing import (
     Fault,
     InjectedFault,
@@ -458,6 +458,43 @@ def test_wrong_use_is_refused_on_every_rank() -> None:
     for found in run_ranks(refusals, _wrong, list(WRONG), nproc=2):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG
         assert "after 1 of 2 micro-batches" in found["inner break"][1]
+
+
+def _train_on_pairs(job: Any, reduction: Any, lengths: list[int]) -> list[float]:
+    """Losses of samples with two targets each; step n uses the first `lengths[n]` of them."""
+    torch.manual_seed(3)
+    data = TensorDataset(torch.randn(13, 4), torch.randint(0, 3, (13, 2)))
+    model = paceline.ddp(job, nn.Linear(4, 6))
+    batches = paceline.Batches(job, data, global_batch=6, micro_batch=2)
+    training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), 0.5), batches)
+    losses = []
+    for step in training.steps(until=len(lengths)):
+        length = lengths[step.number - 1]
+        for x, y in step:
+            out = model(x).view(len(x), 2, 3)[:, :length].flatten(0, 1)
+            loss = F.cross_entropy(out, y[:, :length].flatten(), reduction=reduction)
+            if reduction == "mean":
+                step.backward(loss, reduction="mean")
+            else:
+                step.backward(loss / length, count=len(y))
+        step.update()
+        losses.append(float(step.loss))
+    return losses
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_a_mean_over_targets_of_samples_of_one_length_is_a_mean_over_samples(nproc: int) -> None:
+    expected = run_ranks(_train_on_pairs, "sum", [2] * 6, nproc=1)[0]
+    for losses in run_ranks(_train_on_pairs, "mean", [2] * 6, nproc=nproc):
+        assert losses == pytest.approx(expected, rel=1e-6)  # fp32, sums in another order
+
+
+@pytest.mark.parametrize("lengths", [[2, 1], [1, 2]])
+def test_a_mean_over_targets_of_samples_of_several_lengths_is_refused(lengths: list[int]) -> None:
+    with pytest.raises(
+        LossError, match=f"have {lengths[1]} targets each, .* micro-batch {lengths[0]}"
+    ):
+        run_ranks(_train_on_pairs, "mean", lengths, nproc=1)
 
 
 class Net(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from paceline.errors import ConfigError, NonFinite
 from paceline.job.job import Job
 from paceline.parallel.modules import owned_parameters, unwrap
 from paceline.training.schedules import Schedule, TrainedSchedule, trained_schedules
+from paceline.training.weight import SampleLength
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +24,14 @@ class TrainedOptimizer:
         models: The models that hold parameters of the optimizer.
         token_divisor: With count="tokens", what losses of the current step are divided by; 0 before the
             first step.
+        sample_length: With count="samples", the targets of each sample, as the first losses show.
     """
 
     optimizer: Optimizer
     models: list[torch.nn.Module]
     schedule: TrainedSchedule
     token_divisor: float = 0.0
+    sample_length: SampleLength = field(default_factory=SampleLength)
 
     @property
     def parameters(self) -> list[torch.Tensor]:

@@ -276,7 +276,7 @@ class Step:
                 "`step.backward` belongs inside `for batch in step`, once for each micro-batch."
             )
         is_mean = reduction == "mean"
-        count = self._checked_count(loss, count, reduction, micro)
+        count = self._checked_count(loss, count, reduction, micro, record)
         self._refuse_backward(record)
         record.needs_backward = False
         record.backwards += 1
@@ -306,13 +306,15 @@ class Step:
         count: int | torch.Tensor | None,
         reduction: Reduction,
         micro: MicroBatch,
+        record: _Record,
     ) -> int | torch.Tensor:
         context = self._context
         if count is None:
             count = weight.default_count(micro.count, context.count, reduction, self._where)
         if self.number < context.check_losses_until:
             known = isinstance(count, int) or count.device.type == "cpu"
-            weight.check_loss(loss, int(count) if known else None, reduction, self._where)
+            length = record.trained.sample_length if context.count == "samples" else None
+            weight.check_loss(loss, int(count) if known else None, reduction, self._where, length)
         if count != micro.count:
             weight.check_count(count, micro.count, context.count, self._where)
         return count
@@ -583,7 +585,7 @@ class _Scheduled:
         step, micro = self._step, self._micros[at]
         (record,) = step._records
         loss, count = step._loss_and_count(result, micro)
-        count = step._checked_count(loss, count, self._reduction, micro)
+        count = step._checked_count(loss, count, self._reduction, micro, record)
         start, own = step._weight(loss, record), loss.detach()
         if self._reduction == "mean":
             start, own = start * count, weight.as_sum(own, count)

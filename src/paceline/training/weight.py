@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -96,13 +97,29 @@ def as_sum(mean: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
     return mean * count if count else torch.zeros_like(mean)
 
 
+@dataclass(slots=True)
+class SampleLength:
+    """How many targets each sample has; None before the first mean over targets.
+
+    A mean over the targets of a micro-batch is the mean over its samples only if all samples of the training
+    have the same number of them.
+    """
+
+    targets: int | None = None
+
+
 def check_loss(
-    loss: Any, count: int | None, reduction: Reduction, where: Callable[[], str]
+    loss: Any,
+    count: int | None,
+    reduction: Reduction,
+    where: Callable[[], str],
+    length: SampleLength | None = None,
 ) -> None:
     """Raise LossError unless `loss` is a scalar that can be the sum or mean over `count` samples.
 
     A mean is recognised by the operation it came from: torch's loss functions and `mean` record it.
-    `count` is None if it is not known on the host.
+    `count` is None if it is not known on the host. With `length`, `count` is a number of samples; a mean over
+    their targets is then accepted if each sample has as many as those of earlier calls, and none is ignored.
     """
     if reduction not in ("sum", "mean"):
         raise LossError(f'reduction must be "sum" or "mean", got {reduction!r}.', where=where())
@@ -128,7 +145,7 @@ def check_loss(
             fix='use `step.backward(loss, reduction="mean")`, or the sum as the loss.',
         )
     if reduction == "mean":
-        _refuse_other_mean(loss.grad_fn, count, where)
+        _refuse_other_mean(loss.grad_fn, count, where, length)
 
 
 def _is_mean(node: Any, count: int | None) -> bool:
@@ -150,7 +167,9 @@ def _is_mean(node: Any, count: int | None) -> bool:
     return False
 
 
-def _refuse_other_mean(node: Any, count: int | None, where: Callable[[], str]) -> None:
+def _refuse_other_mean(
+    node: Any, count: int | None, where: Callable[[], str], length: SampleLength | None
+) -> None:
     """Raise LossError if the last operation of a loss shows that it is not a mean over `count`."""
     if count is None or count < 2:
         return
@@ -164,12 +183,25 @@ def _refuse_other_mean(node: Any, count: int | None, where: Callable[[], str]) -
         )
     # cross_entropy and nll_loss divide by the sum of the weights of all targets that are not ignored.
     total = torch_private.attribute(f"{_NODE}._saved_total_weight", node)
-    if total is None or total.device.type != "cpu" or float(total) in (0.0, count):
+    if total is None or total.device.type != "cpu" or float(total) == 0.0:
+        return
+    why = "its targets are tokens, or have class weights, or some are ignored (ignore_index)."
+    targets = torch_private.attribute(f"{_NODE}._saved_target", node)
+    if length is not None and targets is not None and targets.numel() == float(total):
+        if length.targets is None:
+            length.targets = targets.numel() // count
+        if targets.numel() == length.targets * count:
+            return
+        why = (
+            f"its samples have {targets.numel() / count:g} targets each, and those of the first micro-batch"
+            f" {length.targets}, so a mean over the targets gives samples different weights."
+        )
+    elif float(total) == count:
         return
     raise LossError(
         f"the loss is a mean over a total weight of {float(total):g}, but the count is {count}.",
         where=where(),
-        why="its targets are tokens, or have class weights, or some are ignored (ignore_index).",
+        why=why,
         fix='use Training(..., count="tokens") and pass that total as count.',
     )
 
