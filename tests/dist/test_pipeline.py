@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ import torch.nn.functional as F
 from small_gpt import GPT, make_tokens, token_loss
 from small_trainings import Recording
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline import Mesh
+from paceline.checkpoint import layout
+from paceline.errors import StepError
 from paceline.testing import run_ranks
 
 Gradients = list[dict[str, torch.Tensor]]
@@ -52,9 +57,8 @@ def _train(
         net.norm.bias.add_(job.rank)  # ranks begin with the weights of rank 0
     model = _wrap(job, net, **options)
     optimizer = Recording(model.parameters())
-    # 11 samples in steps of 4: the last step has 3. With 2 data ranks and micro-batches of 2 they have
-    # micro-batches of 2 and 1 sample.
-    batches = paceline.Batches(job, make_tokens(11), global_batch=4, micro_batch=micro_batch)
+    # 9 samples in steps of 4: the last step has 1, so one of 2 data ranks has none.
+    batches = paceline.Batches(job, make_tokens(9), global_batch=4, micro_batch=micro_batch)
     checkpoints = paceline.Checkpoints(folder, every_steps=2) if folder else None
     training = paceline.Training(
         job, model, optimizer, batches, count=count, checkpoints=checkpoints
@@ -75,6 +79,7 @@ def _train(
     )
     losses.append(result.loss)
     names = [name for name, _ in model.named_parameters()]
+    assert result.num_samples == 5
     gradients = [dict(zip(names, seen, strict=True)) for seen in optimizer.seen]
     whole = training._context.strategy.whole_state(model)
     whole = {name: value.detach().clone() for name, value in whole.items()}
@@ -102,7 +107,7 @@ def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
 
 SCHEDULES: list[dict[str, Any]] = [
     {"schedule": "gpipe", "count": "samples"},
-    {"schedule": "1f1b", "micro_batch": 2},
+    {"schedule": "1f1b", "micro_batch": 3},  # 3 and 1 samples
     {"schedule": "interleaved"},
     {"schedule": "zero_bubble", "dtype": torch.float32},
     {"schedule": "zero_bubble", "micro_batch": 4},
@@ -121,3 +126,171 @@ def test_it_trains_as_one_process(nproc: int, mesh: Mesh) -> None:
     for case, want, got in zip(SCHEDULES, wants, zip(*results, strict=True), strict=True):
         tolerance = 1e-5 if case.get("dtype") == torch.float32 else 1e-12
         _assert_equal(list(got), want, tolerance)
+
+
+class Residual(nn.Module):
+    def __init__(self, frozen: bool, reused: bool) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last = self.norm if reused else nn.Identity()
+        if frozen:
+            self.first.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+        x = x + mask.unsqueeze(-1) * self.second(torch.tanh(self.first(self.norm(x))))
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+class Masked(nn.Module):
+    """Computes masks from its arguments, and between its submodules; some of them have no parameters."""
+
+    def __init__(self, *, checkpointed: bool = False, reused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.checkpointed = checkpointed
+        self.embedding, self.drop, self.twice = nn.Embedding(12, 8), nn.Dropout(0.0), nn.Identity()
+        self.blocks = nn.ModuleDict({f"b{i}": Residual(i == 1, reused) for i in range(4)})
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, ids: torch.Tensor, shift: float = 0.0) -> dict[str, torch.Tensor]:
+        mask = (ids != 3) / self.scale
+        x = self.drop(self.embedding(ids)) * 2
+        for block in self.blocks.values():
+            if self.checkpointed:
+                x = checkpoint(block, x, mask=mask, use_reentrant=False)
+            else:
+                x = block(x, mask=mask)
+            x = self.twice(x + shift)
+        return {"logits": self.head(x)[:, :-1]}
+
+
+FORMS: list[tuple[str, dict[str, bool]]] = [
+    (schedule, {"checkpointed": checkpointed})
+    for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble")
+    for checkpointed in (False, True)
+]
+FORMS.append(("1f1b", {"reused": True}))
+
+
+def _train_masked(job: Any, schedule: str, options: dict[str, bool]) -> list[Any]:
+    model: nn.Module = Masked(**options).double()
+    if job.world_size > 1:
+        model = paceline.pipeline(job, model, schedule=schedule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_tokens(8), global_batch=4, micro_batch=1)
+    training = paceline.Training(job, model, optimizer, batches)
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        logits = model(ids=batch[0], shift=0.5)["logits"]
+        return F.cross_entropy(logits.flatten(0, 1), batch[1][:, 1:].flatten(), reduction="sum")
+
+    seen: list[Any] = []
+    for step in training.steps(until=3):
+        step.run(loss_fn)
+        step.update(grad_norms=True)
+        seen += [float(step.loss), {name: float(n) for name, n in step.grad_norms.items()}]
+    return seen
+
+
+def _train_forms(job: Any) -> list[list[Any]]:
+    return [_train_masked(job, *form) for form in FORMS]
+
+
+def test_a_forward_may_compute_masks_and_values_between_its_submodules() -> None:
+    wants = run_ranks(_train_forms, nproc=1)[0]
+    for results in run_ranks(_train_forms, nproc=2, mesh=Mesh(pp=2)):
+        for form, got, want in zip(FORMS, results, wants, strict=True):
+            for value, wanted in zip(got, want, strict=True):
+                assert value == pytest.approx(wanted, rel=1e-11), form
+
+
+def _reuse(job: Any) -> list[Any]:
+    return _train_masked(job, "zero_bubble", {"reused": True})
+
+
+def test_zero_bubble_with_a_layer_that_a_stage_uses_twice() -> None:
+    if torch.__version__ < "2.13":  # whole backwards are used
+        (want,) = run_ranks(_reuse, nproc=1)
+        for got in run_ranks(_reuse, nproc=2, mesh=Mesh(pp=2)):
+            for value, wanted in zip(got, want, strict=True):
+                assert value == pytest.approx(wanted, rel=1e-11)
+        return
+    with pytest.raises(StepError, match="'zero_bubble' cannot compute the gradients of this model"):
+        run_ranks(_reuse, nproc=2, mesh=Mesh(pp=2))
+
+
+def _layout_run(job: Any, folder: str, until: int, schedule: str = "interleaved") -> Any:
+    model = _wrap(job, GPT(layers=6).double(), schedule=schedule)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule_of = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    batches = paceline.Batches(job, make_tokens(9), global_batch=4, micro_batch=1)
+    training = paceline.Training(
+        job,
+        model,
+        optimizer,
+        batches,
+        schedule=schedule_of,
+        checkpoints=paceline.Checkpoints(f"{folder}/checkpoints", every_steps=2),
+    )
+    training.report(folder)
+    losses = []
+    for step in training.steps(until=until):
+        step.run(lambda batch: token_loss(model, batch)[0])
+        step.update(clip_norm=0.5)
+        training.log(loss=step.loss)
+        losses.append(float(step.loss))
+    training.export(f"{folder}/model.pth")
+    return losses
+
+
+def test_a_training_goes_on_in_other_layouts(tmp_path: Path) -> None:
+    want = run_ranks(_layout_run, str(tmp_path / "want"), 10, nproc=1)[0]
+    got: list[float] = []
+    folder = str(tmp_path / "got")
+    layouts = [PP2, (2, Mesh(dp_replicate=2)), PP_DP, (1, None), PP2]
+    for until, (nproc, mesh) in zip((2, 4, 6, 8, 10), layouts, strict=True):
+        got += run_ranks(_layout_run, folder, until, nproc=nproc, mesh=mesh)[0]
+    # AdamW divides by roots of squared gradients, which makes differences of 1e-16 larger.
+    assert got == pytest.approx(want, rel=1e-9)
+    whole, other = (torch.load(tmp_path / run / "model.pth") for run in ("want", "got"))
+    assert list(other) == list(whole)
+    for name, value in whole.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-7, atol=1e-9)
+    # The file of a pipeline is read by a plain model, and before a model is split.
+    GPT(layers=6).load_state_dict(other)
+    lines = (tmp_path / "got" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    bubbles = {row["step"]: row["pipeline_bubble"] for row in rows if "pipeline_bubble" in row}
+    assert list(bubbles) == [1, 2, 5, 9, 10]  # rank 0 has no sample in step 6
+    assert all(0 < bubble < 1 for bubble in bubbles.values())
+
+
+def _read_own(job: Any, folder: str) -> tuple[list[str], list[str]]:
+    read: list[str] = []
+    actual = layout.plan_reads
+
+    def recorded(wanted: Any, saved: Any) -> Any:
+        read.extend(wanted)
+        return actual(wanted, saved)
+
+    layout.plan_reads = recorded
+    model = paceline.pipeline(job, GPT(layers=6).double())
+    optimizer = torch.optim.AdamW(model.parameters())
+    batches = paceline.Batches(job, make_tokens(9), global_batch=4, micro_batch=1)
+    checkpoints = paceline.Checkpoints(f"{folder}/checkpoints", resume="must")
+    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
+    assert list(training.steps(until=2)) == []
+    layout.plan_reads = actual
+    return read, [name for name, _ in model.named_parameters()]
+
+
+def test_a_rank_reads_the_tensors_of_its_stages_only(tmp_path: Path) -> None:
+    run_ranks(_layout_run, str(tmp_path), 2, nproc=1)
+    results = run_ranks(_read_own, str(tmp_path), nproc=2, mesh=Mesh(pp=2))
+    for read, names in results:
+        weights = {path.removeprefix("models.0.") for path in read if path.startswith("models.")}
+        states = {path.split(".", 4)[4] for path in read if path.startswith("optimizers.")}
+        assert weights == set(names)
+        assert {state.rpartition(".")[0] for state in states} == set(names)

@@ -370,9 +370,10 @@ class _Unit(nn.Module):
         pipe, name, layer = self._what
         if pipe.chain is not None:
             return pipe.chain.call(name, layer, args, kwargs)
-        if layer is not None:
-            return layer(*args, **kwargs)  # activation checkpointing computes it again
-        raise self._missing("this call of")
+        if layer is None:
+            raise self._missing("this call of")
+        # Activation checkpointing computes it again, with the arguments that `forward` gave.
+        return layer(*map(_received, args), **{k: _received(v) for k, v in kwargs.items()})
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -406,6 +407,7 @@ class _Chain:
         self._pipe = pipe
         self._stage = stage
         self._received = received
+        self._has_grad = torch.is_grad_enabled()
         self._at = 0
 
     def call(self, unit: str, layer: nn.Module | None, args: Any, kwargs: Any) -> Any:
@@ -429,8 +431,12 @@ class _Chain:
                 raise self._pipe.split_error(
                     f"the first argument of {unit} is not computed by the stage before"
                 )
-            args = tuple(self._received if value is x else value for value in args)
-            kwargs = {k: self._received if value is x else value for k, value in kwargs.items()}
+            if torch.is_grad_enabled() != self._has_grad:
+                raise self._pipe.split_error(
+                    f"{unit} is computed by torch.utils.checkpoint with use_reentrant=True"
+                )
+            x.received = self._received  # type: ignore[union-attr]
+            args, kwargs = tuple(map(_received, args)), {k: _received(v) for k, v in kwargs.items()}
         if _is_empty((args, kwargs)):
             raise self._pipe.split_error(
                 f"{unit} gets another value than its first argument from an earlier stage"
@@ -457,6 +463,11 @@ class _Chain:
         """Check a forward that returned."""
         if self._at < len(self._pipe.order):
             raise self._pipe.split_error(f"`forward` does not call {self._next}")
+
+
+def _received(value: Any) -> Any:
+    """The received tensor in place of the tensor without values."""
+    return getattr(value, "received", value) if isinstance(value, torch.Tensor) else value
 
 
 def _is_empty(value: Any) -> bool:
@@ -503,6 +514,14 @@ class _TimedStage(PipelineStage):
             self.busy_s += time.perf_counter() - began
 
 
+def _whole_backward() -> Callable[[], None]:
+    """For zero-bubble schedules: a backward computes the gradients of weights at once.
+
+    torch before 2.13 counts the gradient of a weight that a stage uses twice too often.
+    """
+    return lambda: None
+
+
 class _Schedule:
     """A schedule of torch for a number of micro-batches of one shape, with this rank's stages.
 
@@ -527,6 +546,7 @@ class _Schedule:
                 input_args=sent[number][0],
                 output_args=sent[number][1],
                 group=pipe.group,
+                dw_builder=None if torch.__version__ >= "2.13" else _whole_backward,
             )
             for number in pipe.own
         ]
@@ -679,6 +699,14 @@ class Pipe:
         """Raise what a stage raised, which torch puts into a RuntimeError, or the failure of a peer."""
         if isinstance(error.__cause__, Exception):
             raise error.__cause__
+        if self.schedule == "zero_bubble" and "second time" in str(error):
+            raise StepError(
+                "schedule='zero_bubble' cannot compute the gradients of this model.",
+                where=self.job.where(),
+                why="torch computes the gradients of weights apart from those of activations, which fails if "
+                "a stage uses a layer twice.",
+                fix="use schedule='1f1b' or 'interleaved'.",
+            ) from error
         self.job.reraise(error)
 
     def _largest(self, number: int) -> int:
