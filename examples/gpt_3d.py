@@ -1,8 +1,9 @@
-"""Train one small GPT under any layout of the ranks: replicas, shards, split layers, and their products.
+"""Train one small GPT under any layout of the ranks: replicas, shards, split layers, stages.
 
     paceline run --nproc-per-node 4 examples/gpt_3d.py                       # replicas (DDP)
     paceline run --nproc-per-node 4 examples/gpt_3d.py --dp-shard 4          # FSDP2
     paceline run --nproc-per-node 4 examples/gpt_3d.py --tp 2 --dp-shard 2   # tensor parallel and FSDP2
+    paceline run --nproc-per-node 4 examples/gpt_3d.py --pp 2                # pipelines of 2 stages
 
 The model learns sums such as "17+25=42.". Every layout gives the losses of one process, to rounding. Kill a
 rank, or start the script again with another layout: it resumes from the last checkpoint.
@@ -79,8 +80,6 @@ class Embed(nn.Module):
 
 
 class GPT(nn.Module):
-    """A chain of submodules in the order of their calls, as pipelines need it."""
-
     def __init__(self, width: int = 64, heads: int = 4, depth: int = 4) -> None:
         super().__init__()
         self.embed = Embed(width)
@@ -97,6 +96,8 @@ class GPT(nn.Module):
 def wrap(job: paceline.Job, model: nn.Module) -> nn.Module:
     """The model in the layout of the job's mesh."""
     mesh = job.mesh
+    if mesh.pp > 1:
+        return paceline.pipeline(job, model)
     if mesh.tp > 1:
         model = paceline.tensor_parallel(job, model)
     if mesh.tp > 1 or mesh.dp_shard > 1:
@@ -122,12 +123,15 @@ def main() -> None:
     )
     options.add_argument("--dp-shard", type=int, default=1, help="ranks that share the parameters")
     options.add_argument("--tp", type=int, default=1, help="ranks that compute each layer together")
+    options.add_argument("--pp", type=int, default=1, help="stages of layers")
     options.add_argument("--epochs", type=int, default=8)
     options.add_argument("--folder", default="runs/gpt_3d")
     args = options.parse_args()
     train, test = make_datasets()
 
-    mesh = paceline.Mesh(dp_replicate=args.dp_replicate, dp_shard=args.dp_shard, tp=args.tp)
+    mesh = paceline.Mesh(
+        dp_replicate=args.dp_replicate, dp_shard=args.dp_shard, tp=args.tp, pp=args.pp
+    )
     with paceline.join(seed=3, mesh=mesh) as job:
         model = wrap(job, GPT().to(job.device))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

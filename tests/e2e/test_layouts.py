@@ -64,6 +64,7 @@ def _loss(done: Finished) -> float:
         pytest.param(2, "", 80, marks=slow),
         pytest.param(4, BOTH, 80, marks=slow),
         pytest.param(4, "--dp-replicate=2 --dp-shard=2", 40, marks=slow),
+        pytest.param(2, "--pp=2", 320, marks=slow),
     ],
 )
 def test_a_killed_rank_is_named_and_replaced(

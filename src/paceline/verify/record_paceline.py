@@ -19,6 +19,7 @@ from paceline.audit.progress import Progress
 from paceline.audit.record import intercept, user_line
 from paceline.checkpoint import manager
 from paceline.data.loader import Loader
+from paceline.job.mesh import Mesh
 from paceline.parallel.modules import owned_parameters, unwrap
 from paceline.parallel.syncbn import SyncBatchNorm
 from paceline.training import evaluation, trainer
@@ -33,6 +34,7 @@ def install(progress: Progress) -> None:
     """Record every `Training` and every evaluation."""
     hooks = _Hooks(progress)
     register_optimizer_step_pre_hook(hooks.before_update)
+    intercept("resolve", hooks.resolve, Mesh)
     intercept("record_delivered", hooks.record_delivered, Loader)
     intercept("__init__", hooks.build_training, Training)
     intercept("steps", hooks.steps, Training)
@@ -51,6 +53,14 @@ class _Hooks:
         self._numbers: dict[int, int] = {}
         self._gradients: dict[int, _Summary] = {}
         self._num_redirected = 0
+
+    def resolve(
+        self, resolve: Callable[..., Mesh], mesh: Mesh, world_size: int, local_world_size: int
+    ) -> Mesh:
+        """The run of one process has no axes: what it computes is what each layout must compute."""
+        if world_size == 1:
+            return Mesh()
+        return resolve(mesh, world_size, local_world_size)
 
     def record_delivered(
         self, record_delivered: Callable[..., None], loader: Loader, ids: torch.Tensor
