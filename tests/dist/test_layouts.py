@@ -24,8 +24,6 @@ LAYOUTS = {
     "hsdp on 4": Mesh(dp_replicate=2, dp_shard=2),
     "tp x fsdp on 4": Mesh(tp=2, dp_shard=2),
     "tp x replicas on 4": Mesh(tp=2, dp_replicate=2),
-    "pp on 2": Mesh(pp=2),
-    "pp x replicas on 4": Mesh(pp=2, dp_replicate=2),
     "hsdp x tp on 8": Mesh(dp_replicate=2, dp_shard=2, tp=2),
     "pp on 2": Mesh(pp=2),
     "pp on 4": Mesh(pp=4),

@@ -139,6 +139,24 @@ def test_a_number_of_steps_that_depends_on_the_processes_is_refused(tmp_path: Pa
     assert "makes 12 steps with 1 process and 6 with 2" in facts["why"]
 
 
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        ("1,2", "--pp=2"),
+        pytest.param("1,2", "--dp-shard=2", marks=pytest.mark.slow),
+        pytest.param("1,4", "--tp=2 --dp-shard=2", marks=pytest.mark.slow),
+        pytest.param("1,4", "--pp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_against_one_process(processes: str, layout: str, tmp_path: Path) -> None:
+    words = ["--nproc", processes, "--steps", "6", str(EXAMPLES / "gpt_3d.py"), "--"]
+    code, facts = run(tmp_path, *words, *layout.split(), "--epochs=1")
+    assert (code, facts["verdict"], facts["unknown"]) == (0, "sound", [])
+    for what in ("loss", "gradient norm", "weights at the start", "samples of a step"):
+        assert any(line.startswith(f"{what}: ") for line in facts["equal"]), facts
+    assert any(line.startswith("loss: 6 compared") for line in facts["equal"]), facts
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["own_loop", "digits", "char_lm"])

@@ -64,6 +64,8 @@ class _Hooks:
         self._recorder.write("forward-end", drew=drew, **self._forward)
 
     def _is_model(self, module: torch.nn.Module) -> bool:
+        if getattr(module, "is_stage", False):
+            return False  # of `paceline.pipeline`, which seeds it; its layers are recorded
         return not self._building_ddp.depth and next(module.parameters(), None) is not None
 
     def _begin(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:

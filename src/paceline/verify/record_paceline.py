@@ -19,6 +19,7 @@ from paceline.audit.progress import Progress
 from paceline.audit.record import intercept, user_line
 from paceline.checkpoint import manager
 from paceline.data.loader import Loader
+from paceline.job import collectives
 from paceline.job.mesh import Mesh
 from paceline.parallel.modules import owned_parameters, unwrap
 from paceline.parallel.syncbn import SyncBatchNorm
@@ -101,9 +102,8 @@ class _Hooks:
         for step in steps(training, epochs, until=most if until is None else min(until, most)):
             if training.number == 0:
                 number = self._numbers[id(training)]
-                self._recorder.write(
-                    "paceline-start", training=number, params=_parameters(training)
-                )
+                params = _of_all_stages(training, _parameters(training))
+                self._recorder.write("paceline-start", training=number, params=params)
             self._gradients.clear()
             yield step
 
@@ -111,21 +111,23 @@ class _Hooks:
         self, commit: Callable[..., None], training: Training, step: Any, *args: Any, **kwargs: Any
     ) -> None:
         loss, count = step._local_loss()
+        reports = training.job.data.reports  # other ranks of its mesh have the same samples
+        grads = {
+            name: self._gradients[id(parameter)]
+            for name, parameter in _named(training, torch.nn.Module.named_parameters)
+            if id(parameter) in self._gradients
+        }
         self._recorder.write(
             "paceline-step",
             training=self._numbers[id(training)],
             s=step.number,
             epoch=step.epoch,
-            ids=list(self._ids),
-            loss=0.0 if loss is None else float(loss),
-            count=float(count),
-            params=_parameters(training),
-            buffers=_buffers(training),
-            grads={
-                name: self._gradients[id(parameter)]
-                for name, parameter in _named(training, torch.nn.Module.named_parameters)
-                if id(parameter) in self._gradients
-            },
+            ids=list(self._ids) if reports else [],
+            loss=float(loss) if reports and loss is not None else 0.0,
+            count=float(count) if reports else 0.0,
+            params=_of_all_stages(training, _parameters(training)),
+            buffers=_of_all_stages(training, _buffers(training)),
+            grads=_of_all_stages(training, grads),
         )
         self._ids.clear()
         commit(training, step, *args, **kwargs)
@@ -170,6 +172,19 @@ def _named(training: Training, tensors: Callable[..., Any]) -> Iterator[tuple[st
     for number, model in enumerate(training.models):
         for name, tensor in tensors(unwrap(model)):
             yield full_name(number, name), tensor
+
+
+def _of_all_stages(training: Training, own: dict[str, _Summary]) -> dict[str, _Summary]:
+    """Summaries of what the ranks of a pipeline hold together. All ranks call it."""
+    job = training.job
+    if job.mesh is None or job.mesh.pp == 1:
+        return own
+    rows = collectives.gather(job, own)
+    return {
+        name: row
+        for rank in job.mesh.axis_ranks(job.rank, "pp")
+        for name, row in rows[rank].items()
+    }
 
 
 def _parameters(training: Training) -> dict[str, _Summary]:
