@@ -460,6 +460,80 @@ def test_wrong_use_is_refused_on_every_rank() -> None:
         assert "after 1 of 2 micro-batches" in found["inner break"][1]
 
 
+def _single(job: Any, how: str) -> Any:
+    """Train for two epochs of 3 steps, of which the last has two samples: a third rank gets a ghost."""
+    # Not the default options, so that DDP itself sums the gradients.
+    net = paceline.sync_batchnorm(job, nn.Sequential(nn.BatchNorm1d(4), _model(dropout=0.3)))
+    model = paceline.ddp(job, net, bucket_mb=1)
+    batches = paceline.Batches(job, make_data(14), global_batch=6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    training = paceline.Training(job, model, optimizer, batches, precision="bf16")
+    losses, ghosts = [], 0
+    for step in training.steps(epochs=2):
+        if how == "loop":
+            for x, y in step:
+                step.backward(_mean(model(x), y), reduction="mean")
+                ghosts += step.is_ghost
+        else:
+            x, y = step.batch
+            assert step.batch[0] is x
+            step.backward(_mean(model(x), y), reduction="mean")
+            ghosts += step.is_ghost
+        step.update(clip_norm=1.0)
+        assert not torch.is_autocast_enabled("cpu")
+        losses.append(float(step.loss))
+        model(torch.full((3, 4), float(job.rank)))  # a forward of the program, which is no ghost
+    means = net[0].running_mean.tolist()
+    return losses, ghosts, weights_of(model), means
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_the_batch_of_a_step_is_the_loop_over_one_micro_batch(nproc: int) -> None:
+    loops = run_ranks(_single, "loop", nproc=nproc)
+    batches = run_ranks(_single, "batch", nproc=nproc)
+    assert batches == loops
+    assert sum(ghosts for _, ghosts, _, _ in batches) == (0 if nproc == 1 else 2)
+
+
+def _refused_batch(job: Any, kind: str) -> None:
+    batches = paceline.Batches(job, make_data(12), global_batch=6, micro_batch=2)
+    if kind != "several":
+        batches = paceline.Batches(job, make_data(12), global_batch=6)
+    model = paceline.ddp(job, _model())
+    training = paceline.Training(
+        job,
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batches,
+        reproducible=kind == "reproducible",
+    )
+    for step in training.steps(epochs=1):
+        if kind == "in the loop":
+            for _ in step:
+                step.batch  # noqa: B018 - reading it raises
+        x, y = step.batch
+        if kind == "both":
+            for _, _ in step:
+                step.backward(_mean(model(x), y), reduction="mean")
+        if kind == "twice":
+            step.backward(_mean(model(x), y), reduction="mean")
+            step.backward(_mean(model(x), y), reduction="mean")
+        step.update()
+
+
+def test_the_batch_of_a_step_is_refused_where_a_loop_is_needed() -> None:
+    kinds = ["several", "reproducible", "in the loop", "both", "twice", "no backward"]
+    (found,) = run_ranks(refusals, _refused_batch, kinds, nproc=1)
+    assert {name for name, _ in found.values()} == {"StepError"}
+    texts = {kind: text for kind, (_, text) in found.items()}
+    assert "this rank has 3 micro-batches in this step" in texts["several"]
+    assert "may have to run the micro-batches again" in texts["reproducible"]
+    assert "the loop over the micro-batches has begun" in texts["in the loop"]
+    assert "`step.batch` was read before the loop" in texts["both"]
+    assert "had its `step.backward` already" in texts["twice"]
+    assert "1 micro-batches, but 0 calls of `step.backward`" in texts["no backward"]
+
+
 def _train_on_pairs(job: Any, reduction: Any, lengths: list[int]) -> list[float]:
     """Losses of samples with two targets each; step n uses the first `lengths[n]` of them."""
     torch.manual_seed(3)

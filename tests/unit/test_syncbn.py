@@ -44,12 +44,16 @@ def test_converts_in_place_and_keeps_the_state() -> None:
     assert torch.equal(net.head(torch.ones(3, 2)), nn.BatchNorm1d(2).eval()(torch.ones(3, 2)))
 
 
-def test_refuses_what_has_no_batchnorm_or_no_shape() -> None:
-    with paceline.join() as job:
-        with pytest.raises(ConfigError, match="no BatchNorm layer"):
-            syncbn.sync_batchnorm(job, nn.Linear(1, 1))
-        with pytest.raises(ConfigError, match="no shape yet"):
-            syncbn.sync_batchnorm(job, nn.Sequential(nn.LazyBatchNorm1d()))
+def test_a_module_without_batchnorm_is_unchanged(caplog: pytest.LogCaptureFixture) -> None:
+    linear = nn.Linear(1, 1)
+    with paceline.join() as job, caplog.at_level("INFO", "paceline"):
+        assert syncbn.sync_batchnorm(job, linear) is linear
+    assert "Linear has no BatchNorm layer" in caplog.text
+
+
+def test_refuses_what_has_no_shape() -> None:
+    with paceline.join() as job, pytest.raises(ConfigError, match="no shape yet"):
+        syncbn.sync_batchnorm(job, nn.Sequential(nn.LazyBatchNorm1d()))
 
 
 def test_a_layer_with_its_own_forward_is_left_and_listed() -> None:

@@ -258,10 +258,11 @@ def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
     In place: BatchNorm1d, 2d, 3d and torch's SyncBatchNorm become `SyncBatchNorm`, with the same
     parameters, buffers, hooks and names in the state. Subclasses with their own forward are not
     converted. Call it before or after `paceline.ddp`. It also converts in a job of one process, so that one
-    process uses the same formulas as several.
+    process uses the same formulas as several. A module without BatchNorm is returned unchanged, with a line
+    in the log, so that a script whose model is an option can always call it.
 
     Raises:
-        ConfigError: there is no BatchNorm, or one that has no shape yet.
+        ConfigError: a BatchNorm layer has no shape yet.
 
     Collective: none for the call. Later every forward in training mode and its backward: all ranks.
     """
@@ -278,9 +279,8 @@ def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
             _convert(layer, link)
             found = True
     if not found:
-        raise ConfigError(
-            f"{type(module).__name__} has no BatchNorm layer, so sync_batchnorm has no effect.",
-            fix="leave it out.",
+        log.logger.info(
+            "%s has no BatchNorm layer: sync_batchnorm has no effect.", type(module).__name__
         )
     return module
 

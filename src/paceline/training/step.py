@@ -101,6 +101,7 @@ class Step:
 
     __slots__ = (
         "_context",
+        "_is_single",
         "_micro",
         "_planned",
         "_records",
@@ -121,6 +122,7 @@ class Step:
         self._micro: MicroBatch | None = None
         self._totals: torch.Tensor | None = None
         self._seen = 0
+        self._is_single = False
         self.number = number
         self.epoch = planned.epoch
         self.num_samples = planned.num_samples
@@ -131,11 +133,12 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
         strategy = self._context.strategy
-        if strategy.runs_micro_batches:
+        self._refuse_pipeline()
+        if self._is_single:
             raise self._error(
-                "the model is a pipeline, whose micro-batches cannot be run in a loop.",
-                why="its schedule runs the forwards and backwards of all micro-batches together.",
-                fix="step.run(lambda batch: (loss of model(x) and y, count)).",
+                "`step.batch` was read before the loop over micro-batches.",
+                why="each gives the samples of this step once.",
+                fix="use either `step.batch` or `for batch in step`.",
             )
         strategy.begin_step(self._planned)
         micros = list(self._planned) if strategy.repeats_steps else self._planned
@@ -148,21 +151,71 @@ class Step:
             ]
             yield from self._run_micro_batches(micros)
 
-    def _run_micro_batches(self, micros: Iterable[MicroBatch]) -> Iterator[Any]:
+    @property
+    def batch(self) -> Any:
+        """The batch of this rank, on its device, if the step has one micro-batch.
+
+        It stands for the loop over micro-batches: read it, call `backward` once, then `update`.
+
+        Raises:
+            StepError: the step has several micro-batches, which need the loop `for batch in step`; the
+                training is reproducible, or its model is a pipeline.
+
+        Collective: all ranks.
+        """
+        if self._is_single:
+            assert self._micro is not None
+            return self._micro.batch
+        strategy = self._context.strategy
+        self._refuse_pipeline()
+        if self._planned.num_micro_batches != 1 or strategy.repeats_steps or self._seen:
+            why = f"this rank has {self._planned.num_micro_batches} micro-batches in this step."
+            if strategy.repeats_steps:
+                why = "reproducible training may have to run the micro-batches again."
+            elif self._seen:
+                why = "the loop over the micro-batches has begun."
+            raise self._error(
+                "`step.batch` cannot stand for the loop over micro-batches.",
+                why=why,
+                fix="write the loop: `for batch in step: ... step.backward(loss, count=n)`.",
+            )
+        strategy.begin_step(self._planned)
+        (micro,) = self._planned
+        self._begin_micro_batch(micro)
+        self._is_single = True
+        return micro.batch
+
+    def _end_single(self) -> None:
+        self._is_single = False
+        self._context.precision.leave()
+        self._context.strategy.end_micro_batches()
+        self._micro = None
+
+    def _refuse_pipeline(self) -> None:
+        if self._context.strategy.runs_micro_batches:
+            raise self._error(
+                "the model is a pipeline, whose micro-batches cannot be run in a loop.",
+                why="its schedule runs the forwards and backwards of all micro-batches together.",
+                fix="step.run(lambda batch: (loss of model(x) and y, count)).",
+            )
+
+    def _begin_micro_batch(self, micro: MicroBatch) -> None:
         context = self._context
-        strategy, precision = context.strategy, context.precision
+        self._seen += 1
+        self._micro = micro
+        context.strategy.before_forward(micro)
+        for record in self._records:
+            record.needs_backward = not record.is_skipped
+        # Dropout depends on the step and the first sample, not on the rank.
+        context.begun = self.number
+        context.generator.manual_seed(self._dropout_seed(micro))
+        context.precision.enter()
+
+    def _run_micro_batches(self, micros: Iterable[MicroBatch]) -> Iterator[Any]:
         for micro in micros:
-            self._seen += 1
-            self._micro = micro
-            strategy.before_forward(micro)
-            for record in self._records:
-                record.needs_backward = not record.is_skipped
-            # Dropout depends on the step and the first sample, not on the rank.
-            context.begun = self.number
-            context.generator.manual_seed(self._dropout_seed(micro))
-            precision.enter()
+            self._begin_micro_batch(micro)
             yield micro.batch
-            precision.leave()
+            self._context.precision.leave()
             self._micro = None
             if any(record.needs_backward for record in self._records):
                 raise self._error(
@@ -357,6 +410,8 @@ class Step:
         record = self._record_of(optimizer)
         trained = record.trained
         self._refuse_update(record)
+        if self._is_single:
+            self._end_single()
         clipping = None
         if clip_norm is not None or clip_value is not None or norm_type != 2.0:
             clipping = Clipping(norm=clip_norm, norm_type=norm_type, value=clip_value)
