@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_trainings import backwards, make_data
+from small_trainings import backwards, make_data, refusals
 from torch import nn
 
 import paceline
@@ -139,6 +139,33 @@ def test_equal_replicas_and_what_was_not_requested_pass(nproc: int) -> None:
     assert ranks[0][:4] == [(12, 13)] * 4
     assert ranks[0][4][0] == 10  # the first comparison measures the cost
     assert ranks[0][4][1] >= 20
+
+
+def _sharded(job: Any) -> None:
+    model = paceline.fsdp(job, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), blocks=nn.Linear)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batches = paceline.Batches(job, make_data(40), global_batch=8)
+    training = paceline.Training(job, model, optimizer, batches, desync_every=2)
+    for step in training.steps(until=6):
+        backwards(training, step)
+        step.update()
+        if step.number == 3 and job.rank == 3:
+            own = model[0].weight.to_local()
+            own.detach().view(-1).view(torch.int32)[0] ^= 1
+
+
+def _drifted_parts(job: Any) -> dict[str, tuple[str, str]]:
+    return refusals(job, lambda job, _: _sharded(job), ["drift"])
+
+
+def test_parts_of_sharded_tensors_are_compared_between_replicas() -> None:
+    # Ranks 1 and 3 hold the same parts.
+    mesh = paceline.Mesh(dp_replicate=2, dp_shard=2)
+    for found in run_ranks(_drifted_parts, nproc=4, mesh=mesh):
+        kind, text = found["drift"]
+        assert kind == "Desync"
+        assert "ranks hold different values of 0.weight: replicas have drifted apart" in text
+        assert "all were equal after step 2" in text
 
 
 def test_the_interval_limits_the_share_of_time() -> None:

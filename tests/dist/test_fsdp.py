@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from small_trainings import loss_sum, make_data, refusals
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
@@ -52,6 +54,7 @@ def _training(
     job: Any, folder: str | None, *, count: str = "samples", **options: Any
 ) -> paceline.Training:
     net = Net()
+    options.pop("prepare", lambda _: None)(net)
     with torch.no_grad():
         net.last.bias.add_(job.rank)  # ranks begin with the weights of rank 0
     model = paceline.fsdp(job, net, **options)
@@ -135,6 +138,29 @@ def test_hybrid_sharding_and_options_train_as_one_process(tmp_path: Path) -> Non
     assert whole[0] == pytest.approx(want[0][4:6], rel=1e-9)
     alone = run_ranks(_train, folder, 8, "tokens", None, nproc=1)[0]
     assert alone[0] == pytest.approx(want[0][6:], rel=1e-9)
+
+
+def _compile(net: Net) -> None:
+    for block in net.blocks:
+        block.compile(backend="aot_eager")
+
+
+def _recompute(net: Net) -> None:
+    for block in net.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _compiled_and_recomputed(job: Any) -> list[Result]:
+    return [
+        _train(job, None, 5, "samples", None, prepare=prepare) for prepare in (_compile, _recompute)
+    ]
+
+
+def test_compiled_blocks_and_activation_checkpointing_train_as_one_process() -> None:
+    want = run_ranks(_train, None, 5, "samples", None, nproc=1)[0]
+    for results in run_ranks(_compiled_and_recomputed, nproc=2):
+        for got in results:
+            _assert_close(got, want)
 
 
 def _fill(layer: nn.Module) -> None:

@@ -5,7 +5,8 @@ differ by design.
 
 Each tensor of a rank becomes one number, the wrapping sum of its bytes as 64-bit integers, which does not
 depend on the order of addition. Ranks compare one number for all tensors. Only if it differs do they compare
-one for each tensor. Sharded tensors and parameters that DDP ignores are not compared.
+one for each tensor. Whole tensors are compared along the data axis; parts of sharded tensors along the axis
+`dp_replicate`, whose ranks hold the same parts. Parameters that DDP ignores are not compared.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from paceline.errors import ConfigError, Desync, name_ranks
 from paceline.job import collectives, rng
@@ -57,10 +59,13 @@ class Replicas:
         self._every = every
         self._also = also
         self._is_off = every == 0 or job.data.size == 1
-        # Ranks of a data axis are replicas. Other axes of the mesh hold other parts of the models.
         world = range(job.world_size)
         axes = {tuple(world if job.mesh is None else job.mesh.data_ranks(rank)) for rank in world}
-        self._replicas = [list(axis) for axis in sorted(axes)]
+        parts: set[tuple[int, ...]] = set()
+        if job.mesh is not None:
+            parts = {tuple(job.mesh.axis_ranks(rank, "dp_replicate")) for rank in world}
+        # Ranks that hold the same whole tensors, and ranks that hold the same parts of sharded ones.
+        self._replicas = [sorted(axes), sorted(parts)]
         self._equal: int | None = None  # the last step after which all were equal
         self._due = 0
         self._compared_at_s = self._cost_s = 0.0
@@ -88,27 +93,25 @@ class Replicas:
         if self._is_off or self._equal == step or self._equal is None:
             return
         began = time.perf_counter()
-        digests = self._digests()
-        # Different odd factors, so that equal changes of two tensors do not cancel out.
-        factors = torch.arange(len(digests), dtype=torch.int64) * 2 + 1
-        values = [digests[name] for name in sorted(digests)]
-        total = int((torch.tensor(values, dtype=torch.int64) * factors).sum())
+        kinds = self._digests()
         cost_s = self._cost_s or time.perf_counter() - began + _EXCHANGE_S
         step_s = (began - self._compared_at_s) / (step - self._equal)
-        own_row = torch.tensor([total, int(cost_s * 1e9), int(step_s * 1e9)])
+        own_row = torch.tensor([*map(_total, kinds), int(cost_s * 1e9), int(step_s * 1e9)])
         rows = [row.tolist() for row in collectives.gather_tensor(self._job, own_row)]
-        for ranks in self._replicas:
-            if any(rows[rank][0] != rows[ranks[0]][0] for rank in ranks):
-                raise self._desync_error(step, digests, ranks)
+        for kind, digests in enumerate(kinds):
+            for ranks in self._replicas[kind]:
+                if any(rows[rank][kind] != rows[ranks[0]][kind] for rank in ranks):
+                    raise self._desync_error(step, digests, ranks)
         every = self._every
         if every is None:
             # From the measurements of all ranks, so that all ranks compute the same interval.
-            every = interval(max(row[1] for row in rows), min(row[2] for row in rows))
+            every = interval(max(row[2] for row in rows), min(row[3] for row in rows))
         self._equal, self._due = step, step + every
         self._compared_at_s = time.perf_counter()
         self._cost_s = self._compared_at_s - began
 
-    def _digests(self) -> dict[str, int]:
+    def _digests(self) -> tuple[dict[str, int], dict[str, int]]:
+        """A number for each whole tensor, and for this rank's part of each sharded one, by name."""
         found: dict[str, torch.Tensor] = {}
         for number, model in enumerate(self._models):
             prefix = f"models.{number}." if len(self._models) > 1 else ""
@@ -124,22 +127,15 @@ class Replicas:
             for name, p in trained.named_parameters():
                 for key, value in trained.optimizer.state.get(p, {}).items():
                     found[f"{key} of {name}"] = value
-        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for name, tensor in found.items():
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
-                by_device.setdefault(tensor.device, {})[name] = _sum(tensor.detach())
-        # One transfer for each device.
-        digests = {
-            name: value
-            for sums in by_device.values()
-            for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
-        }
+        whole = {n: t for n, t in found.items() if type(t) in (torch.Tensor, torch.nn.Parameter)}
+        parts = {n: t.to_local() for n, t in found.items() if isinstance(t, DTensor)}
+        digests = _digests(whole)
         if "rng" in self._also:
             states = rng.digests(self._job.device).items()
             digests |= {f"the state of {name}": value for name, value in states}
-        return digests
+        return digests, _digests(parts)
 
-    def _desync_error(self, step: int, digests: dict[str, int], replicas: list[int]) -> Desync:
+    def _desync_error(self, step: int, digests: dict[str, int], replicas: Sequence[int]) -> Desync:
         gathered = collectives.gather(self._job, digests)
         all_digests = [gathered[rank] for rank in replicas]
         names = list(dict.fromkeys(name for each in all_digests for name in each))
@@ -170,6 +166,26 @@ class Replicas:
             step=step,
             since=since,
         )
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            by_device.setdefault(tensor.device, {})[name] = _sum(tensor.detach())
+    # One transfer for each device.
+    return {
+        name: value
+        for sums in by_device.values()
+        for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+    }
+
+
+def _total(digests: Mapping[str, int]) -> int:
+    # Different odd factors, so that equal changes of two tensors do not cancel out.
+    factors = torch.arange(len(digests), dtype=torch.int64) * 2 + 1
+    values = [digests[name] for name in sorted(digests)]
+    return int((torch.tensor(values, dtype=torch.int64) * factors).sum())
 
 
 def interval(cost_ns: int, step_ns: int) -> int:
