@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_gpt import GPT, make_tokens, token_loss
-from small_trainings import Recording
+from small_trainings import Recording, loss_sum, make_data, refusals
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline import Mesh
 from paceline.checkpoint import layout
-from paceline.errors import StepError
+from paceline.errors import ConfigError, StepError
 from paceline.testing import run_ranks
 
 Gradients = list[dict[str, torch.Tensor]]
@@ -294,3 +294,135 @@ def test_a_rank_reads_the_tensors_of_its_stages_only(tmp_path: Path) -> None:
         states = {path.split(".", 4)[4] for path in read if path.startswith("optimizers.")}
         assert weights == set(names)
         assert {state.rpartition(".")[0] for state in states} == set(names)
+
+
+class Simple(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.third, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        if kind == "tied":
+            self.last.weight = self.first.weight = nn.Parameter(torch.ones(3, 4))
+        if kind == "shared":
+            self.third = self.first
+        if kind == "unowned":
+            self.token = nn.Parameter(torch.ones(4))
+        if kind == "frozen":
+            self.first.requires_grad_(False)
+            self.second.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.second(self.first(x))
+        if self.kind == "order":
+            h = self.third(self.last(h))
+        elif self.kind in ("unused", "unused measured"):
+            h = h[:, :3]
+        elif self.kind == "skip":
+            h = self.last(self.third(h) + self.first.bias)
+        elif self.kind == "two values":
+            h = self.last(self.third(h) + h)
+        elif self.kind == "tuple":
+            h = self.third((h, h))
+        elif self.kind == "detached":
+            h = self.last(self.third(x))
+        else:
+            h = self.last(self.third(h))
+        return h
+
+
+# Raised before the model is split.
+WRONG = {
+    "name": "split: Simple has no submodule 'thrd'.\n  fix:   did you mean 'third'?",
+    "twice named": "split: ['third', 'third'] must name different submodules with parameters",
+    "number": "split makes 3 stages; pp=2 with schedule='1f1b' needs 2.\n"
+    "  fix:   give 1 names, or change pp.",
+    "rounds": "split makes 3 stages; pp=2 with schedule='interleaved' needs a multiple of 2",
+    "few": "Sequential has 1 layers with parameters, which do not divide into 2 stages",
+    "schedule": "schedule must be one of gpipe, 1f1b, interleaved, zero_bubble; got 'dualpipe'",
+    "example": "example has no effect: `split` names the stages",
+    "tied": "first.weight and last.weight are one parameter (tied weights), but belong to stages 0 and 1",
+    "shared": "first and third are one module, but belong to stages 0 and 1",
+    "unowned": "token is held by the model itself, not by a layer, so it belongs to no stage",
+    "frozen": "stage 0 (first, second) has no trainable parameter",
+    "unused measured": "the forward of Simple does not call third, last",
+    "again": "this module is split already",
+    "alone": "the mesh is pp=2, but the model is not split into stages",
+    "fp16": "torch's loss scaler looks for overflows in the gradients of one stage only",
+    "exact": "why:   the exact sum needs all gradients of a model on each rank",
+    "early": "the optimizer holds 4 parameters that are not in this stage",
+    "models": "training a pipeline supports one model and one optimizer, got 2 and 1",
+    "loop": "the model is a pipeline, whose micro-batches cannot be run in a loop",
+    "called": "a pipeline's model was called outside of `step.run`",
+    "no call": "the function given to `step.run` did not call the model",
+}
+
+
+def _refused(job: Any, kind: str) -> None:
+    net: nn.Module = Simple(kind)
+    options: dict[str, Any] = {"split": ["third"]}
+    if kind == "name":
+        options = {"split": ["thrd"]}
+    elif kind == "twice named":
+        options = {"split": ["third", "third"]}
+    elif kind in ("number", "rounds"):
+        options = {"split": ["second", "third"]}
+        options["schedule"] = "interleaved" if kind == "rounds" else "1f1b"
+    elif kind == "few":
+        options = {}
+        net = nn.Sequential(nn.Linear(4, 3))
+    elif kind == "schedule":
+        options["schedule"] = "dualpipe"
+    elif kind == "example":
+        options["example"] = torch.ones(1, 4)
+    elif kind == "unused measured":
+        options = {"example": torch.ones(1, 4)}
+    early = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = net if kind == "alone" else paceline.pipeline(job, net, **options)
+    if kind == "again":
+        paceline.pipeline(job, model)
+    if kind == "called":
+        model(torch.ones(1, 4))
+    optimizer = early if kind == "early" else torch.optim.SGD(model.parameters(), lr=0.1)
+    training = paceline.Training(
+        job,
+        [model, nn.Linear(1, 1)] if kind == "models" else model,
+        optimizer,
+        paceline.Batches(job, make_data(8), global_batch=4),
+        precision="fp16" if kind == "fp16" else "fp32",
+        reproducible=kind == "exact",
+    )
+    for step in training.steps(until=1):
+        if kind == "loop":
+            list(step)
+        elif kind == "no call":
+            step.run(lambda batch: batch[0].sum())
+        else:
+            step.run(lambda batch: loss_sum(model, batch))
+        step.update()
+
+
+def test_wrong_use_is_refused_on_all_ranks() -> None:
+    for rank, found in enumerate(run_ranks(refusals, _refused, list(WRONG), nproc=2, mesh=Mesh(pp=2))):
+        for kind, text in WRONG.items():
+            if kind == "unused measured" and rank > 0:
+                text = "rank 0 failed first: ConfigError: " + text
+            assert text in found.get(kind, ("", ""))[1], (kind, found.get(kind))
+
+
+# Found in the first forward, by the stage that cannot compute.
+UNFIT = {
+    "order": "`forward` calls last where third was expected",
+    "unused": "`forward` does not call third",
+    "skip": "another stage holds first, so the use of .bias of it is not possible here",
+    "two values": "last gets another value than its first argument from an earlier stage",
+    "tuple": "the first argument of third is a tuple, not a floating-point tensor",
+    "detached": "the first argument of third is not computed by the stage before",
+}
+
+
+@pytest.mark.parametrize("kind", list(UNFIT))
+def test_a_forward_that_cannot_be_split_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_ranks(_refused, kind, nproc=2, mesh=Mesh(pp=2))
+    assert UNFIT[kind] in str(caught.value)

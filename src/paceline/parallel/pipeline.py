@@ -150,10 +150,16 @@ def pipeline(
     return module
 
 
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The children, also those that are another child of the same module."""
+    named = module.named_modules(remove_duplicate=False)
+    return [(name, child) for name, child in named if name and "." not in name]
+
+
 def _layers(module: nn.Module, prefix: str = "") -> list[str]:
     """The submodules that a stage may begin with: children with parameters, and those of containers."""
     found: list[str] = []
-    for name, child in module.named_children():
+    for name, child in _children(module):
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             found += _layers(child, f"{prefix}{name}.")
         elif child.state_dict():
@@ -162,7 +168,7 @@ def _layers(module: nn.Module, prefix: str = "") -> list[str]:
 
 
 def _named_stages(module: nn.Module, split: list[str]) -> list[list[str]]:
-    known = [name for name, _ in module.named_modules() if name]
+    known = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     for name in split:
         if name not in known:
             near = get_close_matches(name, known, n=1)
@@ -172,7 +178,7 @@ def _named_stages(module: nn.Module, split: list[str]) -> list[list[str]]:
             )
 
     def expand(parent: nn.Module, prefix: str) -> Iterator[str]:
-        for name, child in parent.named_children():
+        for name, child in _children(parent):
             path = f"{prefix}{name}"
             if any(each.startswith(f"{path}.") for each in split):
                 yield from expand(child, f"{path}.")
@@ -871,7 +877,7 @@ def _stateless(module: nn.Module, units: Sequence[str]) -> list[str]:
     return [
         f"{parent}.{name}" if parent else name
         for parent in parents
-        for name, child in module.get_submodule(parent).named_children()
+        for name, child in _children(module.get_submodule(parent))
         if not child.state_dict() and (f"{parent}.{name}" if parent else name) not in parents
     ]
 

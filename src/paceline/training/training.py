@@ -168,6 +168,7 @@ class Training:
         if self.reproducible and any(map(is_sharded, self.models)):
             raise ConfigError(
                 "reproducible training does not support models that are split over ranks.",
+                why="the exact sum needs all gradients of a model on each rank.",
                 fix="wrap the model with paceline.ddp, or leave reproducible=True out.",
             )
         if self.job.data.size < self.job.world_size and not any(map(is_sharded, self.models)):
