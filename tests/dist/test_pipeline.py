@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline import Mesh
 from paceline.checkpoint import layout
-from paceline.errors import ConfigError, StepError
+from paceline.errors import ConfigError, Desync, EvaluationError, StepError
+from paceline.parallel.pipeline import _partition
 from paceline.testing import run_ranks
 
 Gradients = list[dict[str, torch.Tensor]]
@@ -403,7 +404,9 @@ def _refused(job: Any, kind: str) -> None:
 
 
 def test_wrong_use_is_refused_on_all_ranks() -> None:
-    for rank, found in enumerate(run_ranks(refusals, _refused, list(WRONG), nproc=2, mesh=Mesh(pp=2))):
+    for rank, found in enumerate(
+        run_ranks(refusals, _refused, list(WRONG), nproc=2, mesh=Mesh(pp=2))
+    ):
         for kind, text in WRONG.items():
             if kind == "unused measured" and rank > 0:
                 text = "rank 0 failed first: ConfigError: " + text
@@ -426,3 +429,147 @@ def test_a_forward_that_cannot_be_split_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_ranks(_refused, kind, nproc=2, mesh=Mesh(pp=2))
     assert UNFIT[kind] in str(caught.value)
+
+
+def _drift(job: Any) -> None:
+    model = paceline.pipeline(job, GPT())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_tokens(8), global_batch=4)
+    training = paceline.Training(job, model, optimizer, batches, desync_every=1)
+    for step in training.steps(until=4):
+        step.run(lambda batch: token_loss(model, batch)[0])
+        step.update()
+        if step.number == 3 and job.rank == 3:
+            with torch.no_grad():
+                model.head.weight[0, 0] += 1
+
+
+def test_replicas_of_a_stage_are_compared() -> None:
+    with pytest.raises(Desync) as caught:
+        run_ranks(_drift, nproc=4, mesh=Mesh(pp=2, dp_replicate=2))
+    assert (caught.value.parameter, caught.value.since) == ("head.weight", 2)
+
+
+def _bf16(job: Any) -> list[float]:
+    model = _wrap(job, GPT())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = paceline.Batches(job, make_tokens(9), global_batch=4, micro_batch=1)
+    training = paceline.Training(job, model, optimizer, batches, precision="bf16")
+    losses = []
+    for step in training.steps(until=9):
+        step.run(lambda batch: token_loss(model, batch)[0])
+        step.update()
+        losses.append(float(step.loss))
+
+    def score(m: nn.Module, batch: Any) -> dict[str, Any]:
+        logits = m(batch[0])
+        return {"loss": token_loss(lambda _: logits, batch), "logits": logits.float()}
+
+    result = paceline.evaluate(
+        job,
+        model,
+        make_tokens(5),
+        score,
+        micro_batch=2,
+        metrics={"logits": "rows"},
+        precision="bf16",
+    )
+    return [*losses, result.loss, *result.logits.flatten().tolist()]
+
+
+def test_bf16_and_rows_of_an_evaluation() -> None:
+    want = run_ranks(_bf16, nproc=1)[0]
+    for got in run_ranks(_bf16, nproc=2, mesh=Mesh(pp=2)):
+        # The same operations in the same order.
+        assert got == pytest.approx(want, rel=1e-4, abs=1e-4)
+
+
+def _score_twice(job: Any) -> None:
+    model = paceline.pipeline(job, GPT())
+    score = lambda m, batch: {"loss": token_loss(m, batch), "again": token_loss(m, batch)}  # noqa: E731
+    paceline.evaluate(job, model, make_tokens(5), score, micro_batch=2)
+
+
+def test_a_score_calls_a_pipeline_once() -> None:
+    with pytest.raises(EvaluationError, match="the score called the model twice for one batch"):
+        run_ranks(_score_twice, nproc=2, mesh=Mesh(pp=2))
+
+
+class Uneven(nn.Module):
+    """The first of five layers takes longer than the others together, and has fewest parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Slow(), *(nn.Linear(64, 64) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x + y)
+        return out
+
+
+class Slow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(200):
+            x = x @ self.weight
+        return x
+
+
+def _split_uneven(job: Any) -> list[list[str]]:
+    found = []
+    for example in (None, (torch.ones(64, 64), torch.ones(64, 64))):
+        net = Uneven()
+        assert net.training
+        paceline.pipeline(job, net, example=example)
+        assert net.training
+        found.append(sorted({name.rpartition(".")[0] for name, _ in net.named_parameters()}))
+    return found
+
+
+def test_an_example_makes_stages_of_nearly_equal_time() -> None:
+    (by_size, by_time), _ = run_ranks(_split_uneven, nproc=2, mesh=Mesh(pp=2))
+    assert by_size == ["layers.0", "layers.1", "layers.2"]
+    assert by_time == ["layers.0"]
+
+
+def test_stages_have_the_smallest_largest_cost() -> None:
+    units = list("abcde")
+    assert _partition(units, [1, 1, 1, 1, 4], 2) == [list("abcd"), ["e"]]
+    assert _partition(units, [9, 1, 1, 1, 1], 3) == [["a"], ["b", "c"], ["d", "e"]]
+    assert _partition(units, [0, 0, 0, 0, 1], 5) == [[unit] for unit in units]
+
+
+def _llama(job: Any) -> list[float]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 12}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    model: nn.Module = LlamaForCausalLM(config).double()
+    if job.world_size > 1:
+        model = paceline.pipeline(job, model, split=["model.layers.2"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_tokens(8), global_batch=4, micro_batch=2)
+    training = paceline.Training(job, model, optimizer, batches, count="tokens")
+
+    def loss_fn(batch: Any) -> Any:
+        ids, _ = batch
+        count = paceline.count_labels(ids, shifted=True)
+        return model(input_ids=ids, labels=ids).loss, count
+
+    losses = []
+    for step in training.steps(until=4):
+        step.run(loss_fn, reduction="mean")
+        step.update(clip_norm=1.0)
+        losses += [float(step.loss), float(step.grad_norm)]
+    return losses
+
+
+def test_a_hugging_face_model() -> None:
+    pytest.importorskip("transformers")
+    want = run_ranks(_llama, nproc=1)[0]
+    for got in run_ranks(_llama, nproc=2, mesh=Mesh(pp=2)):
+        assert got == pytest.approx(want, rel=1e-10)

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from paceline import log, torch_private
 from paceline.data.batches import Batches
-from paceline.errors import ConfigError, GradientError, StepError, listed
+from paceline.errors import ConfigError, EvaluationError, GradientError, StepError, listed
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel.modules import (
@@ -215,17 +215,20 @@ def _refuse_few(module: nn.Module, units: list[str], number: int) -> None:
 
 def _partition(units: list[str], costs: Sequence[float], number: int) -> list[list[str]]:
     """`number` stages of consecutive units, so that the largest sum of costs is as small as possible."""
-    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
+    # By numbers of stages and units: the largest cost, the sum of squares, and where the last stage begins.
+    best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
     for stages in range(1, number + 1):
         for end in range(stages, len(units) + 1):
-            best[stages, end] = min(
-                (max(best[stages - 1, begin][0], sum(costs[begin:end])), begin)
-                for begin in range(stages - 1, end)
-                if (stages - 1, begin) in best
-            )
+            candidates = []
+            for begin in range(stages - 1, end):
+                if (stages - 1, begin) in best:
+                    largest, squares, _ = best[stages - 1, begin]
+                    cost = sum(costs[begin:end])
+                    candidates.append((max(largest, cost), squares + cost**2, begin))
+            best[stages, end] = min(candidates)
     cuts, end = [], len(units)
     for stages in range(number, 0, -1):
-        begin = best[stages, end][1]
+        begin = best[stages, end][2]
         cuts.append(units[begin:end])
         end = begin
     return cuts[::-1]
@@ -421,7 +424,12 @@ class _Chain:
         order, stage_of = self._pipe.order, self._pipe.stage_of
         if unit not in stage_of:
             assert layer is not None
-            return self._empty() if _is_empty((args, kwargs)) else layer(*args, **kwargs)
+            try:
+                return layer(*args, **kwargs)
+            except RuntimeError:
+                if _is_empty((args, kwargs)):  # of the received shape, which may not fit
+                    return self._empty()
+                raise
         if unit != self._next:
             raise self._pipe.split_error(f"`forward` calls {unit} where {self._next} was expected")
         stage = stage_of[unit]
@@ -605,6 +613,7 @@ class Pipe:
         owners: By name of a parameter or buffer of the whole model, its shape, its dtype and the rank of the
             pipeline that holds it; None if all ranks hold it.
         chain: The forward in progress.
+        calls_left: How often the score of an evaluation may still call the model; None outside of one.
     """
 
     def __init__(self, job: Job, module: nn.Module, units: list[list[str]], schedule: str) -> None:
@@ -621,6 +630,7 @@ class Pipe:
             for name, value in module.state_dict().items()
         }
         self.chain: _Chain | None = None
+        self.calls_left: int | None = None
         self.layers: dict[str, nn.Module] = {}
         self._proxies: dict[str, _Unit] = {}
         self._forward = module.forward
@@ -803,6 +813,15 @@ class Pipe:
                 why="its schedule decides when each stage computes.",
                 fix="step.run(lambda batch: (loss of model(x) and y, count)), with one call of the model.",
             )
+        if self.calls_left == 0:
+            raise EvaluationError(
+                "the score called the model twice for one batch.",
+                where=self.job.where(),
+                why="ranks without the last stage cannot follow: for them a score ends at the first call.",
+                fix="call the model once, and compute all results from its output.",
+            )
+        if self.calls_left is not None:
+            self.calls_left -= 1
         output = self._pass(
             lambda number, received: self._compute(number, (args, kwargs), received)
         )

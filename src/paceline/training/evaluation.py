@@ -24,6 +24,7 @@ from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.parallel.ddp import Replica, find_wrapper
 from paceline.parallel.modules import (
+    PIPELINE,
     OtherStage,
     equalize_buffers,
     free_gathered,
@@ -154,6 +155,7 @@ def _run(
     After a preemption notice no further batch is scored, unless other ranks wait for the forwards.
     """
     may_stop = not is_sharded(model)
+    pipe = unwrap(model).__dict__.get(PIPELINE)
     batches: list[tuple[int, int]] = []
     sums: list[dict[str, Any]] = []
     is_preempted = False
@@ -162,11 +164,16 @@ def _run(
             if notice.received and may_stop:
                 is_preempted = True
                 break
+            if pipe is not None:
+                pipe.calls_left = 1
             try:
                 with autocast:
                     results = dict(score(model, each.batch))
             except OtherStage:
                 continue  # the last stage of the pipeline reports the results
+            finally:
+                if pipe is not None:
+                    pipe.calls_left = None
             if each.is_ghost:
                 continue
             for name, metric in metrics.items():
