@@ -467,11 +467,7 @@ class _Chain:
         """A tensor like the received one, with its device but without values."""
         received = self._received
         assert received is not None
-        mode = torch_private.find("torch._subclasses.FakeTensorMode")
-        if mode is None:
-            return torch.empty_like(received, device="meta")
-        out: torch.Tensor = mode(allow_non_fake_inputs=True).from_tensor(received.detach())
-        return out
+        return torch.empty_like(self._pipe.without_values(received))
 
     def end(self) -> None:
         """Check a forward that returned."""
@@ -630,6 +626,7 @@ class Pipe:
             for name, value in module.state_dict().items()
         }
         self.chain: _Chain | None = None
+        self._without_values: dict[Any, torch.Tensor] = {}
         self.calls_left: int | None = None
         self.layers: dict[str, nn.Module] = {}
         self._proxies: dict[str, _Unit] = {}
@@ -679,6 +676,18 @@ class Pipe:
             for unit, layer in self.layers.items():
                 self._put(unit, layer)
         return output
+
+    def without_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same shape, dtype and device without memory."""
+        key = tuple(tensor.shape), tensor.dtype, tensor.device
+        if key not in self._without_values:
+            mode = torch_private.find("torch._subclasses.FakeTensorMode")
+            if mode is None:
+                made = torch.empty_like(tensor, device="meta")
+            else:
+                made = mode(allow_non_fake_inputs=True).from_tensor(tensor.detach())
+            self._without_values[key] = made
+        return self._without_values[key]
 
     def _sendable(self, number: int, x: Any) -> torch.Tensor:
         if isinstance(x, torch.Tensor) and x.dtype in _DTYPES:
