@@ -49,6 +49,7 @@ def _train(
     *,
     folder: str | None = None,
     dtype: torch.dtype = torch.float64,
+    global_batch: int = 4,
     micro_batch: int = 1,
     count: str = "tokens",
     **options: Any,
@@ -59,7 +60,9 @@ def _train(
     model = _wrap(job, net, **options)
     optimizer = Recording(model.parameters())
     # 9 samples in steps of 4: the last step has 1, so one of 2 data ranks has none.
-    batches = paceline.Batches(job, make_tokens(9), global_batch=4, micro_batch=micro_batch)
+    batches = paceline.Batches(
+        job, make_tokens(9), global_batch=global_batch, micro_batch=micro_batch
+    )
     checkpoints = paceline.Checkpoints(folder, every_steps=2) if folder else None
     training = paceline.Training(
         job, model, optimizer, batches, count=count, checkpoints=checkpoints
@@ -109,7 +112,7 @@ def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
 SCHEDULES: list[dict[str, Any]] = [
     {"schedule": "gpipe", "count": "samples"},
     {"schedule": "1f1b", "micro_batch": 3},  # 3 and 1 samples
-    {"schedule": "interleaved"},
+    {"schedule": "interleaved", "global_batch": 5},  # torch takes 4 of 5 micro-batches on 2 ranks
     {"schedule": "zero_bubble", "dtype": torch.float32},
     {"schedule": "zero_bubble", "micro_batch": 4},
 ]
@@ -153,7 +156,7 @@ class Masked(nn.Module):
         self.embedding, self.drop, self.twice = nn.Embedding(12, 8), nn.Dropout(0.0), nn.Identity()
         self.blocks = nn.ModuleDict({f"b{i}": Residual(i == 1, reused) for i in range(4)})
         self.register_buffer("scale", torch.tensor(2.0))
-        self.head = nn.Linear(8, 12)
+        self.batchnorm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 12)
 
     def forward(self, ids: torch.Tensor, shift: float = 0.0) -> dict[str, torch.Tensor]:
         mask = (ids != 3) / self.scale
@@ -164,6 +167,7 @@ class Masked(nn.Module):
             else:
                 x = block(x, mask=mask)
             x = self.twice(x + shift)
+        x = self.batchnorm(x.flatten(0, 1)).unflatten(0, ids.shape)
         return {"logits": self.head(x)[:, :-1]}
 
 
@@ -192,7 +196,12 @@ def _train_masked(job: Any, schedule: str, options: dict[str, bool]) -> list[Any
         step.run(loss_fn)
         step.update(grad_norms=True)
         seen += [float(step.loss), {name: float(n) for name, n in step.grad_norms.items()}]
-    return seen
+    whole = training._context.strategy.whole_state(model)
+    return [
+        *seen,
+        whole["batchnorm.running_mean"].tolist(),
+        int(whole["batchnorm.num_batches_tracked"]),
+    ]
 
 
 def _train_forms(job: Any) -> list[list[Any]]:

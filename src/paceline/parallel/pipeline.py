@@ -982,9 +982,7 @@ class PipelineStrategy(Strategy):
     def step_count(self, count: float | torch.Tensor) -> torch.Tensor:
         """The count of the last stage, on all stages; the times travel with it."""
         device = self._job.device
-        own = torch.as_tensor(count, dtype=torch.float64, device=device)
-        if not self._pipe.is_last:
-            own = torch.zeros_like(own)
+        own = torch.as_tensor(count, dtype=torch.float64, device=device)  # 0 on other stages
         times = torch.tensor(self._times, dtype=torch.float64, device=device)
         total = torch.cat([own.reshape(1), times])
         self._all_reduce(total, self._pipe.group)
