@@ -80,6 +80,7 @@ class Memory:
         host_kills: the same for the whole host.
         limit_bytes: the lowest limit of the cgroup and its parents; None if not below the host's memory.
         peak_bytes: the highest usage of the cgroup; None if unknown.
+        host_bytes: the memory of the host.
         shm_bytes: size of /dev/shm; 0 if there is none.
         shm_free_bytes: free space of /dev/shm.
     """
@@ -88,6 +89,7 @@ class Memory:
     host_kills: int = 0
     limit_bytes: int | None = None
     peak_bytes: int | None = None
+    host_bytes: int = 0
     shm_bytes: int = 0
     shm_free_bytes: int = 0
 
@@ -121,6 +123,7 @@ def read_memory(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> Memory:
         # Version 1 writes a number near 2**63 for no limit.
         limit_bytes=min((n for n in limits if n is not None and n < host_bytes), default=None),
         peak_bytes=peaks[0] if peaks else None,
+        host_bytes=host_bytes,
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free_bytes,
     )

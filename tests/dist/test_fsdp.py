@@ -321,6 +321,7 @@ WRONG = {
     "offload": "cpu_offload has no effect",
     "prefetch": "prefetch must be a number of blocks",
     "meta": "blocks.1 (Scaled) is on the meta device and has no `reset_parameters`",
+    "large": "the parameters of blocks.1 need 3725.3 GiB; the device has",
     "ddp": "ddp keeps the whole model on each rank, but the mesh is dp_shard=2",
     "exact": "reproducible",
     "unused": "no gradient reached extra.weight, extra.bias",
@@ -337,6 +338,9 @@ def _refused(job: Any, kind: str) -> None:
     if kind == "meta":
         with torch.device("meta"):
             net.blocks[1] = Scaled()
+    if kind == "large":
+        with torch.device("meta"):
+            net.blocks[1] = nn.Linear(10**6, 10**6)
     if kind == "ddp":
         paceline.ddp(job, net)
     options: dict[str, Any] = {

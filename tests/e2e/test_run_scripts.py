@@ -136,7 +136,7 @@ def test_the_interpreter_does_not_shut_down_while_threads_of_gloo_live(tmp_path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_clean_script_ends_cleanly_every_time(tmp_path: Path) -> None:
-    for _ in range(50):
+    for _ in range(25):
         for script in (CLEAN, DESTROYED):
             done = run("--nproc-per-node=2", script, tmp_path)
             assert (done.code, done.out) == (0, ""), done

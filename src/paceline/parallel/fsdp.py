@@ -32,6 +32,7 @@ from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch
 from paceline.errors import ConfigError, GradientError, listed
 from paceline.job.job import Job
+from paceline.machine import format_bytes, read_memory
 from paceline.parallel.modules import (
     SHARDED,
     agree_on_parameters,
@@ -90,8 +91,8 @@ def fsdp(
 
     Raises:
         ConfigError: the module has no trainable parameter, a parameter on another device than the job's, or
-            one that cannot be initialised; an entry of `blocks` matches no submodule; the module is sharded
-            already; an option has no effect.
+            one that cannot be initialised; a block is larger than the memory of the device; an entry of
+            `blocks` matches no submodule; the module is sharded already; an option has no effect.
         RankDisagreement: the ranks' parameters or blocks differ; the error names the first difference.
 
     Collective: all ranks, once for each model, in the same order.
@@ -110,6 +111,7 @@ def fsdp(
     # Inner blocks first: `fully_shard` leaves out parameters that an inner module has sharded already.
     names.sort(key=lambda name: -name.count("."))
     layers = [*(module.get_submodule(name) for name in names), module]
+    _refuse_large_blocks(job, [*names, ""], layers)
     if is_meta:
         _refuse_unfilled(module, init)
     else:
@@ -198,6 +200,27 @@ def _refuse_tied_blocks(module: nn.Module, names: Sequence[str]) -> None:
                 why="each block is sharded, gathered and freed on its own.",
                 fix="choose blocks that hold both modules, or neither of them.",
                 parameters=[first, name],
+            )
+
+
+def _refuse_large_blocks(job: Job, names: list[str], layers: list[nn.Module]) -> None:
+    """Refuse a block whose gathered parameters would not fit the device. Inner blocks come first."""
+    if job.device.type == "cpu":
+        memory = read_memory()
+        available = memory.limit_bytes or memory.host_bytes
+    else:
+        available = torch.get_device_module(job.device).mem_get_info(job.device)[1]
+    seen: set[torch.Tensor] = set()
+    for name, layer in zip(names, layers, strict=True):
+        own = set(layer.parameters()) - seen
+        seen |= own
+        size = sum(p.nbytes for p in own)
+        if size > available:
+            raise ConfigError(
+                f"the parameters of {name or 'the module outside of its blocks'} need {format_bytes(size)}; "
+                f"the device has {format_bytes(available)}.",
+                why="the parameters of a block are gathered together on each rank.",
+                fix="name smaller submodules in blocks=, or split layers with paceline.tensor_parallel.",
             )
 
 
