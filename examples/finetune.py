@@ -83,10 +83,6 @@ def main() -> None:
             training.log(loss=step.loss)
 
         training.export(f"{args.folder}/model.pth")
-        if args.fsdp:
-            if job.rank == 0:
-                print(f"wrote {args.folder}/model.pth")
-            return
         held_out = DataLoader(test, batch_size=32, collate_fn=pad)
         result = paceline.evaluate(job, model, held_out, score)
         if job.rank == 0:

@@ -136,15 +136,18 @@ def test_a_starter_script_trains_and_resumes(tmp_path: Path, options: list[str])
 
 def test_finetuning_gives_the_same_loss_on_any_ranks_and_with_fsdp(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    losses = []
+    losses, scores = [], []
     for ranks, options in (("1", []), ("2", []), ("2", ["--fsdp"])):
         folder = tmp_path / f"{ranks}{'-'.join(options)}"
         words = [*PACELINE, ranks, _example("finetune.py"), "--epochs=1", f"--folder={folder}"]
         output = _run([*words, *options], tmp_path)
-        assert ("wrote" if options else "on 200 lines") in output
+        found = re.search(r"loss ([\d.]+) on 200 lines", output)
+        assert found, output
+        scores.append(float(found[1]))
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     assert losses[0][-1] < losses[0][0] - 1
+    assert scores == pytest.approx([scores[0]] * 3, rel=0.01)
     for other in losses[1:]:
         assert len(other) == len(losses[0])
         # float32, and Adam divides by small numbers. The ranks cut the last, smaller step into other
