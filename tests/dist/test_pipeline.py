@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline import Mesh
 from paceline.checkpoint import layout
-from paceline.errors import ConfigError, Desync, EvaluationError, StepError
+from paceline.errors import ConfigError, Desync, EvaluationError, LossError, StepError
 from paceline.parallel.pipeline import _partition
 from paceline.testing import run_ranks
 
@@ -407,6 +407,8 @@ def _refused(job: Any, kind: str) -> None:
             list(step)
         elif kind == "no call":
             step.run(lambda batch: batch[0].sum())
+        elif kind == "mean":
+            step.run(lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
         else:
             step.run(lambda batch: loss_sum(model, batch))
         step.update()
@@ -438,6 +440,49 @@ def test_a_forward_that_cannot_be_split_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_ranks(_refused, kind, nproc=2, mesh=Mesh(pp=2))
     assert UNFIT[kind] in str(caught.value)
+
+
+class Folding(nn.Module):
+    """Its first stage computes with a shape that no other stage has."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.kind = kind
+        self.first, self.fold = nn.Linear(4, 6), nn.Unflatten(1, (2, 3))
+        self.second, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        h = self.fold(h) if self.kind == "module" else h.unflatten(1, (2, 3))
+        out: torch.Tensor = self.last(self.second(h.flatten(1)))
+        return out
+
+
+def _fold(job: Any, kind: str) -> list[float]:
+    model = _wrap(job, Folding(kind).double(), split=["last"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_data(8, torch.float64), global_batch=4, micro_batch=1)
+    training = paceline.Training(job, model, optimizer, batches)
+    losses = []
+    for step in training.steps(until=3):
+        step.run(lambda batch: loss_sum(model, batch))
+        step.update()
+        losses.append(float(step.loss))
+    return losses
+
+
+def test_modules_may_change_shapes_that_only_an_early_stage_has() -> None:
+    want = run_ranks(_fold, "module", nproc=1)[0]
+    for got in run_ranks(_fold, "module", nproc=2, mesh=Mesh(pp=2)):
+        assert got == pytest.approx(want, rel=1e-12)
+    with pytest.raises(ConfigError, match="cannot skip the computations between the submodules"):
+        run_ranks(_fold, "code", nproc=2, mesh=Mesh(pp=2))
+
+
+def test_an_error_of_the_last_stage_is_the_one_that_is_raised() -> None:
+    with pytest.raises(LossError, match="the loss is a mean over the samples"):
+        run_ranks(_refused, "mean", nproc=2, mesh=Mesh(pp=2))
 
 
 def _drift(job: Any) -> None:

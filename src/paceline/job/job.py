@@ -303,8 +303,8 @@ def join(
             and "gloo" on XPU; on CPU "shm", which is shared memory, if all ranks are on one host, else
             "gloo".
         timeout_s: how long a collective may wait, in seconds.
-        mesh: the degrees of parallelism, for `fsdp` and `tensor_parallel`; None: samples are split over all
-            ranks.
+        mesh: the degrees of parallelism, for `fsdp`, `tensor_parallel` and `pipeline`; None: samples are
+            split over all ranks.
 
     Raises:
         LauncherError: the launcher's variables are incomplete or contradict each other.

@@ -418,6 +418,7 @@ class _Chain:
         self._received = received
         self._has_grad = torch.is_grad_enabled()
         self._at = 0
+        self.has_begun = stage == 0  # whether values are computed, and not only shapes
 
     def call(self, unit: str, layer: nn.Module | None, args: Any, kwargs: Any) -> Any:
         """The call of a submodule by `forward`."""
@@ -450,6 +451,7 @@ class _Chain:
                     f"{unit} is computed by torch.utils.checkpoint with use_reentrant=True"
                 )
             x.received = self._received  # type: ignore[union-attr]
+            self.has_begun = True
             args, kwargs = tuple(map(_received, args)), {k: _received(v) for k, v in kwargs.items()}
         if _is_empty((args, kwargs)):
             raise self._pipe.split_error(
@@ -671,6 +673,12 @@ class Pipe:
             self.chain.end()
         except _StageEnd as end:
             output = self._sendable(number, end.args[0])
+        except RuntimeError as error:
+            if self.chain.has_begun:
+                raise
+            raise self.split_error(
+                f"stage {number} cannot skip the computations between the submodules before it: {error}"
+            ) from error
         finally:
             self.chain = None
             for unit, layer in self.layers.items():
@@ -702,7 +710,8 @@ class Pipe:
             f"{type(self.module).__name__} cannot be split into these stages: {what}.",
             where=self.job.where(),
             why="a stage passes one tensor to the next: the first argument of its first submodule.",
-            fix="register submodules in the order of their calls, or split at other names.",
+            fix="register submodules in the order of their calls, move computations between them into "
+            "submodules, or split at other names.",
         )
 
     def run(self, step: ScheduledStep) -> tuple[float, float]:
