@@ -152,7 +152,14 @@ NAMES = (
     ),
     PrivateName(
         "torch.autograd.graph.Node._saved_target",
-        why="nothing else tells whether `cross_entropy` ignored targets",
+        why="nothing else tells how many targets each sample of a mean over tokens has",
+        since="2.11",
+        without="a mean over the tokens of samples of one length needs count='tokens'",
+        of_objects=True,
+    ),
+    PrivateName(
+        "torch.autograd.graph.Node._saved_ignore_index",
+        why="nothing else tells which targets `cross_entropy` ignored",
         since="2.11",
         without="a mean over the tokens of samples of one length needs count='tokens'",
         of_objects=True,

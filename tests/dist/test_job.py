@@ -181,6 +181,25 @@ def test_a_second_join_is_refused() -> None:
     assert run_ranks(_joins_twice, nproc=1) == ["this process has joined a job already."]
 
 
+def _joins_after_a_library(job: Any) -> str:
+    job.leave()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        paceline.join()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "joined"
+
+
+def test_a_join_after_init_process_group_is_refused() -> None:
+    for rank, text in enumerate(run_ranks(_joins_after_a_library, nproc=2)):
+        assert "this process has a process group already" in text
+        assert f"rank {rank} of 2" in text
+        assert "call paceline.join before that" in text
+
+
 @pytest.mark.parametrize(
     "wrong", [{"seed": "7"}, {"seed": True}, {"timeout_s": 0}, {"device": "tpux"}]
 )

@@ -535,18 +535,21 @@ def test_the_batch_of_a_step_is_refused_where_a_loop_is_needed() -> None:
 
 
 def _train_on_pairs(job: Any, reduction: Any, lengths: list[int]) -> list[float]:
-    """Losses of samples with two targets each; step n uses the first `lengths[n]` of them."""
+    """Losses of samples with targets and a padded one; step n uses `lengths[n]` of them, 0 masks one."""
     torch.manual_seed(3)
     data = TensorDataset(torch.randn(13, 4), torch.randint(0, 3, (13, 2)))
-    model = paceline.ddp(job, nn.Linear(4, 6))
+    model = paceline.ddp(job, nn.Linear(4, 9))
     batches = paceline.Batches(job, data, global_batch=6, micro_batch=2)
     training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), 0.5), batches)
     losses = []
     for step in training.steps(until=len(lengths)):
-        length = lengths[step.number - 1]
+        length = lengths[step.number - 1] or 2
         for x, y in step:
-            out = model(x).view(len(x), 2, 3)[:, :length].flatten(0, 1)
-            loss = F.cross_entropy(out, y[:, :length].flatten(), reduction=reduction)
+            out = model(x).view(len(x), 3, 3)[:, : length + 1].flatten(0, 1)
+            targets = F.pad(y[:, :length], (0, 1), value=-100)
+            if not lengths[step.number - 1]:
+                targets[0, 0] = -100
+            loss = F.cross_entropy(out, targets.flatten(), reduction=reduction)
             if reduction == "mean":
                 step.backward(loss, reduction="mean")
             else:
@@ -569,6 +572,11 @@ def test_a_mean_over_targets_of_samples_of_several_lengths_is_refused(lengths: l
         LossError, match=f"have {lengths[1]} targets each, .* micro-batch {lengths[0]}"
     ):
         run_ranks(_train_on_pairs, "mean", lengths, nproc=1)
+
+
+def test_a_mean_over_targets_is_refused_if_samples_ignore_different_numbers_of_them() -> None:
+    with pytest.raises(LossError, match="a mean over a total weight of 3, but the count is 2"):
+        run_ranks(_train_on_pairs, "mean", [0], nproc=1)
 
 
 class Net(nn.Module):

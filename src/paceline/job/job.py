@@ -309,7 +309,7 @@ def join(
     Raises:
         LauncherError: the launcher's variables are incomplete or contradict each other.
         ConfigError: this host has no such device or backend, two ranks share one GPU, or this process
-            has joined a job already.
+            has joined a job already, or has a process group.
         RankDisagreement: the seeds of the ranks differ.
         CollectiveTimeout: a rank did not come in time.
 
@@ -323,6 +323,15 @@ def join(
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s must be more than 0, got {timeout_s}.")
     info = environment.read(os.environ)
+    if info.world_size > 1 and dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            "this process has a process group already.",
+            where=f"rank {info.rank} of {info.world_size}",
+            why="the program called init_process_group, or a library did, such as Accelerate or the"
+            " TrainingArguments of transformers.",
+            fix="call paceline.join before the library, which then uses its process group, or remove your own"
+            " init_process_group.",
+        )
     if mesh is not None:
         mesh = mesh.resolve(info.world_size, info.local_world_size)
     own_device = choose_device(device, info)

@@ -119,7 +119,7 @@ def check_loss(
 
     A mean is recognised by the operation it came from: torch's loss functions and `mean` record it.
     `count` is None if it is not known on the host. With `length`, `count` is a number of samples; a mean over
-    their targets is then accepted if each sample has as many as those of earlier calls, and none is ignored.
+    their targets is then accepted if each sample has as many as before, ignored ones left out.
     """
     if reduction not in ("sum", "mean"):
         raise LossError(f'reduction must be "sum" or "mean", got {reduction!r}.', where=where())
@@ -186,14 +186,14 @@ def _refuse_other_mean(
     if total is None or total.device.type != "cpu" or float(total) == 0.0:
         return
     why = "its targets are tokens, or have class weights, or some are ignored (ignore_index)."
-    targets = torch_private.attribute(f"{_NODE}._saved_target", node)
-    if length is not None and targets is not None and targets.numel() == float(total):
+    targets = None if length is None else _targets_per_sample(node, count)
+    if length is not None and targets is not None and targets * count == float(total):
         if length.targets is None:
-            length.targets = targets.numel() // count
-        if targets.numel() == length.targets * count:
+            length.targets = targets
+        if targets == length.targets:
             return
         why = (
-            f"its samples have {targets.numel() / count:g} targets each, and those of the first micro-batch"
+            f"its samples have {targets} targets each, and those of the first micro-batch"
             f" {length.targets}, so a mean over the targets gives samples different weights."
         )
     elif float(total) == count:
@@ -204,6 +204,19 @@ def _refuse_other_mean(
         why=why,
         fix='use Training(..., count="tokens") and pass that total as count.',
     )
+
+
+def _targets_per_sample(node: Any, count: int) -> int | None:
+    """The number of targets of each of `count` samples that a loss does not ignore; None if they differ."""
+    targets = torch_private.attribute(f"{_NODE}._saved_target", node)
+    ignored = torch_private.attribute(f"{_NODE}._saved_ignore_index", node)
+    if targets is None or ignored is None or targets.numel() % count:
+        return None
+    # torch returns a negative index as an unsigned number of 64 bits.
+    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+    numbers = (targets.reshape(count, -1) != ignored).sum(1)
+    first = int(numbers[0])
+    return first if bool((numbers == first).all()) else None
 
 
 def check_count(
