@@ -197,7 +197,7 @@ def test_a_join_after_init_process_group_is_refused() -> None:
     for rank, text in enumerate(run_ranks(_joins_after_a_library, nproc=2)):
         assert "this process has a process group already" in text
         assert f"rank {rank} of 2" in text
-        assert "call paceline.join before that" in text
+        assert "call paceline.join before the library" in text
 
 
 @pytest.mark.parametrize(
