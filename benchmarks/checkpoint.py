@@ -57,7 +57,7 @@ def sides(
             "models": [paceline.unwrap(model).state_dict()],
             "optimizers": [optimizer.state_dict()],
         }
-        checkpoints.save(job, step, content, wait=False, steady=steady, finite="models.")
+        checkpoints.save(job, step, content, wait=False, steady=steady, finite_prefix="models.")
         return lambda: checkpoints.finish(job, required=True)
 
     def torchs(step: int) -> Wait:
@@ -84,7 +84,7 @@ def sides(
     idle = lambda: None  # noqa: E731
     return {
         "no save": (nothing, idle),
-        "paceline": (ours, checkpoints.staged),
+        "paceline": (ours, checkpoints.wait_until_copied),
         "dcp.async_save": (torchs, idle),
         "torch.save": (plain, idle),
     }
