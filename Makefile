@@ -73,6 +73,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/layouts.py
+	$(BIN)/python benchmarks/dp_vs_ddp.py
 	$(BIN)/python benchmarks/overhead.py
 
 bench-all: bench

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,3 +37,15 @@ def test_make_runs_each_benchmark() -> None:
     for line in makefile.splitlines():
         if "benchmarks/" in line and line.startswith("\t"):
             assert line.split("benchmarks/")[1].split(".py")[0] in names, line
+
+
+def test_dp_vs_ddp_says_why_it_skips() -> None:
+    script = ROOT / "benchmarks" / "dp_vs_ddp.py"
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, script], env=hidden, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "skipped: DataParallel needs at least 2 CUDA devices, this machine has 0\n"
+    )
