@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ def publish(
         about: Further facts about the run.
     """
     facts = {
+        "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {_processor()}",
         "cores": os.cpu_count(),
         "load": [round(load, 1) for load in os.getloadavg()],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "benchmarks").glob("*.py"))
 IMPORTED_OR_STARTED = {"tables", "workloads", "survivor"}  # by other benchmarks
+NO_BENCHMARKS = IMPORTED_OR_STARTED | {"figures"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -32,7 +34,7 @@ def test_imported_names_of_paceline_exist(path: Path) -> None:
 
 def test_make_runs_each_benchmark() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    names = {path.stem for path in FILES} - IMPORTED_OR_STARTED
+    names = {path.stem for path in FILES} - NO_BENCHMARKS
     assert {name for name in names if f"benchmarks/{name}.py" not in makefile} == set()
     for line in makefile.splitlines():
         if "benchmarks/" in line and line.startswith("\t"):
@@ -49,3 +51,14 @@ def test_dp_vs_ddp_says_why_it_skips() -> None:
     assert done.stdout == (
         "skipped: DataParallel needs at least 2 CUDA devices, this machine has 0\n"
     )
+
+
+def test_figures_in_the_documentation_are_those_of_the_results() -> None:
+    """`python benchmarks/figures.py` writes them."""
+    figures = runpy.run_path(str(ROOT / "benchmarks/figures.py"))
+    shown = set()
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        text = path.read_text()
+        assert figures["fill"](text) == text, path
+        shown |= {found[2] for found in figures["BLOCK"].finditer(text)}
+    assert shown == set(figures["TABLES"])
