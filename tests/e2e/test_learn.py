@@ -137,6 +137,7 @@ def run_together(blocks: list[Block], folder: Path) -> list[str]:
     return outputs
 
 
+@pytest.mark.timeout(900)  # the chapter of the mistakes makes 30 runs
 @pytest.mark.parametrize(
     "page",
     [
