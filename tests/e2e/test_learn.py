@@ -192,7 +192,8 @@ def test_blocks_are_of_kinds_that_a_test_checks() -> None:
 
 
 def _same_in_both() -> list[tuple[Path, Path]]:
-    return [(page, CHINESE / page.name) for page in sorted(ENGLISH.glob("*.md"))]
+    readmes = ROOT / "README.md", ROOT / "README.zh-CN.md"
+    return [readmes, *((page, CHINESE / page.name) for page in sorted(ENGLISH.glob("*.md")))]
 
 
 @pytest.mark.parametrize("pages", _same_in_both(), ids=lambda pages: pages[0].stem)
