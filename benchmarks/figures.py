@@ -142,6 +142,14 @@ TABLES: dict[str, dict[str, Cell]] = {
         "step": time("step_ms", 1e3),
         "ratio": ratio("ratio", "quartiles"),
     },
+    "layouts": {
+        "layout": plain("layout"),
+        "step by hand": time("hand_ms", 1e3),
+        "step": time("paceline_ms", 1e3),
+        "ratio": ratio("ratio", "quartiles", 3),
+        "held": lambda row: f"{row['held_mb']:.1f} MiB",
+        "part of DDP's": lambda row: f"{row['of_ddp']:.3f}",
+    },
     "mixed": {
         "fault": plain("kind"),
         "recovered": plain("recovered"),
