@@ -138,7 +138,8 @@ def _await_answer(job: Job, answer: str, timeout_s: float | None) -> Any:
     assert job.peers is not None
     began = time.monotonic()
     while not job.store.check([answer]):
-        if failure := job.peers.failure():
+        # Rank 0 answers before it reports its failure: the answer may have come since.
+        if (failure := job.peers.failure()) and not job.store.check([answer]):
             raise failure
         if timeout_s is not None and time.monotonic() - began > timeout_s:
             raise CollectiveTimeout(
