@@ -31,8 +31,7 @@ def make_datasets() -> tuple[TensorDataset, TensorDataset]:
         [[SYMBOLS.index(c) for c in line.ljust(LENGTH + 1, ".")] for line in lines]
     )
     codes = codes[torch.randperm(len(lines), generator=torch.Generator().manual_seed(0))]
-    train, test = codes[:1400], codes[1400:]
-    return TensorDataset(train[:, :-1], train[:, 1:]), TensorDataset(test[:, :-1], test[:, 1:])
+    return tuple(TensorDataset(x[:, :-1], x[:, 1:]) for x in codes.split((1400, 200)))
 
 
 class Attention(nn.Module):
@@ -112,15 +111,9 @@ def token_loss(model, batch):
     return loss, targets.numel()
 
 
-def score(model, batch):
-    return {"loss": token_loss(model, batch)}
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument(
-        "--dp-replicate", type=int, default=-1, help="replicas (default: the rest)"
-    )
+    options.add_argument("--dp-replicate", type=int, default=-1, help="replicas; -1: the rest")
     options.add_argument("--dp-shard", type=int, default=1, help="ranks that share the parameters")
     options.add_argument("--tp", type=int, default=1, help="ranks that compute each layer together")
     options.add_argument("--pp", type=int, default=1, help="stages of layers")
@@ -129,17 +122,14 @@ def main() -> None:
     args = options.parse_args()
     train, test = make_datasets()
 
-    mesh = paceline.Mesh(
-        dp_replicate=args.dp_replicate, dp_shard=args.dp_shard, tp=args.tp, pp=args.pp
-    )
-    with paceline.join(seed=3, mesh=mesh) as job:
+    degrees = {name: getattr(args, name) for name in ("dp_replicate", "dp_shard", "tp", "pp")}
+    with paceline.join(seed=3, mesh=paceline.Mesh(**degrees)) as job:
         model = wrap(job, GPT().to(job.device))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         batches = paceline.Batches(job, train, global_batch=56, micro_batch=14)
         checkpoints = paceline.Checkpoints(f"{args.folder}/checkpoints", every_epochs=1, keep=2)
-        training = paceline.Training(
-            job, model, optimizer, batches, count="tokens", checkpoints=checkpoints
-        )
+        settings = {"count": "tokens", "checkpoints": checkpoints}
+        training = paceline.Training(job, model, optimizer, batches, **settings)
         training.report(args.folder, progress=True)
 
         for step in training.steps(epochs=args.epochs):
@@ -148,7 +138,9 @@ def main() -> None:
             training.log(loss=step.loss)
 
         training.export(f"{args.folder}/model.pth")  # the whole model, as one process has it
-        loss = paceline.evaluate(job, model, test, score).loss
+        loss = paceline.evaluate(
+            job, model, test, lambda model, batch: {"loss": token_loss(model, batch)}
+        ).loss
         if job.rank == 0:
             print(f"{job.mesh}: loss {loss:.4f} on sums that were not trained on")
 

@@ -70,7 +70,14 @@ def test_the_source_distribution_has_docs_examples_and_tests(sdist: Path) -> Non
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     root = {"pyproject.toml", "constraints.txt", "Makefile", "LICENSE", "PKG-INFO", ".gitignore"}
-    root |= {"README.md", "mkdocs.yml", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md"}
+    root |= {
+        "README.md",
+        "README.zh-CN.md",
+        "mkdocs.yml",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "RELEASING.md",
+    }
     assert names == root | _files("src", "docs", "examples", "tests", "benchmarks")
 
 
