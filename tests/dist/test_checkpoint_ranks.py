@@ -389,6 +389,23 @@ def _saves_once(job: Any, folder: str) -> None:
     _train(_training(job, folder), until=1)
 
 
+def _two_folders(job: Any, folder: str) -> list[str]:
+    """The same number of saves by two objects; the second fails in another way."""
+    paceline.Checkpoints(f"{folder}/a").save(job, 1, {"w": torch.ones(3)})
+    bad = {"w": torch.tensor([float("nan")])}
+    try:
+        paceline.Checkpoints(f"{folder}/b").save(job, 1, bad, finite_prefix="w")
+    except NonFinite as error:
+        return error.parameters
+    return []
+
+
+def test_a_job_may_have_several_checkpoints(tmp_path: Path) -> None:
+    assert run_ranks(_two_folders, str(tmp_path), nproc=3) == [["w"]] * 3
+    assert committed(open_store(tmp_path / "a")) == [1]
+    assert committed(open_store(tmp_path / "b")) == []
+
+
 def _elsewhere(job: Any, folder: str) -> None:
     paceline.Checkpoints(f"{folder}/{job.rank}").save(
         job, 1, {"a": torch.ones(3), "b": torch.ones(3)}

@@ -26,7 +26,7 @@ from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import Store, committed, open_store, read_manifest, verify
 from paceline.checkpoint.writer import Staging
 from paceline.cli.main import main
-from paceline.errors import CheckpointError, NonFinite, SaveFailed
+from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job.job import Job
 
 
@@ -333,6 +333,61 @@ def test_a_full_disk_is_a_warning_in_the_background(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "training continues without this checkpoint: step 2 cannot be saved" in caplog.text
     assert checkpoints.last_saved == 1
+
+
+def test_a_folder_without_a_manifest_or_a_file_in_the_way_is_moved(
+    job: Job, tmp_path: Path
+) -> None:
+    _save(job, tmp_path, 1, 2)
+    (tmp_path / "step-2/manifest.json").unlink()
+    (tmp_path / "step-3").write_text("of another program")
+    checkpoints = paceline.Checkpoints(tmp_path)
+    assert _equal(checkpoints.resume(job), _state(1.0))
+    for step in (2, 3):
+        checkpoints.save(job, step, _state(float(step)))
+    assert committed(open_store(tmp_path)) == [1, 2, 3]
+    assert {"incomplete-step-2-1", "incomplete-step-3-1"} <= set(os.listdir(tmp_path))
+
+
+def test_an_unexpected_error_of_the_commit_or_of_retention_is_reported(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any) -> None:
+        raise LookupError("unexpected")
+
+    checkpoints = _save(job, tmp_path, 1)
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", logger="paceline"):
+        patch.setattr(paceline.Checkpoints, "_prune", fail)
+        checkpoints.save(job, 2, _state())
+    assert "step 2 is saved, but older ones stay: unexpected" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.checkpoint.writer.commit", fail)
+        with pytest.raises(
+            CheckpointError, match=r"step 3 was not saved: LookupError: unexpected\."
+        ):
+            checkpoints.save(job, 3, _state())
+    assert committed(open_store(tmp_path)) == [1, 2]
+
+
+def test_a_save_does_not_depend_on_the_priority_of_its_thread(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*args: int) -> None:
+        raise PermissionError("not in this container")
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+    checkpoints = paceline.Checkpoints(tmp_path)
+    checkpoints.save(job, 1, _state(), wait=False)
+    checkpoints.finish(job, required=True)
+    assert checkpoints.last_saved == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("keep", None), ("keep", 0), ("every_steps", 2.5), ("every_epochs", True)]
+)
+def test_a_number_that_is_not_an_integer_of_at_least_1_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 1, got {value}"):
+        paceline.Checkpoints("folder", **{name: value})
 
 
 @pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/a"])

@@ -52,7 +52,7 @@ class Checkpoints:
             "never" starts from step 0 and moves existing checkpoints into `before-N`.
 
     Raises:
-        ConfigError: a number below 1 (`every_s`: not above 0), or an unknown `resume`.
+        ConfigError: a number is not an integer of at least 1 (`every_s`: not above 0); an unknown `resume`.
 
     Collective: none to create it.
     """
@@ -67,13 +67,11 @@ class Checkpoints:
         keep: int = 3,
         resume: str = "auto",
     ) -> None:
-        for name, value in (
-            ("every_steps", every_steps),
-            ("every_epochs", every_epochs),
-            ("keep", keep),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}.")
+        numbers = {"every_steps": every_steps, "every_epochs": every_epochs}
+        given = {name: value for name, value in numbers.items() if value is not None}
+        for name, value in (given | {"keep": keep}).items():
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
         if every_s not in (None, "auto") and not (isinstance(every_s, int | float) and every_s > 0):
             raise ConfigError(f"every_s must be more than 0, or 'auto'; got {every_s!r}.")
         if resume not in get_args(Resume):
@@ -92,7 +90,6 @@ class Checkpoints:
         self._buffer = Buffer()
         self._in_flight: Save | None = None
         self._newest: int | None = None  # step of the newest checkpoint; None until it is read
-        self._count = 0
         self._last_begun = time.monotonic()
         self._stall_s = 0.0  # for which the last save stopped the training
         self._cost_s = 0.0  # of the last save: the stall, and the processor time of its thread
@@ -159,12 +156,10 @@ class Checkpoints:
             self._newest = collectives.on_rank0(job, lambda: max(committed(self._store), default=0))
         tensors[f"{_RNG}{job.rank}"] = rng.snapshot(job.device)
         staging = Staging(self._planner.plan(job, tensors), tensors, steady, self._buffer)
-        self._count += 1
         self._in_flight = Save(
             job,
             self._store,
             staging,
-            number=self._count,
             step=step,
             folder=f"step-{step}" if step > self._newest else f"rollback-{step}",
             best=best,

@@ -45,10 +45,10 @@ class Store:
         return f"unfinished-{folder}"
 
     def names(self, path: str = "") -> list[str]:
-        """The names in a folder; empty if it does not exist."""
+        """The names in a folder; empty if it does not exist, or is a file."""
         try:
             return os.listdir(self._path(path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def size(self, path: str) -> int:
@@ -81,6 +81,10 @@ class Store:
     def seal(self, folder: str) -> None:
         """Turn the scratch folder, which now has a manifest, into `folder`."""
         flush(self._path(self.scratch(folder)))
+        if os.path.lexists(self._path(folder)) and NAME not in self.names(folder):
+            self.rename(
+                folder, unused_name(self, f"incomplete-{folder}")
+            )  # removed in part, or a file
         os.rename(self._path(self.scratch(folder)), self._path(folder))
         flush(self.root)
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -162,11 +163,23 @@ class _Cancelled(Exception):
     """The job is being abandoned."""
 
 
+def _failed(error: Exception) -> Outcome:
+    """The outcome of a save that raised `error`."""
+    kind = "disk" if isinstance(error, OSError) else "other"
+    return Outcome(kind=kind, text=f"{type(error).__name__}: {error}")
+
+
+def _lower_priority() -> None:
+    """Give this thread the lowest priority where the system permits it; on Linux each thread has its own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
 class Save:
     """A save in flight, with its thread. All ranks create one for the same step.
 
     Args:
-        number: The number of the save in this job, equal on all ranks.
         folder: Its name once it is committed, equal on all ranks.
         tree: The values for JSON; those of rank 0 are written.
         finite_prefix: Prefix of the names of tensors that must be finite; "" checks none.
@@ -184,7 +197,6 @@ class Save:
         store: Store,
         staging: Staging,
         *,
-        number: int,
         step: int,
         folder: str,
         best: bool,
@@ -206,6 +218,8 @@ class Save:
         self._acks: dist.Store | None = None
         if job.store is not None:
             own_client: dist.Store = job.store.clone()  # type: ignore[attr-defined] # not in torch's stubs
+            # Counted for the job, because it may have several `Checkpoints`. All ranks count alike.
+            number = job.store.add(f"checkpoint/saves/{job.rank}", 1)
             self._acks = dist.PrefixStore(f"checkpoint/{number}", own_client)
         self._thread = threading.Thread(target=self._run, name="paceline-save", daemon=True)
         self._thread.start()
@@ -235,6 +249,8 @@ class Save:
             self.outcome = Outcome(kind="other", text=str(error))
         except RuntimeError as error:  # the job's store ended with rank 0
             self.outcome = Outcome(kind="other", text=f"the job's store is gone: {error}")
+        except Exception as error:  # None would mean "cancelled"
+            self.outcome = _failed(error)
         self.cost_s = time.thread_time() - began
 
     def _write_own(self) -> dict[str, Any]:
@@ -242,8 +258,7 @@ class Save:
         try:
             self.staging.finish()
             if not self._waited:
-                # On Linux each thread has a priority of its own.
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+                _lower_priority()
             if self.staging.changed is not None:
                 text = f"{self.staging.changed} was changed outside of the optimizer while it was saved"
                 return {"kind": "other", "text": text}
@@ -256,10 +271,9 @@ class Save:
                 self._store.write(f"{scratch}/rank-{self._rank}.bin", self._parts(digests))
         except _Cancelled:
             raise
-        except OSError as error:
-            return {"kind": "disk", "text": f"{type(error).__name__}: {error}"}
         except Exception as error:
-            return {"kind": "other", "text": f"{type(error).__name__}: {error}"}
+            failed = _failed(error)
+            return {"kind": failed.kind, "text": failed.text}
         boxes = [[*p.box, p.offset] for p in self.staging.layout.mine]
         names = [p.name for p in self.staging.layout.mine]
         return {
@@ -311,15 +325,15 @@ class Save:
         try:
             finish_rollback(self._store)  # finishes the rollback of an earlier save that could not
             commit(self._store, self._manifest(acks))
-        except OSError as error:
-            return Outcome(kind="disk", text=f"{type(error).__name__}: {error}")
+        except Exception as error:  # the other ranks wait for the outcome
+            return _failed(error)
         try:
             steps, folder = finish_rollback(self._store)
             if steps:
                 text = "step %d supersedes the checkpoints of steps %s, which are now in %s."
                 log.logger.info(text, self.step, ", ".join(map(str, steps)), folder)
             self._prune()
-        except OSError as error:
+        except Exception as error:
             log.logger.warning("step %d is saved, but older ones stay: %s", self.step, error)
         return Outcome(kind="saved")
 
