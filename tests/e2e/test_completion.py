@@ -16,7 +16,7 @@ COMMAND = f"{sys.executable} -m paceline completion"
 
 # A line, and what the shell offers to complete its last word.
 OFFERED = {
-    "paceline ": {"init", "run", "verify", "doctor", "explain", "ckpt", "completion"},
+    "paceline ": {"init", "run", "verify", "doctor", "explain", "ckpt", "job", "completion"},
     "paceline ver": {"verify"},
     "paceline run --on-h": {"--on-hang"},
     "paceline run --on-hang ": {"report", "end"},

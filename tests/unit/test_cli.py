@@ -30,6 +30,7 @@ USED_IN = {
     "doctor": ("cli/doctor.py",),
     "explain": ("cli/explain.py",),
     "ckpt": ("cli/ckpt.py",),
+    "job": ("cli/job.py",),
     "completion": ("cli/completion.py",),
 }
 
@@ -51,7 +52,7 @@ IDS = [parser.prog for parser in PARSERS]
 def _parser_of(words: list[str]) -> tuple[CommandParser, list[str]]:
     """The parser of a command line, and its words without those of the script."""
     assert words[0] == "paceline"
-    if words[1] == "verify" and "--" in words:
+    if words[1] in ("verify", "job") and "--" in words:
         words = words[: words.index("--")]
     return import_module(f"paceline.cli.{words[1]}").parser(), words[2:]
 

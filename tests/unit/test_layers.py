@@ -35,6 +35,7 @@ ORDER = [
     "verify",
     "doctor",
     "report",
+    "schedulers",
     "cli",
     "testing",
     "__main__",
