@@ -5,21 +5,28 @@ from __future__ import annotations
 import csv
 import glob
 import importlib.util
+import io
 import json
 import logging
+import math
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import ConfigError, RankDisagreement
 from paceline.metrics.logger import BackgroundLogger
+from paceline.metrics.report import Report
+from paceline.metrics.step_loss import StepTotal, add
 from paceline.testing import run_failing_ranks, run_ranks
 
 
@@ -219,6 +226,115 @@ def test_a_resumed_table_has_each_step_once(tmp_path: Path) -> None:
     ]
 
 
+def test_a_table_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("name,value\na,1\n")
+    with pytest.raises(ValueError, match="has no column `step`"):
+        paceline.CSV(path).log(1, {"loss": 1.0})
+    assert path.read_text() == "name,value\na,1\n"
+
+
+def test_wandb_gets_nan_and_infinity_as_numbers() -> None:
+    logged: dict[str, float] = {}
+
+    class Run:
+        def log(self, values: dict[str, float], step: int) -> None:
+            logged.update(values)
+
+    logger = paceline.WandB()
+    logger._run = Run()
+    logger.log(1, {"loss": "nan", "norm": "inf", "lr": 0.5})
+    assert math.isnan(logged.pop("loss"))
+    assert logged == {"norm": math.inf, "lr": 0.5}
+
+
+def _steps_in(folder: Path) -> list[int]:
+    return [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_a_loop_that_is_left_and_another_one_write_to_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr("paceline.metrics.progress.Console", lambda stderr: terminal)
+    with paceline.join() as job:
+        training = _training(job)
+        training.report(str(tmp_path), progress=True)
+        for step in _train(training):
+            training.log(loss=step.loss)
+            if step.number == 3:
+                break
+        for step in _train(training):
+            training.log(loss=step.loss)
+    # Of the first loop, the values that were not exchanged yet are lost.
+    assert _steps_in(tmp_path)[-4:] == [3, 4, 5, 6]
+
+
+def test_a_disk_that_is_full_for_a_while_stops_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with caplog.at_level(logging.WARNING, "paceline"), paceline.join() as job:
+        training = _training(job)
+        training.report(str(tmp_path))
+        try:
+            for step in _train(training, epochs=3):
+                # The values of step n are written when step n + 1 begins. A line takes 40 bytes or more.
+                soft = 100 if step.number in (4, 5, 6) else limits[0]
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, limits[1]))
+                training.log(value=step.number)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    steps = _steps_in(tmp_path)
+    assert steps[:2] == [1, 2]
+    assert steps[-2:] == [8, 9]
+    assert 4 not in steps
+    assert caplog.text.count("metrics.jsonl cannot be written") == 1
+
+
+def test_a_damaged_file_of_metrics_stops_no_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1, "time_s": 2.5}\n\0\0\0\0\n[1]\n{"step": 2}\n{"step": 9, "time_s": 3}\n{"step": 3'
+    )
+    lines = paceline.JSONLines(path)
+    assert lines.rewind(1) == 2.5
+    assert path.read_bytes() == b'{"step": 1, "time_s": 2.5}\n'
+    path.write_bytes(b'{"step": 1}\n\xff\xfe\n')
+    assert lines.rewind(5) == 0
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_the_rate_counts_the_samples_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[Any, ...]] = []
+    now = 100.0
+    monkeypatch.setattr("paceline.metrics.report.time.perf_counter", lambda: now)
+    monkeypatch.setattr(
+        "paceline.metrics.report.Progress.show", lambda self, *values: shown.append(values)
+    )
+    with paceline.join() as job:
+        report = Report(job)
+        report.open(None, progress=True, tensorboard=False, loggers=[])
+        report.begin(0, None)
+        for step in range(1, 7):
+            now += 0.5
+            report.count(epoch=step // 4, num_samples=4)
+            if step == 3:
+                report.note(step, 0, {"value": 1}, "rank0")
+            report.write([StepTotal(step=step, loss_sum=1.0, count=4)], reduce=False)
+    rates = [(step, epoch, rate) for step, epoch, _, rate in shown]
+    assert rates[1:] == [(step, step // 4, 8.0) for step in range(2, 7)]  # 4 samples in 0.5 s
+    assert [values for _, _, values, _ in shown] == [{}] * 2 + [{"value": 1}] * 4
+
+
+def test_infinite_values_of_the_ranks_have_a_sum() -> None:
+    assert add([0.1] * 10) == 1.0
+    assert math.isnan(add([math.inf, -math.inf]))
+    assert add([1e308, 1e308]) == math.inf
+
+
 def _differ(job: Any, kind: str) -> None:
     training = _training(job)
     for step in _train(training, epochs=9):
@@ -260,6 +376,10 @@ def test_wrong_use_is_refused() -> None:
                 training.log(every_n=0, value=1)
             with pytest.raises(ConfigError, match="is the loss over all ranks"):
                 training.log(reduce="sum", loss=step.loss)
+            for value in (np.ones(2), torch.ones(2), [1.0], "3", None, 10**400, torch.tensor(1j)):
+                with pytest.raises(ConfigError, match="'value' must be one number"):
+                    training.log(value=value)
+            training.log(array=np.ones((1, 1)), integer=np.int64(3), shape=torch.ones(1))
             for method in (training.state_dict, lambda: training.load_state_dict({})):
                 with pytest.raises(paceline.StepError, match="inside the loop"):
                     method()

@@ -1,1 +1,1 @@
-"""What a run reports: JSON lines, terminal, TensorBoard, GPU utilization."""
+"""The values of a run: how they are combined over ranks, and the files, terminal and services they go to."""

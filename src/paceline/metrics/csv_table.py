@@ -39,7 +39,10 @@ class CSV:
 
     def _start(self, step: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [row for row in self._rows() if int(row["step"]) < step]
+        rows = self._rows()
+        if rows and "step" not in rows[0]:
+            raise ValueError(f"{self._path} is another table: it has no column `step`")
+        rows = [row for row in rows if int(row["step"]) < step]
         self._rewrite(rows, list(rows[0]) if rows else [])
 
     def _rows(self) -> list[dict[str, Any]]:

@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from io import FileIO
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from paceline.metrics.logger import Values
 
 
 class JSONLines:
-    """Writes one line per step to a file, and flushes it.
+    """Appends one line per step to a file.
 
-    A file is closed by `close` and opened again by the next line.
+    After `close`, the next line opens the file again. A line that cannot be written raises an OSError, and
+    the file keeps whole lines only.
 
     Collective: none.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
 
     def rewind(self, step: int) -> float:
-        """Remove the lines after `step`, which an interrupted run wrote. Returns `time_s` of the last one."""
+        """Remove the lines after `step`, which an interrupted run wrote, and what is not a line of a step.
+
+        Returns:
+            `time_s` of the last line that is left; 0 if there is none.
+        """
+        self.close()  # the file is replaced
         keep = _lines_up_to(self._path, step) if step else []
         scratch = self._path.with_name(self._path.name + ".new")
-        scratch.write_text("".join(keep))
+        scratch.write_bytes(b"".join(line for line, _ in keep))
         scratch.replace(self._path)
-        return float(json.loads(keep[-1])["time_s"]) if keep else 0.0
+        return float(keep[-1][1].get("time_s", 0.0)) if keep else 0.0
 
     def log(self, step: int, values: Values) -> None:
         """Append a line."""
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+            self._file = self._path.open("ab", buffering=0)
+        size = self._file.tell()
+        left = memoryview(json.dumps({"step": step, **values}).encode() + b"\n")
+        try:
+            while left:  # a disk that is nearly full takes a part
+                left = left[self._file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
+            raise
 
     def close(self) -> None:
         """Close the file."""
@@ -44,13 +59,17 @@ class JSONLines:
             self._file = None
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
+def _lines_up_to(path: Path, step: int) -> list[tuple[bytes, dict[str, Any]]]:
+    """The lines of the steps up to `step`, as bytes and decoded, without those that a crash has damaged."""
     if not path.exists():
         return []
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        if json.loads(line)["step"] <= step:
-            lines.append(line)
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        is_whole = line.endswith(b"\n") and isinstance(values, dict)
+        if is_whole and isinstance(values.get("step"), int) and values["step"] <= step:
+            lines.append((line, values))
     return lines

@@ -15,7 +15,9 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
-_PLAIN_INTERVAL_S = 5.0
+from paceline.metrics.logger import Values
+
+_PLAIN_INTERVAL_S = 5.0  # between two lines without a terminal
 
 
 class Progress:
@@ -49,14 +51,13 @@ class Progress:
         self._task = self._bar.add_task("train", total=total, completed=step, values="")
         self._bar.start()
 
-    def show(self, step: int, line: dict[str, Any], samples_per_s: float) -> None:
-        """Show the values of the newest step and the rate."""
-        values = "  ".join(
+    def show(self, step: int, epoch: int, values: Values, samples_per_s: float) -> None:
+        """Show the newest step, its epoch (from 0), the values that were logged last, and the rate."""
+        shown = [
             f"{name} {value}" if isinstance(value, str) else f"{name} {value:.4g}"
-            for name, value in line.items()
-            if name not in ("time_s", "epoch")
-        )
-        text = f"epoch {line['epoch'] + 1}  {values}  {samples_per_s:,.0f} samples/s"
+            for name, value in values.items()
+        ]
+        text = "  ".join([f"epoch {epoch + 1}", *shown, f"{samples_per_s:,.0f} samples/s"])
         if self._bar is not None:
             self._bar.update(self._task, completed=step, values=text)
             return
@@ -66,6 +67,7 @@ class Progress:
             self._print()
 
     def end(self) -> None:
+        """Remove the bar, or print the last line."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from paceline import log
 from paceline.errors import ConfigError, refuse_different_values
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.metrics.json_lines import JSONLines
-from paceline.metrics.logger import BackgroundLogger, Logger
+from paceline.metrics.logger import BackgroundLogger, Logger, Values
 from paceline.metrics.progress import Progress
-from paceline.metrics.step_loss import StepLoss, StepTotal
+from paceline.metrics.step_loss import StepLoss, StepTotal, add
 from paceline.metrics.tensorboard import TensorBoard
 
 _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
@@ -36,7 +38,8 @@ class Report:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._active = False
-        self._pending: dict[int, tuple[int, int, dict[str, Any]]] = {}
+        # By step: its epoch, and what was logged.
+        self._pending: dict[int, tuple[int, dict[str, Any]]] = {}
         # By step and name, on every rank: how the ranks' values are combined.
         self._reduced: dict[int, dict[str, tuple[str, Any]]] = {}
         self._lines: JSONLines | None = None
@@ -46,6 +49,8 @@ class Report:
         self._window_began = self._began
         self._window_samples = 0
         self._rate = 0.0
+        self._epoch = 0  # of the newest step
+        self._newest: dict[str, Any] = {}  # the values that were written last
 
     def open(
         self,
@@ -91,24 +96,38 @@ class Report:
 
     def begin(self, step: int, total: int | None) -> None:
         """Start after `step`, and remove the lines of later steps, which an interrupted run wrote."""
+        # A loop before may have been left with `break`: its last values are lost.
+        self._pending.clear()
+        self._reduced.clear()
         if not self._active:
             return
+        self.end()
         self._began = self._window_began = time.perf_counter()
+        self._window_samples = 0
         if self._lines is not None:
-            self._began -= self._lines.rewind(step)  # time continues from the last line
+            try:
+                self._began -= self._lines.rewind(step)  # time continues from the last line
+            except OSError as error:
+                raise ConfigError(
+                    f"metrics.jsonl cannot be written: {error}.",
+                    fix="choose a folder with space that rank 0 may write to.",
+                ) from error
         if self._progress is not None:
             self._progress.begin(step, total)
 
-    def note(
-        self, step: int, epoch: int, num_samples: int, values: dict[str, Any], reduce: str
-    ) -> None:
+    def count(self, epoch: int, num_samples: int) -> None:
+        """Count the samples of a step that has ended, over all ranks, for the rate that is shown."""
+        self._epoch = epoch
+        self._window_samples += num_samples
+
+    def note(self, step: int, epoch: int, values: dict[str, Any], reduce: str) -> None:
         """Keep values of a step until the control word with its loss has come."""
         if reduce != "rank0":
             of_step = self._reduced.setdefault(step, {})
             of_step |= {name: (reduce, _copied(value)) for name, value in values.items()}
         if not self._active:
             return
-        _, _, kept = self._pending.setdefault(step, (epoch, num_samples, {}))
+        _, kept = self._pending.setdefault(step, (epoch, {}))
         kept |= {name: _copied(value) for name, value in values.items()}
 
     def write(self, totals: Sequence[StepTotal], *, reduce: bool) -> None:
@@ -122,33 +141,36 @@ class Report:
         if not self._active:
             return
         now = time.perf_counter()
-        shown = None
         device = _gpu_use(self._job.device)
         for total in totals:
             noted = self._pending.pop(total.step, None)
             if noted is None:
                 continue
-            epoch, num_samples, values = noted
-            self._window_samples += num_samples
+            epoch, values = noted
             mean = total.loss_sum / total.count if total.count else float("nan")
             numbers = {name: _number(value, mean) for name, value in values.items()}
-            last = {
-                "epoch": epoch,
-                "time_s": round(now - self._began, 4),
-                **numbers,
-                **device,
-            }
-            if self._lines is not None:
-                self._lines.log(total.step, last)
+            self._newest = numbers | device
+            line = {"epoch": epoch, "time_s": round(now - self._began, 4), **self._newest}
+            self._write_line(total.step, line)
             for logger in self._loggers:
-                logger.log(total.step, last)
-            shown = total.step, last
+                logger.log(total.step, line)
         elapsed = now - self._window_began
         if elapsed >= _RATE_WINDOW_S or not self._rate:
             self._rate = self._window_samples / max(elapsed, 1e-9)
             self._window_began, self._window_samples = now, 0
-        if shown is not None and self._progress is not None:
-            self._progress.show(*shown, self._rate)
+        if totals and self._progress is not None:
+            self._progress.show(totals[-1].step, self._epoch, self._newest, self._rate)
+
+    def _write_line(self, step: int, line: Values) -> None:
+        if self._lines is None:
+            return
+        try:
+            self._lines.log(step, line)
+        except OSError as error:
+            log.once(
+                f"metrics.jsonl cannot be written: {error}. The training goes on; the lines of the steps in "
+                "which this happens are missing."
+            )
 
     def end(self) -> None:
         """End the progress bar and close metrics.jsonl; `begin` opens them again."""
@@ -184,10 +206,10 @@ class Report:
         reported = [everyone[rank] for rank in self._job.data.reporters]
         for entries in zip(*reported, strict=True):
             step, name, how, _ = entries[0]
-            total = math.fsum(value for *_, value in entries)
+            total = add([value for *_, value in entries])
             if step in self._pending:
                 count = len(entries) if how == "mean" else 1
-                self._pending[step][2][name] = total / count
+                self._pending[step][1][name] = total / count
 
 
 @functools.cache
@@ -217,13 +239,27 @@ def refuse_values(values: dict[str, Any], reduce: str) -> None:
             raise ConfigError(
                 f"{name!r} is written in every line already.", fix="log it under another name."
             )
-        size = value.numel() if isinstance(value, torch.Tensor) else 1
-        if size != 1 or not hasattr(value, "__float__"):
+        size = 1
+        if isinstance(value, torch.Tensor | np.ndarray):
+            size = math.prod(value.shape)
+        if size != 1 or not _is_number(value):
             got = f"{size} numbers" if size != 1 else type(value).__name__
             raise ConfigError(
                 f"{name!r} must be one number, got {got}.",
                 fix="log its mean, or each element under its own name.",
             )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_complex()
+    if isinstance(value, StepLoss):
+        return True
+    try:
+        float(_copied(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return hasattr(value, "__float__")  # a text such as "3" has none
 
 
 def _number(value: Any, mean: float) -> float | int | str:
@@ -235,5 +271,9 @@ def _number(value: Any, mean: float) -> float | int | str:
 
 
 def _copied(value: Any) -> Any:
-    # It is read later, and the program may change a tensor in between.
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    """The value as it is now, because it is read later and the program may change a tensor or an array."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, int | StepLoss):
+        return value
+    return float(value.item() if isinstance(value, np.ndarray) else value)

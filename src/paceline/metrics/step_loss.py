@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,19 @@ from paceline.job.job import Job
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotal:
+    """The sum of the losses of a step over all ranks, and the sum of their counts."""
+
     step: int
     loss_sum: float
     count: float
+
+
+def add(values: Sequence[float]) -> float:
+    """The sum, rounded once; NaN or infinity if that is the sum, where `math.fsum` raises."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)
 
 
 class StepLoss:
@@ -50,7 +61,7 @@ class StepLoss:
             pairs = [(local, float(self._count))]
             if self._job.peers is not None:
                 pairs = self._exchanged(self._job.peers, *pairs[0])
-            loss, count = (math.fsum(column) for column in zip(*pairs, strict=True))
+            loss, count = (add(column) for column in zip(*pairs, strict=True))
             self._value = loss / count
         return self._value
 

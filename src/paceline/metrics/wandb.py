@@ -29,12 +29,14 @@ class WandB:
         self._run: Any = None
 
     def log(self, step: int, values: Values) -> None:
-        """Log the values of a step."""
+        """Log the values of a step; NaN and infinity as numbers."""
         if self._run is None:
             import wandb
 
             self._run = wandb.init(**self._options)
-        self._run.log(dict(values), step=step)
+        self._run.log(
+            {name: float(v) if isinstance(v, str) else v for name, v in values.items()}, step=step
+        )
 
     def close(self) -> None:
         """Finish the run."""

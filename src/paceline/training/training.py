@@ -302,7 +302,7 @@ class Training:
         if step.number % every_n == 0:
             control = self._context.control
             control.reduce = control.reduce or reduce != "rank0"
-            self._report.note(step.number, step.epoch, step.num_samples, values, reduce)
+            self._report.note(step.number, step.epoch, values, reduce)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a later run needs, under the models' own names, equal on every rank.
@@ -525,8 +525,9 @@ class Training:
         if checkpoints is not None:
             control.save_failed = checkpoints.poll(self.job) or control.save_failed
             control.save = control.save or (self.job.rank == 0 and checkpoints.is_due_by_clock())
+        self._report.count(step.epoch, step.num_samples)
         if measured := self._context.strategy.measurements():
-            self._report.note(step.number, step.epoch, step.num_samples, measured, "rank0")
+            self._report.note(step.number, step.epoch, measured, "rank0")
         loss, count = step._local_loss()
         for word in control.end_step(step.number, loss, count, now=now):
             self._apply(word)
