@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from paceline.command_line import (
     CommandParser,
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if "--" in own:
         split = own.index("--")
         own, script = own[:split], own[split + 1 :]
-    args = parser().parse_args(own)
+    args = _parse(own)
     try:
         _check_script(args)
         job = _scheduler(args.scheduler).write(_request(args, script), args)
@@ -59,6 +60,15 @@ def main(argv: Sequence[str]) -> int:
         print(next(iter(job.files.values())), end="")
         return ExitCode.OK
     return _save(job, args)
+
+
+def _parse(words: Sequence[str]) -> Any:
+    ours = parser()
+    schedulers = next(a.choices for a in ours.arguments if isinstance(a.choices, Mapping))
+    if not words or words[0] not in schedulers:
+        return ours.parse_args(words)  # prints the help or an error
+    # argparse would let `ours` report an option that only the scheduler can have.
+    return schedulers[words[0]].parse_args(words[1:], argparse.Namespace(scheduler=words[0]))
 
 
 def _save(job: JobFiles, args: argparse.Namespace) -> int:

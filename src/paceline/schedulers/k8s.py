@@ -36,6 +36,8 @@ PORT = 29400
 _USER = 1000  # that of the Dockerfile of `paceline job docker`
 _CONTAINER = "node"  # the name that Kubeflow's runtimes use
 _SHM_MIB_PER_RANK = 2048
+# How long a pod waits for the others, which may still be pending or pull their image.
+_JOIN_TIMEOUT_S = 1800
 _DNS_LABEL = 63
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -238,18 +240,31 @@ class _Writer:
         }
         return [service, job] if self.request.nodes > 1 else [job]
 
-    def _jobset_spec(self, template_metadata: Mapping[str, Any]) -> dict[str, Any]:
+    def _jobset_spec(self, *, of_trainjob: bool) -> dict[str, Any]:
+        label = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
         return {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": Commented(
-                {"maxRestarts": self.options.retries},
-                "A Job that has failed: all pods start again, at most this often.",
-            ),
+            "failurePolicy": {
+                "maxRestarts": Commented(
+                    self.options.retries,
+                    "When the Job has failed, all pods start again, at most this often.",
+                ),
+                "rules": [
+                    {
+                        "name": "hopeless",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"],
+                    }
+                ],
+            },
             "replicatedJobs": [
                 {
                     "name": _CONTAINER,
                     "replicas": 1,
-                    "template": {**template_metadata, "spec": self._job_spec({})},
+                    "template": {
+                        **({"metadata": label} if of_trainjob else {}),
+                        "spec": self._job_spec({}, with_command=not of_trainjob),
+                    },
                 }
             ],
         }
@@ -260,28 +275,21 @@ class _Writer:
                 "apiVersion": "jobset.x-k8s.io/v1alpha2",
                 "kind": "JobSet",
                 "metadata": self._metadata(self.name),
-                "spec": self._jobset_spec({}),
+                "spec": self._jobset_spec(of_trainjob=False),
             }
         ]
 
     def _trainjob(self) -> list[Any]:
-        label = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
         runtime = {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainingRuntime",
-            "metadata": {
-                **self._metadata(self.name),
-                "labels": {
-                    "app.kubernetes.io/name": self.name,
-                    "trainer.kubeflow.org/framework": "torch",
-                },
-            },
+            "metadata": self._metadata(self.name),
             "spec": {
-                "mlPolicy": {"numNodes": self.request.nodes, "torch": {}},
-                "template": Commented(
-                    {"spec": self._jobset_spec({"metadata": label})},
-                    "A runtime of its own, because a TrainJob cannot set a podFailurePolicy.",
+                "mlPolicy": Commented(
+                    {"numNodes": self.request.nodes},
+                    "Without `torch: {}`: the command below says how the nodes meet.",
                 ),
+                "template": {"spec": self._jobset_spec(of_trainjob=True)},
             },
         }
         job = {
@@ -289,27 +297,34 @@ class _Writer:
             "kind": "TrainJob",
             "metadata": self._metadata(self.name),
             "spec": {
-                "runtimeRef": {"kind": "TrainingRuntime", "name": self.name},
+                "runtimeRef": Commented(
+                    {
+                        "apiGroup": "trainer.kubeflow.org",
+                        "kind": "TrainingRuntime",
+                        "name": self.name,
+                    },
+                    "A runtime of its own, because a TrainJob cannot set a podFailurePolicy.",
+                ),
                 "trainer": {
                     "image": self.request.image,
                     "numNodes": self.request.nodes,
-                    "numProcPerNode": self.request.ranks_per_node,
-                    "command": self._command(),
-                    **({"resourcesPerNode": self._resources()} if self._resources() else {}),
+                    "command": Commented(self._command(), _NO_PROBES),
                 },
             },
         }
         return [runtime, job]
 
-    def _job_spec(self, pod: Mapping[str, Any]) -> dict[str, Any]:
-        request, options = self.request, self.options
-        # With a JobSet, `failurePolicy` starts all pods again.
-        limit = request.nodes * options.retries if options.kind == "job" else 0
-        note = (
-            f"A failure ends all pods, so one retry counts {request.nodes}."
-            if options.kind == "job" and request.nodes > 1
-            else "Failures of pods; those that podFailurePolicy ignores do not count."
-        )
+    def _job_spec(self, pod: Mapping[str, Any], *, with_command: bool = True) -> dict[str, Any]:
+        request = self.request
+        if self.options.kind == "job":
+            limit = request.nodes * self.options.retries
+            note = (
+                f"A failure ends all {request.nodes} pods, and each of them counts."
+                if request.nodes > 1
+                else "How many failures are followed by another start."
+            )
+        else:
+            limit, note = 0, "The failurePolicy above starts all pods again."
         deadline = {"activeDeadlineSeconds": request.time_s} if request.time_s else {}
         return {
             "completionMode": "Indexed",
@@ -320,11 +335,11 @@ class _Writer:
             "podFailurePolicy": {"rules": _FAILURE_RULES},
             "template": {
                 "metadata": {"labels": {"app.kubernetes.io/name": self.name}},
-                "spec": self._pod(pod),
+                "spec": self._pod(pod, with_command=with_command),
             },
         }
 
-    def _pod(self, more: Mapping[str, Any]) -> dict[str, Any]:
+    def _pod(self, more: Mapping[str, Any], *, with_command: bool) -> dict[str, Any]:
         user = self.options.user
         identity = {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user}
         return {
@@ -343,7 +358,7 @@ class _Writer:
                 **(identity if user else {}),
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            "containers": [self._container()],
+            "containers": [self._container(with_command=with_command)],
             "volumes": [
                 {
                     "name": "shm",
@@ -353,7 +368,7 @@ class _Writer:
             ],
         }
 
-    def _container(self) -> dict[str, Any]:
+    def _container(self, *, with_command: bool) -> dict[str, Any]:
         request = self.request
         variables: list[Any] = [
             Commented(
@@ -372,7 +387,7 @@ class _Writer:
         return {
             "name": _CONTAINER,
             "image": request.image,
-            "command": Commented(self._command(), _NO_PROBES),
+            **({"command": Commented(self._command(), _NO_PROBES)} if with_command else {}),
             "env": variables,
             **resources,
             "securityContext": {
@@ -393,6 +408,7 @@ class _Writer:
                 "--rdzv-backend=c10d",
                 f"--rdzv-endpoint={self.host}:{PORT}",
                 f"--rdzv-id={self.name}",
+                f"--rdzv-conf=join_timeout={_JOIN_TIMEOUT_S}",
             ]
         words = self.request.command(*launch)
         first = words.index("--on-hang=end") + 1
@@ -479,7 +495,7 @@ def _is_label(name: str) -> bool:
 
 def _check_image(image: str) -> None:
     component = r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*"
-    host = r"(?:[A-Za-z0-9.-]+(?::\d+)?/)?"
+    host = r"(?:(?:localhost|[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+|[A-Za-z0-9.-]+(?=:\d+/))(?::\d+)?/)?"
     pattern = (
         rf"{host}{component}(?:/{component})*(?::[\w][\w.-]{{0,127}})?(?:@sha256:[0-9a-f]{{64}})?"
     )
