@@ -1,4 +1,4 @@
-"""`paceline job k8s`: golden files, the schemas of the API and of the CRDs, and names that Kubernetes refuses."""
+"""`paceline job k8s`: golden files, the schemas of the API and of the CRDs, and wrong input."""
 
 from __future__ import annotations
 
@@ -206,6 +206,7 @@ def test_the_claim_is_not_deleted_with_the_job(tmp_path: Path) -> None:
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
+LONG = "a" * 62  # the pod name-0 would have 64
 WRONG = {
     "": "missing: --image.",
     "--image Me/train:1": "--image is 'Me/train:1', and that is no name of an image.",
@@ -215,7 +216,7 @@ WRONG = {
     "--image a --name 1st": "--name is '1st', and Kubernetes refuses it.",
     "--image a --name a-": "--name is 'a-', and Kubernetes refuses it.",
     "--image a --name a.b": "--name is 'a.b', and Kubernetes refuses it.",
-    f"--image a --name {'a' * 62}": f"--name is '{'a' * 62}', and Kubernetes refuses it. It has 62 characters.",
+    f"--image a --name {LONG}": f"--name is '{LONG}', and Kubernetes refuses it. It has 62 characters.",
     "--image a --kind pod": "'pod' is not a valid --kind; use one of: job, jobset, trainjob.",
     "--image a --claim A": "--claim is 'A', and Kubernetes refuses it.",
     "--image a --namespace a.b": "--namespace is 'a.b', and Kubernetes refuses it.",
