@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
 
 
@@ -20,3 +21,11 @@ class ExitCode(IntEnum):
     PREEMPTED = 75  # EX_TEMPFAIL: start the job again
     INTERRUPTED = 130  # 128 + SIGINT, as in a shell
     BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, also of one that Python does not know, such as SIGRTMIN + 1."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -20,6 +20,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -30,7 +31,7 @@ from torch.utils.data import (
 from paceline.data.batches import Batches
 from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Position
-from paceline.errors import ConfigError, DataError, RankDisagreement
+from paceline.errors import ConfigError, DataError, RankDisagreement, SampleError
 from paceline.job.job import Job
 from paceline.testing import run_ranks
 
@@ -81,6 +82,27 @@ class SetEpoch(Sampler[int]):
         return iter(random.Random(self.epoch).sample(range(SIZE), SIZE))
 
 
+class Batched:
+    """Batches that are no lists, as `torch.randperm(n).split(size)` gives them."""
+
+    def __init__(self, split: Callable[[torch.Tensor, int], Any]) -> None:
+        self.split = split
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.split(torch.randperm(SIZE), 4))
+
+
+class Late(Sampler[int]):
+    """Makes its generator when it is first drawn."""
+
+    generator: torch.Generator | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(5)
+        return iter(torch.randperm(SIZE, generator=self.generator).tolist())
+
+
 def _seeded() -> torch.Generator:
     return torch.Generator().manual_seed(11)
 
@@ -93,12 +115,18 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "distributed": lambda: {"sampler": DistributedSampler(DATA, num_replicas=2, rank=1)},
     "generator": lambda: {"shuffle": True, "generator": _seeded()},
     "replacement": lambda: {"sampler": RandomSampler(DATA, replacement=True, num_samples=17)},
+    "tensors": lambda: {"batch_sampler": Batched(torch.split)},
+    "arrays": lambda: {
+        "batch_sampler": Batched(lambda ids, size: [i.numpy() for i in ids.split(size)])
+    },
+    "late": lambda: {"sampler": Late()},
     "weighted": lambda: {"sampler": WeightedRandomSampler(WEIGHTS, 30, generator=_seeded())},
     "subset": lambda: {"sampler": SubsetRandomSampler([3, 1, 4, 15, 9, 2, 6])},
     "lengths": lambda: {"batch_sampler": Lengths()},
     "stateful": lambda: {"sampler": Stateful()},
     "set_epoch": lambda: {"sampler": SetEpoch()},
 }
+WHOLE = ("tensors", "arrays", "late")
 
 
 def _loader(name: str, workers: int = 0) -> DataLoader[Any]:
@@ -153,7 +181,8 @@ def test_one_process_gives_the_order_of_the_sampler(alone: dict[str, Any]) -> No
         ]
         for name, steps in alone.items()
     }
-    for name in ("shuffle", "distributed", "generator", "lengths", "stateful", "set_epoch"):
+    assert ids["tensors"] == ids["arrays"]
+    for name in (*WHOLE, "shuffle", "distributed", "generator", "lengths", "stateful", "set_epoch"):
         assert all(sorted(epoch) == list(range(SIZE)) for epoch in ids[name])
         assert ids[name][0] != ids[name][1] != ids[name][2]
     assert ids["in order"] == [list(range(SIZE))] * 3
@@ -327,6 +356,16 @@ def test_a_sampler_that_differs_between_ranks_is_refused() -> None:
     assert "indices of all ranks" in str(caught.value)
 
 
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(SIZE))
+
+
+def _outside(job: Job, dataset: Any, workers: int) -> None:
+    loader = DataLoader(dataset, sampler=[0, 3, 99], batch_size=2, num_workers=workers)
+    _read(Batches(job, loader))
+
+
 def _none(samples: list[Any]) -> Any:
     return default_collate([sample for sample in samples if sample is not None])
 
@@ -395,10 +434,36 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Job], Any]]] = [
         ConfigError,
         lambda job: Batches(job, DataLoader(DATA, sampler=SubsetRandomSampler([]))),
     ),
+    *(
+        (
+            "something else than integers",
+            ConfigError,
+            lambda job, given=given: Batches(job, DataLoader(DATA, sampler=given)),
+        )
+        for given in (["a", "b"], [1.0, 2.5], [(0, 100), (1, 100)], [2**70])
+    ),
     (
-        "something else than integers",
+        "something else than lists of integers",
         ConfigError,
-        lambda job: Batches(job, DataLoader(DATA, sampler=["a", "b"])),  # type: ignore[arg-type]
+        lambda job: Batches(job, DataLoader(DATA, batch_sampler=[1, 2])),
+    ),
+    (
+        "Endless gives more than 1048576 indices and does not end",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(DATA, sampler=Endless())),
+    ),
+    *(
+        (
+            "sample 99 could not be read",
+            SampleError,
+            lambda job, data=data, workers=workers: _outside(job, data, workers),
+        )
+        for data in (
+            TensorDataset(torch.arange(5)),
+            Subset(TensorDataset(torch.arange(9)), [4, 5, 6, 7]),
+            Subset(DATA, [4, 5, 6, 7]),
+        )
+        for workers in (0, 1)
     ),
     (
         "cannot be copied",

@@ -261,6 +261,22 @@ def test_micro_batches_that_are_not_read_do_not_shift_the_next_step(job: Job, wo
     assert firsts == [[0, 1], [6, 7]] * 2
 
 
+def test_with_workers_the_micro_batches_of_a_step_are_read_in_time_or_not_at_all(job: Job) -> None:
+    data = TensorDataset(torch.arange(40))
+    batches = Batches(job, data, global_batch=4, micro_batch=2, shuffle=False, workers=1)
+    run = batches.iterate(Position(0), epochs=1)
+    first, second, third = (iter(next(run)) for _ in range(3))
+    assert next(first).batch[0].tolist() == [0, 1]
+    assert next(second).batch[0].tolist() == [4, 5]
+    with pytest.raises(StepError, match="after those of a later step"):
+        next(first)
+    assert next(second).batch[0].tolist() == [6, 7]
+    batches.iterate(Position(0, 0, 20), epochs=1).__next__()
+    with pytest.raises(StepError, match="a later one was started"):
+        next(third)
+    batches.close()
+
+
 def test_workers_are_kept_over_epochs_and_over_runs(job: Job) -> None:
     batches = Batches(job, Pids(), global_batch=2, workers=2)
     pids = set()
@@ -449,6 +465,7 @@ class Dying(Augmented):
         (0, "ended with exit code 5", "ended the process"),
         (signal.SIGKILL, "killed by SIGKILL", "memory ran out"),
         (signal.SIGBUS, "killed by SIGBUS", "/dev/shm"),
+        (signal.SIGRTMIN + 5, f"killed by signal {signal.SIGRTMIN + 5}", ""),  # without a name
     ],
 )
 def test_a_worker_that_dies_is_named_with_the_probable_cause(

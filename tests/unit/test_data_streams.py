@@ -6,6 +6,8 @@ import itertools
 import logging
 import multiprocessing
 import random
+import tracemalloc
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +18,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import paceline
 from paceline.data.batches import Batches
+from paceline.data.digest import digest
 from paceline.data.plan import Position
 from paceline.data.samples import ReadErrors
-from paceline.data.streams import End, Part, StreamPlan, StreamReader, digest
+from paceline.data.streams import End, Part, StreamPlan, StreamReader
 from paceline.errors import DataError, SampleError
 from paceline.job.job import Job
 
@@ -261,9 +264,29 @@ def test_an_endless_stream_is_read_no_further_than_needed(job: Job) -> None:
     assert len(read) <= 10
 
 
+def test_a_resume_far_into_a_stream_needs_no_memory_for_what_it_skips(job: Job) -> None:
+    class Long:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(200_000))
+
+    run = Batches(job, Long(), global_batch=2).iterate(Position(7, 0, 150_000), epochs=1)
+    tracemalloc.start()
+    try:
+        assert next(iter(next(run))).batch.tolist() == [150_000, 150_001]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3_000_000  # 20 bytes for each skipped sample
+
+
 def test_digests_tell_samples_apart_and_ignore_what_they_cannot_read() -> None:
     x = torch.arange(4.0)
     items = [x, x + 1, x.to(torch.bfloat16), (x, 1), {"a": x}, "a", b"a", 1, np.arange(3), [None]]
     assert len({digest(item) for item in items}) == len(items)
     assert digest((x, object())) == digest((x.clone(), object()))
     assert digest(x[::2]) == digest(torch.tensor([0.0, 2.0]))
+    # Views whose bytes are not the values, and what an evaluation gives.
+    c = torch.tensor([1 + 2j])
+    assert digest(c.conj()) == digest(torch.tensor([1 - 2j])) != digest(c)
+    assert digest(torch._neg_view(x)) == digest(-x)
+    assert digest(UserDict(a=x)) == digest({"a": x})

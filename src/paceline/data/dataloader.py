@@ -11,9 +11,13 @@ ranks. The sampler decides the order of an epoch over all ranks:
 from __future__ import annotations
 
 import copy
+import reprlib
 import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -39,6 +43,11 @@ from paceline.job import collectives, rng
 from paceline.job.job import Job
 
 BY_RANK_AND_WORKER = "by_rank_and_worker"
+
+_CHUNK = 1 << 12  # indices that are checked in one call
+# A sampler that gives more indices than this in an epoch is taken for endless.
+_MAX_INDICES = 1 << 20
+_MAX_REPEATS = 100  # or than this many for each sample of the dataset, if that is more
 
 
 @dataclass(frozen=True)
@@ -120,9 +129,9 @@ def adopt(job: Job, loader: DataLoader[Any], shard: str | None = None) -> Source
         elif kind is RandomSampler and _is_plain(sampler, size):
             shuffle = True
         elif kind is not SequentialSampler or len(sampler) != size:
-            sampled = SampledOrder(sampler, job.seed)
+            sampled = SampledOrder(sampler, job.seed, size, gives_batches=False)
     else:
-        sampled = SampledOrder(loader.batch_sampler, job.seed)
+        sampled = SampledOrder(loader.batch_sampler, job.seed, size, gives_batches=True)
         batch_size = sampled.largest_batch
     if loader.drop_last:
         log.once(
@@ -169,19 +178,29 @@ class SampledOrder:
     sampler depends on all earlier draws, so they are repeated after a resume. The user's sampler is not
     changed, because a copy is drawn.
 
+    Args:
+        size: Samples of the dataset.
+        gives_batches: Whether it is a batch sampler.
+
     Attributes:
         num_samples: number of indices of an epoch.
         largest_batch: size of the largest batch in epoch 0; 1 for a sampler of single indices.
         has_state: whether the sampler keeps a state of its own.
 
     Raises:
-        ConfigError: the sampler gives no indices, or has a state of its own and cannot be copied.
+        ConfigError: the sampler gives no indices or is endless, or has a state of its own and cannot be
+            copied.
     """
 
-    def __init__(self, sampler: Any, seed: int) -> None:
+    def __init__(self, sampler: Any, seed: int, size: int, *, gives_batches: bool) -> None:
         self._name = type(sampler).__name__
-        # Generators are seeded from their first seeds, so a seed that the user chose has an effect.
-        self._first_seeds = [generator.initial_seed() for generator in _generators(sampler)]
+        self._gives_batches = gives_batches
+        self._max_indices = max(_MAX_INDICES, _MAX_REPEATS * size)
+        # Generators are seeded from their first seeds, so a seed that the user chose has an effect. By the
+        # names of attributes, because a sampler may make its generator when it is first drawn.
+        self._first_seeds: dict[str, int] = {}
+        for path, generator in _parts(sampler, torch.Generator):
+            self._first_seeds[path] = generator.initial_seed()
         self._drawn_of = (-1, -1)
         self._drawn = np.empty(0, np.int64)
         self._draws = 0
@@ -263,42 +282,52 @@ class SampledOrder:
         with keep_globals():
             key = rng.key(seed, rng.SAMPLER, epoch)
             seed_globals(key)
-            for generator, first in zip(_generators(self._sampler), self._first_seeds, strict=True):
+            for path, generator in _parts(self._sampler, torch.Generator):
+                first = self._first_seeds.setdefault(path, generator.initial_seed())
                 generator.manual_seed(rng.key(key, first) >> 1)
             if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
                 set_epoch(epoch)
-            indices: list[Any] = []
-            for item in self._sampler:
-                if isinstance(item, list | tuple):
-                    indices += item
-                    self.largest_batch = max(self.largest_batch, len(item))
-                else:
-                    indices.append(item)
-        try:
-            return np.array([int(index) for index in indices], dtype=np.int64)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{self._name} gives something else than integers: {error}",
-                fix="let the sampler give indices of the dataset, or lists of them.",
-            ) from error
+            return self._indices(iter(self._sampler))
+
+    def _indices(self, items: Iterator[Any]) -> Int64Array:
+        batches = items
+        if not self._gives_batches:
+            batches = iter(lambda: list(islice(items, _CHUNK)), [])
+        indices = array("q")
+        for batch in batches:
+            try:
+                found = array("q", map(index, batch))
+            except (TypeError, OverflowError) as error:
+                wanted = "lists of integers" if self._gives_batches else "integers"
+                raise ConfigError(
+                    f"{self._name} gives something else than {wanted}: {error}",
+                    why=f"it gave {reprlib.repr(batch)}.",
+                    fix=f"let it give indices of the dataset as {wanted}.",
+                ) from error
+            indices += found
+            if self._gives_batches:
+                self.largest_batch = max(self.largest_batch, len(found))
+            if len(indices) > self._max_indices:
+                raise ConfigError(
+                    f"{self._name} gives more than {self._max_indices} indices and does not end.",
+                    why="an epoch is what a sampler gives in one iteration.",
+                    fix="end its `__iter__` after one epoch, or pass the dataset with `shuffle=True`.",
+                )
+        return np.array(indices, dtype=np.int64)
 
 
 def _copy(sampler: Any) -> Any:
     """A copy that shares the sampler's datasets."""
-    return copy.deepcopy(sampler, {id(each): each for each in _parts(sampler, Dataset)})
+    return copy.deepcopy(sampler, {id(each): each for _, each in _parts(sampler, Dataset)})
 
 
-def _generators(sampler: Any) -> list[torch.Generator]:
-    return list(_parts(sampler, torch.Generator))
-
-
-def _parts(sampler: Any, kind: type) -> Iterator[Any]:
-    """The attributes of this type of a sampler and of the samplers in it."""
-    for value in vars(sampler).values() if hasattr(sampler, "__dict__") else ():
+def _parts(sampler: Any, kind: type, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The attributes of this type of a sampler and of the samplers in it, with their dotted names."""
+    for name, value in list(vars(sampler).items()) if hasattr(sampler, "__dict__") else ():
         if isinstance(value, kind):
-            yield value
+            yield path + name, value
         elif isinstance(value, Sampler):
-            yield from _parts(value, kind)
+            yield from _parts(value, kind, f"{path}{name}.")
 
 
 class DividedStream:

@@ -6,17 +6,16 @@ read whole by every rank, which scores its share of the batches.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data.dataloader import Source, adopt, refuse_with_loader
 from paceline.data.device import tensors_of, to_device
+from paceline.data.digest import digest
 from paceline.data.loader import SampleWork
 from paceline.data.plan import Plan, num_micro_batches, share
 from paceline.data.samples import Collate, ReadErrors, Samples, checked_size, refuse_sizes
@@ -184,7 +183,7 @@ class EvaluationStream:
             self.num_samples += count
             self.num_batches = index + 1
             if index == 0:
-                self._first_digest, first_batch = _digest(batch), batch
+                self._first_digest, first_batch = digest(batch), batch
             if index % axis.size == axis.rank:
                 yield EvaluationBatch(index, _to_device(job, batch, pin=True), count)
         if self._equal and 0 < self.num_batches % axis.size <= axis.rank:
@@ -262,13 +261,3 @@ def _num_rows(batch: Any) -> int:
             fix="return tensors whose first dimension is the samples, from the loader's collate_fn.",
         )
     return rows[0]
-
-
-def _digest(batch: Any) -> int:
-    """A checksum of the tensors of a batch, equal on hosts of one byte order."""
-    digest = 0
-    for tensor in tensors_of(batch):
-        if tensor.layout == torch.strided:
-            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest = zlib.crc32(raw.numpy().tobytes(), digest)
-    return digest

@@ -194,28 +194,38 @@ class WorkerLoader(Loader):
         for epoch, offset, n in plan.steps(position, epochs):
             self._refuse_unless_current(run)
             pieces = list(plan.micro_batch_ranges(offset, n, equal))
-            micros = self._micros(task, pieces)
+            micros = self._micros(run, task, pieces)
             ends = offset + n == plan.num_samples
             yield PlannedStep(seed, epoch, offset, n, ends, len(pieces), micros)
             task += len(pieces)
 
-    def _micros(self, task: int, pieces: list[tuple[int, int, bool]]) -> Iterator[MicroBatch]:
+    def _micros(
+        self, run: int, first_task: int, pieces: list[tuple[int, int, bool]]
+    ) -> Iterator[MicroBatch]:
         left = len(pieces)
-        while pieces and self._received < task:
-            self._take()  # micro-batches of earlier steps that the loop did not read
-        for begin, end, is_ghost in pieces:
+        for task, (begin, end, is_ghost) in enumerate(pieces, start=first_task):
             left -= 1
-            ids, batch = self._take()
+            self._refuse_unless_current(run)
+            ids, batch = self._take(task)
             if self._device.type != "cpu":
                 batch = to_device(batch, self._device, pin=False)
             if not is_ghost:
                 self.record_delivered(torch.from_numpy(ids))
             yield MicroBatch(batch, end - begin, begin, left == 0, is_ghost)
 
-    def _take(self) -> tuple[Int64Array, Any]:
-        result: tuple[Int64Array, Any] = self._workers.get()
-        self._received += 1
-        return result
+    def _take(self, task: int) -> tuple[Int64Array, Any]:
+        """The result of this task. Results of earlier ones, which the loop did not read, are dropped."""
+        if self._received > task:
+            raise StepError(
+                "the micro-batches of a step were read after those of a later step.",
+                why="the loader workers read them in the order of the steps, and they are not kept.",
+                fix="read the micro-batches of each step before the next step, or use workers=0.",
+            )
+        while True:
+            result: tuple[Int64Array, Any] = self._workers.get()
+            self._received += 1
+            if self._received > task:
+                return result
 
     def close(self) -> None:
         """End the loader workers."""

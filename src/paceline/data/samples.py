@@ -142,11 +142,7 @@ class Samples:
             SampleError: the dataset or the collate function raised; the original error is its cause.
         """
         if self.tensors is not None:
-            if self._rows is not None:
-                ids = self._rows.index_select(0, ids)
-            if pin:
-                return [_index_pinned(tensor, ids) for tensor in self.tensors]
-            return [tensor.index_select(0, ids) for tensor in self.tensors]
+            return self._read_tensors(self.tensors, ids, pin)
         if epoch != self._epoch:
             for set_epoch in self._epoch_setters:
                 set_epoch(epoch)
@@ -155,7 +151,7 @@ class Samples:
         in_worker = self.errors.worker is not None
         with keep_globals() if seeds_globals and not in_worker else contextlib.nullcontext():
             id_list = ids.tolist()
-            rows = id_list if self._rows is None else self._rows.index_select(0, ids).tolist()
+            rows = self._rows_of(ids, id_list)
             if self._sample_randomness:
                 named = ids.numpy() if place is None else np.arange(place, place + len(ids))
                 keys = sample_keys((seed, self._purpose, epoch), named)
@@ -168,6 +164,37 @@ class Samples:
                 return self._collate(samples)
             except Exception as error:
                 raise self.errors.not_collated(id_list, error) from error
+
+    def _read_tensors(
+        self, tensors: tuple[torch.Tensor, ...], ids: torch.Tensor, pin: bool
+    ) -> list[torch.Tensor]:
+        try:
+            rows = ids if self._rows is None else self._rows.index_select(0, ids)
+            if pin:
+                return [_index_pinned(tensor, rows) for tensor in tensors]
+            return [tensor.index_select(0, rows) for tensor in tensors]
+        except (IndexError, RuntimeError) as error:
+            raise self._not_in_dataset(ids, error) from error
+
+    def _rows_of(self, ids: torch.Tensor, id_list: list[int]) -> list[int]:
+        """The rows of these samples in the innermost dataset."""
+        if self._rows is None:
+            return id_list
+        try:
+            rows: list[int] = self._rows.index_select(0, ids).tolist()
+        except (IndexError, RuntimeError) as error:
+            raise self._not_in_dataset(ids, error) from error
+        return rows
+
+    def _not_in_dataset(self, ids: torch.Tensor, error: Exception) -> SampleError:
+        size = len(self.dataset)
+        outside = [sample_id for sample_id in ids.tolist() if not 0 <= sample_id < size]
+        why = (
+            f"the dataset has {size} samples, and the sampler gave another index."
+            if outside
+            else ""
+        )
+        return self.errors.not_read(outside or ids.tolist(), error, why)
 
     def _read_unseeded(self, id_list: list[int], rows: list[int]) -> list[Any]:
         if self._batched is None:

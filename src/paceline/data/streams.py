@@ -12,7 +12,6 @@ waits for it. It also detects ranks whose streams differ, which would otherwise 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from paceline import log
 from paceline.data.device import to_device
+from paceline.data.digest import digest
 from paceline.data.loader import Loader
 from paceline.data.plan import MicroBatch, PlannedStep, Position, max_micro_batches
 from paceline.data.samples import Collate, ReadErrors, keep_globals, sample_keys, seed_globals
@@ -34,6 +34,7 @@ from paceline.job import rng
 from paceline.job.job import Job
 
 _MISSING: Any = object()
+_KEYS = 1 << 14  # computed in one call; a resume may skip billions of items
 
 # Only a warning: with a dataset that augments from its own generator, the samples differ but none is lost.
 _DIFFERENT_STREAMS = (
@@ -192,9 +193,9 @@ class StreamReader:
         seen = 0
         with self._keeping_globals():
             # Seed for every place, also those of other ranks: a stream that shuffles draws at each of them.
-            keys = self._keys(stream, stop, seed, epoch)
+            keys = self._keys(stream.place, stop, stream.stride, (seed, rng.SAMPLE, epoch))
             while stream.place < stop and not stream.ended:
-                if keys is not None:
+                if self._sample_randomness:
                     seed_globals(next(keys))
                 item = self._next(stream)
                 if item is _MISSING:
@@ -211,11 +212,12 @@ class StreamReader:
         stream.read += seen
         return places, items, seen
 
-    def _keys(self, stream: _OpenStream, stop: int, seed: int, epoch: int) -> Iterator[int] | None:
-        if not self._sample_randomness:
-            return None
-        places = np.arange(stream.place, stop, stream.stride, dtype=np.int64)
-        return iter(sample_keys((seed, rng.SAMPLE, epoch), places))
+    @staticmethod
+    def _keys(place: int, stop: int, stride: int, prefix: tuple[int, ...]) -> Iterator[int]:
+        """The keys of every `stride`-th place of `[place, stop)`."""
+        for begin in range(place, stop, _KEYS * stride):
+            end = min(begin + _KEYS * stride, stop)
+            yield from sample_keys(prefix, np.arange(begin, end, stride, dtype=np.int64))
 
     def _next(self, stream: _OpenStream) -> Any:
         if stream.peeked is not _MISSING:
@@ -267,32 +269,6 @@ class StreamReader:
         if self._sample_randomness and self.errors.worker is None:
             return keep_globals()
         return contextlib.nullcontext()
-
-
-def digest(item: Any) -> int:
-    """A hash in [0, 2^62) of the tensors, arrays and plain values of a sample. Other values are ignored."""
-    hasher = hashlib.blake2b(digest_size=8)
-    _feed(hasher, item)
-    return int.from_bytes(hasher.digest(), "little") >> 2
-
-
-def _feed(hasher: hashlib.blake2b, item: Any) -> None:
-    if isinstance(item, torch.Tensor):
-        if item.layout is torch.strided and not item.is_quantized:
-            flat = item.detach().cpu().contiguous().reshape(-1)
-            hasher.update(flat.view(torch.uint8).numpy().tobytes())
-    elif isinstance(item, np.ndarray):
-        if not item.dtype.hasobject:
-            hasher.update(item.tobytes())
-    elif isinstance(item, bool | int | float | str | bytes):
-        hasher.update(repr(item).encode())
-    elif isinstance(item, tuple | list):
-        for part in item:
-            _feed(hasher, part)
-    elif isinstance(item, dict):
-        for name, part in item.items():
-            _feed(hasher, name)
-            _feed(hasher, part)
 
 
 @dataclass

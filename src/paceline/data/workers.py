@@ -44,6 +44,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from paceline import log, torch_private
 from paceline.data.samples import ReadErrors
 from paceline.errors import DataError, PacelineError
+from paceline.exit_codes import signal_name
 from paceline.job.job import Job
 from paceline.job.preemption import notice
 from paceline.machine import usable_cores
@@ -371,7 +372,7 @@ def _exit_cause(code: int) -> tuple[str, str, str]:
             "the dataset or a library that it uses ended the process.",
             "use workers=0 to see where.",
         )
-    how = f"was killed by {signal.Signals(-code).name}"
+    how = f"was killed by {signal_name(-code)}"
     if -code == signal.SIGBUS:
         return (
             how,

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError, LaunchFailed
+from paceline.exit_codes import signal_name
 from paceline.job import rendezvous
 from paceline.job.job import join
 from paceline.job.mesh import Mesh
@@ -317,6 +318,6 @@ def _receive(number: int, rank: _Rank) -> Outcome:
     except (EOFError, ConnectionResetError):
         rank.process.join(timeout=_GRACE_S)
         code = rank.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code}"
         error = LaunchFailed(f"rank {number} {how}.", rank=number, exit_code=code)
         return Outcome(number, error=error, ended=_rank_outcome(number, returncode=code))

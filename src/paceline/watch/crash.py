@@ -10,11 +10,11 @@ Also loaded by file name in each rank: the standard library and stacks.py alone.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from traceback import walk_tb
 
+from paceline.exit_codes import signal_name
 from paceline.watch.stacks import place_of_error
 
 # Modules that raise an error if a peer is lost.
@@ -225,11 +225,3 @@ def find_first_failure(facts: Iterable[RankOutcome]) -> FirstFailure | None:
         certain=bool(causes),
         first_follower=None if causes else failures[0],
     )
-
-
-def signal_name(number: int) -> str:
-    """The name of a signal, also of one that Python does not know."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
