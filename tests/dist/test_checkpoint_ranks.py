@@ -131,7 +131,7 @@ def _received(job: Any, folder: str, kind: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_plan_exchanges_digests_and_not_rows(kind: str, tmp_path: Path) -> None:
+def test_a_plan_sends_no_rank_but_rank_0_the_rows_of_others(kind: str, tmp_path: Path) -> None:
     for gathered, own in run_ranks(_received, str(tmp_path), kind, nproc=3):
         assert gathered < 3 * 80
         assert own > 300

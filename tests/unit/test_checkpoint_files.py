@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import shutil
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import torch
 
 import paceline
 from paceline.checkpoint import codec
+from paceline.checkpoint.export import write_file
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import Store, committed, open_store, read_manifest, verify
 from paceline.checkpoint.writer import Staging
@@ -66,7 +68,7 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b)
+        return type(a) is type(b) and a.dtype == b.dtype and np.array_equal(a, b)
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
@@ -76,6 +78,7 @@ def test_values_are_decoded_as_they_were_encoded() -> None:
         "keys": {0: {"a": 1}, (1, 2): "pair", "$tensor": "no tensor"},
         "kinds": (Counter({3: 2}), {1, 2}, b"\x00\xff"),
         "arrays": [np.arange(3, dtype=np.int16), torch.ones(2, dtype=torch.complex64)],
+        "scalars": [np.float64(0.5), np.uint16(3), np.bool_(True)],
         "a.b": torch.zeros(1),
         "a": {"b": torch.ones(1)},
     }
@@ -83,11 +86,29 @@ def test_values_are_decoded_as_they_were_encoded() -> None:
     assert _equal(codec.decode(json.loads(json.dumps(tree)), tensors), state)
 
 
+def test_an_array_of_another_byte_order_is_saved() -> None:
+    tree, tensors = codec.encode(np.arange(3, dtype=">i4"))
+    assert codec.decode(tree, tensors).tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
-    "value", [object(), print, torch.ones(2).to_sparse(), torch.ones(1, device="meta")]
+    "value",
+    [
+        object(),
+        print,
+        torch.ones(2).to_sparse(),
+        torch.ones(1, device="meta"),
+        pytest.param(
+            np.longdouble(1.5),
+            marks=pytest.mark.skipif(
+                np.longdouble is np.float64 or np.dtype(np.longdouble).itemsize == 8,
+                reason="long double is a double on this machine",
+            ),
+        ),
+    ],
 )
 def test_a_value_that_needs_a_pickle_is_refused_with_its_path(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"ema\.inner\.1 is a ") as caught:
+    with pytest.raises(CheckpointError, match=r"ema\.inner\.1 is an? ") as caught:
         codec.encode({"ema": {"inner": [1, value]}})
     assert caught.value.parameter == "ema.inner.1"
 
@@ -519,6 +540,49 @@ def test_exported_weights_load_again(job: Job, tmp_path: Path, name: str) -> Non
         found = torch.load(tmp_path / name, weights_only=True)
         torch.save({f"module.{key}": value for key, value in found.items()}, tmp_path / name)
         paceline.load_weights(model, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("empty.pth", b"", "cannot be read"),
+        ("text.pth", b"hello", "cannot be read"),
+        ("bad.safetensors", b"hello", "cannot be read"),
+        ("missing.pth", None, "does not exist"),
+    ],
+)
+def test_a_file_without_weights_is_named(
+    tmp_path: Path, name: str, content: bytes | None, text: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} {text}"):
+        paceline.load_weights(torch.nn.Linear(3, 2), tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
+def test_weights_that_cannot_be_written_leave_the_old_file_and_no_scratch(
+    tmp_path: Path, name: str
+) -> None:
+    write_file(tmp_path / name, {"w": torch.ones(1)})
+    before = (tmp_path / name).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"{name} cannot be written"):
+            write_file(tmp_path / name, {"w": torch.ones(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / name).read_bytes() == before
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_missing_safetensors_is_named_with_its_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ConfigError, match=r"pip install 'paceline\[safetensors\]'"):
+        paceline.load_weights(torch.nn.Linear(3, 2), tmp_path / "w.safetensors")
 
 
 def test_weights_of_another_model_are_refused_and_nothing_is_loaded(tmp_path: Path) -> None:

@@ -49,7 +49,11 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             raise _refusal(path, f"a tensor of layout {value.layout} on {value.device}")
         return {"$tensor": _add(path, value.detach(), tensors)}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        return {"$numpy": _add(path, torch.from_numpy(np.array(value)), tensors)}
+        native = np.array(value, dtype=value.dtype.newbyteorder("="))
+        try:
+            return {"$numpy": _add(path, torch.from_numpy(native), tensors)}
+        except TypeError as error:  # numpy.longdouble
+            raise _refusal(path, f"an array of {value.dtype}") from error
     if isinstance(value, list | tuple | set | frozenset):
         parts = [_encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
         if isinstance(value, tuple):
@@ -101,7 +105,7 @@ def merge(trees: Sequence[Any]) -> Any:
 
 
 def decode(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state that `encode` was called with, from its two results.
+    """The state that `encode` was called with, from its two results; an array of shape () as a NumPy scalar.
 
     Raises:
         KeyError, TypeError, ValueError: the tree was not made by `encode`.
@@ -116,7 +120,8 @@ def decode(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if key == "$tensor":
         return tensors[inner]
     if key == "$numpy":
-        return tensors[inner].numpy()
+        array = tensors[inner].numpy()
+        return array if array.ndim else array[()]
     if key == "$bytes":
         return base64.b64decode(inner, validate=True)
     parts = decode(inner, tensors)

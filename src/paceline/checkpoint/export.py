@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,8 +34,13 @@ def write_file(path: Path, content: Any) -> None:
         flush(scratch)
         scratch.replace(path)
         flush(path.parent)
-    # torch reports a full disk as a RuntimeError; a value without `contiguous` is an AttributeError.
-    except (OSError, RuntimeError, AttributeError) as error:
+    except ConfigError:
+        raise
+    except (
+        Exception
+    ) as error:  # torch reports a full disk as a RuntimeError, safetensors has its own error
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
         raise CheckpointError(f"{path} cannot be written: {error}", path=str(path)) from error
 
 
@@ -47,6 +53,7 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
 
     Raises:
         CheckpointError: there are no weights, they are damaged, or reading them needs a pickle.
+        ConfigError: safetensors is not installed.
     """
     name = os.fspath(path)
     try:
@@ -56,11 +63,14 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
             found = torch.load(name, map_location="cpu", weights_only=True)
         else:
             found = _read_checkpoint(name, number)
-    except CheckpointError:
+    except (CheckpointError, ConfigError):
         raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist.", path=name) from error
     except Exception as error:  # torch, safetensors and file systems raise many types
+        why = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{path} cannot be read: {str(error).splitlines()[0]}",
+            f"{path} cannot be read: {why}",
             fix="give a plain state_dict, saved by torch.save, or safetensors.",
             path=name,
         ) from error
@@ -80,7 +90,7 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
 def _read_checkpoint(url: str, number: int) -> Any:
     folder, _, last = url.rstrip("/").rpartition("/")
     named = int(last[5:]) if last.startswith("step-") and last[5:].isdigit() else None
-    store = open_store(url if named is None else folder or ".")
+    store = open_store(url if named is None else folder or url[: -len(last)] or ".")
     steps = committed(store)
     step = named if named is not None else steps[-1] if steps else None
     if step is None or step not in steps:

@@ -7,7 +7,6 @@ JSON. `dcp.save` would pickle them, use the process groups of the training, and 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.checkpoint.manifest import DTYPES, Chunk, SavedTensor
 from paceline.errors import CheckpointError
@@ -115,13 +115,10 @@ def narrowed(tensor: torch.Tensor, start: Sequence[int], sizes: Sequence[int]) -
 
 def _divide(job: Job, tensors: dict[str, torch.Tensor]) -> Layout:
     rows, starts = _held_pieces(tensors)
-    text = json.dumps(rows)
-    digests = collectives.gather(job, hashlib.sha256(text.encode()).hexdigest())
-    ranks_of = {digest: [r for r, d in enumerate(digests) if d == digest] for digest in digests}
-    if len(ranks_of) == 1:  # replicas
-        shapes, (indices,) = _assign([(range(job.world_size), json.loads(text))], [job.rank])
+    if job.store is None:
+        shapes, (indices,) = _assign([rows])
     else:
-        shapes, indices = _assigned_by_rank0(job, text, list(ranks_of.values()))
+        shapes, indices = _assigned_by_rank0(job, job.store, rows)
     # Wide types first: each piece then lies at a multiple of its own size, without gaps.
     mine = sorted(
         (rows[i] for i in indices), key=lambda row: (-DTYPES[row[1]], row[0], tuple(row[3]))
@@ -157,32 +154,25 @@ def _held_pieces(tensors: dict[str, torch.Tensor]) -> tuple[list[Row], dict[Key,
 
 
 def _assigned_by_rank0(
-    job: Job, text: str, equal: list[list[int]]
+    job: Job, store: dist.Store, rows: list[Row]
 ) -> tuple[dict[str, Shape], list[int]]:
     """Have rank 0 assign pieces, through the store, so that no other rank receives all rows.
-
-    Args:
-        text: This rank's rows as JSON.
-        equal: Groups of ranks with the same rows; the first rank of each group sends them.
 
     Returns:
         Shapes, on rank 0 alone, which writes the manifest; the indices of the rows that this rank writes.
     """
-    store = job.store
-    assert store is not None
     stem = f"layout/{store.add(f'layout/{job.rank}', 1)}"
-    if any(job.rank == ranks[0] for ranks in equal):
-        store.set(f"{stem}/{job.rank}", text)
-    collectives.gather_tensor(job, torch.zeros(1))
+    store.set(f"{stem}/{job.rank}", json.dumps(rows))
+    collectives.gather_tensor(job, torch.zeros(1))  # from here on all ranks have sent theirs
     shapes: dict[str, Shape] = {}
 
     def assign() -> dict[str, str] | None:
-        keys = [f"{stem}/{ranks[0]}" for ranks in equal]
-        held = [(ranks, json.loads(store.get(key))) for ranks, key in zip(equal, keys, strict=True)]
+        keys = [f"{stem}/{rank}" for rank in range(job.world_size)]
+        held = [json.loads(store.get(key)) for key in keys]
         for key in keys:
             store.delete_key(key)
         try:
-            found, indices = _assign(held, range(job.world_size))
+            found, indices = _assign(held)
         except CheckpointError as error:
             return {"what": error.what, "why": error.why, "fix": error.fix}
         shapes.update(found)
@@ -198,37 +188,34 @@ def _assigned_by_rank0(
     return shapes, indices
 
 
-def _assign(
-    held: Sequence[tuple[Sequence[int], list[Row]]], wanted: Sequence[int]
-) -> tuple[dict[str, Shape], list[list[int]]]:
+def _assign(held: Sequence[list[Row]]) -> tuple[dict[str, Shape], list[list[int]]]:
     """Give each piece to the rank among its holders that has least to write.
 
     Args:
-        held: Ranks with what each of them holds.
+        held: What each rank holds, in rank order.
 
     Returns:
-        Dtype and shape of each tensor; for each wanted rank, the indices in its rows of what it writes.
+        Dtype and shape of each tensor; for each rank, the indices in its rows of what it writes.
     """
     holders: dict[Key, list[int]] = {}
     facts: dict[Key, tuple[str, list[int], list[int]]] = {}
-    for ranks, rows in held:
+    for rank, rows in enumerate(held):
         for name, dtype, shape, offsets, sizes in rows:
             key = (name, tuple(offsets))
             fact = (dtype, shape, sizes)
             if facts.setdefault(key, fact) != fact:
-                raise _difference_error(name, facts[key], fact, ranks[0])
-            holders.setdefault(key, []).extend(ranks)
+                raise _difference_error(name, facts[key], fact, rank)
+            holders.setdefault(key, []).append(rank)
     _refuse_incomplete(facts)
     size_bytes = {k: DTYPES[dtype] * math.prod(sizes) for k, (dtype, _, sizes) in facts.items()}
-    loads = dict.fromkeys((rank for ranks, _ in held for rank in ranks), 0)
+    loads = [0] * len(held)
     owner = {}
     for key in sorted(facts, key=lambda k: (-size_bytes[k], k)):  # the largest first: even shares
-        owner[key] = min(sorted(holders[key]), key=lambda r: loads[r])
+        owner[key] = min(holders[key], key=lambda rank: loads[rank])
         loads[owner[key]] += size_bytes[key]
-    rows_of = {rank: rows for ranks, rows in held for rank in ranks}
     indices = [
-        [i for i, row in enumerate(rows_of[rank]) if owner[row[0], tuple(row[3])] == rank]
-        for rank in wanted
+        [i for i, row in enumerate(rows) if owner[row[0], tuple(row[3])] == rank]
+        for rank, rows in enumerate(held)
     ]
     shapes = {name: (dtype, tuple(shape)) for (name, _), (dtype, shape, _) in facts.items()}
     return shapes, indices

@@ -51,6 +51,10 @@ class Checkpoints:
         resume: "auto" resumes from the newest checkpoint if there is one; "must" raises if there is none;
             "never" starts from step 0 and moves existing checkpoints into `before-N`.
 
+    Attributes:
+        folder: As given.
+        last_saved: The step that was last saved or loaded; 0 if none, and after a return to an earlier step.
+
     Raises:
         ConfigError: a number is not an integer of at least 1 (`every_s`: not above 0); an unknown `resume`.
 
@@ -78,7 +82,6 @@ class Checkpoints:
             known = ", ".join(get_args(Resume))
             raise ConfigError(f"resume must be one of {known}; got {resume!r}.")
         self.folder = folder
-        # The step that was last saved or loaded; 0 if none, and after a return to an earlier step.
         self.last_saved = 0
         self._store = open_store(folder)
         self._every_steps = every_steps
@@ -263,9 +266,11 @@ class Checkpoints:
             fix = f"put {self.folder} on storage that all hosts share."
             has = step in committed(self._store)
             collectives.agree(job, "checkpoint to resume", has, where=where, fix=fix)
-            state, why = self._read(job, step, like, wants)
+            state, generators, why = self._read(job, step, like, wants)
             whys = [w for w in collectives.gather(job, why) if w]
             if not whys:
+                if generators is not None:  # None if fewer ranks have saved it
+                    rng.restore(job.device, generators)
                 self.last_saved = step
                 self._last_begun = time.monotonic()
                 return state
@@ -278,7 +283,8 @@ class Checkpoints:
         step: int,
         like: Callable[[str], torch.Tensor | None],
         wants: Callable[[str], bool],
-    ) -> tuple[Any, str]:
+    ) -> tuple[Any, torch.Tensor | None, str]:
+        """The state, this rank's random generators, and how the checkpoint is damaged, or ""."""
         own = f"{_RNG}{job.rank}"
 
         def is_read(path: str) -> bool:
@@ -288,14 +294,12 @@ class Checkpoints:
             manifest = read_manifest(self._store, step)
             state, tensors = read(self._store, manifest, like, is_read)
         except Damaged as error:
-            return None, str(error)
+            return None, None, str(error)
         except OSError as error:
             raise CheckpointError(
                 f"step {step} in {self.folder} cannot be read: {error}", path=str(self.folder)
             ) from error
-        if own in tensors:
-            rng.restore(job.device, tensors[own])
-        return state, ""
+        return state, tensors.get(own), ""
 
     def _newest_except(self, damaged: list[int]) -> int | None:
         left = [step for step in committed(self._store) if step not in damaged]
