@@ -78,7 +78,7 @@ def test_the_source_distribution_has_docs_examples_and_tests(sdist: Path) -> Non
         "CONTRIBUTING.md",
         "RELEASING.md",
     }
-    assert names == root | _files("src", "docs", "examples", "tests", "benchmarks")
+    assert names == root | _files("src", "docs", "examples", "tests", "benchmarks", "containers")
 
 
 def test_the_wheel_has_the_package_only(wheel: Path) -> None:

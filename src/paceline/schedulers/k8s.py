@@ -14,7 +14,7 @@ from typing import Any
 from paceline.command_line import CommandParser, not_negative_count
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
-from paceline.schedulers.request import JobFiles, JobRequest, memory_mib
+from paceline.schedulers.request import JobFiles, JobRequest, check_image, memory_mib
 from paceline.schedulers.yaml_text import Commented, to_yaml
 
 HELP = "write a Job with a Service for Kubernetes, a JobSet, or a TrainJob of Kubeflow"
@@ -126,7 +126,7 @@ class _Writer:
 
     def _check(self) -> None:
         options, request = self.options, self.request
-        _check_image(request.image)
+        check_image("--image", request.image)
         for option, value in (("--claim", self.claim), ("--storage-class", options.storage_class)):
             if value and not (_SUBDOMAIN.fullmatch(value) and len(value) <= 253):
                 raise _bad_name(option, value, 253)
@@ -491,19 +491,6 @@ def _bad_name(option: str, name: str, longest: int) -> ConfigError:
 
 def _is_label(name: str) -> bool:
     return bool(_LABEL.fullmatch(name)) and len(name) <= _DNS_LABEL
-
-
-def _check_image(image: str) -> None:
-    component = r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*"
-    host = r"(?:(?:localhost|[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+|[A-Za-z0-9.-]+(?=:\d+/))(?::\d+)?/)?"
-    pattern = (
-        rf"{host}{component}(?:/{component})*(?::[\w][\w.-]{{0,127}})?(?:@sha256:[0-9a-f]{{64}})?"
-    )
-    if not re.fullmatch(pattern, image):
-        raise ConfigError(
-            f"--image is {image!r}, and that is no name of an image.",
-            fix="give REGISTRY/NAME:TAG, such as registry.example/me/train:1.",
-        )
 
 
 def _secret_key(name: str, reference: str) -> tuple[str, str]:

@@ -203,3 +203,21 @@ def secret(text: str) -> tuple[str, str]:
             f"must be the name of an environment variable, and is {text!r}"
         )
     return found[1], found[2] or ""
+
+
+def check_image(option: str, image: str) -> None:
+    """Check the name of a container image, with its registry, tag and digest.
+
+    Raises:
+        ConfigError: it is no name of an image.
+    """
+    component = r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*"
+    host = r"(?:(?:localhost|[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+|[A-Za-z0-9.-]+(?=:\d+/))(?::\d+)?/)?"
+    pattern = (
+        rf"{host}{component}(?:/{component})*(?::[\w][\w.-]{{0,127}})?(?:@sha256:[0-9a-f]{{64}})?"
+    )
+    if not re.fullmatch(pattern, image):
+        raise ConfigError(
+            f"{option} is {image!r}, and that is no name of an image.",
+            fix="give REGISTRY/NAME:TAG, such as registry.example/me/train:1.",
+        )

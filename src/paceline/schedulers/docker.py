@@ -1,0 +1,303 @@
+"""Docker: a Dockerfile for the project of this folder, and a Compose file with one service for each node.
+
+Sources: the Dockerfile reference, and the Compose specification.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+from typing import Any
+
+import paceline
+from paceline.command_line import CommandParser
+from paceline.errors import ConfigError
+from paceline.schedulers.request import JobFiles, JobRequest, check_image, memory_mib
+from paceline.schedulers.yaml_text import Commented, to_yaml
+
+HELP = "write a Dockerfile, and a Compose file that starts its image on several nodes"
+EXAMPLES = {
+    "paceline job docker train.py --nodes 2": "Dockerfile and compose.yaml, two nodes with one rank each",
+    "paceline job docker train.py --gpus 4 --output containers -- --lr 0.1": "one node with 4 GPUs; the "
+    "files in the folder `containers`; --lr is the script's",
+    "paceline job docker train.py --install '. tensorboard' --secret WANDB_API_KEY": "install the project "
+    "of this folder; the value comes from the environment of `docker compose`",
+}
+WITHOUT = ("time",)
+
+BASE = "python:3.13-slim-trixie@sha256:9d2e5553305c7c7b0097999bb17187c69b921ccd6bc9d40e4bb5ebe652c00285"
+_TORCH_CPU = "https://download.pytorch.org/whl/cpu"
+_TORCH_CUDA = "https://download.pytorch.org/whl/cu130"
+WORKSPACE = "/workspace"
+PORT = 29400
+_USER = 1000  # that of `paceline job k8s`
+_SHM_MIB_PER_RANK = 2048
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+_IGNORED = (
+    ".git",
+    ".venv",
+    "**/__pycache__",
+    "**/*.pyc",
+    "runs",
+    "**/.env",
+    "**/*.pem",
+    "**/*.key",
+)
+
+
+def add_options(parser: CommandParser) -> None:
+    """Add the options that only Docker has."""
+    parser.add_argument(
+        "--image",
+        default="",
+        metavar="IMAGE",
+        help="the name of the image (default: that of the job)",
+    )
+    parser.add_argument(
+        "--base",
+        default=BASE,
+        metavar="IMAGE",
+        help=f"the image to build on, with its digest ({BASE.partition('@')[0]})",
+    )
+    parser.add_argument(
+        "--install",
+        metavar="WORDS",
+        help="what pip installs, such as `.` or `-r requirements.txt` (default: paceline, and "
+        "requirements.txt or the project of this folder, if there is one); with constraints.txt, if there "
+        "is one",
+    )
+    parser.add_argument(
+        "--shm-size",
+        type=memory_mib,
+        metavar="SIZE",
+        help="size of /dev/shm (default: 2G for each rank, at most half of --memory)",
+    )
+
+
+def write(request: JobRequest, options: argparse.Namespace) -> JobFiles:
+    """Return the Dockerfile, the list of ignored files, and the Compose file.
+
+    Raises:
+        ConfigError: a name, an image or words that Docker or pip refuse.
+    """
+    name = _job_name(request)
+    image = request.image or name
+    check_image("--image", image)
+    check_image("--base", options.base)
+    for variable, reference in request.secrets.items():
+        if reference:
+            raise ConfigError(
+                f"--secret {variable} has the reference {reference!r}, and Compose knows none.",
+                fix=f"give --secret {variable}; the value is that of the environment of `docker compose`.",
+            )
+    if options.output != "-" and os.path.relpath(options.output).startswith(".."):
+        raise ConfigError(
+            f"--output is {options.output!r}, outside of this folder.",
+            why="the files name the folder of the project relative to themselves.",
+            fix="give a folder of the project, such as --output containers.",
+        )
+    folder = os.path.relpath(options.output) if options.output != "-" else "."
+    dockerfile = os.path.join("" if folder == "." else folder, "Dockerfile")
+    build = f"docker build -t {image} -f {shlex.quote(dockerfile)} ."
+    file = shlex.quote(os.path.join(folder, "compose.yaml"))
+    compose = "docker compose" + (f" -f {file}" if folder != "." else "")
+    return JobFiles(
+        {
+            "Dockerfile": _dockerfile(request, options, build),
+            "Dockerfile.dockerignore": "".join(f"{line}\n" for line in _IGNORED),
+            "compose.yaml": to_yaml(
+                _compose(request, options, name, image, folder),
+                comment=f"Written by `paceline job docker`. {compose} up --build",
+            ),
+        },
+        (
+            f"{compose} up --build",
+            f"{compose} stop    # a training saves, and exits with 75",
+            build,
+        ),
+    )
+
+
+def _job_name(request: JobRequest) -> str:
+    name = request.job_name
+    if not request.name:
+        name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{'--name' if request.name else 'the name of the script'} is {name!r}, and Compose refuses it.",
+            why="a name has lower-case letters, digits, hyphens and underscores, and begins with a letter or "
+            "digit.",
+            fix="give another --name.",
+        )
+    return name
+
+
+def _install(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The words for pip, and the files that they need; "." for all."""
+    if options.install is not None:
+        try:
+            words = shlex.split(options.install)
+        except ValueError as error:
+            raise ConfigError(
+                f"--install cannot be read: {error}.", fix="quote it as in a shell."
+            ) from error
+        if not words or any(not word.isprintable() for word in words):
+            raise ConfigError(
+                f"--install is {options.install!r}.", fix="say what pip installs, or leave it out."
+            )
+    else:
+        words = [f"paceline=={paceline.__version__}"]
+        if os.path.exists("requirements.txt"):
+            words += ["-r", "requirements.txt"]
+        elif os.path.exists("pyproject.toml"):
+            words += ["."]
+    words = [part for word in words for part in re.findall(r"^-[rc](?=.)|.+", word)]
+    files = [after for word, after in itertools.pairwise(words) if word in ("-r", "-c")]
+    if os.path.exists("constraints.txt") and "constraints.txt" not in files:
+        words, files = ["-c", "constraints.txt", *words], ["constraints.txt", *files]
+    for file in files:
+        if os.path.isabs(file) or not os.path.exists(file):
+            raise ConfigError(
+                f"--install names the file {file!r}, and this folder has none of that name.",
+                fix="give a path relative to this folder.",
+            )
+    needs_all = any(re.match(r"\.($|[/\[])", word) for word in words)
+    return words, ["."] if needs_all else files
+
+
+def _dockerfile(request: JobRequest, options: argparse.Namespace, build: str) -> str:
+    command = json.dumps(request.command(), ensure_ascii=False)
+    base = options.base.partition("@")[0]
+    return f"""# syntax=docker/dockerfile:1
+# Written by `paceline job docker`. Change it as you like; it holds no secrets.
+#   {build}
+# With CUDA:
+#   {build} --build-arg TORCH_INDEX={_TORCH_CUDA}
+
+# Pinned by its digest. The newest one: docker buildx imagetools inspect {base}
+ARG BASE={options.base}
+
+FROM ${{BASE}} AS build
+ARG TORCH_INDEX={_TORCH_CPU}
+ENV PATH=/opt/venv/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+WORKDIR /build
+RUN python -m venv /opt/venv
+{_install_steps(options)}
+FROM ${{BASE}}
+# A number, so that Kubernetes can check that it is not root.
+ARG UID={_USER}
+RUN useradd --create-home --uid "${{UID}}" train \\
+ && install -d -o train -g train {_run_folder(request)}
+COPY --from=build /opt/venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR {WORKSPACE}
+COPY . .
+USER ${{UID}}
+# One node. compose.yaml and the files of `paceline job k8s` have commands of their own.
+CMD {command}
+"""
+
+
+def _install_steps(options: argparse.Namespace) -> str:
+    words, files = _install(options)
+    pip = 'pip install --extra-index-url "${TORCH_INDEX}"'
+    first = ""
+    if files == ["."] and "constraints.txt" in words:
+        first = f"""# First, so that a change of the project does not install torch again.
+COPY constraints.txt ./
+RUN {pip} -c constraints.txt torch
+"""
+    copy = f"COPY {' '.join(files)} ./\n" if files else ""
+    return f"{first}{copy}RUN {pip} {shlex.join(words)}\n"
+
+
+def _run_folder(request: JobRequest) -> str:
+    folder = request.run_folder or f"{WORKSPACE}/runs"
+    if not re.fullmatch(r"(/[\w.-]+)+", folder):
+        raise ConfigError(
+            f"--run-folder is {folder!r}, and a volume cannot be mounted there.",
+            fix=f"give an absolute path in the container, such as {WORKSPACE}/runs.",
+        )
+    return folder
+
+
+def _compose(
+    request: JobRequest, options: argparse.Namespace, name: str, image: str, folder: str
+) -> dict[str, Any]:
+    nodes = {
+        f"node-{node}": _service(request, options, image, folder, node)
+        for node in range(request.nodes)
+    }
+    return {
+        "name": name,
+        "services": nodes,
+        "volumes": Commented(
+            {"runs": {}}, "Outlives the containers: a job that is started again resumes."
+        ),
+    }
+
+
+def _service(
+    request: JobRequest, options: argparse.Namespace, image: str, folder: str, node: int
+) -> dict[str, Any]:
+    launch = []
+    if request.nodes > 1:
+        launch = [
+            f"--nnodes={request.nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=node-0:{PORT}",
+            "--rdzv-id=compose",
+        ]
+    # Compose replaces $NAME in all values.
+    command = [word.replace("$", "$$") for word in request.command(*launch)]
+    variables: dict[str, str | None] = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(request.grace_s)}
+    variables |= {key: value.replace("$", "$$") for key, value in request.variables.items()}
+    variables |= dict.fromkeys(request.secrets)
+    resources = _resources(request, node)
+    return {
+        "image": image,
+        "build": {
+            "context": os.path.relpath(".", folder),
+            "dockerfile": os.path.normpath(os.path.join(folder, "Dockerfile")),
+            **({"args": {"TORCH_INDEX": _TORCH_CUDA}} if request.gpus else {}),
+        },
+        "hostname": f"node-{node}",
+        "command": command,
+        "environment": variables,
+        "shm_size": f"{_shm_mib(request, options)}m",
+        "stop_grace_period": Commented(
+            f"{request.scheduler_grace_s}s", "Time for a step, a save, and the end of the launcher."
+        ),
+        "init": Commented(True, "A first process that reaps the others."),
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "volumes": [f"runs:{_run_folder(request)}"],
+        **({"deploy": {"resources": resources}} if resources else {}),
+    }
+
+
+def _shm_mib(request: JobRequest, options: argparse.Namespace) -> int:
+    if options.shm_size is not None:
+        return int(options.shm_size)
+    default = _SHM_MIB_PER_RANK * request.ranks_per_node
+    memory = request.memory_mib
+    return default if memory is None else max(1, min(default, memory // 2))
+
+
+def _resources(request: JobRequest, node: int) -> dict[str, Any]:
+    limits = {}
+    if request.cpus is not None:
+        limits["cpus"] = str(request.cpus)
+    if request.memory_mib is not None:
+        limits["memory"] = f"{request.memory_mib}m"
+    resources: dict[str, Any] = {"limits": limits} if limits else {}
+    if request.gpus:
+        first = node * request.gpus
+        ids = [str(first + gpu) for gpu in range(request.gpus)]
+        device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
+        resources["reservations"] = {"devices": [device]}
+    return resources
