@@ -17,6 +17,7 @@ import torch
 
 import paceline
 from paceline.job.environment import FIREWALL_PORTS, RankInfo
+from paceline.job.network import addresses_of
 from paceline.machine import owner_of_port, read_memory, read_text, usable_cores
 
 Facts = dict[str, Any]
@@ -108,15 +109,6 @@ def interfaces() -> dict[str, list[str]]:
         name: [a.address.partition("%")[0] for a in addresses if a.family in families]
         for name, addresses in psutil.net_if_addrs().items()
     }
-
-
-def addresses_of(name: str) -> list[str]:
-    """The addresses that a host name resolves to here, in the resolver's order; empty if unknown."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def _names() -> Facts:

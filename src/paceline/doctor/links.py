@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from paceline.doctor.facts import Facts, addresses_of
+from paceline.doctor.facts import Facts
 from paceline.job.environment import FIREWALL_PORTS
+from paceline.job.network import addresses_of
 
 _CONNECT_S = 3.0
 _IO_S = 30.0
@@ -164,14 +165,6 @@ def _listen(address: str, port: int) -> socket.socket | None:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def address_towards(host: str, port: int) -> tuple[str, str]:
-    """This host's address for connections to `host`, and the address of `host`."""
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing
-        return probe.getsockname()[0], probe.getpeername()[0]
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.doctor.facts import Facts, gather
-from paceline.doctor.links import Listener, address_towards, measure, rounds
+from paceline.doctor.links import Listener, measure, rounds
 from paceline.errors import PacelineError
 from paceline.job import environment, rendezvous, store_exchange
 from paceline.job.environment import RankInfo
 from paceline.job.job import Job
+from paceline.job.network import addresses_of, source_address
 from paceline.launch.spawning import spawn
 
 _TIMEOUT_S = 60.0
@@ -77,10 +78,8 @@ def _links(store: dist.Store, info: RankInfo, ranks: list[Facts], hosts: list[in
     key = _exchange(store, info, "key", key)[0]
     assert info.master is not None
     name, _, port = info.master.rpartition(":")
-    try:
-        mine, master = address_towards(name, int(port))
-    except OSError:
-        mine = master = ""
+    master = next(iter(addresses_of(name)), "")
+    mine = source_address(master, int(port)) or "" if master else ""
     seen = _exchange(store, info, "address", [mine, master])
     if info.rank not in hosts:
         return []

@@ -6,10 +6,11 @@ checks. This file replaces its documented methods that start, watch and stop pro
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from string import Template
 from typing import Any
 
@@ -24,13 +25,20 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure
 
 from paceline.errors import name_ranks
+from paceline.job.network import (
+    VARIABLES,
+    Route,
+    interface_variables,
+    ports_outside,
+    route_to,
+)
 from paceline.launch import bundle
 from paceline.launch.hang_watch import HangWatch
 from paceline.launch.local_ranks import LocalRanks, count_of, has_probe
 from paceline.launch.messages import JobInfo, render_failure, render_restart
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.nodes import NodeRendezvous
-from paceline.launch.options import LaunchOptions, loopback_interface
+from paceline.launch.options import LaunchOptions
 from paceline.launch.output import LogFile
 from paceline.launch.signals import Signals
 from paceline.machine import read_memory
@@ -118,8 +126,25 @@ class Agent(LocalElasticAgent):
         ]
         if not self._options.is_python:
             parts.append("--no-python: a failing rank reports only its exit code")
-        for text in (*self._options.notes, ", ".join(parts)):
+        for text in (*self._options.notes, *self._network_notes(nodes), ", ".join(parts)):
             self._local_ranks.say(f"paceline: {text}\n")
+
+    def _network_notes(self, nodes: int) -> Iterator[str]:
+        """What the user should know about the network between the nodes."""
+        if nodes == 1:
+            return
+        if (route := self._route) is not None:
+            kept = [name for name in VARIABLES if name in os.environ]
+            but = f", except where {', '.join(kept)} is set" if kept else ""
+            why = f"which {route.why}"
+            yield f"Gloo, NCCL and TensorPipe use {route.interface} ({route.address}), {why}{but}"
+        elif self._options.endpoint is not None:
+            host = self._options.endpoint.host
+            yield f"no interface of this host leads to {host}: Gloo and NCCL choose theirs"
+        if self._options.ports is not None:
+            yield from ports_outside(self._options.ports)
+        if self._nodes is not None:
+            yield from self._nodes.wrong_clocks()
 
     def _exit_barrier(self) -> None:
         # torch's own barrier would also wait for launchers that have stopped their ranks and will not come.
@@ -183,7 +208,15 @@ class Agent(LocalElasticAgent):
         }
         environment = {name: str(value) for name, value in environment.items()}
         self._set_local_rank_env(environment, worker.local_rank, spec)
-        return (loopback_interface() if self._options.on_one_host else {}) | environment
+        if (route := self._route) is not None:
+            return interface_variables(route, os.environ) | environment
+        return environment
+
+    @functools.cached_property
+    def _route(self) -> Route | None:
+        """From this node to the others; None if it is not known."""
+        endpoint = self._options.endpoint
+        return None if endpoint is None else route_to(endpoint.host)
 
     def _connect_logs(self, logs: LogsSpecs, environments: dict[int, dict[str, str]]) -> None:
         """Apply torch's log options: files and tees. Also adds the error files to `environments`."""

@@ -6,13 +6,18 @@ clocks of two hosts); a later round is complete as soon as all living nodes are 
 each round has a new store for the ranks; the state is read ten times a second while nodes meet. Several nodes
 with static or etcd rendezvous use torch's own. torch does not authenticate the nodes and exchanges pickled
 state between them: use several nodes in trusted networks only.
+
+Added: nodes that the user numbered keep their numbers; a node with another torch, paceline or script is
+refused; while nodes are missing, a line every 10 s says which; clocks that differ by more than a minute are
+named.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
@@ -29,18 +34,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
 )
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from paceline import torch_private
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LaunchFailed
+from paceline.job.network import Route, route_to
+from paceline.launch.endpoint import REPORT_S, Endpoint, interface_of, meet_at
 from paceline.launch.node_exchange import NodeExchange
-from paceline.launch.rendezvous import (
-    C10D_PORT,
-    READ_TIMEOUT_S,
-    endpoint_store,
-    interface_of,
-    serve_store,
-)
+from paceline.launch.node_facts import NodeFacts, NodeTable, describe, difference, order
+from paceline.launch.rendezvous import READ_TIMEOUT_S, listen, serve_store
 
 _MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _NAMES = tuple(
@@ -61,7 +62,10 @@ _MANY_NODES = 64
 _HEARTBEAT_S = 1
 _HEARTBEAT_OF_MANY_S = 5
 _POLL_S = 0.1
+# Each poll reads the state of all nodes.
+_POLL_OF_MANY_S = 1.0
 _ATTEMPTS = 3
+_CLOCK_OFFSET_S = 60
 
 
 class StateHolder(_StateHolder or object):  # type: ignore[misc]
@@ -69,11 +73,13 @@ class StateHolder(_StateHolder or object):  # type: ignore[misc]
 
     Attributes:
         dead: Nodes whose heartbeat has not changed for too long.
+        clock_offsets_s: By node, how far its clock is ahead of this one's, to about the time of a heartbeat.
     """
 
     def __init__(self, backend: RendezvousBackend, settings: RendezvousSettings) -> None:
         super().__init__(backend, settings)
         self.dead: set[Any] = set()
+        self.clock_offsets_s: dict[Any, float] = {}
         self._window_s = (
             settings.keep_alive_interval * settings.keep_alive_max_attempt
         ).total_seconds()
@@ -95,6 +101,8 @@ class StateHolder(_StateHolder or object):  # type: ignore[misc]
         seen, self._seen = self._seen, {}
         for node, beat in beats.items():
             last = seen.get(node)
+            if last is not None and last[0] != beat:
+                self.clock_offsets_s[node] = (beat - datetime.now(UTC)).total_seconds()
             if paused or last is None or last[0] != beat:
                 last = (beat, now)
             self._seen[node] = last
@@ -114,6 +122,14 @@ class _Executor(_OpExecutor or object):  # type: ignore[misc]
     """Polls more often than once a second, and ends a round when all living nodes have come."""
 
     survivors: Callable[[], set[Any]]
+    in_order: Callable[[Sequence[Any]], list[Any]]
+    waiting: Callable[[Any], None]
+
+    def _mark_rendezvous_complete(self) -> None:
+        super()._mark_rendezvous_complete()
+        participants = self._state.participants
+        for number, node in enumerate(self.in_order(list(participants))):
+            participants[node] = number
 
     def run(
         self,
@@ -128,7 +144,9 @@ class _Executor(_OpExecutor or object):  # type: ignore[misc]
                     return action
                 if self._all_are_back(context):
                     return _Action.MARK_RENDEZVOUS_COMPLETE
-                time.sleep(_POLL_S)
+                self.waiting(context.state)
+                many = len(context.state.participants) > _MANY_NODES
+                time.sleep(_POLL_OF_MANY_S if many else _POLL_S)
                 holder = self._state_holder
                 assert isinstance(holder, StateHolder)
                 holder.sync_now()
@@ -148,8 +166,29 @@ class _Executor(_OpExecutor or object):  # type: ignore[misc]
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """What a launcher says of its node.
+
+    Attributes:
+        endpoint: where the nodes meet.
+        facts: of this node, given its address.
+        ports: first and last port that the launcher may use; None: the kernel chooses.
+        say: prints a line for the user.
+    """
+
+    endpoint: Endpoint
+    facts: Callable[[str], NodeFacts]
+    ports: tuple[int, int] | None
+    say: Callable[[str], None]
+
+
 class NodeRendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous of several nodes, with a new store for the ranks in each round."""
+    """torch's rendezvous of several nodes, with a new store for the ranks in each round.
+
+    Raises:
+        LaunchFailed: this node differs from those that are here.
+    """
 
     def __init__(
         self,
@@ -157,23 +196,87 @@ class NodeRendezvous(DynamicRendezvousHandler):
         backend: RendezvousBackend,
         store: TCPStore,
         local_addr: str | None,
+        options: NodeOptions,
     ) -> None:
         node = self._node_desc_generator.generate(local_addr)
         self._holder = StateHolder(backend, settings)
         super().__init__(node, settings, backend.name, store, self._holder)
         executor = _Executor(node, self._holder, settings)
         executor.survivors = lambda: self._met - self._holder.dead
+        executor.in_order = lambda nodes: order(nodes, self._table.of(nodes))
+        executor.waiting = self._report_waiting
         self._op_executor = executor
         self._rendezvous_store = store
+        self._options = options
         self._met: set[Any] = set()
+        self._table = NodeTable(PrefixStore(f"paceline/{settings.run_id}/nodes", store))
+        self._next_report = time.monotonic() + REPORT_S
+        self._facts = options.facts(node.addr)
+        self._refuse_difference(self._table.publish(node, self._facts))
+
+    def _refuse_difference(self, first: NodeFacts) -> None:
+        found = difference(first, self._facts)
+        if found is None:
+            return
+        what, fix = found
+        self._table.refuse(what)
+        raise LaunchFailed(
+            f"this node cannot take part: {what}.",
+            where=f"host {self._facts.host}, rendezvous at {self._options.endpoint}",
+            why="all nodes must run the same program.",
+            fix=fix,
+        )
+
+    def _report_waiting(self, state: Any) -> None:
+        """Print which nodes are here and which are missing, every 10 s."""
+        now = time.monotonic()
+        if now < self._next_report:
+            return
+        self._next_report = now + REPORT_S
+        nodes = order(list(state.participants), self._table.of(list(state.participants)))
+        low, high = self._settings.min_nodes, self._settings.max_nodes
+        here, missing = describe(self._table.of(nodes), len(nodes), high, low)
+        if self._this_node in state.redundancy_list:
+            here, missing = f"{here}, and no more may take part", "this node waits until one leaves"
+        elif self._this_node in state.wait_list:
+            missing = "this node joins at their next restart"
+        text = f"still waiting: {here}; {missing}"
+        if refused := self._table.refused():
+            text += f". A node was refused: {refused}"
+        host = self._options.endpoint.host
+        route = route_to(host)
+        if (
+            route is not None
+            and host not in (route.address, "localhost")
+            and "resolves" in route.why
+        ):
+            text += (
+                f". On this host {host} is this host itself: if that is wrong, correct /etc/hosts"
+            )
+        self._options.say(text)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See torch. Collective: one agent of each node."""
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
+        self._next_report = time.monotonic() + REPORT_S
         info = super().next_rendezvous()
         self._met = set(self._holder.state.participants)
+        self._refuse_equal_numbers()
         return info
+
+    def _refuse_equal_numbers(self) -> None:
+        by_number: dict[int, list[NodeFacts]] = {}
+        for facts in self._table.of(list(self._met)).values():
+            if facts.rank is not None:
+                by_number.setdefault(facts.rank, []).append(facts)
+        for number, nodes in by_number.items():
+            if len(nodes) > 1:
+                raise LaunchFailed(
+                    f"two nodes have the number {number}.",
+                    where=", ".join(sorted(f"{node.host} ({node.address})" for node in nodes)),
+                    fix="give each node its own --node-rank, from 0 to the number of nodes minus 1.",
+                )
 
     def exchange(self, node: int, nodes: int) -> NodeExchange:
         """The exchange between the launchers of this round."""
@@ -185,6 +288,18 @@ class NodeRendezvous(DynamicRendezvousHandler):
         """The number of rounds before this one."""
         return int(self._holder.state.round)
 
+    def wrong_clocks(self) -> list[str]:
+        """A sentence for each node whose clock differs from this one's by more than a minute."""
+        with self._heartbeat_lock:
+            offsets = dict(self._holder.clock_offsets_s)
+        facts = self._table.of(list(offsets))
+        return [
+            f"the clock of {facts.get(node, node.addr)} is {abs(offset):.0f} s "
+            f"{'ahead of' if offset > 0 else 'behind'} the clock of this node: run chrony or ntpd on both"
+            for node, offset in offsets.items()
+            if abs(offset) > _CLOCK_OFFSET_S and node in self._met
+        ]
+
     def node_waits(self) -> bool:
         """Whether a node waits to join, by the newest state."""
         with self._heartbeat_lock:
@@ -192,38 +307,58 @@ class NodeRendezvous(DynamicRendezvousHandler):
             return bool(self._holder.state.wait_list)
 
     def lost(self) -> list[str]:
-        """Addresses of the nodes of this round that are dead."""
-        return sorted(node.addr for node in self._met & self._holder.dead)
+        """The nodes of this round that are dead."""
+        dead = order(list(self._met & self._holder.dead), {})
+        facts = self._table.of(dead)
+        return [str(facts.get(node, node.addr)) for node in dead]
 
     def is_excluded(self) -> bool:
         """Whether the others continued without this node, because it did not respond."""
         return self._this_node not in self._holder.state.participants
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        return serve_store(interface_of(master_addr), master_addr, master_port)
+        interface = interface_of(master_addr)
+        if self._options.ports is None:
+            return serve_store(interface, master_addr, master_port)
+        first, last = self._options.ports
+        for port in range(first, last + 1):
+            try:
+                listen(interface, port).close()
+            except OSError:
+                continue
+            return serve_store(interface, master_addr, port)
+        raise LaunchFailed(
+            f"no port of --port-range {first}-{last} is free on this host.",
+            where=f"host {self._facts.host}",
+            fix="give a larger range, or end what listens there: `ss -ltnp`.",
+        )
 
 
-def rendezvous_of_nodes(parameters: RendezvousParameters) -> RendezvousHandler:
+def rendezvous_of_nodes(
+    parameters: RendezvousParameters, options: NodeOptions | None
+) -> RendezvousHandler:
     """The rendezvous of several nodes: `NodeRendezvous` for c10d over TCP, otherwise torch's own.
 
     Raises:
         ConfigError: wrong options.
+        LaunchFailed: the endpoint cannot be reached, or this node differs from the others.
     """
     is_tcp = parameters.get("store_type", "tcp").strip().lower() == "tcp"
-    if parameters.backend != "c10d" or not is_tcp or not _available():
+    if options is None or parameters.backend != "c10d" or not is_tcp or not _available():
         return torch_registry.get_rendezvous_handler(parameters)
-    host, port = parse_rendezvous_endpoint(parameters.endpoint, C10D_PORT)
-    store = endpoint_store(
-        host,
-        port,
-        is_host=parameters.get_as_bool("is_host"),
-        timeout=timedelta(seconds=_positive(parameters, "read_timeout", READ_TIMEOUT_S)),
-    )
     timeouts = {
         name: timedelta(seconds=seconds)
         for name in ("join", "last_call", "close", "heartbeat")
         if (seconds := parameters.get_as_int(f"{name}_timeout")) is not None
     }
+    timeout = RendezvousTimeout(**timeouts)
+    store = meet_at(
+        options.endpoint,
+        lambda: route_to(options.endpoint.host),
+        timeout_s=timeout.join.total_seconds(),
+        read_timeout=timedelta(seconds=_positive(parameters, "read_timeout", READ_TIMEOUT_S)),
+        say=options.say,
+    )
     many = parameters.max_nodes > _MANY_NODES
     interval_s = _positive(
         parameters, "keep_alive_interval", _HEARTBEAT_OF_MANY_S if many else _HEARTBEAT_S
@@ -232,12 +367,17 @@ def rendezvous_of_nodes(parameters: RendezvousParameters) -> RendezvousHandler:
         parameters.run_id,
         parameters.min_nodes,
         parameters.max_nodes,
-        RendezvousTimeout(**timeouts),
+        timeout,
         keep_alive_interval=timedelta(seconds=interval_s),
         keep_alive_max_attempt=_positive(parameters, "keep_alive_max_attempt", _ATTEMPTS),
     )
     backend = C10dRendezvousBackend(store, parameters.run_id)
-    return NodeRendezvous(settings, backend, store, parameters.local_addr)
+    address = parameters.local_addr or _address(route_to(options.endpoint.host))
+    return NodeRendezvous(settings, backend, store, address, options)
+
+
+def _address(route: Route | None) -> str | None:
+    return None if route is None else route.address
 
 
 def _available() -> bool:

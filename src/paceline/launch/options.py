@@ -29,8 +29,10 @@ from torch.distributed.run import (
 from paceline.command_line import CommandParser
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
+from paceline.job.network import is_loopback
+from paceline.launch.endpoint import Endpoint
 from paceline.launch.local_ranks import count_of
-from paceline.launch.rendezvous import C10D_PORT, is_loopback
+from paceline.launch.rendezvous import C10D_PORT
 
 _GRACE_S = 5.0
 _SAVE_GRACE_S = 30.0
@@ -45,6 +47,8 @@ class LaunchOptions:
         args: From torch's parser.
         config: For torch's launcher.
         address: Where to bind the store if there is one node; None for several.
+        node_rank: The number that the user gave this node; None if there is none.
+        ports: First and last port that the launcher may listen on; None: the kernel chooses.
         uses_logs: Whether torch's log options were given.
         notes: Printed at the start, one sentence each.
     """
@@ -52,6 +56,8 @@ class LaunchOptions:
     args: Namespace
     config: LaunchConfig
     address: tuple[str, int] | None
+    node_rank: int | None
+    ports: tuple[int, int] | None
     uses_logs: bool
     notes: tuple[str, ...]
 
@@ -85,14 +91,28 @@ class LaunchOptions:
         return frozenset(int(part) for part in text.split(",")) if text else None
 
     @property
-    def on_one_host(self) -> bool:
-        """Whether all ranks are on this host."""
+    def endpoint(self) -> Endpoint | None:
+        """Where the nodes meet; None if that is no address of one host, as with etcd."""
         if self.address is not None:
-            return is_loopback(self.address[0])
-        endpoint = self.config.rdzv_endpoint
-        return self.config.rdzv_backend in ("c10d", "static") and is_loopback(
-            parse_rendezvous_endpoint(endpoint, C10D_PORT)[0]
+            host, port = self.address
+        elif self.config.rdzv_backend in ("c10d", "static"):
+            host, port = parse_rendezvous_endpoint(self.config.rdzv_endpoint, C10D_PORT)
+        else:
+            return None
+        serves = self.config.rdzv_configs.get("is_host")
+        if serves is not None:
+            is_host: bool | None = str(serves).lower() in ("1", "true", "t", "yes", "y")
+        else:
+            is_host = None if self.node_rank is None else self.node_rank == 0
+        return Endpoint(
+            host=host, port=port, is_host=is_host, one_launcher=self.args.host is not None
         )
+
+    @property
+    def script_facts(self) -> tuple[str, bool]:
+        """The script, and whether that is a file of Python."""
+        is_file = self.is_python and not (self.args.module and not self.args.run_path)
+        return self.args.training_script, is_file
 
     @property
     def waiting(self) -> str:
@@ -102,11 +122,11 @@ class LaunchOptions:
         low, high = self.config.min_nodes, self.config.max_nodes
         nodes = count_of(high, "node") if low == high else f"{low} to {high} nodes"
         endpoint = self.config.rdzv_endpoint
-        if self.config.rdzv_backend not in ("c10d", "static"):
+        where = self.endpoint
+        if where is None:
             return f"waiting for {nodes} at {endpoint}"
-        host, port = parse_rendezvous_endpoint(endpoint, C10D_PORT)
-        note = " (only this host can reach it; set another host with --rdzv-endpoint)"
-        return f"waiting for {nodes} at {host}:{port}{note if is_loopback(host) else ''}"
+        note = " (only this host can reach it; set another host with --host)"
+        return f"waiting for {nodes} at {where}{note if is_loopback(where.host) else ''}"
 
 
 def parser() -> CommandParser:
@@ -122,8 +142,8 @@ def parser() -> CommandParser:
             "script's",
             "paceline run --nproc-per-node gpu train.py": "one rank for each GPU",
             "paceline run --nproc-per-node 2 -m package.train": "a module instead of a file",
-            "paceline run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29400 train.py": "two "
-            "nodes; start it on both",
+            "paceline run --nnodes 2 --host 10.0.0.1 train.py": "two nodes, of which one has this address; "
+            "start it on both",
             "paceline run --nproc-per-node 2 --max-restarts 3 --on-hang end train.py": "start the ranks "
             "again after a failure or a hang, at most three times",
         },
@@ -149,6 +169,20 @@ def parser() -> CommandParser:
         elif argument.dest == "training_script_args":
             argument.metavar, argument.help = "ARGUMENTS", "the script's own arguments"
             argument.required = False
+    hosts = ours.add_argument_group("several hosts")
+    hosts.add_argument(
+        "--host",
+        metavar="HOST[:PORT]",
+        help="the host at which the nodes meet, the same on all of them; short for --rdzv-backend c10d "
+        f"--rdzv-endpoint HOST:PORT (default port: {C10D_PORT}, or the first of --port-range). The node with "
+        "--node-rank 0, or else the one that has the address, serves it",
+    )
+    hosts.add_argument(
+        "--port-range",
+        metavar="FIRST-LAST",
+        help="the ports that the launchers may listen on, for firewalls; Gloo and NCCL take theirs from the "
+        "kernel's net.ipv4.ip_local_port_range",
+    )
     hangs = ours.add_argument_group("hangs")
     hangs.add_argument(
         "--hang-after",
@@ -166,6 +200,8 @@ def parser() -> CommandParser:
     if "PET_MASTER_PORT" not in os.environ:
         # Older torch has a number here, which could not be distinguished from a port that the user chose.
         ours.set_defaults(master_port=None)
+    if "PET_NODE_RANK" not in os.environ:
+        ours.set_defaults(node_rank=None)  # torch's default is 0, which a user may also give
     return ours
 
 
@@ -179,6 +215,10 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     args = parser().parse_args(argv)
     notes: list[str] = []
     _check(args)
+    node_rank = args.node_rank
+    args.node_rank = node_rank or 0
+    ports = _port_range(args)
+    _apply_host(args, ports)
     address = _local_address(args, notes)
     if address is not None and args.rdzv_id == "none":
         args.rdzv_id = str(uuid.uuid4())
@@ -188,11 +228,59 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         args.log_dir or args.redirects != "0" or args.tee != "0" or args.logs_specs is not None
     )
     config = _configure(args, uses_logs)
-    if address is None and args.node_rank and args.rdzv_backend != "static":
+    if address is None and args.node_rank and args.rdzv_backend not in ("static", "c10d"):
         notes.append(f"--node-rank is not used with --rdzv-backend={args.rdzv_backend}")
+    if ports is not None and (address is not None or args.rdzv_backend != "c10d"):
+        raise ConfigError(
+            "--port-range has no effect here.",
+            why="one node needs no open port, and torch chooses the ports of static and etcd rendezvous.",
+            fix="leave it out, or give --nnodes and --host.",
+        )
     if uses_logs and not args.log_dir and config.logs_specs is not None:
         notes.append(f"logs are in {config.logs_specs.root_log_dir}")
-    return LaunchOptions(args, config, address, uses_logs, tuple(notes))
+    return LaunchOptions(args, config, address, node_rank, ports, uses_logs, tuple(notes))
+
+
+def _port_range(args: Namespace) -> tuple[int, int] | None:
+    if args.port_range is None:
+        return None
+    first, _, last = args.port_range.partition("-")
+    if first.isdigit() and last.isdigit() and 0 < int(first) < int(last) < 1 << 16:
+        return int(first), int(last)
+    raise ConfigError(
+        f"--port-range must be FIRST-LAST, and is {args.port_range!r}.",
+        why="a launcher may need two ports: for the rendezvous, and for the store of the ranks.",
+        fix="give two ports from 1 to 65535, such as --port-range=29500-29550.",
+    )
+
+
+def _apply_host(args: Namespace, ports: tuple[int, int] | None) -> None:
+    """Turn --host into torch's options."""
+    if args.host is None:
+        return
+    given = [
+        name
+        for name, is_given in (
+            ("--rdzv-endpoint", bool(args.rdzv_endpoint)),
+            ("--rdzv-backend", args.rdzv_backend not in ("static", "c10d")),
+            ("--master-port", args.master_port is not None),
+            ("--standalone", args.standalone),
+        )
+        if is_given
+    ]
+    if given:
+        raise ConfigError(
+            f"--host and {given[0]} contradict each other.",
+            fix=f"leave one of them out; a port is given as --host {args.host.partition(':')[0]}:PORT.",
+        )
+    args.rdzv_backend = "c10d"
+    host = args.host
+    if host.count(":") > 1 and not host.startswith("["):
+        host = f"[{host}]"  # an IPv6 address
+    _, colon, last = host.rpartition(":")
+    has_port = bool(colon) and last.isdigit()
+    port = ports[0] if ports is not None else C10D_PORT
+    args.rdzv_endpoint = host if has_port else f"{host}:{port}"
 
 
 def _configure(args: Namespace, uses_logs: bool) -> LaunchConfig:
@@ -285,7 +373,7 @@ def _local_address(args: Namespace, notes: list[str]) -> tuple[str, int] | None:
         if args.rdzv_endpoint or args.rdzv_backend != "static" or args.master_port is not None:
             notes.append("--standalone: the rendezvous options and --master-port are not used")
         return args.local_addr or "127.0.0.1", 0
-    if args.rdzv_backend == "static" and not 0 <= args.node_rank < max_nodes:
+    if args.rdzv_backend in ("static", "c10d") and not 0 <= args.node_rank < max_nodes:
         there = "is 1 node" if max_nodes == 1 else f"are {max_nodes} nodes"
         raise ConfigError(
             f"--node-rank is {args.node_rank}, and there {there}.",
@@ -319,14 +407,3 @@ def _parse_endpoint(endpoint: str) -> tuple[str, int]:
             f"--rdzv-endpoint is not an address: {endpoint!r}.", fix="give HOST:PORT."
         ) from error
     return host, port
-
-
-def loopback_interface() -> dict[str, str]:
-    """Pin Gloo to the loopback: on one host this avoids looking up the host's own name."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return {}
-    try:
-        socket.if_nametoindex("lo")
-    except OSError:
-        return {}
-    return {"GLOO_SOCKET_IFNAME": "lo"}

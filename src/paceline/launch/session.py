@@ -26,10 +26,11 @@ from paceline.exit_codes import ExitCode
 from paceline.launch import signals
 from paceline.launch.agent import Agent
 from paceline.launch.local_ranks import LocalRanks, Wrap, choose_threads, environment_of_ranks
-from paceline.launch.nodes import rendezvous_of_nodes
+from paceline.launch.node_facts import NodeFacts, facts_of_this_node
+from paceline.launch.nodes import NodeOptions, rendezvous_of_nodes
 from paceline.launch.options import LaunchOptions, read_options
 from paceline.launch.prescan import check_script
-from paceline.launch.rendezvous import LocalRendezvous, local_address
+from paceline.launch.rendezvous import LocalRendezvous
 
 # torch's loop sleeps this long before it calls `_monitor_workers`, which itself waits for events.
 _LOOP_S = 0.001
@@ -99,11 +100,14 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads: str) -> int:
             if options.waiting:
                 local_ranks.say(f"paceline: {options.waiting}\n")
             with received_signals.interruptible():
-                rendezvous = _rendezvous(options)
+                rendezvous = _rendezvous(options, local_ranks)
         except SignalException as error:
             return 128 + error.sigval
         except ValueError as error:
             raise ConfigError(f"the rendezvous options are not usable: {error}") from error
+        except LaunchFailed as error:
+            local_ranks.say(f"paceline: {error}\n")
+            return ExitCode.FAILED
         except (RendezvousError, DistError) as error:
             return _rendezvous_failed(local_ranks, options, error)
         spec = _spec(options, rendezvous)
@@ -136,6 +140,10 @@ def _run_agent(
             f"paceline: {error.sigval.name} was forwarded, and all local ranks have ended{at}\n"
         )
         return 128 + error.sigval
+    except LaunchFailed as error:
+        events.record(agent.get_event_failed(), config.event_log_handler)
+        local_ranks.say(f"paceline: {error}\n")
+        return ExitCode.FAILED
     except (RendezvousError, DistError) as error:
         events.record(agent.get_event_failed(), config.event_log_handler)
         return _rendezvous_failed(local_ranks, options, error)
@@ -182,14 +190,11 @@ def _rendezvous_failed(local_ranks: LocalRanks, options: LaunchOptions, error: E
     return ExitCode.FAILED
 
 
-def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
+def _rendezvous(options: LaunchOptions, local_ranks: LocalRanks) -> RendezvousHandler:
     config = options.config
     if options.address is not None:
         host, port = options.address
         return LocalRendezvous(host, port, config.run_id)
-    local = config.local_addr
-    if local is None and config.rdzv_backend == "c10d" and config.rdzv_endpoint:
-        local = local_address(config.rdzv_endpoint)
     return rendezvous_of_nodes(
         RendezvousParameters(
             backend=config.rdzv_backend,
@@ -197,9 +202,32 @@ def _rendezvous(options: LaunchOptions) -> RendezvousHandler:
             run_id=config.run_id,
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
-            local_addr=local,
+            local_addr=config.local_addr,
             **config.rdzv_configs,
+        ),
+        _node_options(options, local_ranks),
+    )
+
+
+def _node_options(options: LaunchOptions, local_ranks: LocalRanks) -> NodeOptions | None:
+    if options.endpoint is None:
+        return None
+    script, is_file = options.script_facts
+
+    def facts(address: str) -> NodeFacts:
+        return facts_of_this_node(
+            address,
+            rank=options.node_rank,
+            nodes=options.args.nnodes,
+            script=script,
+            is_file=is_file,
         )
+
+    return NodeOptions(
+        endpoint=options.endpoint,
+        facts=facts,
+        ports=options.ports,
+        say=lambda text: local_ranks.say(f"paceline: {text}\n"),
     )
 
 
