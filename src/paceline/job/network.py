@@ -1,0 +1,139 @@
+"""Which interface of this host leads to the other hosts of a job. Uses no torch.
+
+Gloo and TensorPipe take the address that the host's own name resolves to; on Debian and Ubuntu that is
+127.0.1.1, which no other host can reach. So each node looks up the route to the host that the ranks meet at,
+and pins the backends to its interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.machine import read_text
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+_ANY_PORT = 9  # a UDP socket that is connected sends nothing
+# TEST-NET-1 (RFC 5737): no host has it, so the route to it is the default route.
+_ELSEWHERE = "192.0.2.1"
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way from this host to the one that the ranks meet at.
+
+    Attributes:
+        interface: its name, such as `eth0`.
+        address: the address of this host on it.
+        why: why this one, as the end of a sentence that begins with the interface.
+    """
+
+    interface: str
+    address: str
+    why: str
+
+
+def addresses_of(host: str) -> list[str]:
+    """The addresses that a name resolves to here, without doubles; empty if it does not resolve."""
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
+    return []
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is `localhost` or a loopback address. Other names that resolve to one do not count."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def interfaces() -> dict[str, list[str]]:
+    """The addresses of this host by interface: those that are up, and have an address of IP."""
+    import psutil
+
+    up = psutil.net_if_stats()
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = {
+        name: [a.address.partition("%")[0] for a in addresses if a.family in families]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up and up[name].isup
+    }
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def owns(host: str) -> bool:
+    """Whether `host` is this host: a name or address that resolves to an address of an interface here.
+
+    A name that resolves to a loopback address is this host: /etc/hosts of Debian and Ubuntu maps a host's
+    own name to 127.0.1.1.
+    """
+    own = {address for found in interfaces().values() for address in found}
+    return any(address in own or is_loopback(address) for address in addresses_of(host))
+
+
+def source_address(address: str, port: int = _ANY_PORT) -> str | None:
+    """The address that this host uses to reach `address`; None without a route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0]).partition("%")[0]
+
+
+def route_to(host: str) -> Route | None:
+    """The interface for a job whose ranks meet at `host`; None if no interface leads there.
+
+    If `host` is the loopback, so is the interface. If the name of `host` resolves to a loopback address only,
+    it is this host, and nothing says which network the others are on: the default route is taken.
+    """
+    by_address = {address: name for name, found in interfaces().items() for address in found}
+    addresses = addresses_of(host)
+    outside = [address for address in addresses if not is_loopback(address)]
+    for address in outside or addresses[:1]:
+        if address in by_address and (outside or is_loopback(host)):
+            return Route(by_address[address], address, f"has the address of {host}")
+        source = source_address(address) if outside else None
+        if source in by_address:
+            return Route(by_address[source], source, f"leads to {host}")
+    if outside or not addresses:
+        return None
+    source = source_address(_ELSEWHERE)
+    if source in by_address:
+        why = f"has the default route; {host} resolves to {addresses[0]}, which says nothing"
+        return Route(by_address[source], source, why)
+    for address, name in by_address.items():
+        if not ipaddress.ip_address(address).is_loopback:
+            why = f"is up; {host} resolves to {addresses[0]}, and there is no default route"
+            return Route(name, address, why)
+    return None
+
+
+def interface_variables(route: Route, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that pin Gloo, NCCL and TensorPipe to the interface; those that are set stay as they are.
+
+    On the loopback only that of Gloo: the others do not resolve this host's name there.
+    """
+    names = VARIABLES[:1] if is_loopback(route.address) else VARIABLES
+    return {name: route.interface for name in names if name not in environ}
+
+
+def ports_outside(ports: tuple[int, int]) -> list[str]:
+    """A note if the kernel gives Gloo and NCCL ports that are outside of these, from first to last."""
+    text = read_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
+    if len(text) != 2 or (ports[0] <= int(text[0]) and int(text[1]) <= ports[1]):
+        return []
+    return [
+        f"Gloo and NCCL listen on ports that the kernel chooses, {text[0]}-{text[1]}: open these too, or on "
+        f"all nodes run `sysctl net.ipv4.ip_local_port_range='{ports[0]} {ports[1]}'`"
+    ]

@@ -1,0 +1,227 @@
+"""The store at which the launchers of several nodes meet: who serves it, and the wait until it is there.
+
+The store is served by the node with `is_host` or node rank 0, or else by the node that owns the address of
+the endpoint; host names are not compared. The other nodes wait for it. If they cannot connect, for example
+because the name does not resolve or a firewall drops packets, they print why, and a fix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from paceline.errors import ConfigError, LaunchFailed
+from paceline.job.network import Route, addresses_of, is_loopback, owns
+from paceline.launch.rendezvous import ANY_INTERFACE, listen, store_on
+from paceline.machine import owner_of_port
+
+FIRST_REPORT_S = 5.0
+REPORT_S = 10.0
+_CONNECT_S = 3.0
+_POLL_S = 0.2
+# Larger than any packet (at most 64 KiB), so that both directions need packets of full size.
+_PROBE_BYTES = 1 << 17
+_PROBE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where the nodes meet.
+
+    Attributes:
+        host: name or address.
+        is_host: whether this node has to serve the store; None: if it owns the address.
+        one_launcher: whether each host has one launcher only. Then a port that is taken is an error;
+            otherwise the launcher that took it serves the store for this one too.
+    """
+
+    host: str
+    port: int
+    is_host: bool | None
+    one_launcher: bool
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def meet_at(
+    endpoint: Endpoint,
+    route: Callable[[], Route | None],
+    *,
+    timeout_s: float,
+    read_timeout: timedelta,
+    say: Callable[[str], None],
+) -> TCPStore:
+    """Serve the store of the nodes, or connect to it as soon as it is there.
+
+    Args:
+        route: from this node to the endpoint; for messages.
+        timeout_s: how long to wait for the node that serves the store.
+        read_timeout: of the store.
+        say: prints a line for the user.
+
+    Raises:
+        ConfigError: this node has to serve the store and cannot.
+        LaunchFailed: the store was not there in time, or only small packets reach it.
+
+    Collective: the launcher of each node.
+    """
+    listener = _claim(endpoint)
+    if listener is not None:
+        return store_on(endpoint.host, listener, read_timeout)
+    _wait_served(endpoint, time.monotonic() + timeout_s, say)
+    store = TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=read_timeout)
+    _check_large_packets(endpoint, route)
+    return store
+
+
+def _claim(endpoint: Endpoint) -> socket.socket | None:
+    host, port = endpoint.host, endpoint.port
+    if is_loopback(host) and endpoint.is_host is None:
+        # All launchers are on this host: the first of them serves.
+        with contextlib.suppress(OSError):
+            return listen(host, port)
+        return None
+    if not (owns(host) if endpoint.is_host is None else endpoint.is_host):
+        return None
+    try:
+        return listen(interface_of(host), port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and not endpoint.one_launcher and not endpoint.is_host:
+            return None
+        reason = error
+    # A host behind a virtual address cannot bind it.
+    if reason.errno == errno.EADDRNOTAVAIL:
+        try:
+            return listen(ANY_INTERFACE, port)
+        except OSError as error:
+            reason = error
+    taken = (
+        f"the port is taken by {owner_of_port(port)}." if reason.errno == errno.EADDRINUSE else ""
+    )
+    raise ConfigError(
+        f"this host has to serve the rendezvous, and cannot listen on {endpoint}: {reason.strerror}.",
+        where=f"host {socket.gethostname()}",
+        why=taken,
+        fix="choose another port for this job, the same on all nodes; or end the process that has it.",
+    ) from reason
+
+
+def interface_of(host: str) -> str:
+    """The address to listen on, so that other hosts can connect to `host`; empty for all interfaces."""
+    addresses = addresses_of(host)
+    # Many hosts map their own name to 127.0.1.1, which no other host can reach.
+    if not addresses or (is_loopback(addresses[0]) and not is_loopback(host)):
+        return ANY_INTERFACE
+    return str(ipaddress.ip_address(addresses[0]))
+
+
+def _wait_served(endpoint: Endpoint, deadline: float, say: Callable[[str], None]) -> None:
+    """Wait until a process listens at the endpoint.
+
+    Raises:
+        LaunchFailed: none did in time.
+    """
+    next_report = time.monotonic() + FIRST_REPORT_S
+    while True:
+        began = time.monotonic()
+        error = _connect(endpoint)
+        if error is None:
+            return
+        now = time.monotonic()
+        if now >= deadline:
+            what, fix = explain_connection(endpoint, error)
+            raise LaunchFailed(
+                f"the nodes could not meet: {what}.",
+                where=f"host {socket.gethostname()}, rendezvous at {endpoint}",
+                fix=fix,
+            ) from error
+        if now >= next_report:
+            what, fix = explain_connection(endpoint, error)
+            say(f"still waiting for the rendezvous at {endpoint}: {what}\n  fix:   {fix}")
+            next_report = now + REPORT_S
+        time.sleep(max(0.0, began + _POLL_S - time.monotonic()))
+
+
+def _connect(endpoint: Endpoint) -> OSError | None:
+    try:
+        with socket.create_connection((endpoint.host, endpoint.port), _CONNECT_S):
+            return None
+    except OSError as error:
+        return error
+    except UnicodeError:  # of a name that is too long, or has an empty part
+        return socket.gaierror(socket.EAI_NONAME, "not a host name")
+
+
+def explain_connection(endpoint: Endpoint, error: OSError) -> tuple[str, str]:
+    """Why a node cannot connect to the endpoint, and what to do."""
+    host, port = endpoint.host, endpoint.port
+    here = socket.gethostname()
+    if isinstance(error, socket.gaierror):
+        return (
+            f"the name {host} does not resolve on {here} ({error.strerror})",
+            "check the name, add it to /etc/hosts or DNS, or use the address of that host.",
+        )
+    addresses = addresses_of(host)
+    if not is_loopback(host) and addresses and is_loopback(addresses[0]):
+        return (
+            f"the name {host} resolves to {addresses[0]} on {here}, which is {here} itself",
+            f"correct /etc/hosts on {here}, or use the address of {host}.",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return (
+            f"{host} answers, and no launcher listens on port {port}",
+            "start the same command there. If it runs there already, a firewall rejects the port: "
+            f"open TCP port {port}.",
+        )
+    if isinstance(error, TimeoutError):
+        return (
+            f"{host} does not answer on port {port}",
+            f"if the host is up and the address is right, a firewall drops the packets: open TCP port {port} "
+            "there.",
+        )
+    return (
+        f"{error.strerror or error}",
+        f"check that {here} has a route to {host} (`ip route get {(addresses or [host])[0]}`).",
+    )
+
+
+def _check_large_packets(endpoint: Endpoint, route: Callable[[], Route | None]) -> None:
+    """Exchange more than fits in one packet, because a too large MTU loses large packets silently.
+
+    Raises:
+        LaunchFailed: they did not arrive within 5 s.
+    """
+    key = f"paceline/probe/{socket.gethostname()}/{time.time_ns()}"
+    try:
+        store = TCPStore(
+            endpoint.host, endpoint.port, is_master=False, timeout=timedelta(seconds=_PROBE_S)
+        )
+        store.set(key, "x" * _PROBE_BYTES)
+        store.get(key)
+        store.delete_key(key)
+    except RuntimeError as error:
+        used = route()
+        interface = used.interface if used is not None else "eth0"
+        raise LaunchFailed(
+            f"small packets reach {endpoint}, and large ones are lost.",
+            where=f"host {socket.gethostname()}, interface {interface}, MTU {_mtu(interface)}",
+            why="usually the MTU of an interface is larger than the network between the hosts allows.",
+            fix=f"lower it on both hosts: `ip link set {interface} mtu 1400`; then find the largest that "
+            "passes.",
+        ) from error
+
+
+def _mtu(interface: str) -> int | str:
+    import psutil
+
+    found = psutil.net_if_stats().get(interface)
+    return found.mtu if found is not None else "unknown"
