@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,6 +148,28 @@ def _oom_kills(path: Path) -> int | None:
         if line.startswith("oom_kill "):
             return int(line.split()[1])
     return None
+
+
+def network_interfaces() -> dict[str, list[str]]:
+    """The IP addresses of this host by interface; only interfaces that are up and have one."""
+    import psutil
+
+    states = psutil.net_if_stats()
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = {
+        name: [a.address.partition("%")[0] for a in addresses if a.family in families]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in states and states[name].isup
+    }
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def mtu_of(interface: str) -> int | None:
+    """The MTU of an interface of this host, in bytes; None if there is no such interface."""
+    import psutil
+
+    state = psutil.net_if_stats().get(interface)
+    return None if state is None else int(state.mtu)
 
 
 def owner_of_port(port: int) -> str | None:

@@ -35,6 +35,7 @@ from paceline.job.devices import choose_backend, choose_device
 from paceline.job.failures import Peers
 from paceline.job.malloc import keep_freed_memory
 from paceline.job.mesh import DataAxis, Mesh
+from paceline.job.network import interface_variables, route_to
 from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import INIT, key
 from paceline.machine import usable_cores
@@ -364,6 +365,9 @@ def _connect(job: Job, info: environment.RankInfo, backend: str) -> None:
     if job.one_host:
         # Otherwise Gloo resolves the host name, which may take half a second or give another host.
         job.set_variable("GLOO_SOCKET_IFNAME", "lo")
+    elif info.master is not None and (route := route_to(info.master.rpartition(":")[0])):
+        for name, interface in interface_variables(route, os.environ).items():
+            job.set_variable(name, interface)
     job.store = rendezvous.meet(info, timeout_s=job.timeout_s)
     # Before the checks: if they fail, rank 0 keeps the store until all ranks have read the values.
     job.peers = Peers(dist.PrefixStore("peers", job.store), job.rank, job.world_size)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.machine import read_text
+from paceline.machine import network_interfaces, read_text
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -56,27 +56,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def interfaces() -> dict[str, list[str]]:
-    """The addresses of this host by interface: those that are up, and have an address of IP."""
-    import psutil
-
-    up = psutil.net_if_stats()
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = {
-        name: [a.address.partition("%")[0] for a in addresses if a.family in families]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in up and up[name].isup
-    }
-    return {name: addresses for name, addresses in found.items() if addresses}
-
-
 def owns(host: str) -> bool:
     """Whether `host` is this host: a name or address that resolves to an address of an interface here.
 
     A name that resolves to a loopback address is this host: /etc/hosts of Debian and Ubuntu maps a host's
     own name to 127.0.1.1.
     """
-    own = {address for found in interfaces().values() for address in found}
+    own = {address for found in network_interfaces().values() for address in found}
     return any(address in own or is_loopback(address) for address in addresses_of(host))
 
 
@@ -97,7 +83,9 @@ def route_to(host: str) -> Route | None:
     If `host` is the loopback, so is the interface. If the name of `host` resolves to a loopback address only,
     it is this host, and nothing says which network the others are on: the default route is taken.
     """
-    by_address = {address: name for name, found in interfaces().items() for address in found}
+    by_address = {
+        address: name for name, found in network_interfaces().items() for address in found
+    }
     addresses = addresses_of(host)
     outside = [address for address in addresses if not is_loopback(address)]
     for address in outside or addresses[:1]:

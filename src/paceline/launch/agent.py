@@ -29,6 +29,7 @@ from paceline.job.network import (
     VARIABLES,
     Route,
     interface_variables,
+    is_loopback,
     ports_outside,
     route_to,
 )
@@ -133,12 +134,13 @@ class Agent(LocalElasticAgent):
         """What the user should know about the network between the nodes."""
         if nodes == 1:
             return
-        if (route := self._route) is not None:
+        route = self._route
+        if route is not None and not is_loopback(route.address):
             kept = [name for name in VARIABLES if name in os.environ]
             but = f", except where {', '.join(kept)} is set" if kept else ""
-            why = f"which {route.why}"
-            yield f"Gloo, NCCL and TensorPipe use {route.interface} ({route.address}), {why}{but}"
-        elif self._options.endpoint is not None:
+            interface = f"{route.interface} ({route.address})"
+            yield f"Gloo, NCCL and TensorPipe use {interface}, which {route.why}{but}"
+        elif route is None and self._options.endpoint is not None:
             host = self._options.endpoint.host
             yield f"no interface of this host leads to {host}: Gloo and NCCL choose theirs"
         if self._options.ports is not None:

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from paceline.errors import ConfigError, LaunchFailed
 from paceline.job.network import Route, addresses_of, is_loopback, owns
 from paceline.launch.rendezvous import ANY_INTERFACE, listen, store_on
-from paceline.machine import owner_of_port
+from paceline.machine import mtu_of, owner_of_port
 
 FIRST_REPORT_S = 5.0
 REPORT_S = 10.0
@@ -213,15 +213,8 @@ def _check_large_packets(endpoint: Endpoint, route: Callable[[], Route | None]) 
         interface = used.interface if used is not None else "eth0"
         raise LaunchFailed(
             f"small packets reach {endpoint}, and large ones are lost.",
-            where=f"host {socket.gethostname()}, interface {interface}, MTU {_mtu(interface)}",
+            where=f"host {socket.gethostname()}, interface {interface}, MTU {mtu_of(interface)}",
             why="usually the MTU of an interface is larger than the network between the hosts allows.",
             fix=f"lower it on both hosts: `ip link set {interface} mtu 1400`; then find the largest that "
             "passes.",
         ) from error
-
-
-def _mtu(interface: str) -> int | str:
-    import psutil
-
-    found = psutil.net_if_stats().get(interface)
-    return found.mtu if found is not None else "unknown"
