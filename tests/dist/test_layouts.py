@@ -109,7 +109,11 @@ def _losses(job: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", FAST + SLOW)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) for n in FAST if n != "fsdp on 2"]
+    + ["fsdp on 2", *SLOW],
+)
 def test_fifty_steps_have_the_losses_of_one_process(name: str) -> None:
     want = run_ranks(_losses, nproc=1)[0]
     assert want[-1] < 0.5 * want[0]

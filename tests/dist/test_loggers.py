@@ -139,7 +139,7 @@ def _read_mlflow(folder: Path) -> list[dict[str, float]]:
     return [steps[step] for step in sorted(steps)]
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_values_can_be_read_back_from_every_logger(
     tmp_path: Path, nproc: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

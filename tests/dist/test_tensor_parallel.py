@@ -64,11 +64,11 @@ def _assert_close(got: Result, want: Result) -> None:
         torch.testing.assert_close(got[2][name], value, rtol=1e-6, atol=1e-8)
 
 
-LAYOUTS: list[tuple[int, Mesh]] = [
+LAYOUTS = [
     (2, Mesh(tp=2)),
     (4, Mesh(tp=2, dp_shard=2)),
-    (4, Mesh(tp=2, dp_replicate=2)),
-    (4, Mesh(tp=4)),
+    pytest.param(4, Mesh(tp=2, dp_replicate=2), marks=pytest.mark.slow),
+    pytest.param(4, Mesh(tp=4), marks=pytest.mark.slow),
 ]
 OPTIONS: list[dict[str, Any]] = [
     {},

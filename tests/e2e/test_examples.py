@@ -134,6 +134,7 @@ def test_a_starter_script_trains_and_resumes(tmp_path: Path, options: list[str])
     assert (tmp_path / "runs/go/model.pth").exists()
 
 
+@pytest.mark.slow
 def test_finetuning_gives_the_same_loss_on_any_ranks_and_with_fsdp(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     losses, scores = [], []

@@ -59,7 +59,7 @@ def _loss(done: Finished) -> float:
 @pytest.mark.parametrize(
     ("nproc", "layout", "at"),
     [
-        (2, SHARDED, 80),
+        pytest.param(2, SHARDED, 80, marks=slow),
         pytest.param(2, SPLIT, 160, marks=slow),
         pytest.param(2, "", 80, marks=slow),
         pytest.param(4, BOTH, 80, marks=slow),

@@ -142,7 +142,7 @@ def test_a_number_of_steps_that_depends_on_the_processes_is_refused(tmp_path: Pa
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [
-        ("1,2", "--pp=2"),
+        pytest.param("1,2", "--pp=2", marks=pytest.mark.slow),
         pytest.param("1,2", "--dp-shard=2", marks=pytest.mark.slow),
         pytest.param("1,4", "--tp=2 --dp-shard=2", marks=pytest.mark.slow),
         pytest.param("1,4", "--pp=2", marks=pytest.mark.slow),

@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from paceline import torch_private
 from paceline.errors import ConfigError, LaunchFailed
 from paceline.job.network import Route, route_to
-from paceline.launch.endpoint import REPORT_S, Endpoint, interface_of, meet_at
+from paceline.launch.endpoint import FIRST_REPORT_S, REPORT_S, Endpoint, interface_of, meet_at
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.node_facts import NodeFacts, NodeTable, describe, difference, order
 from paceline.launch.rendezvous import READ_TIMEOUT_S, listen, serve_store
@@ -210,7 +210,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         self._options = options
         self._met: set[Any] = set()
         self._table = NodeTable(PrefixStore(f"paceline/{settings.run_id}/nodes", store))
-        self._next_report = time.monotonic() + REPORT_S
+        self._next_report = time.monotonic() + FIRST_REPORT_S
         self._facts = options.facts(node.addr)
         self._refuse_difference(self._table.publish(node, self._facts))
 
@@ -259,7 +259,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         """See torch. Collective: one agent of each node."""
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
-        self._next_report = time.monotonic() + REPORT_S
+        self._next_report = time.monotonic() + FIRST_REPORT_S
         info = super().next_rendezvous()
         self._met = set(self._holder.state.participants)
         self._refuse_equal_numbers()

@@ -287,6 +287,8 @@ def _configure(args: Namespace, uses_logs: bool) -> LaunchConfig:
     given = dict(vars(args))
     if not uses_logs:
         given["log_dir"] = os.devnull  # otherwise torch leaves a temporary directory behind
+    if args.rdzv_backend != "static":
+        given["node_rank"] = 0  # torch warns that c10d does not use it; `NodeRendezvous` does
     before = os.environ.get("OMP_NUM_THREADS")
     try:
         # If it is not set, torch sets it to 1 and prints a warning of five lines.

@@ -1,0 +1,249 @@
+"""`paceline run` on several hosts: network namespaces with their own addresses, names and /etc/hosts."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from hosts import hosts, needs_firewall, needs_hosts
+from launching import finish
+
+pytestmark = needs_hosts
+
+MEET = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, round = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if rank == 3 and "--fail" in sys.argv and round == 0:
+    raise ValueError("once")
+total = torch.ones(3) * rank
+dist.all_reduce(total)
+names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+print("met", rank, os.uname().nodename, total[0].item(), *[os.environ.get(n) for n in names], flush=True)
+dist.destroy_process_group()
+"""
+
+
+def _met(out: str) -> list[str]:
+    return sorted(line.partition("met ")[2] for line in out.splitlines() if "met " in line)
+
+
+def test_two_hosts_with_debian_names_meet_restart_and_end(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEET)
+    with hosts(2) as made:
+        words = [
+            "--nnodes=2",
+            "--nproc-per-node=2",
+            "--max-restarts=1",
+            f"--host={made.address(1)}",
+        ]
+        # The node with number 0 has the higher address: numbers of the user count more than addresses.
+        ends = made.run(
+            [*words, "train.py", "--fail"],
+            tmp_path,
+            by_host={0: ["--node-rank=1"], 1: ["--node-rank=0"]},
+        )
+        assert [end.code for end in ends] == [0, 0], ends
+        pinned = "6.0 eth0 eth0 eth0"
+        assert _met(ends[1].out) == [f"{rank} node1 {pinned}" for rank in (0, 1)]
+        assert _met(ends[0].out) == [f"{rank} node0 {pinned}" for rank in (2, 3)]
+        assert "use eth0 (10.77.0.2), which has the address of 10.77.0.2" in ends[1].err
+        assert "use eth0 (10.77.0.1), which leads to 10.77.0.2" in ends[0].err
+        for end in ends:
+            line = r"rank 3 failed: ValueError: once at \S*train.py:6 .*\(host node0, .*; restart 1 of 1 begins"
+            assert re.search(line, end.err), end.err
+
+
+@pytest.mark.slow
+def test_what_keeps_a_node_from_the_others_is_a_sentence(tmp_path: Path) -> None:
+    """Each of these nodes waits for a rendezvous that it cannot reach; all at once, to save time."""
+    (tmp_path / "train.py").write_text(MEET)
+    # A namespace has no other program, so no port of it is open.
+    names = {1: "127.0.0.1 node0"}
+    cases = {
+        0: (["--host=nowhere"], "the name nowhere does not resolve on node0"),
+        1: (
+            ["--host=node0", "--node-rank=1"],
+            "the name node0 resolves to 127.0.0.1 on node1, which is node1 itself",
+        ),
+        2: (["--host=10.77.0.1"], "10.77.0.1 answers, and no launcher listens on port 29400"),
+        3: (["--host=192.168.7.7"], "Network is unreachable"),
+    }
+    with hosts(4, names) as made:
+        nodes = [
+            made.start(n, ["run", "--nnodes=2", *words, "train.py"], tmp_path)
+            for n, (words, _) in cases.items()
+        ]
+        for node, (_, sentence) in zip(nodes, cases.values(), strict=True):
+            assert node.stderr is not None
+            lines = [node.stderr.readline()]  # waiting for 2 nodes
+            began = time.monotonic()
+            lines += [node.stderr.readline() for _ in range(2)]
+            assert time.monotonic() - began < 15
+            assert "still waiting for the rendezvous at" in lines[1], lines
+            assert sentence in lines[1], lines
+            assert lines[2].startswith("  fix:   "), lines
+        for node in nodes:
+            node.terminate()
+            assert finish(node).code == 143
+
+
+@pytest.mark.slow
+@needs_firewall
+def test_a_firewall_that_drops_packets_is_named_and_an_open_range_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEET)
+    table = "add table inet test; add chain inet test in { type filter hook input priority 0; policy drop; };"
+    accept = [f"add rule inet test in {what} accept" for what in ("iif lo", "ct state established")]
+    ports = "add rule inet test in tcp dport 29500-29550 accept"
+    with hosts(2) as made:
+        for node in range(2):
+            made.call(node, "nft", ";".join([table, *accept]))
+            made.call(node, "sysctl", "-qw", "net.ipv4.ip_local_port_range=29500 29550")
+        words = ["--nnodes=2", f"--host={made.address(0)}", "--port-range=29500-29550", "train.py"]
+        nodes = [made.start(n, ["run", *words], tmp_path) for n in range(2)]
+        assert nodes[1].stderr is not None
+        lines = [nodes[1].stderr.readline() for _ in range(2)]
+        assert "10.77.0.1 does not answer on port 29500" in lines[1], lines
+        for node in range(2):
+            made.call(node, "nft", ports)
+        ends = [finish(node) for node in nodes]
+        assert [end.code for end in ends] == [0, 0], ends
+        assert [len(_met(end.out)) for end in ends] == [1, 1]
+        assert re.search(r"store 10\.77\.0\.1:295[0-5]\d", ends[0].err)
+        assert "ip_local_port_range" not in ends[0].err  # the range of the kernel fits
+
+
+@pytest.mark.slow
+def test_packets_that_are_too_large_for_the_network_are_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEET)
+    with hosts(2) as made:
+        for node in range(2):
+            # Without segmentation in the (virtual) card, a packet of 9000 bytes reaches the switch as it is.
+            made.ip(node, "link", "set", "eth0", "mtu", "9000", "gso_max_segs", "1")
+        words = ["run", "--nnodes=2", f"--host={made.address(0)}", "train.py"]
+        host, client = [made.start(n, words, tmp_path) for n in range(2)]
+        end = finish(client, 20)
+        assert end.code == 1, end
+        assert "small packets reach 10.77.0.1:29400, and large ones are lost" in end.err
+        assert "interface eth0, MTU 9000" in end.err
+        host.terminate()
+        finish(host)
+
+
+def test_nodes_that_differ_or_are_missing_are_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(MEET + f"# {name}\n")
+    with hosts(3) as made:
+        words = ["run", "--nnodes=4", f"--host={made.address(0)}", "train.py"]
+        first = made.start(0, [*words[:1], "--node-rank=0", *words[1:]], tmp_path / "a")
+        second = made.start(1, [*words[:1], "--node-rank=3", *words[1:]], tmp_path / "a")
+        assert first.stderr is not None
+        lines = [first.stderr.readline() for _ in range(2)]
+        other = finish(made.start(2, words, tmp_path / "b"))
+        assert other.code == 1
+        assert "train.py on node2 (10.77.0.3) is not the train.py of node0 (10.77.0.1)" in other.err
+        # A second launcher of the same host, as of another job, cannot take part by mistake.
+        taken = finish(made.start(0, words, tmp_path / "a"))
+        assert taken.code == 2
+        assert "cannot listen on 10.77.0.1:29400: Address already in use" in taken.err
+        assert re.search(r"why: +the port is taken by pid \d+ \(.*paceline run", taken.err)
+        lines.append(first.stderr.readline())
+        here = "2 of 4 nodes are here (node 0: node0 10.77.0.1, node 3: node1 10.77.0.2)"
+        assert any(f"{here}; missing: nodes 1, 2" in line for line in lines), lines
+        assert "A node was refused: train.py on node2" in lines[-1], lines
+        for node in (first, second):
+            node.terminate()
+            finish(node)
+
+
+GOES_ON = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+print("round", world, time.monotonic(), flush=True)
+while True:
+    word = torch.zeros(1)
+    if os.path.exists("end"):
+        word += 1
+    dist.all_reduce(word)
+    open(f"step{os.uname().nodename}", "w").write(f"{world} {time.monotonic()}")
+    time.sleep(0.01)
+    if word > 0:
+        break
+print("ended", world, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def _wait_world(path: Path, world: int, since: float = 0.0, deadline_s: float = 40.0) -> float:
+    """Wait until a host has made a step with so many ranks after `since`; returns when."""
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        words = path.read_text().split() if path.exists() else []
+        if len(words) == 2 and int(words[0]) == world and float(words[1]) > since:
+            return float(words[1])
+        time.sleep(0.02)
+    raise AssertionError(f"no step with {world} ranks in {deadline_s} s")
+
+
+@pytest.mark.slow
+def test_a_cut_cable_costs_nothing_if_it_is_short_and_a_restart_if_not(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GOES_ON)
+    step = tmp_path / "stepnode0"
+    with hosts(2) as made:
+        words = ["run", "--nnodes=1:2", "--max-restarts=5", f"--host={made.address(0)}"]
+        words += ["--rdzv-conf=last_call_timeout=20", "train.py"]
+        first, second = [made.start(n, words, tmp_path) for n in range(2)]
+        _wait_world(step, 2)
+        made.cut(1)
+        time.sleep(1)  # the cable is cut for so long
+        made.heal(1)
+        _wait_world(step, 2, since=time.monotonic())
+        made.cut(1)
+        cut_at = time.monotonic()
+        lost_s = _wait_world(step, 1, since=cut_at) - cut_at
+        print(f"lost node to going on: {lost_s:.1f} s")
+        assert lost_s < 6
+        made.heal(1)
+        _wait_world(step, 2, since=time.monotonic())
+        (tmp_path / "end").touch()
+        ends = [finish(first), finish(second)]
+        assert [end.code for end in ends] == [0, 0], ends
+        # One round before the long cut, which the short one did not end; then alone; then both again.
+        assert re.findall(r"round (\d)", ends[0].out) == ["2", "1", "2"], ends
+        assert "lost node1 10.77.0.2: no sign of life; restart 1 of 5 begins" in ends[0].err
+        assert "ended 2" in ends[1].out
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_comes_back_and_a_late_one_joins(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GOES_ON)
+    step = tmp_path / "stepnode0"
+    with hosts(3) as made:
+        words = ["run", "--nnodes=2:3", "--max-restarts=9", f"--host={made.address(0)}", "train.py"]
+        nodes = [made.start(n, words, tmp_path) for n in range(2)]
+        _wait_world(step, 2, deadline_s=60)  # torch's last call for more nodes takes 30 s
+        nodes.append(made.start(2, words, tmp_path))
+        _wait_world(step, 3)
+        nodes[1].kill()
+        nodes[1].communicate()
+        _wait_world(step, 2, since=time.monotonic())
+        nodes[1] = made.start(1, words, tmp_path)
+        _wait_world(step, 3, since=time.monotonic())
+        (tmp_path / "end").touch()
+        ends = [finish(node) for node in nodes]
+        assert [end.code for end in ends] == [0, 0, 0], ends
+
+
+@pytest.mark.slow
+def test_eight_hosts_meet(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEET)
+    with hosts(8) as made:
+        ends = made.run(["--nnodes=8", f"--host={made.address(0)}", "train.py"], tmp_path)
+        assert [end.code for end in ends] == [0] * 8, ends
+        assert [_met(end.out)[0].split()[:3] for end in ends] == [
+            [str(n), f"node{n}", "28.0"] for n in range(8)
+        ]
