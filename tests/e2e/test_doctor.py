@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Finished, finish, spawn, start
+from hosts import hosts, needs_hosts
+from launching import Finished, finish, start
 
 LAUNCHED = ["run", "--nproc-per-node", "2", "-m", "paceline", "doctor", "--json"]
-HOSTS = {"a": "10.77.61.1", "b": "10.77.61.2"}
 
 
 def _told(done: Finished) -> dict[str, Any]:
@@ -56,53 +52,16 @@ def test_under_the_launcher_there_is_one_report(tmp_path: Path) -> None:
     assert _levels(told)["all-reduce"] == {"ok"}
 
 
-@pytest.fixture
-def two_hosts() -> Iterator[None]:
-    """Two network namespaces with a cable between them."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and `ip`, for hosts of its own")
-    spaces = {name: f"paceline-{os.getpid()}-{name}" for name in HOSTS}
-    made = subprocess.run(["ip", "netns", "add", spaces["a"]], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
-    try:
-        _ip("netns", "add", spaces["b"])
-        cable = ["type", "veth", "peer", "name", "cable", "netns", spaces["b"]]
-        _ip("link", "add", "cable", "netns", spaces["a"], *cable)
-        for name, space in spaces.items():
-            _ip("-n", space, "addr", "add", f"{HOSTS[name]}/24", "dev", "cable")
-            for link in ("lo", "cable"):
-                _ip("-n", space, "link", "set", link, "up")
-        yield
-    finally:
-        for space in spaces.values():
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
-def _on_both(tmp_path: Path, **more: str) -> list[Finished]:
-    """What `paceline run ... -m paceline doctor` says on each of the hosts."""
-    words = ["run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-    words += ["--rdzv-endpoint", f"{HOSTS['a']}:29400", "--rdzv-id", "1"]
-    words += ["-m", "paceline", "doctor", "--json", "--folder", str(tmp_path)]
-    running = [
-        spawn(
-            ["ip", "netns", "exec", f"paceline-{os.getpid()}-{name}", sys.executable]
-            + ["-m", "paceline", *words],
-            tmp_path,
-            **more,
-        )
-        for name in HOSTS
-    ]
-    return [finish(process) for process in running]
+DOCTOR = ["-m", "paceline", "doctor", "--json"]
 
 
 @pytest.mark.slow
-def test_two_hosts_are_one_report(tmp_path: Path, two_hosts: None) -> None:
-    done = _on_both(tmp_path, GLOO_SOCKET_IFNAME="cable")
+@needs_hosts
+def test_two_hosts_are_one_report(tmp_path: Path) -> None:
+    with hosts(2) as made:
+        words = ["--nnodes=2", f"--host={made.address(0)}", *DOCTOR, "--folder", str(tmp_path)]
+        done = made.run(words, tmp_path)
+        addresses = {made.address(0), made.address(1)}
     assert [each.code for each in done] == [0, 0], done
     reports = [_told(each) for each in done if each.out]
     assert len(reports) == 1, "one rank speaks"
@@ -111,24 +70,23 @@ def test_two_hosts_are_one_report(tmp_path: Path, two_hosts: None) -> None:
     assert levels["network"] == levels["all-reduce"] == {"ok"}
     links = told["facts"]["links"]
     assert [(link["from"], link["to"]) for link in links] == [(0, 1), (1, 0)]
-    assert {link["endpoint"]["address"] for link in links} == set(HOSTS.values())
-    assert any(", over cable." in finding["what"] for finding in told["findings"])
+    assert {link["endpoint"]["address"] for link in links} == addresses
+    assert any(", over eth0." in finding["what"] for finding in told["findings"])
 
 
 @pytest.mark.slow
-def test_a_name_that_resolves_to_loopback_is_found_with_its_fix(
-    tmp_path: Path, two_hosts: None
-) -> None:
-    names = subprocess.run(
-        ["getent", "ahosts", os.uname().nodename], capture_output=True, text=True
-    )
-    if not all(line.startswith(("127.", "::1")) for line in names.stdout.splitlines()):
-        pytest.skip("this host's name resolves to an address of its own")
-    done = _on_both(tmp_path)
+@needs_hosts
+def test_a_name_that_resolves_to_loopback_is_found_under_torchrun(tmp_path: Path) -> None:
+    with hosts(2) as made:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={made.address(0)}:29400"]
+        # torchrun needs to be told who serves, too: it compares the addresses of host names.
+        told = [[f"--local-addr={made.address(n)}", f"--rdzv-conf=is_host={1 - n}"] for n in (0, 1)]
+        running = [made.spawn(n, [*torchrun, *told[n], *DOCTOR], tmp_path) for n in (0, 1)]
+        done = [finish(process) for process in running]
     assert [each.code for each in done] == [1, 1], done
-    told = next(_told(each) for each in done if each.out.startswith("[0] {"))
-    levels = _levels(told)
+    levels = _levels(report := next(_told(each) for each in done if each.out))
     assert "fail" in levels["host name"] & levels["all-reduce"]
     assert levels["network"] == {"ok"}
-    fixes = {finding["fix"] for finding in told["findings"] if finding["name"] == "host name"}
-    assert fixes == {"set GLOO_SOCKET_IFNAME=cable, or correct /etc/hosts."}
+    fixes = {finding["fix"] for finding in report["findings"] if finding["name"] == "host name"}
+    assert "set GLOO_SOCKET_IFNAME=eth0, or correct /etc/hosts." in fixes

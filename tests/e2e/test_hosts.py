@@ -52,7 +52,7 @@ def test_two_hosts_with_debian_names_meet_restart_and_end(tmp_path: Path) -> Non
         assert "use eth0 (10.77.0.2), which has the address of 10.77.0.2" in ends[1].err
         assert "use eth0 (10.77.0.1), which leads to 10.77.0.2" in ends[0].err
         for end in ends:
-            line = r"rank 3 failed: ValueError: once at \S*train.py:6 .*\(host node0, .*; restart 1 of 1 begins"
+            line = r"rank 3 failed: ValueError: once at \S*train.py:6 .*\(host node0, .*; restart 1 of 1"
             assert re.search(line, end.err), end.err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -101,7 +102,8 @@ def test_a_node_whose_ranks_have_ended_reports_the_loss_of_the_other_node(
     other.communicate()
     end = finish(host)
     assert end.code == 1, end
-    assert "paceline: lost 127.0.0.1: no sign of life; the ranks of this node had ended" in end.err
+    lost = f"paceline: lost {os.uname().nodename} 127.0.0.1: no sign of life"
+    assert f"{lost}; the ranks of this node had ended" in end.err
 
 
 LEAVES = "if rank == 1: sys.exit(0)" + WAIT

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.doctor.facts import gather
 from paceline.doctor.findings import Finding, Need, judge, render
-from paceline.doctor.links import Listener, address_towards, measure, rounds
+from paceline.doctor.links import Listener, measure, rounds
 from paceline.doctor.variables import interface_fits
 from paceline.job.environment import RankInfo
 from paceline.machine import cgroup_folders
@@ -323,10 +323,6 @@ def test_facts_of_this_host_can_travel_as_json(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_is_a_fact(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert gather(ALONE, tmp_path / "file")["folder"]["error"]
-
-
-def test_the_address_towards_another_host() -> None:
-    assert address_towards("127.0.0.1", 9) == ("127.0.0.1", "127.0.0.1")
 
 
 def test_groups_of_both_kinds_of_cgroups_are_found(tmp_path: Path) -> None:
