@@ -209,7 +209,7 @@ def test_the_launcher_says_that_it_waits_for_nodes(
     process.send_signal(signal.SIGTERM)
     done = finish(process)
     assert said.startswith(f"paceline: waiting for 2 nodes at 127.0.0.1:{free_port}")
-    assert "--rdzv-endpoint" in said  # no other host can reach this address
+    assert "--host" in said  # no other host can reach this address
     assert (done.code, done.out) == (128 + signal.SIGTERM, "")
 
 
