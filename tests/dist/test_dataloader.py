@@ -270,9 +270,16 @@ def _initialized(job: Job) -> list[str]:
     return found + [each.batch[0] for each in EvaluationBatches(job, loader)]
 
 
+def _evaluated_equally(job: Job) -> list[tuple[str, int]]:
+    loader = DataLoader(Opened(), batch_size=4, num_workers=1, worker_init_fn=_open)
+    return [(each.batch[-1], each.count) for each in EvaluationBatches(job, loader, equal=True)]
+
+
 def test_worker_init_fn_finds_the_dataset() -> None:
     expected = [f"{index} of file {index % 2}" for index in range(6)]
     assert run_ranks(_initialized, nproc=1) == [expected * 2]
+    one, two = ("3 of file 0", 4), ("5 of file 0", 2)
+    assert run_ranks(_evaluated_equally, nproc=3) == [[("3 of file 0", 0)], [one], [two]]
 
 
 def _evaluated(job: Job) -> Any:
@@ -408,7 +415,7 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Job], Any]]] = [
         lambda job: Batches(job, DataLoader(DATA, batch_size=8), global_batch=4),
     ),
     (
-        "shuffle was given together with a DataLoader",
+        "shuffle was given together with a loader",
         ConfigError,
         lambda job: Batches(job, DataLoader(DATA, batch_size=2), shuffle=True),
     ),

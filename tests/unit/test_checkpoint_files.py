@@ -417,6 +417,30 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(job: Job, folde
         _resume(job, folder)
 
 
+def test_a_folder_that_cannot_be_tidied_is_an_error_of_storage(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(self: Store, path: str) -> None:
+        if path.startswith("unfinished-"):
+            raise PermissionError(13, "Permission denied", path)
+
+    (tmp_path / "unfinished-step-3").mkdir()
+    monkeypatch.setattr(Store, "remove", forbidden)
+    with pytest.raises(SaveFailed, match=r"cannot be changed: .*unfinished-step-3"):
+        _resume(job, tmp_path)
+
+
+def test_never_resuming_after_a_restart_is_a_warning(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for restarts, warned in ((0, False), (1, True)):
+        _save(job, tmp_path, 1)
+        monkeypatch.setattr(job, "restarts", restarts)
+        with caplog.at_level("WARNING", logger="paceline"):
+            assert _resume(job, tmp_path, resume="never") is None
+        assert ("starts from step 0; what it had saved is in before-2" in caplog.text) is warned
+
+
 def test_too_little_space_is_refused_at_the_start(job: Job, tmp_path: Path) -> None:
     with pytest.raises(SaveFailed, match="B are free"):
         paceline.Checkpoints(tmp_path).resume(job, size_bytes=10**18)

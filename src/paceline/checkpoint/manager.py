@@ -49,7 +49,8 @@ class Checkpoints:
             the time.
         keep: How many of the newest checkpoints to keep, at least 1. The last one marked best is kept too.
         resume: "auto" resumes from the newest checkpoint if there is one; "must" raises if there is none;
-            "never" starts from step 0 and moves existing checkpoints into `before-N`.
+            "never" starts from step 0 and moves existing checkpoints into `before-N`, also when the
+            launcher restarts the job.
 
     Attributes:
         folder: As given.
@@ -256,7 +257,7 @@ class Checkpoints:
         check_shared(job, self._store, str(self.folder), size_bytes)
         self._cost_s = self._cost_s or size_bytes / _GUESSED_BYTES_PER_S
         self._newest = None
-        collectives.on_rank0(job, self._tidy)
+        collectives.on_rank0(job, lambda: self._tidy(job.restarts))
         damaged: list[int] = []
         while True:
             step = collectives.on_rank0(job, lambda: self._newest_except(damaged))
@@ -327,14 +328,25 @@ class Checkpoints:
         except OSError as error:
             log.logger.warning("step-%d cannot be renamed: %s", step, error)
 
-    def _tidy(self) -> None:
+    def _tidy(self, restarts: int) -> None:
         """Remove what killed saves left, finish a rollback, and move checkpoints away for resume="never"."""
-        for name in self._store.names():
-            if name.startswith("unfinished-"):
-                self._store.remove(name)
-        finish_rollback(self._store)
-        if self._resume_mode == "never":
-            set_aside(self._store, committed(self._store))
+        try:
+            for name in self._store.names():
+                if name.startswith("unfinished-"):
+                    self._store.remove(name)
+            finish_rollback(self._store)
+            steps = committed(self._store) if self._resume_mode == "never" else []
+            if steps:
+                aside = set_aside(self._store, steps)
+                if restarts:
+                    text = "resume='never': the restarted job starts from step 0; what it had saved is in %s."
+                    log.logger.warning(text, aside)
+        except OSError as error:
+            raise SaveFailed(
+                f"the folder {self.folder} cannot be changed: {error}.",
+                fix="permit rank 0 to rename and remove what is in it.",
+                path=str(self.folder),
+            ) from error
 
     def _prune(self) -> None:
         """Remove the oldest, but not the newest `keep` and the last marked best."""

@@ -149,7 +149,7 @@ def adopt(job: Job, loader: DataLoader[Any], shard: str | None = None) -> Source
 
 
 def refuse_with_loader(**given: Any) -> None:
-    """Refuse arguments that a `DataLoader` decides: `name=value`, None if not given.
+    """Refuse arguments that a loader decides: `name=value`, None if not given.
 
     Raises:
         ConfigError: for the first that was given.
@@ -157,7 +157,7 @@ def refuse_with_loader(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"{name} was given together with a DataLoader.",
+                f"{name} was given together with a loader.",
                 why="the loader decides it.",
                 fix=f"set it in the loader, or pass `loader.dataset` with `{name}`.",
                 option=name,

@@ -103,12 +103,14 @@ class EvaluationBatches:
             purpose=rng.EVALUATION,
         )
         begin, end = share(self.num_batches, axis.rank, axis.size)
+        indices = list(range(begin, end))
+        most = -(-self.num_batches // axis.size)
+        self._num_ghosts = most - len(indices) if equal else 0
+        indices += [0] * self._num_ghosts  # they repeat the first batch of the dataset
         self._tasks = [
             (job.seed, 0, index * micro_batch, min((index + 1) * micro_batch, size))
-            for index in range(begin, end)
+            for index in indices
         ]
-        most = -(-self.num_batches // axis.size)
-        self._num_ghosts = most - (end - begin) if equal else 0
 
     def __iter__(self) -> Generator[EvaluationBatch]:
         job, source, work = self._job, self._source, SampleWork(self._samples, self._plan)
@@ -116,19 +118,17 @@ class EvaluationBatches:
         if source.workers:
             pool = Workers(job, work, source.workers, tasks=True, init=source.worker_init)
         threads = ComputeThreads(job, source.workers)
-        first_batch = (job.seed, 0, 0, min(self._micro_batch, self.num_samples))
+        num_own = len(self._tasks) - self._num_ghosts
         try:
             if pool is not None and self._tasks:
                 threads.lower(quiet=True)  # evaluations are too frequent for a log line each
                 pool.start(self._tasks)
-            for task in self._tasks:
+            for number, task in enumerate(self._tasks):
                 _, _, first, stop = task
                 batch = work.read(task)[1] if pool is None else pool.get()[1]
                 batch = _to_device(job, batch, pin=pool is None)
-                yield EvaluationBatch(first // self._micro_batch, batch, stop - first)
-            for _ in range(self._num_ghosts):
-                batch = _to_device(job, work.read(first_batch)[1], pin=True)
-                yield EvaluationBatch(0, batch, 0)
+                count = stop - first if number < num_own else 0
+                yield EvaluationBatch(first // self._micro_batch, batch, count)
         finally:
             threads.restore()
             if pool is not None:
