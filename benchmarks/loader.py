@@ -52,7 +52,7 @@ class Watch:
     def iterate(self, steps: Iterator[Any]) -> Iterator[Any]:
         began = time.perf_counter()
         for step in self.asked(steps):
-            step._micros = self.asked(step._micros)
+            step._micro_batches = self.asked(step._micro_batches)
             yield step
             if not step.ends_epoch:
                 self.waited_s.append(self.current_s)

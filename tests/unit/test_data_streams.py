@@ -108,7 +108,7 @@ def test_shares_make_up_each_step_for_any_ranks_workers_and_position() -> None:
                         epoch, step = ends // workers, 0
                         continue
                     places = found.setdefault(epoch * 100 + step, {})
-                    for at, batch in part.micros:
+                    for at, batch in part.micro_batches:
                         assert 1 <= len(at) == len(batch) <= 2
                         assert not places.keys() & set(at)
                         places.update(zip(at, batch, strict=True))
@@ -118,7 +118,7 @@ def test_shares_make_up_each_step_for_any_ranks_workers_and_position() -> None:
                 for _, places in sorted(found.items())
                 if places
             ]
-            assert together == [part.micros[0][1] for part in steps]
+            assert together == [part.micro_batches[0][1] for part in steps]
 
 
 def _check_ends(parts: list[Any], workers: int) -> None:

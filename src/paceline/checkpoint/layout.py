@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.checkpoint.manifest import DTYPES, Chunk, SavedTensor
+from paceline.checkpoint.manifest import ITEM_BYTES, Chunk, SavedTensor
 from paceline.errors import CheckpointError
 from paceline.job import collectives
 from paceline.job.job import Job
@@ -121,11 +121,11 @@ def _divide(job: Job, tensors: dict[str, torch.Tensor]) -> Layout:
         shapes, indices = _assigned_by_rank0(job, job.store, rows)
     # Wide types first: each piece then lies at a multiple of its own size, without gaps.
     mine = sorted(
-        (rows[i] for i in indices), key=lambda row: (-DTYPES[row[1]], row[0], tuple(row[3]))
+        (rows[i] for i in indices), key=lambda row: (-ITEM_BYTES[row[1]], row[0], tuple(row[3]))
     )
     pieces, offset = [], 0
     for name, dtype, _, offsets, sizes in mine:
-        size_bytes = DTYPES[dtype] * math.prod(sizes)
+        size_bytes = ITEM_BYTES[dtype] * math.prod(sizes)
         own, box = tensors[name].dtype, (tuple(offsets), tuple(sizes))
         pieces.append(Piece(name, own, box, starts[name, box[0]], offset, size_bytes))
         offset += size_bytes
@@ -144,10 +144,10 @@ def _held_pieces(tensors: dict[str, torch.Tensor]) -> tuple[list[Row], dict[Key,
         if 0 in data.chunk.sizes and 0 not in data.size:
             continue  # more ranks than rows: this rank holds nothing of it
         dtype = str(tensors[name].dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
+        if dtype not in ITEM_BYTES:
             raise CheckpointError(f"{name} has the dtype {dtype}, which cannot be saved.")
         held = tuple(data.chunk.offsets)
-        for offsets, sizes in _pieces((held, tuple(data.chunk.sizes)), DTYPES[dtype]):
+        for offsets, sizes in _pieces((held, tuple(data.chunk.sizes)), ITEM_BYTES[dtype]):
             rows.append((name, dtype, list(data.size), list(offsets), list(sizes)))
             starts[name, offsets] = tuple(o - h for o, h in zip(offsets, held, strict=True))
     return rows, starts
@@ -207,7 +207,7 @@ def _assign(held: Sequence[list[Row]]) -> tuple[dict[str, Shape], list[list[int]
                 raise _difference_error(name, facts[key], fact, rank)
             holders.setdefault(key, []).append(rank)
     _refuse_incomplete(facts)
-    size_bytes = {k: DTYPES[dtype] * math.prod(sizes) for k, (dtype, _, sizes) in facts.items()}
+    size_bytes = {k: ITEM_BYTES[dtype] * math.prod(sizes) for k, (dtype, _, sizes) in facts.items()}
     loads = [0] * len(held)
     owner = {}
     for key in sorted(facts, key=lambda k: (-size_bytes[k], k)):  # the largest first: even shares

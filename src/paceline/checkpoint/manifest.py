@@ -21,8 +21,8 @@ FORMAT = 2
 _HEAD = '{"sha256": "'
 _BODY_AT = len(_HEAD) + 64
 _FILE = re.compile(r"rank-\d{1,6}\.bin")
-# The names of torch, with the size of an element in bytes.
-DTYPES = {
+# The size of an element of each dtype that can be saved, by torch's name.
+ITEM_BYTES = {
     **dict.fromkeys(["bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"], 1),
     **dict.fromkeys(["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"], 1),
     **dict.fromkeys(["float16", "bfloat16", "int16", "uint16"], 2),
@@ -64,7 +64,7 @@ class SavedTensor:
 
     def size_bytes(self, chunk: Chunk) -> int:
         """The size of one of its chunks."""
-        return math.prod(chunk.sizes) * DTYPES[self.dtype]
+        return math.prod(chunk.sizes) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def _checked(fields: dict[str, Any], where: str) -> Manifest:
             )
     tensors = {}
     for name, (dtype, shape, rows) in fields["tensors"].items():
-        if dtype not in DTYPES:
+        if dtype not in ITEM_BYTES:
             raise _refusal(where, f"{name} has the dtype {dtype!r}, which torch does not have")
         chunks = tuple(Chunk(tuple(o), tuple(s), file, at, sha) for o, s, file, at, sha in rows)
         saved = tensors[name] = SavedTensor(dtype, tuple(shape), chunks)

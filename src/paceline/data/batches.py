@@ -57,7 +57,7 @@ class Batches:
     Attributes:
         num_samples: Samples of an epoch; None for a stream.
         steps_per_epoch: Steps of an epoch; None for a stream.
-        global_batch, micro_batch: As given; `micro_batch` is never None.
+        global_batch, micro_batch: As given, or of the loader; never None.
 
     Raises:
         ConfigError: an argument is out of range or contradicts the loader; the dataset is empty or cannot be
@@ -82,11 +82,10 @@ class Batches:
         shard: str | None = None,
     ) -> None:
         job.refuse_if_left()
-        largest: int | None
         if isinstance(dataset, DataLoader):
             refuse_with_loader(shuffle=shuffle, workers=workers, collate=collate)
             source = adopt(job, dataset, shard)
-            global_batch, largest = _loader_sizes(job, source, global_batch, micro_batch)
+            global_batch, micro_batch = _loader_sizes(job, source, global_batch, micro_batch)
         else:
             if shard is not None:
                 raise ConfigError("`shard` is only for a DataLoader.", fix="leave it out.")
@@ -103,28 +102,28 @@ class Batches:
                 workers=0 if workers is None else workers,
                 shuffle=shuffle is not False and not stream,
             )
-            largest = global_batch if micro_batch is None else micro_batch
+            micro_batch = global_batch if micro_batch is None else micro_batch
         refuse_sizes(
             global_batch=(global_batch, 1),
-            micro_batch=(largest, 1),
+            micro_batch=(micro_batch, 1),
             workers=(source.workers, 0),
         )
         assert global_batch is not None
-        assert largest is not None
-        if largest > global_batch:
+        assert micro_batch is not None
+        if micro_batch > global_batch:
             raise ConfigError(
-                f"micro_batch={largest} is more than global_batch={global_batch}.",
+                f"micro_batch={micro_batch} is more than global_batch={global_batch}.",
                 fix="leave micro_batch out; it is the largest forward of one rank.",
                 option="micro_batch",
             )
         self._job = job
         self.global_batch = global_batch
-        self.micro_batch = largest
+        self.micro_batch = micro_batch
         self.num_samples = source.num_samples
         agreed = {
             "samples": self.num_samples,
             "global_batch": global_batch,
-            "micro_batch": largest,
+            "micro_batch": micro_batch,
             "shuffle": source.shuffle,
             "sample_randomness": sample_randomness,
         }
@@ -139,7 +138,7 @@ class Batches:
             self._loader = StreamLoader(
                 job,
                 source.dataset,
-                StreamPlan(global_batch, largest, axis.rank, axis.size),
+                StreamPlan(global_batch, micro_batch, axis.rank, axis.size),
                 errors,
                 workers=source.workers,
                 sample_randomness=sample_randomness,
@@ -149,7 +148,7 @@ class Batches:
             self._plan = Plan(
                 self.num_samples,
                 global_batch,
-                largest,
+                micro_batch,
                 source.shuffle,
                 axis.rank,
                 axis.size,
@@ -167,9 +166,8 @@ class Batches:
                 )
             else:
                 self._loader = LocalLoader(job, self._plan, samples)
-        workers = source.workers
-        self._threads = ComputeThreads(job, workers)
-        self._workers = workers
+        self._threads = ComputeThreads(job, source.workers)
+        self._num_workers = source.workers
         self._unregister: Callable[[], object] | None = None
         self._audited = False
 
@@ -203,6 +201,7 @@ class Batches:
         end is audited after its last step.
 
         Args:
+            position: The first sample. The end of an epoch of a map-style dataset is the start of the next.
             epochs: Number of epochs, counted from epoch 0.
             equal: Give all ranks the same number of micro-batches in each step, for models or strategies
                 with collectives in forward or backward. A rank that has fewer gets ghosts: one real
@@ -211,6 +210,9 @@ class Batches:
         Raises:
             ConfigError: `position` is beyond the end of the epoch, or `epochs` is not an integer >= 0.
             SampleError, DataError: on this rank, while iterating.
+            StepError: a later call has started to iterate; with workers also: the micro-batches of a step are
+                read after those of a later step.
+            RankDisagreement: the ranks read streams of different length.
             AuditError: on all ranks, after an epoch that lost or repeated samples.
 
         Collective: all ranks, with the same arguments. The audit is one reduction after the first epoch;
@@ -230,7 +232,7 @@ class Batches:
             position = Position(position.seed, position.epoch + 1, 0)
         if self._sampled is not None:
             self._sampled.log_replay(position.epoch)
-        if self._workers and position.epoch < epochs:
+        if self._num_workers and position.epoch < epochs:
             if self._unregister is None:
                 self._unregister = self._job.on_leave(self.close)
             self._threads.lower()

@@ -256,6 +256,8 @@ class SampledOrder:
     def agree(self, job: Job) -> None:
         """Check that the sampler draws the same order on all ranks.
 
+        Called by all ranks.
+
         Raises:
             RankDisagreement: on all ranks.
         """

@@ -145,9 +145,8 @@ def _find_one(excess: Tally, size: int) -> tuple[list[int], list[int]]:
     if excess.size == 1:
         return [], ids[hashes == difference].tolist()
     if excess.size == 0:
-        wanted = (
-            hashes + difference
-        )  # for each id: the hash that the doubled id has if this id was lost
+        # For each id: the hash of the doubled id, if this id was lost.
+        wanted = hashes + difference
         lost = ids[np.isin(wanted, hashes)]
         return lost.tolist(), ids[np.isin(hashes, wanted[lost])].tolist()
     return [], []

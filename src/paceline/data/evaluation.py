@@ -24,7 +24,7 @@ from paceline.errors import ConfigError, EvaluationError
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 
-_MICRO_BATCH = 64
+_MICRO_BATCH = 64  # samples, if the caller and the loader give none
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,12 @@ class EvaluationBatch:
 class EvaluationBatches:
     """This rank's micro-batches of a map-style dataset, in order. Together the ranks read each sample once.
 
-    Of a `DataLoader`, its order is used only if its sampler selects samples.
+    Of a `DataLoader`, its order is used only if its sampler selects samples. All ranks make it, because they
+    compare the order of such a sampler.
 
     Args:
+        micro_batch: Samples of a batch; None is the loader's batch size, or 64.
+        workers, collate: As for `Batches`; not for a `DataLoader`.
         equal: Whether a rank with fewer batches than others gets ghosts, after its own.
 
     Attributes:

@@ -109,12 +109,16 @@ class LocalLoader(Loader):
                 else:
                     number = num_micro_batches(count, plan.micro_batch)
                 step, end = (seed, block.epoch, offset), begin + count
-                micros = self._micros(step, ids, begin, end, first, number, block.order)
-                yield PlannedStep(seed, block.epoch, offset, n, offset + n == size, number, micros)
+                micro_batches = self._micro_batches(
+                    step, ids, begin, end, first, number, block.order
+                )
+                yield PlannedStep(
+                    seed, block.epoch, offset, n, offset + n == size, number, micro_batches
+                )
                 offset += n
                 begin = end
 
-    def _micros(
+    def _micro_batches(
         self,
         step: tuple[int, int, int],
         ids: torch.Tensor,
@@ -194,12 +198,12 @@ class WorkerLoader(Loader):
         for epoch, offset, n in plan.steps(position, epochs):
             self._refuse_unless_current(run)
             pieces = list(plan.micro_batch_ranges(offset, n, equal))
-            micros = self._micros(run, task, pieces)
+            micro_batches = self._micro_batches(run, task, pieces)
             ends = offset + n == plan.num_samples
-            yield PlannedStep(seed, epoch, offset, n, ends, len(pieces), micros)
+            yield PlannedStep(seed, epoch, offset, n, ends, len(pieces), micro_batches)
             task += len(pieces)
 
-    def _micros(
+    def _micro_batches(
         self, run: int, first_task: int, pieces: list[tuple[int, int, bool]]
     ) -> Iterator[MicroBatch]:
         left = len(pieces)

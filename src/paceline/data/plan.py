@@ -94,7 +94,7 @@ class PlannedStep:
     """
 
     __slots__ = (
-        "_micros",
+        "_micro_batches",
         "_seed",
         "ends_epoch",
         "epoch",
@@ -111,7 +111,7 @@ class PlannedStep:
         num_samples: int,
         ends_epoch: bool,
         num_micro_batches: int,
-        micros: Iterator[MicroBatch],
+        micro_batches: Iterator[MicroBatch],
     ) -> None:
         self._seed = seed
         self.epoch = epoch
@@ -119,7 +119,7 @@ class PlannedStep:
         self.num_samples = num_samples
         self.ends_epoch = ends_epoch
         self.num_micro_batches = num_micro_batches
-        self._micros: Iterator[MicroBatch] | None = micros
+        self._micro_batches: Iterator[MicroBatch] | None = micro_batches
 
     @property
     def next_position(self) -> Position:
@@ -129,15 +129,15 @@ class PlannedStep:
         return Position(self._seed, self.epoch, self.offset + self.num_samples)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        micros = self._micros
-        if micros is None:
+        micro_batches = self._micro_batches
+        if micro_batches is None:
             raise StepError(
                 "the micro-batches of a step can be read only once.",
                 why="they are loaded ahead and not kept.",
                 fix="copy the micro-batches that you need again into a list.",
             )
-        self._micros = None
-        return micros
+        self._micro_batches = None
+        return micro_batches
 
 
 class Permutation:

@@ -61,13 +61,13 @@ class Part:
 
     Attributes:
         seen: number of samples of the step that the reader read: all of them, or with `shard` the rank's own.
-        micros: `(places, batch)` of each of this rank's micro-batches.
+        micro_batches: `(places, batch)` of each of this rank's micro-batches.
         ghost: a batch of one sample, if this rank may need ghosts in this step; else None.
         first_digest: digest of the first sample that the reader read in the epoch.
     """
 
     seen: int
-    micros: tuple[tuple[tuple[int, ...], Any], ...]
+    micro_batches: tuple[tuple[tuple[int, ...], Any], ...]
     ghost: Any = None
     first_digest: int = 0
 
@@ -159,7 +159,7 @@ class StreamReader:
                     # With `shard` the size of the step is not known here, so assume its largest size.
                     total = self._plan.global_batch if self.sharded else seen
                     most = max_micro_batches(total, self._plan.micro_batch, self._plan.size)
-                    if equal and len(part.micros) < most:
+                    if equal and len(part.micro_batches) < most:
                         part.ghost = self._ghost(stream, position.seed, epoch)
                     yield part
                 step += 1
@@ -234,14 +234,14 @@ class StreamReader:
     ) -> Part:
         size = self._plan.micro_batch
         with self._keeping_globals():
-            micros = tuple(
+            micro_batches = tuple(
                 (
                     tuple(places[at : at + size]),
                     self._collate_items(items[at : at + size], places[at : at + size]),
                 )
                 for at in range(0, len(items), size)
             )
-        return Part(seen, micros, first_digest=stream.first_digest)
+        return Part(seen, micro_batches, first_digest=stream.first_digest)
 
     def _ghost(self, stream: _OpenStream, seed: int, epoch: int) -> Any:
         """A batch of one sample; None if the whole stream is empty."""
@@ -325,12 +325,12 @@ class StreamLoader(Loader):
             offset = position.offset if epoch == position.epoch else 0
             for part, n, ends in self._steps_of_epoch(parts, epoch, offset):
                 self._refuse_unless_current(run)
-                number = len(part.micros)
+                number = len(part.micro_batches)
                 if equal:
                     most = max_micro_batches(n, self._plan.micro_batch, self._plan.size)
                     number = max(number, most)
-                micros = self._micros(part, offset, number)
-                yield PlannedStep(position.seed, epoch, offset, n, ends, number, micros)
+                micro_batches = self._micro_batches(part, offset, number)
+                yield PlannedStep(position.seed, epoch, offset, n, ends, number, micro_batches)
                 offset += n
 
     def _steps_of_epoch(
@@ -423,8 +423,8 @@ class StreamLoader(Loader):
             fix="check the files that it reads, and return a new iterator from each call.",
         )
 
-    def _micros(self, part: Part, offset: int, number: int) -> Iterator[MicroBatch]:
-        for places, batch in part.micros:
+    def _micro_batches(self, part: Part, offset: int, number: int) -> Iterator[MicroBatch]:
+        for places, batch in part.micro_batches:
             number -= 1
             self.record_delivered(torch.tensor(places, dtype=torch.int64))
             yield MicroBatch(self._to_device(batch), len(places), places[0], number == 0, False)

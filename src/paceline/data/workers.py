@@ -69,7 +69,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: PacelineError) -> Failure:
-        """Call it in the worker, in the `except` block."""
+        """What to send for `error`. Called in the worker, in the `except` block."""
         text = "".join(traceback.format_exception(error.__cause__ or error))
         original = error.__cause__
         try:

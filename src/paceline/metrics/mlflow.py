@@ -18,7 +18,7 @@ class MLflow:
         tracking_uri: A server, a folder or a database; None is the one that MLflow is set to.
         run_id: A run to continue; None starts a new one.
         run_name: Name of a new run.
-        parameters: Written once, when the run starts.
+        parameters: Written with the first values. MLflow refuses other values for a run that has them.
 
     Raises:
         ConfigError: MLflow is not installed.
