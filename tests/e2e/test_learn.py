@@ -128,7 +128,7 @@ def shell(command: str, folder: Path) -> subprocess.Popen[str]:
 def run_together(blocks: list[Block], folder: Path) -> list[str]:
     """The outputs of blocks that run at the same time; one block, or one for each node."""
     port = str(unused_port())
-    commands = [re.sub(r"\bnode0:29400\b", f"localhost:{port}", b.text) for b in blocks]
+    commands = [re.sub(r"\bhost=node0\b", f"host=localhost:{port}", b.text) for b in blocks]
     started = [shell(command, folder) for command in commands]
     outputs = [process.communicate(timeout=110)[0] for process in started]
     for block, process, output in zip(blocks, started, outputs, strict=True):
