@@ -441,10 +441,12 @@ def test_ranks_save_to_storage_without_rename_and_resume_from_it(tmp_path: Path)
     url = f"local://{tmp_path}/a"  # by fsspec
     run_ranks(_saves_once, url, nproc=2)
     assert run_ranks(_remote, url, 3, nproc=2) == [[2, 3]] * 2
-    damaged = tmp_path / "a/step-3/rank-1.bin"
+    damaged = tmp_path / "a" / read_manifest(open_store(url), 3).parts / "rank-1.bin"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert run_ranks(_remote, url, 4, nproc=3) == [[3, 4]] * 3
-    assert sorted(os.listdir(tmp_path / "a")) == ["damaged-3", "step-2", "step-3", "step-4"]
+    names = ["damaged-3", "parts", "step-2", "step-3", "step-4"]
+    assert sorted(os.listdir(tmp_path / "a")) == names
+    assert len(os.listdir(tmp_path / "a/parts")) == 4
 
 
 def _remote(job: Any, folder: str, until: int) -> list[int]:

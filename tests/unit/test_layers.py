@@ -53,6 +53,7 @@ MAY_DEFER = {
     "parallel/choose.py": "FSDP2 takes 0.5 s, and only split models need it",
     "checkpoint/layout.py": "torch's DCP takes 0.6 s, and only those who save need it",
     "checkpoint/store.py": "fsspec takes 0.1 s, and is needed for URLs alone",
+    "checkpoint/cloud_errors.py": "fsspec takes 0.1 s, and is needed for URLs alone",
     "checkpoint/export.py": "safetensors is optional",
     "cli/completion.py": "only the command itself needs shtab",
     "cli/ckpt.py": "`paceline ckpt ls` without torch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.cloud_errors import StorageError
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.reader import read
 from paceline.checkpoint.store import committed, flush, open_store, read_manifest
@@ -56,15 +58,26 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
         ConfigError: safetensors is not installed.
     """
     name = os.fspath(path)
+    suffix = os.path.splitext(name)[1]
     try:
-        if name.endswith(".safetensors"):
-            found: Any = _safetensors().load_file(name)
+        if "://" in name and suffix in (".safetensors", ".pth", ".pt"):
+            folder, _, last = name.rpartition("/")
+            store = open_store(folder)
+            data = store.read(last, 0, store.size(last))
+            if suffix == ".safetensors":
+                found: Any = _safetensors().load(bytes(data))
+            else:
+                found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        elif suffix == ".safetensors":
+            found = _safetensors().load_file(name)
         elif "://" not in name and not Path(name).is_dir():
             found = torch.load(name, map_location="cpu", weights_only=True)
         else:
             found = _read_checkpoint(name, number)
     except (CheckpointError, ConfigError):
         raise
+    except StorageError as error:
+        raise CheckpointError(str(error), fix=error.fix, path=name) from None
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist.", path=name) from error
     except Exception as error:  # torch, safetensors and file systems raise many types

@@ -6,6 +6,7 @@ committed checkpoint whose bytes match their digests is loaded.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -20,11 +21,14 @@ from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.reader import read
 from paceline.checkpoint.shared_folder import check_shared
 from paceline.checkpoint.store import (
+    PARTS,
     committed,
     finish_rollback,
     open_store,
     read_manifest,
+    remove,
     set_aside,
+    sweep,
     unused_name,
 )
 from paceline.checkpoint.writer import Buffer, Outcome, Save, Staging
@@ -43,7 +47,9 @@ class Checkpoints:
     """A folder of checkpoints: when to save, how many to keep, and how to resume.
 
     Args:
-        folder: A path that all ranks see, or a URL for fsspec; created if missing. Holds `step-N` folders.
+        folder: A path that all ranks see, or a URL for fsspec: "s3://bucket/run", "gs://bucket/run" or
+            "abfs://container/run" with the extra `s3`, `gcs` or `azure`. Created if missing, unlike a bucket.
+            Holds `step-N` folders.
         every_steps, every_epochs: When to save. The end of the training is always saved.
         every_s: Seconds between saves by rank 0's clock; "auto" chooses so that saving takes at most 3.5 % of
             the time.
@@ -57,7 +63,8 @@ class Checkpoints:
         last_saved: The step that was last saved or loaded; 0 if none, and after a return to an earlier step.
 
     Raises:
-        ConfigError: a number is not an integer of at least 1 (`every_s`: not above 0); an unknown `resume`.
+        ConfigError: a number is not an integer of at least 1 (`every_s`: not above 0); an unknown `resume`;
+            a URL that holds credentials, or whose package is not installed.
 
     Collective: none to create it.
     """
@@ -94,6 +101,8 @@ class Checkpoints:
         self._buffer = Buffer()
         self._in_flight: Save | None = None
         self._newest: int | None = None  # step of the newest checkpoint; None until it is read
+        self._token = ""  # of rank 0, in the names of attempts to save
+        self._attempts = 0
         self._last_begun = time.monotonic()
         self._stall_s = 0.0  # for which the last save stopped the training
         self._cost_s = 0.0  # of the last save: the stall, and the processor time of its thread
@@ -157,7 +166,10 @@ class Checkpoints:
         self.finish(job)
         began = self._last_begun = time.monotonic()
         if self._newest is None:
-            self._newest = collectives.on_rank0(job, lambda: max(committed(self._store), default=0))
+            self._newest, self._token = collectives.on_rank0(
+                job, lambda: (max(committed(self._store), default=0), secrets.token_hex(4))
+            )
+        self._attempts += 1
         tensors[f"{_RNG}{job.rank}"] = rng.snapshot(job.device)
         staging = Staging(self._planner.plan(job, tensors), tensors, steady, self._buffer)
         self._in_flight = Save(
@@ -166,6 +178,7 @@ class Checkpoints:
             staging,
             step=step,
             folder=f"step-{step}" if step > self._newest else f"rollback-{step}",
+            attempt=f"{self._token}-{self._attempts}",
             best=best,
             tree=tree,
             finite_prefix=finite_prefix,
@@ -331,9 +344,7 @@ class Checkpoints:
     def _tidy(self, restarts: int) -> None:
         """Remove what killed saves left, finish a rollback, and move checkpoints away for resume="never"."""
         try:
-            for name in self._store.names():
-                if name.startswith("unfinished-"):
-                    self._store.remove(name)
+            sweep(self._store)
             finish_rollback(self._store)
             steps = committed(self._store) if self._resume_mode == "never" else []
             if steps:
@@ -347,15 +358,17 @@ class Checkpoints:
                 fix="permit rank 0 to rename and remove what is in it.",
                 path=str(self.folder),
             ) from error
+        try:
+            self._store.abort_uploads(PARTS)
+        except OSError as error:  # needs a permission of its own, and nothing depends on it
+            log.logger.info("unfinished uploads stay: %s", error)
 
     def _prune(self) -> None:
         """Remove the oldest, but not the newest `keep` and the last marked best."""
         steps = committed(self._store)
         old = steps[: -self._keep]
         best = next((s for s in reversed(steps) if self._is_best(s)), None) if old else None
-        for step in old:
-            if step != best:
-                self._store.remove(f"step-{step}")
+        remove(self._store, [f"step-{step}" for step in old if step != best])
 
     def _is_best(self, step: int) -> bool:
         try:
@@ -388,7 +401,7 @@ class Checkpoints:
             f"step {step} cannot be saved in {self.folder}: {outcome.text}",
             where=where,
             why=f"this rank writes about {format_bytes(save.staging.layout.size_bytes)}{available}.",
-            fix="check space and permissions; the earlier checkpoints are untouched.",
+            fix=f"{outcome.fix or 'check space and permissions.'} The earlier checkpoints are untouched.",
             path=str(self.folder),
             step=step,
         )

@@ -18,9 +18,11 @@ from paceline.errors import CheckpointError
 
 NAME = "manifest.json"
 FORMAT = 2
+_FORMAT_WITH_PARTS = 3
 _HEAD = '{"sha256": "'
 _BODY_AT = len(_HEAD) + 64
 _FILE = re.compile(r"rank-\d{1,6}\.bin")
+IN_PARTS = re.compile(r"parts/(?:step|rollback)-\d+-[0-9a-f]+-\d+", re.ASCII)
 # The size of an element of each dtype that can be saved, by torch's name.
 ITEM_BYTES = {
     **dict.fromkeys(["bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"], 1),
@@ -42,7 +44,7 @@ class Chunk:
 
     Args:
         offsets, sizes: First index and length in each dim.
-        file: A file in the folder of the manifest.
+        file: A file in the folder of the manifest, or in its `parts`.
         offset: First byte in the file.
         sha256: Digest of the bytes, in hex.
     """
@@ -77,6 +79,7 @@ class Manifest:
         versions: The versions of paceline, torch and python.
         files: The size of each file in bytes.
         tree: The values, as `codec.encode` returns them.
+        parts: The folder of the files, if that is not the folder of the manifest.
         folder: Its folder; not a part of the file.
     """
 
@@ -88,7 +91,13 @@ class Manifest:
     files: dict[str, int]
     tree: Any
     tensors: dict[str, SavedTensor]
+    parts: str = ""
     folder: str = ""
+
+    @property
+    def files_in(self) -> str:
+        """The folder of the files."""
+        return self.parts or self.folder
 
     @property
     def size_bytes(self) -> int:
@@ -97,10 +106,10 @@ class Manifest:
 
     def render(self) -> str:
         """The text of the file."""
-        body = {"paceline": "checkpoint", "format": FORMAT} | {
-            name: getattr(self, name)
-            for name in self.__dataclass_fields__
-            if name not in ("tensors", "folder")
+        unwritten = {"tensors", "folder"} if self.parts else {"tensors", "folder", "parts"}
+        number = _FORMAT_WITH_PARTS if self.parts else FORMAT
+        body = {"paceline": "checkpoint", "format": number} | {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in unwritten
         }
         rows = {
             name: [saved.dtype, saved.shape, [astuple(c) for c in saved.chunks]]
@@ -125,9 +134,10 @@ def parse(text: str, where: str) -> Manifest:
         raise Damaged(f"{NAME} does not match its digest")
     try:
         fields = json.loads(text)
-        if fields["format"] != FORMAT:
+        if fields["format"] not in (FORMAT, _FORMAT_WITH_PARTS):
+            known = f"{FORMAT} and {_FORMAT_WITH_PARTS}"
             raise _refusal(
-                where, f"it has format {fields['format']}, and this release reads {FORMAT}"
+                where, f"it has format {fields['format']}, and this release reads {known}"
             )
         return _checked(fields, where)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -151,6 +161,9 @@ def _checked(fields: dict[str, Any], where: str) -> Manifest:
             raise _refusal(
                 where, f"it names the file {name!r}, which is not a file of a checkpoint"
             )
+    parts = fields.get("parts", "")
+    if parts and not IN_PARTS.fullmatch(parts):
+        raise _refusal(where, f"it names the folder {parts!r}, which is not one of a checkpoint")
     tensors = {}
     for name, (dtype, shape, rows) in fields["tensors"].items():
         if dtype not in ITEM_BYTES:
@@ -168,7 +181,12 @@ def _checked(fields: dict[str, Any], where: str) -> Manifest:
             raise _refusal(where, f"the parts of {name} do not cover it")
     plain = {name: fields[name] for name in ("step", "best", "world_size", "saved_at")}
     return Manifest(
-        **plain, versions=fields["versions"], files=files, tree=fields["tree"], tensors=tensors
+        **plain,
+        versions=fields["versions"],
+        files=files,
+        tree=fields["tree"],
+        tensors=tensors,
+        parts=parts,
     )
 
 

@@ -50,7 +50,7 @@ def read(
     wanted = {name: t for name, t in found.items() if wants(name)}
 
     def load(saved: SavedTensor, chunk: Chunk, copies: list[layout.Copy]) -> None:
-        data = read_chunk(store, manifest.folder, saved, chunk)
+        data = read_chunk(store, manifest.files_in, saved, chunk)
         if data:
             whole = torch.frombuffer(data, dtype=getattr(torch, saved.dtype)).view(chunk.sizes)
             for (offsets, sizes), target in copies:

@@ -9,6 +9,7 @@ import contextlib
 import secrets
 import time
 
+from paceline.checkpoint.cloud_errors import StorageError
 from paceline.checkpoint.store import Store
 from paceline.errors import RankDisagreement, SaveFailed, rank_location
 from paceline.job import collectives
@@ -27,30 +28,34 @@ def check_shared(job: Job, store: Store, folder: str, size_bytes: int) -> None:
     """
     token = secrets.token_hex(8)
     own = f"probe-{job.rank}"
-    why = ""
+    why, fix = "", "choose another folder, or make space there."
     try:
+        store.write(own, [token.encode()])
+        store.remove(own)  # the permission to write may not include that to delete
         store.write(own, [token.encode()])
         free = store.free_bytes()
         if job.rank == 0 and free is not None and free < size_bytes:
             why = f"a save takes {format_bytes(size_bytes)} and {format_bytes(free)} are free"
+    except StorageError as error:
+        why, fix = str(error), error.fix or fix
     except OSError as error:
         why = f"{type(error).__name__}: {error}"
     try:
-        answers = collectives.gather(job, [why, token])
-        _refuse_unwritable(job, folder, [rank_why for rank_why, _ in answers])
-        _refuse_different(job, store, folder, [rank_token for _, rank_token in answers])
+        answers = collectives.gather(job, [why, fix, token])
+        _refuse_unwritable(job, folder, [answer[:2] for answer in answers])
+        _refuse_different(job, store, folder, [rank_token for _, _, rank_token in answers])
     finally:
         with contextlib.suppress(OSError):  # it may not exist
             store.remove(own)
 
 
-def _refuse_unwritable(job: Job, folder: str, whys: list[str]) -> None:
-    for rank, why in enumerate(whys):
+def _refuse_unwritable(job: Job, folder: str, whys: list[list[str]]) -> None:
+    for rank, (why, fix) in enumerate(whys):
         if why:
             raise SaveFailed(
                 f"checkpoints cannot be saved in {folder}: {why}.",
                 where=rank_location(rank, job.world_size) if rank == job.rank else f"rank {rank}",
-                fix="choose another folder, or make space there.",
+                fix=fix,
                 path=folder,
             )
 

@@ -1,8 +1,12 @@
 """Folders of checkpoints on a disk or behind fsspec: write, commit, list, set aside, remove. Needs no torch.
 
-On a disk, files are written into `unfinished-step-N`, flushed, and the folder is renamed to `step-N`. Stores
-without an atomic rename get the files in `step-N` at once. In both cases the manifest is written last, and a
-folder without one is not a checkpoint. Every failure is an OSError.
+On a disk, files are written into `unfinished-step-N`, flushed, and the folder is renamed to `step-N`. Object
+stores have no rename: files are written into `parts/step-N-TOKEN-K`, a new folder for each attempt, and then
+`step-N/manifest.json`, which names that folder, in one request. In both cases the manifest is written last,
+and a folder without one is not a checkpoint. Every failure is an OSError.
+
+Behind fsspec a checkpoint is moved by moving its manifest. The assumption is that a read or a listing that
+begins after a write has ended sees it, as S3, GCS and Azure promise.
 
 When a training returns to an earlier step and then saves step N, the new folder is `rollback-N`. Its commit
 supersedes every `step-M` with M >= N at once; `finish_rollback` then moves those away and renames it to
@@ -22,10 +26,21 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.manifest import NAME, Chunk, Damaged, Manifest, SavedTensor, parse
+from paceline.checkpoint.cloud_errors import EXTRAS, StorageError, as_storage_error, check_address
+from paceline.checkpoint.manifest import (
+    IN_PARTS,
+    NAME,
+    Chunk,
+    Damaged,
+    Manifest,
+    SavedTensor,
+    parse,
+)
+from paceline.errors import CheckpointError, ConfigError
 
 _FOLDER = re.compile(r"(step|rollback)-(\d+)", re.ASCII)
 _remote_lock = threading.RLock()
+PARTS = "parts"  # folder of the files of checkpoints, in stores without rename
 
 
 class Store:
@@ -34,14 +49,16 @@ class Store:
     Ranks may write different files at once.
     """
 
+    has_rename = True
+
     def __init__(self, root: str) -> None:
         self.root = root
 
     def _path(self, path: str) -> str:
         return os.path.join(self.root, path) if path else self.root
 
-    def scratch(self, folder: str) -> str:
-        """The folder to write a checkpoint into that will be named `folder`."""
+    def scratch(self, folder: str, attempt: str) -> str:
+        """The folder to write the files of a checkpoint into that will be named `folder`."""
         return f"unfinished-{folder}"
 
     def names(self, path: str = "") -> list[str]:
@@ -78,14 +95,14 @@ class Store:
                     left = left[file.write(left) :]
             os.fsync(file.fileno())
 
-    def seal(self, folder: str) -> None:
+    def seal(self, scratch: str, folder: str) -> None:
         """Turn the scratch folder, which now has a manifest, into `folder`."""
-        flush(self._path(self.scratch(folder)))
+        flush(self._path(scratch))
         if os.path.lexists(self._path(folder)) and NAME not in self.names(folder):
             self.rename(
                 folder, unused_name(self, f"incomplete-{folder}")
             )  # removed in part, or a file
-        os.rename(self._path(self.scratch(folder)), self._path(folder))
+        os.rename(self._path(scratch), self._path(folder))
         flush(self.root)
 
     def rename(self, old: str, new: str) -> None:
@@ -108,6 +125,9 @@ class Store:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(full)
 
+    def abort_uploads(self, path: str) -> None:
+        """Remove what the storage keeps of files in a folder that were never finished."""
+
     def free_bytes(self) -> int | None:
         """The free space, or None if unknown."""
         facts = os.statvfs(self.root)
@@ -123,91 +143,120 @@ def flush(path: str | Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _storage_errors() -> Iterator[None]:
-    """Turn the exceptions of an fsspec file system into OSErrors, and serialise its calls.
-
-    Some file systems have one connection, which instances and threads share.
-    """
-    try:
-        with _remote_lock:
-            yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
-
-
 class RemoteStore(Store):
-    """A folder behind fsspec."""
+    """A folder behind fsspec. Creating it does not connect to the storage.
+
+    Raises:
+        ConfigError: the address holds credentials, or its package is not installed.
+    """
+
+    has_rename = False
 
     def __init__(self, url: str) -> None:
-        super().__init__(url)
-        from fsspec.core import url_to_fs
+        check_address(url)
+        super().__init__(url.rstrip("/"))
+        self._fs: Any = None
+        self._is_object_store = url.partition("://")[0] in EXTRAS
 
-        self._fs: Any
-        self._fs, self._base = url_to_fs(url)
-
-    def _path(self, path: str) -> str:
-        return f"{self._base.rstrip('/')}/{path}"
-
-    def scratch(self, folder: str) -> str:
-        return folder
-
-    @_storage_errors()
-    def names(self, path: str = "") -> list[str]:
-        # fsspec caches listings, and other ranks write there.
-        self._fs.invalidate_cache()
+    @contextlib.contextmanager
+    def _call(self, operation: str, path: str) -> Iterator[tuple[Any, str]]:
+        """Yield the file system and the full path. Every exception becomes an OSError."""
         try:
-            entries = self._fs.ls(self._path(path), detail=False)
-        except FileNotFoundError:
-            return []
-        return [Path(entry.rstrip("/")).name for entry in entries]
+            with _remote_lock:
+                if self._fs is None:
+                    from fsspec.core import url_to_fs
 
-    @_storage_errors()
+                    self._fs, base = url_to_fs(self.root)
+                    self._base = base.rstrip("/")
+            # Some file systems have one connection, which instances and threads share.
+            with contextlib.nullcontext() if self._fs.async_impl else _remote_lock:
+                yield self._fs, f"{self._base}/{path}"
+        except Exception as error:
+            # `from None`: the texts of the cause may hold credentials.
+            raise as_storage_error(error, operation, f"{self.root}/{path}") from None
+
+    def scratch(self, folder: str, attempt: str) -> str:
+        return f"{PARTS}/{folder}-{attempt}"
+
+    def names(self, path: str = "") -> list[str]:
+        with self._call("list", path) as (fs, full):
+            # fsspec caches listings, and other ranks write there.
+            fs.invalidate_cache()
+            try:
+                entries = fs.ls(full.rstrip("/"), detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            return [Path(entry.rstrip("/")).name for entry in entries]
+
     def size(self, path: str) -> int:
-        self._fs.invalidate_cache()
-        return int(self._fs.size(self._path(path)))
+        with self._call("read", path) as (fs, full):
+            fs.invalidate_cache()
+            return int(fs.size(full))
 
-    @_storage_errors()
     def read(self, path: str, offset: int, size: int) -> bytearray:
-        return bytearray(self._fs.cat_file(self._path(path), start=offset, end=offset + size))
+        if size == 0:  # not a range in HTTP
+            return bytearray()
+        with self._call("read", path) as (fs, full):
+            return bytearray(fs.cat_file(full, start=offset, end=offset + size))
 
-    @_storage_errors()
     def write(self, path: str, parts: Iterable[memoryview | bytes]) -> None:
-        full = self._path(path)
-        self._make(full.rpartition("/")[0])
-        with self._fs.open(full, "wb") as file:
+        with self._call("write", path) as (fs, full):
+            # s3fs would create a missing bucket.
+            if not self._is_object_store:
+                self._make(fs, full.rpartition("/")[0])
+            file = fs.open(full, "wb")
+        try:
             for part in parts:
-                file.write(part)
+                with self._call("write", path):
+                    file.write(part)
+            with self._call("write", path):
+                file.close()
+        except BaseException:
+            # Closing would complete the upload of a part of the file, and so would the garbage collector.
+            with contextlib.suppress(StorageError), self._call("abort the upload of", path):
+                file.closed = True
+                file.discard()
+            raise
 
-    def seal(self, folder: str) -> None:
+    def seal(self, scratch: str, folder: str) -> None:
         return  # the manifest, written last, is the commit
 
-    @_storage_errors()
     def rename(self, old: str, new: str) -> None:
-        self._make(self._path(new).rpartition("/")[0])
-        self._fs.mv(self._path(old), self._path(new), recursive=True)
+        """Move the manifest of a checkpoint, and the files that other releases wrote beside it."""
+        for name in sorted(self.names(old), key=lambda name: name == NAME):
+            with self._call("copy", f"{old}/{name}") as (fs, full):
+                target = f"{self._base}/{new}/{name}"
+                if not self._is_object_store:
+                    self._make(fs, target.rpartition("/")[0])
+                fs.cp_file(full, target)
+        self.remove(old)
 
-    @_storage_errors()
     def remove(self, path: str) -> None:
-        if path.rsplit("/", maxsplit=1)[-1] in self.names(
-            path.rpartition("/")[0]
-        ) and self._fs.isfile(self._path(path)):
-            self._fs.rm_file(self._path(path))
-            return
-        if NAME in self.names(path):
-            self._fs.rm_file(self._path(f"{path}/{NAME}"))  # from here on it is not a checkpoint
-        self._fs.rm(self._path(path), recursive=True)
+        names = self.names(path)
+        with self._call("delete", path) as (fs, full):
+            if NAME in names:
+                fs.rm_file(f"{full}/{NAME}")  # from here on it is not a checkpoint
+            with contextlib.suppress(FileNotFoundError):
+                fs.rm(full, recursive=True)
 
-    def _make(self, folder: str) -> None:
+    def abort_uploads(self, path: str) -> None:
+        with self._call("list the unfinished uploads of", path) as (fs, full):
+            if hasattr(
+                fs, "abort_mpu"
+            ):  # S3 keeps the parts of multipart uploads of killed processes
+                bucket, prefix, _ = fs.split_path(full)
+                found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+                for upload in found.get("Uploads", ()):
+                    fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+
+    def _make(self, fs: Any, folder: str) -> None:
         for attempt in range(3):
             try:
-                self._fs.makedirs(folder, exist_ok=True)
+                fs.makedirs(folder, exist_ok=True)
                 return
             except Exception:  # another rank may have created a part of the path
-                self._fs.invalidate_cache()
-                if attempt == 2 and not self._fs.isdir(folder):
+                fs.invalidate_cache()
+                if attempt == 2 and not fs.isdir(folder):
                     raise
 
     def free_bytes(self) -> int | None:
@@ -215,10 +264,17 @@ class RemoteStore(Store):
 
 
 def open_store(folder: str | Path) -> Store:
-    """The store of a local path or of a URL that fsspec knows."""
+    """The store of a local path or of a URL that fsspec knows.
+
+    Raises:
+        ConfigError: see `RemoteStore`; or a URL has become a Path, which drops one of its slashes.
+    """
     url = os.fspath(folder)
     if "://" in url and not url.startswith("file://"):
         return RemoteStore(url)
+    scheme, colon, _ = url.partition(":/")
+    if colon and scheme in EXTRAS:
+        raise ConfigError(f"{url} is not an address: Path drops a slash.", fix="pass a str.")
     return Store(url.removeprefix("file://"))
 
 
@@ -276,7 +332,9 @@ def finish_rollback(store: Store) -> tuple[list[int], str]:
         match = _FOLDER.fullmatch(other)
         if match and match[1] == "step" and int(match[2]) >= step:
             if NAME in store.names(other):
-                superseded.append(int(match[2]))
+                # Equal after a move of the manifest that was interrupted.
+                if int(match[2]) > step or _text(store, other) != _text(store, name):
+                    superseded.append(int(match[2]))
             else:
                 store.remove(other)  # never committed
     folder = set_aside(store, sorted(superseded))
@@ -284,20 +342,61 @@ def finish_rollback(store: Store) -> tuple[list[int], str]:
     return sorted(superseded), folder
 
 
-def commit(store: Store, manifest: Manifest) -> None:
+def commit(store: Store, manifest: Manifest, scratch: str) -> None:
     """Write the manifest, and make its folder a checkpoint. Called by one rank, after all have written.
+
+    Args:
+        scratch: The folder that holds the files now.
 
     Raises:
         OSError: the manifest cannot be written, or files of other ranks are not visible here.
     """
-    scratch = store.scratch(manifest.folder)
     for name, size in manifest.files.items():
         if store.size(f"{scratch}/{name}") != size:
             raise OSError(f"{name} has another size here than on the rank that wrote it")
     for name in set(store.names(scratch)) - set(manifest.files):
         store.remove(f"{scratch}/{name}")  # left by a killed process that had more ranks
-    store.write(f"{scratch}/{NAME}", [manifest.render().encode()])
-    store.seal(manifest.folder)
+    folder = scratch if store.has_rename else manifest.folder
+    store.write(f"{folder}/{NAME}", [manifest.render().encode()])
+    store.seal(scratch, manifest.folder)
+
+
+def _text(store: Store, folder: str) -> bytearray:
+    path = f"{folder}/{NAME}"
+    return store.read(path, 0, store.size(path))
+
+
+def remove(store: Store, folders: Iterable[str]) -> None:
+    """Remove checkpoints, and their files unless another manifest names them."""
+    parts = set()
+    for folder in folders:
+        with contextlib.suppress(Damaged, CheckpointError):
+            parts.add(read_manifest(store, 0, folder).parts)
+        store.remove(folder)
+    parts.discard("")
+    for path in parts - _used_parts(store) if parts else ():
+        store.remove(path)
+
+
+def sweep(store: Store) -> None:
+    """Remove what saves have left that did not end. Called before any save of this job."""
+    for name in store.names():
+        if name.startswith("unfinished-"):
+            store.remove(name)
+    if attempts := {f"{PARTS}/{name}" for name in store.names(PARTS)}:
+        for path in attempts - _used_parts(store):
+            store.remove(path)
+
+
+def _used_parts(store: Store) -> set[str]:
+    """The folders of files that manifests name, also damaged ones and those of checkpoints set aside."""
+    found: set[str] = set()
+    for name in set(store.names()) - {PARTS}:
+        inside = store.names(name)
+        for folder in [name, *(f"{name}/{child}" for child in inside if _FOLDER.fullmatch(child))]:
+            if folder != name or NAME in inside:
+                found |= set(IN_PARTS.findall(_text(store, folder).decode(errors="replace")))
+    return found
 
 
 def read_manifest(store: Store, step: int, folder: str = "") -> Manifest:
@@ -308,9 +407,8 @@ def read_manifest(store: Store, step: int, folder: str = "") -> Manifest:
         CheckpointError: `parse` refuses it.
     """
     folder = folder or folders(store).get(step, f"step-{step}")
-    path = f"{folder}/{NAME}"
     try:
-        text = store.read(path, 0, store.size(path)).decode()
+        text = _text(store, folder).decode()
     except (FileNotFoundError, UnicodeDecodeError) as error:
         raise Damaged(f"{NAME}: {error}") from error
     return dataclasses.replace(parse(text, f"{store.root}/{folder}"), folder=folder)
@@ -320,7 +418,7 @@ def check_sizes(store: Store, manifest: Manifest) -> None:
     """Raise Damaged if a file is missing or has another size."""
     for name, size in manifest.files.items():
         try:
-            actual = store.size(f"{manifest.folder}/{name}")
+            actual = store.size(f"{manifest.files_in}/{name}")
         except FileNotFoundError as error:
             raise Damaged(f"{name} is missing") from error
         if actual != size:
@@ -347,7 +445,7 @@ def verify(store: Store, manifest: Manifest) -> int:
     """
     check_sizes(store, manifest)
     return sum(
-        len(read_chunk(store, manifest.folder, saved, chunk))
+        len(read_chunk(store, manifest.files_in, saved, chunk))
         for saved in manifest.tensors.values()
         for chunk in saved.chunks
     )

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline import log
+from paceline.checkpoint.cloud_errors import StorageError
 from paceline.checkpoint.layout import Layout, Piece, local
 from paceline.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from paceline.checkpoint.store import Store, commit, finish_rollback
@@ -152,11 +153,13 @@ class Outcome:
         kind: "saved", "disk" (the storage failed), "non-finite" or "other".
         text: What happened, if it was not saved.
         rank: The rank where it happened.
+        fix: What to do, if that is known.
     """
 
     kind: str
     text: str = ""
     rank: int = 0
+    fix: str = ""
 
 
 class _Cancelled(Exception):
@@ -166,6 +169,8 @@ class _Cancelled(Exception):
 def _failed(error: Exception) -> Outcome:
     """The outcome of a save that raised `error`."""
     kind = "disk" if isinstance(error, OSError) else "other"
+    if isinstance(error, StorageError):
+        return Outcome(kind=kind, text=str(error), fix=error.fix)
     return Outcome(kind=kind, text=f"{type(error).__name__}: {error}")
 
 
@@ -181,6 +186,7 @@ class Save:
 
     Args:
         folder: Its name once it is committed, equal on all ranks.
+        attempt: Equal on all ranks, and different for each save.
         tree: The values for JSON; those of rank 0 are written.
         finite_prefix: Prefix of the names of tensors that must be finite; "" checks none.
         waited: Whether the caller waits for it; the thread then keeps its priority.
@@ -199,6 +205,7 @@ class Save:
         *,
         step: int,
         folder: str,
+        attempt: str,
         best: bool,
         tree: Any,
         finite_prefix: str,
@@ -212,6 +219,7 @@ class Save:
         self._rank, self._world_size = job.rank, job.world_size
         self._timeout_s = job.timeout_s
         self._store, self._folder = store, folder
+        self._scratch = store.scratch(folder, attempt)
         self._best, self._tree, self._finite_prefix, self._prune = best, tree, finite_prefix, prune
         self._waited = waited
         self._cancel = threading.Event()
@@ -267,13 +275,12 @@ class Save:
                 return {"kind": "non-finite", "text": name}
             digests: list[str] = []
             if self.staging.layout.mine:
-                scratch = self._store.scratch(self._folder)
-                self._store.write(f"{scratch}/rank-{self._rank}.bin", self._parts(digests))
+                self._store.write(f"{self._scratch}/rank-{self._rank}.bin", self._parts(digests))
         except _Cancelled:
             raise
         except Exception as error:
             failed = _failed(error)
-            return {"kind": failed.kind, "text": failed.text}
+            return {"kind": failed.kind, "text": failed.text, "fix": failed.fix}
         boxes = [[*p.box, p.offset] for p in self.staging.layout.mine]
         names = [p.name for p in self.staging.layout.mine]
         return {
@@ -301,11 +308,10 @@ class Save:
             outcome = self._commit([json.loads(self._acks.get(key)) for key in keys])
             for key in keys:
                 self._acks.delete_key(key)
-            self._acks.set("outcome", json.dumps([outcome.kind, outcome.text, outcome.rank]))
+            self._acks.set("outcome", json.dumps(asdict(outcome)))
             return outcome
         self._await(["outcome"])
-        kind, text, rank = json.loads(self._acks.get("outcome"))
-        return Outcome(kind=kind, text=text, rank=rank)
+        return Outcome(**json.loads(self._acks.get("outcome")))
 
     def _await(self, keys: list[str]) -> None:
         assert self._acks is not None
@@ -319,14 +325,13 @@ class Save:
             pause_s = min(2 * pause_s, 0.1)
 
     def _commit(self, acks: list[dict[str, Any]]) -> Outcome:
-        for rank, ack in enumerate(acks):
-            if ack["kind"] != "saved":
-                return Outcome(kind=ack["kind"], text=ack["text"], rank=rank)
-        try:
-            finish_rollback(self._store)  # finishes the rollback of an earlier save that could not
-            commit(self._store, self._manifest(acks))
-        except Exception as error:  # the other ranks wait for the outcome
-            return _failed(error)
+        outcome = self._commit_or_fail(acks)
+        if outcome.kind != "saved":
+            try:
+                self._store.remove(self._scratch)  # no rank writes any more
+            except Exception as error:
+                log.logger.info("%s stays until the next start: %s", self._scratch, error)
+            return outcome
         try:
             steps, folder = finish_rollback(self._store)
             if steps:
@@ -335,6 +340,17 @@ class Save:
             self._prune()
         except Exception as error:
             log.logger.warning("step %d is saved, but older ones stay: %s", self.step, error)
+        return outcome
+
+    def _commit_or_fail(self, acks: list[dict[str, Any]]) -> Outcome:
+        for rank, ack in enumerate(acks):
+            if ack["kind"] != "saved":
+                return replace(Outcome(**ack), rank=rank)
+        try:
+            finish_rollback(self._store)  # finishes the rollback of an earlier save that could not
+            commit(self._store, self._manifest(acks), self._scratch)
+        except Exception as error:  # the other ranks wait for the outcome
+            return _failed(error)
         return Outcome(kind="saved")
 
     def _manifest(self, acks: list[dict[str, Any]]) -> Manifest:
@@ -357,5 +373,6 @@ class Save:
             },
             files={f"rank-{r}.bin": ack["size"] for r, ack in enumerate(acks) if ack["chunks"]},
             tree=self._tree,
+            parts="" if self._store.has_rename else self._scratch,
             tensors={n: SavedTensor(*shapes[n], tuple(found)) for n, found in chunks.items()},
         )

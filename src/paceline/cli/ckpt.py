@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.checkpoint.manifest import Damaged
-from paceline.checkpoint.store import Store, folders, open_store, read_manifest, verify
+from paceline.checkpoint.store import Store, folders, open_store, read_manifest, remove, verify
 from paceline.command_line import CommandParser, not_negative_count
 from paceline.errors import CheckpointError, PacelineError
 from paceline.exit_codes import ExitCode
@@ -46,10 +46,9 @@ _FOREIGN = {".metadata": "torch.distributed.checkpoint's", "latest": "DeepSpeed'
 def main(argv: Sequence[str]) -> int:
     """Run `paceline ckpt` with these arguments. Returns 0, or 65 if there is no whole checkpoint."""
     args = parser().parse_args(argv)
-    store = open_store(args.folder)
     actions = {"ls": _ls, "show": _show, "check": _check, "export": _export, "rm": _rm}
     try:
-        return actions[args.action](store, args)
+        return actions[args.action](open_store(args.folder), args)
     except (Damaged, PacelineError, OSError) as error:
         print(f"paceline ckpt: {error}", file=sys.stderr)
         return ExitCode.DATA
@@ -160,6 +159,6 @@ def _export(store: Store, args: argparse.Namespace) -> int:
 
 def _rm(store: Store, args: argparse.Namespace) -> int:
     step = _steps(store, args.step)[-1]
-    store.remove(folders(store)[step])
+    remove(store, [folders(store)[step]])
     print(f"step {step} removed")
     return ExitCode.OK
