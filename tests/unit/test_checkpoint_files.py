@@ -515,7 +515,9 @@ def test_a_store_without_rename(job: Job) -> None:
     parts = {step: read_manifest(store, step).parts for step in (2, 3)}
     assert {f"parts/{name}" for name in store.names("parts")} == set(parts.values())
     store.write("parts/step-9-00ff-1/rank-0.bin", [b"killed before the manifest"])
+    store.write("parts/of-others/file", [b"kept"])
     assert _equal(_resume(job, url), _state(3.0))
+    store.remove("parts/of-others")
     assert {f"parts/{name}" for name in store.names("parts")} == set(parts.values())
     data = store.read(f"{parts[3]}/rank-0.bin", 0, 10**6)
     data[5] ^= 1

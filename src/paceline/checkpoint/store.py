@@ -383,7 +383,8 @@ def sweep(store: Store) -> None:
     for name in store.names():
         if name.startswith("unfinished-"):
             store.remove(name)
-    if attempts := {f"{PARTS}/{name}" for name in store.names(PARTS)}:
+    attempts = {f"{PARTS}/{name}" for name in store.names(PARTS)}
+    if attempts := set(filter(IN_PARTS.fullmatch, attempts)):  # not what others keep there
         for path in attempts - _used_parts(store):
             store.remove(path)
 
