@@ -16,6 +16,7 @@ import yaml
 import paceline
 from paceline.cli import job, main
 from paceline.exit_codes import ExitCode
+from paceline.launch.options import read_options
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "tests" / "data" / "jobs" / "compose.json"
@@ -110,7 +111,9 @@ def test_the_nodes_meet_at_the_first(project: Path) -> None:
     assert list(services) == ["node-0", "node-1"]
     for name, service in services.items():
         assert service["hostname"] == name
-        assert any("node-0" in word for word in service["command"])
+        options = read_options(service["command"][2:])
+        assert str(options.endpoint) == "node-0:29400"
+        assert options.node_rank == int(name[-1])
         assert service["stop_grace_period"] == "315s"
         assert service["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "300"
         assert service["shm_size"] == "1024m"

@@ -12,6 +12,7 @@ import yaml
 
 from paceline.cli import main
 from paceline.exit_codes import ExitCode
+from paceline.launch.options import read_options
 from paceline.schedulers.yaml_text import Commented, to_yaml
 
 DATA = Path(__file__).parents[1] / "data" / "jobs"
@@ -145,7 +146,15 @@ def test_the_pods_meet_at_the_name_of_the_first(tmp_path: Path) -> None:
     assert service["spec"]["publishNotReadyAddresses"] is True
     assert pod["subdomain"] == service["metadata"]["name"] == "job"
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "job"}
-    assert any("job-0.job" in word for word in container["command"])
+    options = read_options(
+        [w.replace("$(JOB_COMPLETION_INDEX)", "0") for w in container["command"][2:]]
+    )
+    assert str(options.endpoint) == "job-0.job:29400"
+    assert options.endpoint is not None
+    assert options.endpoint.is_host
+    assert options.config.min_nodes == options.config.max_nodes == 2
+    assert options.config.nproc_per_node == 8
+    assert options.args.training_script == "/workspace/train.py"
     assert documents["Job"]["spec"]["completionMode"] == "Indexed"
     assert documents["Job"]["spec"]["completions"] == documents["Job"]["spec"]["parallelism"] == 2
 

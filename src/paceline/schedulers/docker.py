@@ -248,9 +248,8 @@ def _service(
     if request.nodes > 1:
         launch = [
             f"--nnodes={request.nodes}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=node-0:{PORT}",
-            "--rdzv-id=compose",
+            f"--node-rank={node}",
+            f"--host=node-0:{PORT}",
         ]
     # Compose replaces $NAME in all values.
     command = [word.replace("$", "$$") for word in request.command(*launch)]

@@ -405,9 +405,8 @@ class _Writer:
         if self.request.nodes > 1:
             launch = [
                 f"--nnodes={self.request.nodes}",
-                "--rdzv-backend=c10d",
-                f"--rdzv-endpoint={self.host}:{PORT}",
-                f"--rdzv-id={self.name}",
+                "--node-rank=$(JOB_COMPLETION_INDEX)",
+                f"--host={self.host}:{PORT}",
                 f"--rdzv-conf=join_timeout={_JOIN_TIMEOUT_S}",
             ]
         words = self.request.command(*launch)
