@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 
 import pytest
 import yaml
@@ -131,7 +132,7 @@ def _build(
         if stage is None:
             assert instruction == "ARG"  # the base image
             continue
-        filled = re.sub(r"\$\{(\w+)\}", lambda found: stage.arguments[found[1]], rest)
+        filled = Template(rest).safe_substitute(stage.arguments)
         if instruction == "ARG":
             name, _, value = rest.partition("=")
             stage.arguments[name] = arguments.get(name, value)

@@ -1,9 +1,9 @@
 """What a pod of `paceline job k8s` sees, without a cluster.
 
 Each pod has its own network, host name, process and mount namespace. It runs the command of the file that
-`paceline job k8s` writes, as process 1, with the variables of an Indexed Job and without capabilities. The test
-takes the place of the kubelet (SIGTERM), of the name server (/etc/hosts), and of the Job controller, which reads
-podFailurePolicy and makes the next pod, with another address.
+`paceline job k8s` writes, as process 1, with the variables of an Indexed Job and without capabilities. The
+test takes the place of the kubelet (SIGTERM), of the name server (/etc/hosts), and of the Job controller,
+which reads podFailurePolicy and makes the next pod, with another address.
 """
 
 from __future__ import annotations
