@@ -25,7 +25,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.errors import ConfigError, RankDisagreement
 from paceline.metrics.logger import BackgroundLogger
-from paceline.metrics.report import Report
+from paceline.metrics.progress import Progress
+from paceline.metrics.report import Report, _gpu_use
 from paceline.metrics.step_loss import StepTotal, add
 from paceline.testing import run_failing_ranks, run_ranks
 
@@ -246,6 +247,47 @@ def test_wandb_gets_nan_and_infinity_as_numbers() -> None:
     logger.log(1, {"loss": "nan", "norm": "inf", "lr": 0.5})
     assert math.isnan(logged.pop("loss"))
     assert logged == {"norm": math.inf, "lr": 0.5}
+
+
+def test_files_stay_where_they_are_if_the_program_changes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    for name, make in (("a.csv", paceline.CSV), ("a.jsonl", paceline.JSONLines)):
+        logger = make(name)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        logger.log(1, {"value": 1})
+        logger.close()
+        monkeypatch.chdir(tmp_path)
+        assert (tmp_path / name).exists()
+
+
+def test_a_gpu_that_tells_nothing_stops_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(device: Any) -> int:
+        raise RuntimeError("Not Supported")
+
+    monkeypatch.setattr("paceline.metrics.report._has_pynvml", lambda: True)
+    monkeypatch.setattr(torch.cuda, "utilization", refuse)
+    with caplog.at_level(logging.WARNING, "paceline"):
+        assert _gpu_use(torch.device("cuda")) == {}
+    assert "no GPU utilization: RuntimeError: Not Supported" in caplog.text
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_names_with_brackets_are_shown_as_they_are(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=is_terminal, width=200)
+    monkeypatch.setattr("paceline.metrics.progress.Console", lambda stderr: console)
+    progress = Progress()
+    progress.begin(0, 3)
+    progress.show(1, 0, {"loss[bold]": 0.5, "[/x]": "nan"}, 10.0)
+    progress.end()
+    assert "epoch 1  loss[bold] 0.5  [/x] nan  10 samples/s" in shown.getvalue()
 
 
 def _steps_in(folder: Path) -> list[int]:

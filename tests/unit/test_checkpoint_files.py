@@ -419,6 +419,25 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(job: Job, folde
         _resume(job, folder)
 
 
+@pytest.mark.parametrize("step", [-1, 1.5, True, None])
+def test_a_step_that_is_not_a_number_of_steps_is_refused(
+    job: Job, tmp_path: Path, step: Any
+) -> None:
+    with pytest.raises(ConfigError, match="step must be an integer of at least 0"):
+        paceline.Checkpoints(tmp_path).save(job, step, _state())
+
+
+def test_checkpoints_stay_where_they_are_if_the_program_changes_its_folder(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoints = _save(job, "runs", 0)  # step 0: the weights before training
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    checkpoints.save(job, 1, _state())
+    assert committed(open_store(tmp_path / "runs")) == [0, 1]
+
+
 def test_a_folder_that_cannot_be_tidied_is_an_error_of_storage(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,12 +152,15 @@ class Checkpoints:
             finite_prefix: Prefix of the paths of tensors that must not hold NaN or infinity.
 
         Raises:
+            ConfigError: `step` is not an integer of at least 0.
             SaveFailed: on all ranks, if `wait`: the storage fails.
             CheckpointError: on all ranks: the state cannot be saved.
             NonFinite: on all ranks, if `wait`; see `finite_prefix`.
 
         Collective: all ranks, same step.
         """
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"step must be an integer of at least 0, got {step!r}.")
         # Before the first exchange, so that every rank whose state cannot be saved raises its own error.
         tree, tensors = codec.encode(state)
         if job.mesh is not None and job.mesh.pp > 1:  # each stage knows its own names only

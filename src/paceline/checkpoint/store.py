@@ -275,7 +275,7 @@ def open_store(folder: str | Path) -> Store:
     scheme, colon, _ = url.partition(":/")
     if colon and scheme in EXTRAS:
         raise ConfigError(f"{url} is not an address: Path drops a slash.", fix="pass a str.")
-    return Store(url.removeprefix("file://"))
+    return Store(os.path.abspath(url.removeprefix("file://")))  # the program may change its folder
 
 
 def folders(store: Store) -> dict[int, str]:

@@ -19,7 +19,7 @@ class CSV:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # the program may change its folder
         self._names: list[str] | None = None
 
     def log(self, step: int, values: Values) -> None:

@@ -21,7 +21,7 @@ class JSONLines:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # the program may change its folder
         self._file: FileIO | None = None
 
     def rewind(self, step: int) -> float:

@@ -44,7 +44,7 @@ class Progress:
             MofNCompleteColumn(table_column=whole.copy()),
             BarColumn(bar_width=20, table_column=whole.copy()),
             TimeRemainingColumn(table_column=whole.copy()),
-            TextColumn("{task.fields[values]}", table_column=rest),
+            TextColumn("{task.fields[values]}", table_column=rest, markup=False),
             console=self._console,
             expand=True,
         )
@@ -75,6 +75,6 @@ class Progress:
             self._print()
 
     def _print(self) -> None:
-        self._console.print(self._last, highlight=False, soft_wrap=True)
+        self._console.print(self._last, highlight=False, markup=False, soft_wrap=True)
         self._last = None
         self._printed_at = time.monotonic()

@@ -221,10 +221,14 @@ def _gpu_use(device: torch.device) -> dict[str, float]:
     """Percent of time that the GPU was busy, and GB in use; empty without an NVIDIA GPU and nvidia-ml-py."""
     if device.type != "cuda" or not _has_pynvml():
         return {}
-    return {
-        "gpu_busy_percent": float(torch.cuda.utilization(device)),
-        "gpu_memory_gb": round(torch.cuda.device_memory_used(device) / 1e9, 2),
-    }
+    try:
+        return {
+            "gpu_busy_percent": float(torch.cuda.utilization(device)),
+            "gpu_memory_gb": round(torch.cuda.device_memory_used(device) / 1e9, 2),
+        }
+    except Exception as error:  # of NVML: a GPU that is divided (MIG) or virtual may not tell
+        log.once(f"metrics have no GPU utilization: {type(error).__name__}: {error}")
+        return {}
 
 
 def refuse_values(values: dict[str, Any], reduce: str) -> None:

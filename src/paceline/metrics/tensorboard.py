@@ -24,7 +24,7 @@ class TensorBoard:
             raise ConfigError(
                 "TensorBoard is not installed.", fix="pip install 'paceline[tensorboard]'"
             )
-        self._folder = str(folder)
+        self._folder = str(Path(folder).absolute())
         self._writer: Any = None
 
     def log(self, step: int, values: Values) -> None:
