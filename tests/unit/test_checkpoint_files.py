@@ -76,7 +76,9 @@ def test_values_are_decoded_as_they_were_encoded() -> None:
     state = {
         "plain": [None, True, 1, 2.5, "x", math.inf, math.nan, 2**70],
         "keys": {0: {"a": 1}, (1, 2): "pair", "$tensor": "no tensor"},
-        "kinds": (Counter({3: 2}), {1, 2}, b"\x00\xff"),
+        "kinds": (Counter({3: 2}), {1, 2}, frozenset({3}), b"\x00\xff"),
+        "odd keys": {frozenset({1}): 1, np.int64(2): 2, b"3": 3, None: 4, (1, (2, 3)): 5},
+        "odd counts": Counter({(1, (2, 3)): 1, np.int64(4): 2, None: 3}),
         "arrays": [np.arange(3, dtype=np.int16), torch.ones(2, dtype=torch.complex64)],
         "scalars": [np.float64(0.5), np.uint16(3), np.bool_(True)],
         "a.b": torch.zeros(1),

@@ -309,6 +309,18 @@ def test_an_iteration_ends_when_a_later_one_starts(job: Job) -> None:
         next(one)
 
 
+def test_an_iteration_that_is_freed_late_does_not_disturb_the_audit_of_a_later_one(
+    job: Job,
+) -> None:
+    batches = Batches(job, TensorDataset(torch.arange(12)), global_batch=4)
+    early = batches.iterate(START, epochs=1)
+    list(next(early))
+    late = batches.iterate(START, epochs=1)
+    list(next(late))
+    del early  # as when the traceback of an earlier loop is freed
+    assert sum(micro.count for step in late for micro in step) == 8  # and no AuditError
+
+
 def test_leaving_the_job_ends_workers_and_gives_threads_back() -> None:
     before = torch.get_num_threads()
     with paceline.join() as job:

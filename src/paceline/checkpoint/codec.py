@@ -18,7 +18,11 @@ import torch
 from paceline.errors import CheckpointError
 
 _PLAIN = (type(None), bool, int, float, str)
-_FROM_LIST: dict[str, Callable[[list[Any]], Any]] = {"$tuple": tuple, "$set": set}
+_FROM_LIST: dict[str, Callable[[list[Any]], Any]] = {
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+}
 
 
 def encode(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -39,11 +43,11 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = {
             k: _encode(v, f"{path}.{k}" if path else str(k), tensors) for k, v in value.items()
         }
-        if isinstance(value, Counter):
-            return {"$counter": [list(item) for item in items.items()]}
-        if all(type(k) is str and not k.startswith("$") for k in items):
+        is_counter = isinstance(value, Counter)
+        if not is_counter and all(type(k) is str and not k.startswith("$") for k in items):
             return items
-        return {"$dict": [[_encode(k, path, tensors), v] for k, v in items.items()]}
+        pairs = [[_encode(k, path, tensors), v] for k, v in items.items()]
+        return {"$counter" if is_counter else "$dict": pairs}
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             raise _refusal(path, f"a tensor of layout {value.layout} on {value.device}")
@@ -56,9 +60,10 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             raise _refusal(path, f"an array of {value.dtype}") from error
     if isinstance(value, list | tuple | set | frozenset):
         parts = [_encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
-        if isinstance(value, tuple):
-            return {"$tuple": parts}
-        return parts if isinstance(value, list) else {"$set": parts}
+        if isinstance(value, list):
+            return parts
+        base = next(base for base in (tuple, set, frozenset) if isinstance(value, base))
+        return {f"${base.__name__}": parts}
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, int | float | str):  # enums and other subclasses
@@ -127,6 +132,6 @@ def decode(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
     parts = decode(inner, tensors)
     if key in _FROM_LIST:
         return _FROM_LIST[key](parts)
-    # JSON turns the tuples among a counter's keys into lists.
+    # Earlier versions wrote the tuples among a counter's keys as lists.
     pairs = {tuple(k) if isinstance(k, list) else k: v for k, v in parts}
     return Counter(pairs) if key == "$counter" else pairs

@@ -250,7 +250,10 @@ class Batches:
                         self._audited = True
                         break
             finally:
-                self._loader.epoch_audit = None
+                if (
+                    self._loader.epoch_audit is audit
+                ):  # this iteration may be freed late, in a later one
+                    self._loader.epoch_audit = None
         yield from steps
 
     def close(self) -> None:
