@@ -25,10 +25,10 @@ VERSIONS = ("1.31", "1.34", "1.37")
 
 # Write a golden file again with: cd tests/data/jobs && paceline job k8s LINE --force
 CASES = {
-    "one": "--name one /workspace/train.py --image me/train:1",
-    "job": "--name job /workspace/train.py --image registry.example:5000/me/train:1.2 --nodes 2 --gpus 8 "
+    "one": "--name one /workspace/train.py --image me/train:1 -- --tag $(x)",
+    "train": "/workspace/train.py --image registry.example:5000/me/train:1.2 --nodes 2 --gpus 8 "
     "--cpus 64 --memory 512G --time 1-00:00:00 --env NCCL_DEBUG=WARN --secret WANDB_API_KEY=wandb/key "
-    "--storage 200Gi --storage-class nfs --namespace research -- --lr 0.1 --tag $(x)",
+    "--storage 200Gi --storage-class nfs --namespace research -- --lr 0.1",
     "jobset": "--name jobset /workspace/train.py --image me/train:1 --kind jobset --nodes 4 --gpus 1 "
     "--grace 5m --claim shared --shm-size 512M --retries 0 --time 4h",
     "trainjob": "--name trainjob -m pack.train --image me/train:1 --kind trainjob --nodes 2 --cpus 4 "
@@ -139,17 +139,17 @@ def _container(documents: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def test_the_pods_meet_at_the_name_of_the_first(tmp_path: Path) -> None:
     """Kubernetes names a pod JOB-INDEX.SUBDOMAIN if a headless Service has the name of the subdomain."""
-    documents = _documents("job", tmp_path)
+    documents = _documents("train", tmp_path)
     pod, container = _container(documents)
     service = documents["Service"]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
-    assert pod["subdomain"] == service["metadata"]["name"] == "job"
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "job"}
+    assert pod["subdomain"] == service["metadata"]["name"] == "train"
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "train"}
     options = read_options(
         [w.replace("$(JOB_COMPLETION_INDEX)", "0") for w in container["command"][2:]]
     )
-    assert str(options.endpoint) == "job-0.job:29400"
+    assert str(options.endpoint) == "train-0.train:29400"
     assert options.endpoint is not None
     assert options.endpoint.is_host
     assert options.config.min_nodes == options.config.max_nodes == 2
@@ -160,7 +160,7 @@ def test_the_pods_meet_at_the_name_of_the_first(tmp_path: Path) -> None:
 
 
 def test_a_preemption_is_no_failure(tmp_path: Path) -> None:
-    job = _documents("job", tmp_path)["Job"]["spec"]
+    job = _documents("train", tmp_path)["Job"]["spec"]
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     ignored = [rule for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "Ignore"]
     assert ignored[0]["onExitCodes"]["values"] == [ExitCode.UNAVAILABLE, ExitCode.PREEMPTED]
@@ -193,7 +193,7 @@ def test_shared_memory_fits_into_the_memory(tmp_path: Path) -> None:
 
 
 def test_values_of_secrets_are_references(tmp_path: Path) -> None:
-    _, container = _container(_documents("job", tmp_path))
+    _, container = _container(_documents("train", tmp_path))
     by_name = {variable["name"]: variable for variable in container["env"]}
     assert by_name["WANDB_API_KEY"] == {
         "name": "WANDB_API_KEY",
@@ -203,16 +203,27 @@ def test_values_of_secrets_are_references(tmp_path: Path) -> None:
 
 def test_the_words_of_the_script_are_not_replaced(tmp_path: Path) -> None:
     """Kubernetes replaces $(NAME) in commands, unless it is written $$(NAME)."""
-    _, container = _container(_documents("job", tmp_path))
-    assert container["command"][-4:] == ["--lr", "0.1", "--tag", "$$(x)"]
+    _, container = _container(_documents("one", tmp_path))
+    assert container["command"][-2:] == ["--tag", "$$(x)"]
 
 
 def test_the_claim_is_not_deleted_with_the_job(tmp_path: Path) -> None:
-    written = _write(CASES["job"], tmp_path)
-    assert sorted(written) == ["job-runs.k8s.yaml", "job.k8s.yaml"]
-    assert "PersistentVolumeClaim\n" not in written["job.k8s.yaml"]
-    claim = yaml.safe_load(written["job-runs.k8s.yaml"])
+    written = _write(CASES["train"], tmp_path)
+    assert sorted(written) == ["train-runs.k8s.yaml", "train.k8s.yaml"]
+    assert "PersistentVolumeClaim\n" not in written["train.k8s.yaml"]
+    claim = yaml.safe_load(written["train-runs.k8s.yaml"])
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_the_next_steps_are_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write("/a/train.py --image me/train --nodes 6 --namespace research", tmp_path)
+    steps = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert steps == [
+        "kubectl -n research get pvc train-runs    # the claim must exist",
+        "kubectl apply -f train.k8s.yaml",
+        "kubectl -n research logs -f -l batch.kubernetes.io/job-name=train --prefix --max-log-requests 6",
+        "note: me/train has no tag; pods that start later may get another image",
+    ]
 
 
 LONG = "a" * 62  # the pod name-0 would have 64

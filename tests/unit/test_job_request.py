@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +207,21 @@ def test_the_command_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "yaml", "psutil"} & set(done.stdout.split())
+
+
+PAGES = Path(__file__).parents[2] / "docs" / "howto"
+SHOWN = [
+    line.partition("  #")[0]
+    for page in PAGES.glob("*.md")
+    for line in re.findall(r"^paceline job .*$", page.read_text(), re.M)
+]
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_commands_of_the_documentation(line: str, project: Path) -> None:
+    (project / "examples").mkdir()
+    (project / "examples" / "digits.py").touch()
+    assert main.main(shlex.split(line)[1:]) == ExitCode.OK
 
 
 def test_a_request_checks_itself() -> None:

@@ -39,6 +39,7 @@ _SHM_MIB_PER_RANK = 2048
 # How long a pod waits for the others, which may still be pending or pull their image.
 _JOIN_TIMEOUT_S = 1800
 _DNS_LABEL = 63
+_KUBECTL_LOGS = 5  # pods that `kubectl logs -f` follows without an option
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 
@@ -178,9 +179,9 @@ class _Writer:
         else:
             steps.append(f"kubectl{namespace} get pvc {self.claim}    # the claim must exist")
         steps.append(f"kubectl apply -f {file}")
-        steps.append(
-            f"kubectl{namespace} logs -f -l {self._pod_label[0]}={self._pod_label[1]} --prefix"
-        )
+        label, nodes = "=".join(self._pod_label), self.request.nodes
+        many = f" --max-log-requests {nodes}" if nodes > _KUBECTL_LOGS else ""
+        steps.append(f"kubectl{namespace} logs -f -l {label} --prefix{many}")
         if ":" not in self.request.image.rpartition("/")[2]:
             steps.append(
                 f"note: {self.request.image} has no tag; pods that start later may get another image"
