@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ class Server:
 
     Attributes:
         requests: Method and path of each request.
+        variables: For the environment of clients.
         fails: Decides by method and path whether to answer 503 SlowDown.
     """
 
@@ -36,6 +36,13 @@ class Server:
         self._server = make_server("127.0.0.1", 0, self._answer, True, request_handler=Quiet)
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever)
+        self.variables = {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": "planted",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
 
     def _answer(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -49,17 +56,10 @@ class Server:
 
     @contextmanager
     def serving(self, *buckets: str) -> Iterator[Server]:
-        """Serve new buckets, with the variables for clients set."""
+        """Serve new buckets. Set `variables` before."""
         import moto.backends
 
         moto.backends.get_backend("s3").reset()
-        os.environ.update(
-            AWS_ENDPOINT_URL=self.endpoint,
-            AWS_ACCESS_KEY_ID="planted",
-            AWS_SECRET_ACCESS_KEY=SECRET,
-            AWS_DEFAULT_REGION="us-east-1",
-            AWS_EC2_METADATA_DISABLED="true",
-        )
         self._thread.start()
         try:
             client = self.client()
@@ -78,10 +78,10 @@ class Server:
 
         return boto3.client("s3", endpoint_url=self.endpoint)
 
-    def keys(self, prefix: str = "") -> list[str]:
+    def all_keys(self) -> list[str]:
         """The keys in the first bucket."""
         client = self.client()
         bucket = client.list_buckets()["Buckets"][0]["Name"]
-        found = client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
+        found = client.list_objects_v2(Bucket=bucket).get("Contents", [])
         client.close()
         return [entry["Key"] for entry in found]

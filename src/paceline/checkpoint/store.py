@@ -212,10 +212,12 @@ class RemoteStore(Store):
             with self._call("write", path):
                 file.close()
         except BaseException:
-            # Closing would complete the upload of a part of the file, and so would the garbage collector.
             with contextlib.suppress(StorageError), self._call("abort the upload of", path):
-                file.closed = True
-                file.discard()
+                if self._is_object_store:  # closing would complete the upload of a part of the file
+                    file.closed = True  # so that the garbage collector does not close it
+                    file.discard()
+                else:
+                    file.close()
             raise
 
     def seal(self, scratch: str, folder: str) -> None:
@@ -393,9 +395,9 @@ def _used_parts(store: Store) -> set[str]:
     """The folders of files that manifests name, also damaged ones and those of checkpoints set aside."""
     found: set[str] = set()
     for name in set(store.names()) - {PARTS}:
-        inside = store.names(name)
-        for folder in [name, *(f"{name}/{child}" for child in inside if _FOLDER.fullmatch(child))]:
-            if folder != name or NAME in inside:
+        inside = [child for child in store.names(name) if _FOLDER.fullmatch(child)]
+        for folder in [name, *(f"{name}/{child}" for child in inside)]:
+            if NAME in store.names(folder):
                 found |= set(IN_PARTS.findall(_text(store, folder).decode(errors="replace")))
     return found
 

@@ -1,0 +1,271 @@
+"""Stores behind fsspec: interrupted operations, what stays and what goes, addresses, and errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+import paceline
+from paceline.checkpoint.cloud_errors import ObjectMissing, as_storage_error, redact
+from paceline.checkpoint.store import RemoteStore, committed, open_store, read_manifest, verify
+from paceline.errors import CheckpointError, ConfigError
+from paceline.job.job import Job
+
+SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYplanted"
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with paceline.join(seed=3) as job:
+        yield job
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    _clear()
+    yield "memory://remote"
+    _clear()
+
+
+def _clear() -> None:
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+
+
+def _state(fill: float) -> dict[str, Any]:
+    return {"w": torch.full((40, 5), fill), "empty": torch.empty(0, 4)}
+
+
+def _fill(job: Job, url: str) -> float:
+    """What the newest checkpoint holds."""
+    return float(paceline.Checkpoints(url, resume="must").resume(job)["w"][0, 0])
+
+
+class _Dead(Exception):
+    pass
+
+
+def _dying(monkeypatch: pytest.MonkeyPatch, after: int) -> list[str]:
+    """All operations on remote storage fail from one on. Returns those that were done."""
+    real, done = RemoteStore._call, []
+
+    @contextlib.contextmanager
+    def call(self: RemoteStore, operation: str, path: str) -> Iterator[Any]:
+        name = f"{operation} {path}"
+        if operation != "write" or done[-1:] != [name]:  # a PUT is one operation
+            if len(done) == after:
+                raise _Dead
+            done.append(name)
+        with real(self, operation, path) as found:
+            yield found
+
+    monkeypatch.setattr(RemoteStore, "_call", call)
+    return done
+
+
+def _interrupted(job: Job, url: str, step: int, after: int, patch: pytest.MonkeyPatch) -> list[str]:
+    """Save 4, 6, 8, and then `step` with an end after some operations. Returns the operations."""
+    _clear()
+    checkpoints = paceline.Checkpoints(url, keep=3)
+    for n in (4, 6, 8):
+        checkpoints.save(job, n, _state(float(n)))
+    with patch.context() as dying:
+        done = _dying(dying, after)
+        with contextlib.suppress(CheckpointError, _Dead):
+            checkpoints.save(job, step, _state(10.0 * step))
+    return done
+
+
+def _all_folders(store: RemoteStore) -> list[str]:
+    """The folders of all checkpoints, also of those that were set aside."""
+    names = store.names()
+    found = [name for name in names if name.startswith("step-")]
+    before = [name for name in names if name.startswith("before-")]
+    return found + [f"{name}/{inside}" for name in before for inside in store.names(name)]
+
+
+@pytest.mark.parametrize("step", [5, 9])
+def test_a_save_may_end_after_any_operation(
+    job: Job, url: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for after in range(len(_interrupted(job, url, step, -1, monkeypatch)) + 1):
+        _interrupted(job, url, step, after, monkeypatch)
+        store = open_store(url)
+        assert isinstance(store, RemoteStore)
+        steps = committed(store)
+        found.append(steps)
+        assert _fill(job, url) == (8 if steps[-1] == 8 else 10 * step)  # finishes a rollback
+        assert committed(store) == steps
+        folders = _all_folders(store)
+        missing = {"step-4", "step-6", "step-8"} - {name.rpartition("/")[2] for name in folders}
+        assert missing <= ({"step-4"} if step == 9 and steps[-1] == 9 else set())
+        manifests = [read_manifest(store, 0, folder) for folder in folders]
+        for manifest in manifests:
+            verify(store, manifest)
+        left = {f"parts/{name}" for name in store.names("parts")}
+        assert left == {manifest.parts for manifest in manifests}
+        paceline.Checkpoints(url, keep=3).save(job, 10, _state(100.0))
+        assert _fill(job, url) == 100
+    assert found[0] == [4, 6, 8]
+    assert found[-1] == ([4, 5] if step == 5 else [6, 8, 9])
+    assert sum(steps == [4, 6, 8] for steps in found) > 3
+    assert sum(steps[-1] == step for steps in found) > 3
+
+
+def test_removing_one_of_two_manifests_of_the_same_files_keeps_them(job: Job, url: str) -> None:
+    store = open_store(url)
+    paceline.Checkpoints(url).save(job, 1, _state(1.0))
+    paceline.Checkpoints(url).save(job, 2, _state(2.0))
+    text = store.read("step-1/manifest.json", 0, store.size("step-1/manifest.json"))
+    store.write("before-1/step-1/manifest.json", [text])  # of an interrupted move
+    paceline.Checkpoints(url, keep=1).save(job, 3, _state(3.0))
+    assert committed(store) == [3]
+    verify(store, read_manifest(store, 1, "before-1/step-1"))
+    assert len(store.names("parts")) == 2
+
+
+def test_a_checkpoint_of_an_earlier_release_is_read_and_moved(
+    job: Job, url: str, tmp_path: Path
+) -> None:
+    store, local = open_store(url), tmp_path
+    paceline.Checkpoints(local).save(job, 3, _state(3.0))
+    for path in (local / "step-3").iterdir():
+        store.write(f"step-3/{path.name}", [path.read_bytes()])
+    assert _fill(job, url) == 3
+    paceline.Checkpoints(url).save(job, 2, _state(2.0))
+    assert sorted(store.names("before-1/step-3")) == ["manifest.json", "rank-0.bin"]
+    verify(store, read_manifest(store, 3, "before-1/step-3"))
+
+
+class _Upload:
+    """An open file of an object store."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def write(self, part: bytes) -> None:
+        self.calls.append(part.decode())
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def discard(self) -> None:
+        self.calls.append("discard")
+
+
+def test_an_upload_that_fails_is_not_completed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, upload = open_store(url), _Upload()
+    monkeypatch.setattr(store, "_is_object_store", True)
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "open", lambda self, path, mode: upload)
+
+    def parts() -> Iterator[bytes]:
+        yield b"first"
+        raise ValueError("a tensor that cannot be read")
+
+    with pytest.raises(ValueError, match="cannot be read"):
+        store.write("file", parts())
+    assert upload.calls == ["first", "discard"]
+    assert upload.closed
+    store.write("file", [b"all"])
+    assert upload.calls[2:] == ["all", "close"]
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        (f"s3://AKIAIOSFODNN7EXAMPLE:{SECRET}@bucket/run", "holds credentials"),
+        (f"sftp://user:{SECRET}@host/run", "holds credentials"),
+        (f"abfs://container/run?sig={SECRET}", "holds credentials or a query"),
+        ("nothing://bucket/run", "does not know nothing://"),
+        (Path("s3://bucket/run"), "Path drops a slash"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_refused_when_it_is_given(
+    url: str | Path, text: str
+) -> None:
+    def load(url: str | Path) -> None:
+        paceline.load_weights(torch.nn.Linear(1, 1), url)
+
+    for use in (paceline.Checkpoints, load) if isinstance(url, str) else (paceline.Checkpoints,):
+        with pytest.raises(ConfigError, match=text) as caught:
+            use(url)
+        assert SECRET not in str(caught.value)
+        assert "AKIA" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "extra"), [("s3", "s3"), ("gs", "gcs"), ("gcs", "gcs"), ("abfs", "azure")]
+)
+def test_a_missing_package_is_named_with_its_extra(
+    scheme: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(protocol: str) -> None:
+        raise ImportError(f"Install a package to access {protocol}")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(ConfigError, match=f"{scheme}:// needs a package") as caught:
+        paceline.Checkpoints(f"{scheme}://bucket/run")
+    assert f"pip install 'paceline[{extra}]'" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://account.blob.core.windows.net/c/run?sv=2024&sig={SECRET}&se=1",
+        f"connect to s3://key:{SECRET}@bucket/a failed",
+        f"headers {{'Authorization': 'Bearer {SECRET}'}}",
+        f"storage_options={{'account_key': '{SECRET}'}}",
+        f"password={SECRET}",
+        f"the session {SECRET} has ended",  # a value of the environment
+    ],
+)
+def test_errors_hold_no_credentials(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", SECRET)
+    assert SECRET not in redact(text)
+    error = as_storage_error(RuntimeError(text), "write", "s3://bucket/run/a")
+    assert SECRET not in str(error)
+    assert str(error).startswith("cannot write s3://bucket/run/a: RuntimeError: ")
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "fix"),
+    [
+        ("s3://b/a", RuntimeError("Unable to locate credentials"), "AWS_ACCESS_KEY_ID"),
+        ("gs://b/a", RuntimeError("Anonymous caller: 401 Unauthorized"), "GOOGLE_APPLICATION"),
+        (
+            "abfs://b/a",
+            ValueError("Must provide either a connection_string or account_name"),
+            "AZURE_STORAGE",
+        ),
+        ("abfs://b/a", RuntimeError("ErrorCode:ContainerNotFound"), "create the container"),
+        ("s3://b/a", FileNotFoundError("The specified bucket does not exist"), "create the bucket"),
+        ("s3://b/a", PermissionError("Access Denied"), "list, read, write and delete"),
+        ("gs://b/a", RuntimeError("429 Too Many Requests"), "rate of requests"),
+        ("s3://b/a", OSError("Could not connect to the endpoint URL"), "the network"),
+    ],
+)
+def test_errors_name_the_fix(address: str, error: Exception, fix: str) -> None:
+    found = as_storage_error(error, "write", address)
+    assert fix in found.fix
+    assert isinstance(found, ObjectMissing) == isinstance(error, FileNotFoundError)
+
+
+def test_no_traceback_shows_the_cause(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError(f"token={SECRET}")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "ls", refuse)
+    with pytest.raises(OSError, match="cannot list memory://remote/") as caught:
+        open_store(url).names()
+    assert caught.value.__suppress_context__
+    assert SECRET not in str(caught.getrepr(style="native"))
