@@ -33,7 +33,7 @@ from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Position
 from paceline.errors import ConfigError, DataError, RankDisagreement, SampleError
 from paceline.job.job import Job
-from paceline.testing import run_ranks
+from paceline.testing import run_failing_ranks, run_ranks
 
 SIZE = 23
 
@@ -361,6 +361,22 @@ def test_a_sampler_that_differs_between_ranks_is_refused() -> None:
     with pytest.raises(RankDisagreement, match="order of Mine") as caught:
         run_ranks(_different_order, nproc=3)
     assert "indices of all ranks" in str(caught.value)
+
+
+def _sampler_on_one_rank(job: Job, evaluates: bool) -> None:
+    own: Any = SetEpoch() if job.rank == 1 else SequentialSampler(DATA)
+    loader = DataLoader(DATA, batch_size=2, sampler=own)
+    if evaluates:
+        EvaluationBatches(job, loader)
+    else:
+        Batches(job, loader, global_batch=4)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_sampler_that_only_some_ranks_have_is_refused_on_all(evaluates: bool) -> None:
+    for outcome in run_failing_ranks(_sampler_on_one_rank, evaluates, nproc=3):
+        assert isinstance(outcome.error, RankDisagreement), outcome.text
+        assert "SetEpoch" in str(outcome.error)
 
 
 class Endless(Sampler[int]):

@@ -99,9 +99,8 @@ class Store:
         """Turn the scratch folder, which now has a manifest, into `folder`."""
         flush(self._path(scratch))
         if os.path.lexists(self._path(folder)) and NAME not in self.names(folder):
-            self.rename(
-                folder, unused_name(self, f"incomplete-{folder}")
-            )  # removed in part, or a file
+            # A file, or a checkpoint that was removed in part.
+            self.rename(folder, unused_name(self, f"incomplete-{folder}"))
         os.rename(self._path(scratch), self._path(folder))
         flush(self.root)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from paceline import log
-from paceline.data.dataloader import Source, adopt, refuse_with_loader
+from paceline.data.dataloader import Source, adopt, agree_on_order, refuse_with_loader
 from paceline.data.epoch_audit import EpochAudit
 from paceline.data.loader import Loader, LocalLoader, WorkerLoader
 from paceline.data.plan import Plan, PlannedStep, Position
@@ -128,9 +128,8 @@ class Batches:
             "sample_randomness": sample_randomness,
         }
         collectives.agree(job, "batches", agreed, fix="give all ranks the same data and arguments.")
+        agree_on_order(job, source.sampled)
         self._sampled = source.sampled
-        if self._sampled is not None:
-            self._sampled.agree(job)
         self._plan: Plan | None = None
         self._loader: Loader
         axis, errors = job.data, ReadErrors(job.rank, job.world_size)

@@ -148,6 +148,26 @@ def adopt(job: Job, loader: DataLoader[Any], shard: str | None = None) -> Source
     )
 
 
+def agree_on_order(job: Job, sampled: SampledOrder | None) -> None:
+    """Check that all ranks have the same sampler, or none, and that it draws the same order.
+
+    Called by all ranks.
+
+    Raises:
+        RankDisagreement: on all ranks.
+    """
+    name = None if sampled is None else sampled.name
+    collectives.agree(job, "sampler", name, fix="give all ranks the same sampler.")
+    if sampled is not None:
+        collectives.agree(
+            job,
+            f"order of {name}",
+            [sampled.num_samples, sampled.digest],
+            fix="let the sampler give the indices of all ranks, in an order that depends only on seeds that "
+            "are equal on all ranks. Paceline divides them over the ranks.",
+        )
+
+
 def refuse_with_loader(**given: Any) -> None:
     """Refuse arguments that a loader decides: `name=value`, None if not given.
 
@@ -183,6 +203,8 @@ class SampledOrder:
         gives_batches: Whether it is a batch sampler.
 
     Attributes:
+        name: the type of the sampler.
+        digest: a checksum of two draws of epoch 0.
         num_samples: number of indices of an epoch.
         largest_batch: size of the largest batch in epoch 0; 1 for a sampler of single indices.
         has_state: whether the sampler keeps a state of its own.
@@ -193,7 +215,7 @@ class SampledOrder:
     """
 
     def __init__(self, sampler: Any, seed: int, size: int, *, gives_batches: bool) -> None:
-        self._name = type(sampler).__name__
+        self.name = type(sampler).__name__
         self._gives_batches = gives_batches
         self._max_indices = max(_MAX_INDICES, _MAX_REPEATS * size)
         # Generators are seeded from their first seeds, so a seed that the user chose has an effect. By the
@@ -218,16 +240,16 @@ class SampledOrder:
         self.has_state = not np.array_equal(first, again)
         if self.has_state and self._original is None:
             raise ConfigError(
-                f"{self._name} keeps a random state of its own and cannot be copied: {reason}",
+                f"{self.name} keeps a random state of its own and cannot be copied: {reason}",
                 why="its order could not be repeated on all ranks and after a resume.",
                 fix="draw from `torch.Generator` or from the global generators in its `__iter__`.",
             ) from reason
         if not len(first):
             raise ConfigError(
-                f"{self._name} gives no index.", fix="check the sampler of the loader."
+                f"{self.name} gives no index.", fix="check the sampler of the loader."
             )
         self.num_samples = len(first)
-        self._digest = zlib.crc32(again.tobytes(), zlib.crc32(first.tobytes()))
+        self.digest = zlib.crc32(again.tobytes(), zlib.crc32(first.tobytes()))
         self._restart()
 
     def __call__(self, seed: int, epoch: int) -> Order:
@@ -245,7 +267,7 @@ class SampledOrder:
             drawn = self._draw(seed, epoch)
             if len(drawn) != self.num_samples:
                 raise DataError(
-                    f"{self._name} gives {len(drawn)} indices in epoch {epoch} and {self.num_samples} in "
+                    f"{self.name} gives {len(drawn)} indices in epoch {epoch} and {self.num_samples} in "
                     "epoch 0.",
                     why="the position in an epoch is a number of samples, so epochs must be equally long.",
                     fix="let the sampler give the same number of indices in each epoch.",
@@ -253,27 +275,11 @@ class SampledOrder:
             self._drawn, self._drawn_of = drawn, (seed, epoch)
         return self._drawn.take
 
-    def agree(self, job: Job) -> None:
-        """Check that the sampler draws the same order on all ranks.
-
-        Called by all ranks.
-
-        Raises:
-            RankDisagreement: on all ranks.
-        """
-        collectives.agree(
-            job,
-            f"order of {self._name}",
-            [self.num_samples, self._digest],
-            fix="let the sampler give the indices of all ranks, in an order that depends only on seeds that "
-            "are equal on all ranks. Paceline divides them over the ranks.",
-        )
-
     def log_replay(self, epoch: int) -> None:
         """Log that a resume in this epoch repeats earlier draws, if it does."""
         if self.has_state and epoch:
             text = "drawing the orders of %d earlier epochs again, because %s keeps a random state."
-            log.logger.info(text, epoch, self._name)
+            log.logger.info(text, epoch, self.name)
 
     def _restart(self) -> None:
         if self._original is not None:
@@ -302,7 +308,7 @@ class SampledOrder:
             except (TypeError, OverflowError) as error:
                 wanted = "lists of integers" if self._gives_batches else "integers"
                 raise ConfigError(
-                    f"{self._name} gives something else than {wanted}: {error}",
+                    f"{self.name} gives something else than {wanted}: {error}",
                     why=f"it gave {reprlib.repr(batch)}.",
                     fix=f"let it give indices of the dataset as {wanted}.",
                 ) from error
@@ -311,7 +317,7 @@ class SampledOrder:
                 self.largest_batch = max(self.largest_batch, len(found))
             if len(indices) > self._max_indices:
                 raise ConfigError(
-                    f"{self._name} gives more than {self._max_indices} indices and does not end.",
+                    f"{self.name} gives more than {self._max_indices} indices and does not end.",
                     why="an epoch is what a sampler gives in one iteration.",
                     fix="end its `__iter__` after one epoch, or pass the dataset with `shuffle=True`.",
                 )

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from paceline.data.dataloader import Source, adopt, refuse_with_loader
+from paceline.data.dataloader import Source, adopt, agree_on_order, refuse_with_loader
 from paceline.data.device import tensors_of, to_device
 from paceline.data.digest import digest
 from paceline.data.loader import SampleWork
@@ -47,7 +47,7 @@ class EvaluationBatches:
     """This rank's micro-batches of a map-style dataset, in order. Together the ranks read each sample once.
 
     Of a `DataLoader`, its order is used only if its sampler selects samples. All ranks make it, because they
-    compare the order of such a sampler.
+    compare their samplers.
 
     Args:
         micro_batch: Samples of a batch; None is the loader's batch size, or 64.
@@ -76,8 +76,7 @@ class EvaluationBatches:
         if isinstance(dataset, DataLoader):
             refuse_with_loader(workers=workers, collate=collate)
             source = adopt(job, dataset)
-            if source.sampled is not None:
-                source.sampled.agree(job)
+            agree_on_order(job, source.sampled)
         else:
             source = Source(dataset, collate, 0 if workers is None else workers)
         if micro_batch is None:
