@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,19 @@ def test_the_pods_meet_at_the_name_of_the_first(tmp_path: Path) -> None:
     assert options.args.training_script == "/workspace/train.py"
     assert documents["Job"]["spec"]["completionMode"] == "Indexed"
     assert documents["Job"]["spec"]["completions"] == documents["Job"]["spec"]["parallelism"] == 2
+
+
+def test_the_command_for_a_runtime_of_kubeflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch-distributed` sets these variables; the documentation has the command."""
+    variables = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "1", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    monkeypatch.setenv("PET_MASTER_ADDR", "a-node-0-0.a")
+    page = (DATA.parents[2] / "docs" / "howto" / "kubernetes.md").read_text()
+    (line,) = re.findall(r"^paceline run (.*)$", page, re.M)
+    options = read_options(line.replace("$(PET_MASTER_ADDR)", "a-node-0-0.a").split())
+    assert str(options.endpoint) == "a-node-0-0.a:29400"
+    assert (options.node_rank, options.config.max_nodes, options.config.nproc_per_node) == (1, 2, 4)
 
 
 def test_a_preemption_is_no_failure(tmp_path: Path) -> None:

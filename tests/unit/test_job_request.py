@@ -106,6 +106,8 @@ WRONG = {
     "--env A=1 --secret A=b/c": "A is given by --env and by --secret.",
     "--env WANDB_API_KEY=x": "--env would write the value of WANDB_API_KEY into the file.",
     "--env hf_token=x": "--env would write the value of hf_token into the file.",
+    "--env A=1 --env A=2": "--env gives A twice.",
+    "--env TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT follows from --grace.",
     "--secret a-b": "--secret must be the name of an environment variable, and is 'a-b'.",
     "--lr 0.1": "there is no option '--lr'.",
     "--n 2": "'--n' is not the full name of an option.",
@@ -134,6 +136,8 @@ def _code(words: list[str]) -> int:
     [
         ("k8s trian.py --image a", "there is no script 'trian.py'", "did you mean 'train.py'"),
         ("k8s {here}/train.py --image a", "is a path of this machine", "this folder: train.py"),
+        ("k8s ../{name}/train.py --image a", "train.py' is outside of this folder", "in the image"),
+        ("docker ../{name}/train.py", "train.py' is outside of this folder", "in the image"),
         ("k8s --image a", "missing: SCRIPT", "see `paceline job k8s --help`"),
         ("k8 train.py", "'k8' is not a valid SCHEDULER", "did you mean 'k8s'"),
         ("", "missing: SCHEDULER", "see `paceline job --help`"),
@@ -142,7 +146,10 @@ def _code(words: list[str]) -> int:
 def test_wrong_scripts_and_schedulers(
     words: str, what: str, fix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _code(["job", *words.format(here=Path.cwd()).split()]) == ExitCode.USAGE
+    assert (
+        _code(["job", *words.format(here=Path.cwd(), name=Path.cwd().name).split()])
+        == ExitCode.USAGE
+    )
     printed = capsys.readouterr().err
     assert what in printed
     assert fix in printed

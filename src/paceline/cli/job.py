@@ -123,6 +123,13 @@ def _check_script(args: argparse.Namespace) -> None:
         )
 
 
+def _unique(option: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{option} gives {twice[0]} twice.", fix="give it once.")
+    return dict(pairs)
+
+
 def _request(args: argparse.Namespace, script: Sequence[str]) -> JobRequest:
     return JobRequest(
         script=args.script,
@@ -139,8 +146,8 @@ def _request(args: argparse.Namespace, script: Sequence[str]) -> JobRequest:
         max_restarts=args.max_restarts,
         image=getattr(args, "image", ""),
         run_folder=args.run_folder,
-        variables=dict(args.env),
-        secrets=dict(args.secret),
+        variables=_unique("--env", args.env),
+        secrets=_unique("--secret", args.secret),
     )
 
 

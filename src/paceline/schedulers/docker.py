@@ -16,7 +16,14 @@ from typing import Any
 import paceline
 from paceline.command_line import CommandParser
 from paceline.errors import ConfigError
-from paceline.schedulers.request import JobFiles, JobRequest, check_image, memory_mib
+from paceline.schedulers.request import (
+    SHUTDOWN_TIMEOUT,
+    JobFiles,
+    JobRequest,
+    check_image,
+    check_is_in_image,
+    memory_mib,
+)
 from paceline.schedulers.yaml_text import Commented, to_yaml
 
 HELP = "write a Dockerfile, and a Compose file that starts its image on several nodes"
@@ -86,6 +93,7 @@ def write(request: JobRequest, options: argparse.Namespace) -> JobFiles:
     """
     name = _job_name(request)
     image = request.image or name
+    check_is_in_image(request)
     check_image("--image", image)
     check_image("--base", options.base)
     for variable, reference in request.secrets.items():
@@ -253,7 +261,7 @@ def _service(
         ]
     # Compose replaces $NAME in all values.
     command = [word.replace("$", "$$") for word in request.command(*launch)]
-    variables: dict[str, str | None] = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(request.grace_s)}
+    variables: dict[str, str | None] = {SHUTDOWN_TIMEOUT: str(request.grace_s)}
     variables |= {key: value.replace("$", "$$") for key, value in request.variables.items()}
     variables |= dict.fromkeys(request.secrets)
     resources = _resources(request, node)

@@ -14,7 +14,14 @@ from typing import Any
 from paceline.command_line import CommandParser, not_negative_count
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
-from paceline.schedulers.request import JobFiles, JobRequest, check_image, memory_mib
+from paceline.schedulers.request import (
+    SHUTDOWN_TIMEOUT,
+    JobFiles,
+    JobRequest,
+    check_image,
+    check_is_in_image,
+    memory_mib,
+)
 from paceline.schedulers.yaml_text import Commented, to_yaml
 
 HELP = "write a Job with a Service for Kubernetes, a JobSet, or a TrainJob of Kubeflow"
@@ -127,6 +134,7 @@ class _Writer:
 
     def _check(self) -> None:
         options, request = self.options, self.request
+        check_is_in_image(request)
         check_image("--image", request.image)
         for option, value in (("--claim", self.claim), ("--storage-class", options.storage_class)):
             if value and not (_SUBDOMAIN.fullmatch(value) and len(value) <= 253):
@@ -252,7 +260,7 @@ class _Writer:
                 ),
                 "rules": [
                     {
-                        "name": "hopeless",
+                        "name": "doNotRestart",
                         "action": "FailJobSet",
                         "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"],
                     }
@@ -373,7 +381,7 @@ class _Writer:
         request = self.request
         variables: list[Any] = [
             Commented(
-                {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(request.grace_s)},
+                {"name": SHUTDOWN_TIMEOUT, "value": str(request.grace_s)},
                 "How long the launcher waits after SIGTERM before it kills its ranks.",
             )
         ]

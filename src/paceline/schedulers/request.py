@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ _MAX_GPUS = 16
 
 # The launcher kills ranks that have not saved in time. It then still has to report, and to end.
 LAUNCHER_MARGIN_S = 15
+
+# The variable that tells the launcher how long its ranks may take to save.
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNITS_MIB = {"M": 1, "G": 1024, "T": 1024**2}
@@ -90,6 +94,9 @@ class JobRequest:
             )
         if both := sorted(self.variables.keys() & self.secrets.keys()):
             raise ConfigError(f"{both[0]} is given by --env and by --secret.", fix="give one.")
+        for name in (*self.variables, *self.secrets):
+            if name == SHUTDOWN_TIMEOUT:
+                raise ConfigError(f"{name} follows from --grace.", fix="give --grace instead.")
         for name, value in self.variables.items():
             if _SECRET.search(name) and value:
                 raise ConfigError(
@@ -203,6 +210,19 @@ def secret(text: str) -> tuple[str, str]:
             f"must be the name of an environment variable, and is {text!r}"
         )
     return found[1], found[2] or ""
+
+
+def check_is_in_image(request: JobRequest) -> None:
+    """Check that the script can be in an image that is built from this folder.
+
+    Raises:
+        ConfigError: it is outside.
+    """
+    if not request.module and os.path.normpath(request.script).split("/")[0] == "..":
+        raise ConfigError(
+            f"{request.script!r} is outside of this folder, so an image of this folder does not have it.",
+            fix="go to the folder of the project, or give its absolute path in the image.",
+        )
 
 
 def check_image(option: str, image: str) -> None:
