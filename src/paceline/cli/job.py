@@ -29,7 +29,7 @@ from paceline.schedulers.request import (
 )
 
 HELP = "write the files that start a job on a cluster"
-SCHEDULERS = ("k8s", "docker")
+SCHEDULERS = ("slurm", "k8s", "docker")
 _EXIT_CODES: dict[ExitCode | str, str] = {
     ExitCode.OK: "the files were written",
     ExitCode.USAGE: "the command line is wrong",

@@ -7,7 +7,8 @@ contradicts itself is an error that names the variables. Without any set the job
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from paceline.errors import LauncherError
@@ -67,7 +68,7 @@ def read(environ: Mapping[str, str]) -> RankInfo:
     for names, build in ((OPEN_MPI, _open_mpi), (HYDRA, _hydra)):
         if all(name in environ for name in names):
             return _refuse_contradiction(environ, build(environ))
-    if _is_slurm_task(environ):
+    if is_slurm_task(environ):
         return _refuse_contradiction(environ, _slurm(environ))
     _refuse_partial(environ, TORCHRUN, ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     return RankInfo(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
@@ -79,7 +80,7 @@ def _refuse_partial(
     have = [name for name in names if name in environ]
     missing = [name for name in names if name not in environ]
     # Inside a Slurm step or torchrun some variables of an outer MPI may be set; they do not apply here.
-    inner = all(name in environ for name in TORCHRUN) or _is_slurm_task(environ)
+    inner = all(name in environ for name in TORCHRUN) or is_slurm_task(environ)
     if missing and any(name in environ for name in required_by) and not inner:
         raise LauncherError(
             f"the launcher's variables are incomplete: {', '.join(have)} set, "
@@ -156,10 +157,16 @@ def _mpi(environ: Mapping[str, str], names: tuple[str, ...], job_key: str | None
     )
 
 
-def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+def is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether this is a task of `srun`, and not a shell inside an allocation."""
     if not all(name in environ for name in SLURM):
         return False
+    if "SLURM_HET_SIZE" in environ:
+        raise LauncherError(
+            "this is a step of a heterogeneous Slurm job, and its parts number their tasks separately.",
+            fix="use one kind of node: `#SBATCH --nodes=N` without `#SBATCH hetjob`.",
+            variables=["SLURM_HET_SIZE"],
+        )
     step = environ["SLURM_STEP_ID"]
     return step.isdigit() and int(step) < _SLURM_FIRST_SPECIAL_STEP
 
@@ -178,11 +185,7 @@ def _slurm(environ: Mapping[str, str]) -> RankInfo:
     job, step = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"]
     master = _named_master(environ)
     if master is None and len(counts) > 1:
-        nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
-        low, high = FIREWALL_PORTS
-        # All tasks must compute the same port without communication, from the numbers of job and step.
-        port = low + (_number(job) * 31 + _number(step)) % (high - low + 1)
-        master = f"{nodes[0]}:{port}"
+        master = slurm_endpoint(environ)
     return _checked(
         RankInfo(
             launcher="slurm",
@@ -195,6 +198,19 @@ def _slurm(environ: Mapping[str, str]) -> RankInfo:
         ),
         SLURM[:3],
     )
+
+
+def slurm_endpoint(environ: Mapping[str, str]) -> str:
+    """ "host:port" at which the tasks of this step meet: the first node, and a port made of job and step.
+
+    Raises:
+        LauncherError: SLURM_STEP_NODELIST cannot be read.
+    """
+    nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
+    low, high = FIREWALL_PORTS
+    # All tasks must compute the same port without communication.
+    numbers = _number(environ["SLURM_JOB_ID"]) * 31 + _number(environ["SLURM_STEP_ID"])
+    return f"{nodes[0]}:{low + numbers % (high - low + 1)}"
 
 
 def _number(text: str) -> int:
@@ -229,28 +245,34 @@ def _expand_counts(text: str) -> list[int]:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expand Slurm's "a[1-3,07],b" to ["a1", "a2", "a3", "a07", "b"]."""
-    nodes: list[str] = []
-    rest = text
-    while rest:
-        head, bracket, tail = rest.partition("[")
-        if not bracket or "," in head:
-            name, _, rest = rest.partition(",")
-            nodes.append(name)
-            continue
-        inside, closed, rest = tail.partition("]")
-        if not closed:
-            break
-        suffix, _, rest = rest.partition(",")
-        for part in inside.split(","):
-            low, _, high = part.partition("-")
-            width = len(low)
-            nodes += [f"{head}{i:0{width}d}{suffix}" for i in range(int(low), int(high or low) + 1)]
-    if not nodes:
+    """Expand a node list of Slurm: "a[1-3,07]b[1-2],c" gives a1b1, a1b2, a2b1, ..., a07b2, c.
+
+    Raises:
+        LauncherError: the list is empty, or cannot be read.
+    """
+    names = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    try:
+        nodes = [node for name in names for node in _expand_name(name)]
+    except ValueError:
+        nodes = []
+    if not nodes or ",".join(names) != text:
         raise LauncherError(
-            f"SLURM_STEP_NODELIST={text!r} names no node.", variables=["SLURM_STEP_NODELIST"]
+            f"SLURM_STEP_NODELIST={text!r} is no list of nodes.", variables=["SLURM_STEP_NODELIST"]
         )
     return nodes
+
+
+def _expand_name(name: str) -> Iterator[str]:
+    head, bracket, tail = name.partition("[")
+    if not bracket:
+        yield name
+        return
+    inside, _, rest = tail.partition("]")
+    for part in inside.split(","):
+        low, _, high = part.partition("-")
+        for number in range(int(low), int(high or low) + 1):
+            for end in _expand_name(rest) if rest else [""]:
+                yield f"{head}{number:0{len(low)}d}{end}"
 
 
 def _integer(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:

@@ -11,7 +11,7 @@ import shutil
 import socket
 import uuid
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.distributed.run import (
 from paceline.command_line import CommandParser
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
+from paceline.job.environment import is_slurm_task, slurm_endpoint
 from paceline.job.network import is_loopback
 from paceline.launch.endpoint import Endpoint
 from paceline.launch.local_ranks import count_of
@@ -216,9 +217,11 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     notes: list[str] = []
     _check(args)
     node_rank = args.node_rank
-    args.node_rank = node_rank or 0
+    if is_slurm_task(os.environ):
+        node_rank = _apply_slurm(args, os.environ, node_rank, notes)
     ports = _port_range(args)
     _apply_host(args, ports)
+    args.node_rank = node_rank or 0
     address = _local_address(args, notes)
     if address is not None and args.rdzv_id == "none":
         args.rdzv_id = str(uuid.uuid4())
@@ -252,6 +255,38 @@ def _port_range(args: Namespace) -> tuple[int, int] | None:
         why="a launcher may need two ports: for the rendezvous, and for the store of the ranks.",
         fix="give two ports from 1 to 65535, such as --port-range=29500-29550.",
     )
+
+
+def _apply_slurm(
+    args: Namespace, environ: Mapping[str, str], node_rank: int | None, notes: list[str]
+) -> int | None:
+    """Take nodes, node rank and host from the Slurm step, unless they were given; returns the node rank."""
+    tasks, nodes = environ["SLURM_STEP_NUM_TASKS"], environ.get("SLURM_STEP_NUM_NODES", "1")
+    if tasks != nodes and not args.standalone:
+        raise ConfigError(
+            f"srun has started {tasks} launchers on {count_of(int(nodes), 'node')}.",
+            where=f"Slurm job {environ['SLURM_JOB_ID']}, step {environ['SLURM_STEP_ID']}",
+            why="`paceline run` is started once for each node, and starts the ranks of the node itself.",
+            fix="`#SBATCH --ntasks-per-node=1` and `srun paceline run --nproc-per-node=N ...`; or a task for "
+            "each rank, without the launcher: `srun python train.py`. For a job of its own in each task, add "
+            "--standalone.",
+        )
+    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    if (
+        gpus.isdigit()
+        and args.nproc_per_node.isdigit()
+        and 0 < int(gpus) < int(args.nproc_per_node)
+    ):
+        raise ConfigError(
+            f"--nproc-per-node is {args.nproc_per_node}, and Slurm gave this node {gpus} GPUs.",
+            fix=f"`#SBATCH --gpus-per-node={args.nproc_per_node}`, or --nproc-per-node={gpus}.",
+        )
+    given = args.host or args.rdzv_endpoint or args.rdzv_backend != "static" or args.standalone
+    if given or args.nnodes != "1:1" or nodes == "1":
+        return node_rank
+    args.nnodes, args.host = nodes, slurm_endpoint(environ)
+    notes.append(f"Slurm step of {nodes} nodes: --nnodes={nodes} --host={args.host}")
+    return int(environ["SLURM_NODEID"]) if node_rank is None else node_rank
 
 
 def _apply_host(args: Namespace, ports: tuple[int, int] | None) -> None:
