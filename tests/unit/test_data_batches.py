@@ -223,6 +223,18 @@ def test_a_subset_keeps_what_its_set_offers_and_numbers_samples_itself(job: Job)
     assert drawn == [row[1] for row in _samples(_everything(whole, epochs=1))[0][:2]]
 
 
+def test_a_subset_may_have_keys_or_count_from_the_end(job: Job) -> None:
+    def read(dataset: Any) -> list:
+        batches = Batches(job, dataset, global_batch=9, shuffle=False)
+        return next(iter(next(batches.iterate(START, epochs=1)))).batch
+
+    letters: Any = {"a": 1, "b": 2, "c": 3}
+    assert read(Subset(letters, ["c", "a"])).tolist() == [3, 1]
+    assert read(Subset(Subset(letters, ["c", "a"]), [1, 0])).tolist() == [1, 3]
+    assert read(Subset(Subset(range(9), [3, 4, 5]), [-1, 0])).tolist() == [5, 3]
+    assert read(Subset(TensorDataset(torch.arange(9)), [-1, 2]))[0].tolist() == [8, 2]
+
+
 class Doubling(TensorDataset):
     def __getitem__(self, index: Any) -> Any:
         return tuple(2 * part for part in super().__getitem__(index))

@@ -6,6 +6,7 @@ else is returned unchanged.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,10 +60,13 @@ def _map_leaves(value: Any, move: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
         return _map_custom_mapping(value, move)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(
-            value, **{n: _map_leaves(getattr(value, n), move) for n in names}
-        )
+        moved = copy.copy(
+            value
+        )  # not `replace`, which wants the InitVars and runs `__post_init__` again
+        for field in dataclasses.fields(value):
+            # Also of a frozen class.
+            object.__setattr__(moved, field.name, _map_leaves(getattr(value, field.name), move))
+        return moved
     return value
 
 
@@ -71,7 +75,7 @@ def _map_custom_mapping(value: Mapping[Any, Any], move: Callable[[Any], Any]) ->
     items = {name: _map_leaves(item, move) for name, item in value.items()}
     if not (hasattr(value, "copy") and hasattr(value, "__setitem__")):
         return items
-    copy = value.copy()
+    copied = value.copy()
     for name, item in items.items():
-        copy[name] = item
-    return copy
+        copied[name] = item
+    return copied

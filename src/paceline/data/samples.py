@@ -111,7 +111,8 @@ class Samples:
         self._dataset, self._rows = _unwrap_subsets(dataset)
         self.tensors = _plain_tensors(self._dataset) if collate is None else None
         if self.tensors and self._rows is not None:
-            self._rows = self._rows.to(self.tensors[0].device)
+            rows = self._rows.to(self.tensors[0].device)
+            self._rows = _from_the_start(rows, len(self.tensors[0]))
         self._batched = getattr(self._dataset, "__getitems__", None)
         self._sample_randomness = sample_randomness
         self._takes_generator = sample_randomness and _takes_generator(self._dataset)
@@ -268,14 +269,24 @@ def _unwrap_subsets(dataset: Any) -> tuple[Any, torch.Tensor | None]:
     """The innermost dataset under torch's Subset (`random_split`), and the row of each sample in it.
 
     So the fast path for tensors and the `generator` parameter also work for a subset. The rows are None if
-    there is no subset.
+    there is no subset. A subset whose indices are not integers, such as keys, counts as a dataset.
     """
     *subsets, inner = _layers(dataset)
     rows: torch.Tensor | None = None
     for subset in subsets:
-        table = torch.from_numpy(np.array(subset.indices, dtype=np.int64))
-        rows = table if rows is None else table.index_select(0, rows)
+        indices = np.asarray(subset.indices)
+        if indices.dtype.kind not in "iu" or indices.ndim != 1:
+            return subset, rows
+        table = torch.from_numpy(indices.astype(np.int64))
+        if rows is not None:
+            table = table.index_select(0, _from_the_start(rows, len(table)))
+        rows = table
     return inner, rows
+
+
+def _from_the_start(indices: torch.Tensor, size: int) -> torch.Tensor:
+    """Replace negative indices, which count from the end."""
+    return torch.where(indices < 0, indices + size, indices)
 
 
 def _plain_tensors(dataset: Any) -> tuple[torch.Tensor, ...] | None:
