@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ pytest.importorskip("moto", reason="moto is not installed: pip install 'moto[ser
 import fsspec.asyn
 from s3_server import SECRET, Server
 
-fsspec.asyn.get_loop()  # its thread stays for the whole session
+# Its threads stay for the whole session, so they start before the first test.
+_RESOLVER = ThreadPoolExecutor(1)
+_RESOLVER.submit(int).result()
+fsspec.asyn.get_loop().call_soon_threadsafe(fsspec.asyn.get_loop().set_default_executor, _RESOLVER)
 URL = "s3://bucket/run"
 _SLOW = pytest.mark.slow
 
