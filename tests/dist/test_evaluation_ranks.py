@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import Any
 
@@ -153,6 +154,18 @@ WRONG = {
 def test_what_cannot_be_evaluated_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _bad, list(WRONG), nproc=3):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG
+
+
+def test_a_model_that_has_diverged_can_be_evaluated() -> None:
+    values = {"both": [math.inf, -math.inf], "large": [1e308, 1e308], "small": [0.1, 0.2]}
+
+    def score(model: Any, batch: Any) -> dict[str, float]:
+        return {name: each[int(batch[0])] for name, each in values.items()}
+
+    with paceline.join() as job:
+        found = paceline.evaluate(job, _model(), torch.arange(2), score, micro_batch=1)
+    assert math.isnan(found.both)
+    assert (found.large, found.small) == (math.inf, math.fsum([0.1, 0.2]) / 2)
 
 
 class Broken(torch.utils.data.Dataset[Any]):

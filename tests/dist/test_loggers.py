@@ -27,7 +27,7 @@ from paceline.errors import ConfigError, RankDisagreement
 from paceline.metrics.logger import BackgroundLogger
 from paceline.metrics.progress import Progress
 from paceline.metrics.report import Report, _gpu_use
-from paceline.metrics.step_loss import StepTotal, add
+from paceline.metrics.step_loss import StepTotal
 from paceline.testing import run_failing_ranks, run_ranks
 
 
@@ -369,12 +369,6 @@ def test_the_rate_counts_the_samples_of_all_steps(monkeypatch: pytest.MonkeyPatc
     rates = [(step, epoch, rate) for step, epoch, _, rate in shown]
     assert rates[1:] == [(step, step // 4, 8.0) for step in range(2, 7)]  # 4 samples in 0.5 s
     assert [values for _, _, values, _ in shown] == [{}] * 2 + [{"value": 1}] * 4
-
-
-def test_infinite_values_of_the_ranks_have_a_sum() -> None:
-    assert add([0.1] * 10) == 1.0
-    assert math.isnan(add([math.inf, -math.inf]))
-    assert add([1e308, 1e308]) == math.inf
 
 
 def _differ(job: Any, kind: str) -> None:

@@ -7,6 +7,7 @@ pickles. In a job of one process every function returns at once.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -85,6 +86,17 @@ def all_reduce(job: Job, tensor: torch.Tensor) -> torch.Tensor:
     if job.data.group is not None:
         _run(job, lambda: dist.all_reduce(tensor, group=job.data.group))
     return tensor
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """The sum of host numbers, rounded once, so that their order does not matter.
+
+    As `math.fsum`, but NaN or infinity where that raises: infinities of both signs, or a sum out of range.
+    """
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)
 
 
 def agree(job: Job, what: str, value: T, *, where: str = "", fix: str = "") -> T:

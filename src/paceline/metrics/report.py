@@ -24,7 +24,7 @@ from paceline.job.job import Job
 from paceline.metrics.json_lines import JSONLines
 from paceline.metrics.logger import BackgroundLogger, Logger, Values
 from paceline.metrics.progress import Progress
-from paceline.metrics.step_loss import StepLoss, StepTotal, add
+from paceline.metrics.step_loss import StepLoss, StepTotal
 from paceline.metrics.tensorboard import TensorBoard
 
 _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
@@ -206,7 +206,7 @@ class Report:
         reported = [everyone[rank] for rank in self._job.data.reporters]
         for entries in zip(*reported, strict=True):
             step, name, how, _ = entries[0]
-            total = add([value for *_, value in entries])
+            total = collectives.exact_sum([value for *_, value in entries])
             if step in self._pending:
                 count = len(entries) if how == "mean" else 1
                 self._pending[step][1][name] = total / count

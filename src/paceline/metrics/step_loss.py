@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paceline.errors import StepError, name_ranks
+from paceline.job import collectives
 from paceline.job.failures import Peers
 from paceline.job.job import Job
 
@@ -21,14 +20,6 @@ class StepTotal:
     step: int
     loss_sum: float
     count: float
-
-
-def add(values: Sequence[float]) -> float:
-    """The sum, rounded once; NaN or infinity if that is the sum, where `math.fsum` raises."""
-    try:
-        return math.fsum(values)
-    except (ValueError, OverflowError):
-        return sum(values)
 
 
 class StepLoss:
@@ -61,7 +52,7 @@ class StepLoss:
             pairs = [(local, float(self._count))]
             if self._job.peers is not None:
                 pairs = self._exchanged(self._job.peers, *pairs[0])
-            loss, count = (add(column) for column in zip(*pairs, strict=True))
+            loss, count = (collectives.exact_sum(column) for column in zip(*pairs, strict=True))
             self._value = loss / count
         return self._value
 

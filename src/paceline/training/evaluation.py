@@ -7,7 +7,6 @@ for bit equal for any number of ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
@@ -262,7 +261,7 @@ def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
 def _add_up(
     job: Job, results: list[dict[str, Any]], num_samples: int, num_batches: int
 ) -> dict[str, Any]:
-    """Add the results of all micro-batches; `math.fsum` is exact, so the order does not matter."""
+    """Add the results of all micro-batches; the sums are exact, so the order does not matter."""
     seen_batches = sorted(tuple(pair) for each in results for pair in each["batches"])
     seen = sum(count for _, count in seen_batches)
     if [index for index, _ in seen_batches] != list(range(num_batches)) or seen != num_samples:
@@ -282,9 +281,9 @@ def _add_up(
         )
     values: dict[str, Any] = {}
     for name in names:
-        total = math.fsum(numbers[name][0] for numbers in sums)
+        total = collectives.exact_sum([numbers[name][0] for numbers in sums])
         own_counts = [numbers[name][1] for numbers in sums if len(numbers[name]) == 2]
-        count = math.fsum(own_counts) if own_counts else float(num_samples)
+        count = collectives.exact_sum(own_counts) if own_counts else float(num_samples)
         if count == 0:
             raise EvaluationError(
                 f"the counts of {name!r} sum to 0.",
