@@ -92,7 +92,7 @@ def test_shares_make_up_each_step_for_any_ranks_workers_and_position() -> None:
     for kind, n, b in itertools.product((Whole, Sharded), (1, 2, 7), (1, 3, 4, 8)):
         alone = _parts(_reader(kind(n), b, b, 0, 1), START, 2, 1)
         steps = [part for part in alone if isinstance(part, Part)]
-        assert [part.seen for part in steps] == [min(b, n - at) for at in range(0, n, b)] * 2
+        assert [part.num_read for part in steps] == [min(b, n - at) for at in range(0, n, b)] * 2
         for world, workers in itertools.product((1, 2, 3), (1, 2, 3)):
             dealt = [
                 _parts(_reader(kind(n), b, 2, rank, world), START, 2, workers)

@@ -60,13 +60,13 @@ class Part:
     """What one reader read of one step.
 
     Attributes:
-        seen: number of samples of the step that the reader read: all of them, or with `shard` the rank's own.
+        num_read: samples of the step that the reader read: all of them, or with `shard` the rank's own.
         micro_batches: `(places, batch)` of each of this rank's micro-batches.
         ghost: a batch of one sample, if this rank may need ghosts in this step; else None.
         first_digest: digest of the first sample that the reader read in the epoch.
     """
 
-    seen: int
+    num_read: int
     micro_batches: tuple[tuple[tuple[int, ...], Any], ...]
     ghost: Any = None
     first_digest: int = 0
@@ -77,11 +77,11 @@ class End:
     """The end of an epoch for one reader.
 
     Attributes:
-        read: number of samples that the reader read in the epoch.
+        num_read: samples that the reader read in the epoch.
         ghost: a batch of one sample, for steps in which only longer shards have samples; else None.
     """
 
-    read: int
+    num_read: int
     ghost: Any = None
 
 
@@ -92,7 +92,7 @@ class _OpenStream:
     Attributes:
         place: place of the next item.
         stride: difference between the places of two items; more than 1 with `shard`.
-        read: number of items read.
+        num_read: items read.
         last_item: the item that was read last.
         peeked: the next item, if it was already read for a ghost.
         first_digest: digest of the first item.
@@ -102,7 +102,7 @@ class _OpenStream:
     place: int
     stride: int
     ended: bool = False
-    read: int = 0
+    num_read: int = 0
     last_item: Any = _MISSING
     peeked: Any = _MISSING
     first_digest: int = 0
@@ -151,13 +151,15 @@ class StreamReader:
             while True:
                 is_own = (skipped + step) % workers == worker
                 stop = start + (step + 1) * self._plan.global_batch
-                places, items, seen = self._read(stream, stop, position.seed, epoch, keep=is_own)
-                if stream.ended and seen == 0:
+                places, items, num_read = self._read(
+                    stream, stop, position.seed, epoch, keep=is_own
+                )
+                if stream.ended and num_read == 0:
                     break
                 if is_own:
-                    part = self._make_part(stream, places, items, seen)
+                    part = self._make_part(stream, places, items, num_read)
                     # With `shard` the size of the step is not known here, so assume its largest size.
-                    total = self._plan.global_batch if self.sharded else seen
+                    total = self._plan.global_batch if self.sharded else num_read
                     most = max_micro_batches(total, self._plan.micro_batch, self._plan.size)
                     if equal and len(part.micro_batches) < most:
                         part.ghost = self._ghost(stream, position.seed, epoch)
@@ -167,7 +169,7 @@ class StreamReader:
             # The shards of other ranks may have one more step.
             needs_ghost = equal and self.sharded
             ghost = self._ghost(stream, position.seed, epoch) if needs_ghost else None
-            yield End(stream.read, ghost)
+            yield End(stream.num_read, ghost)
 
     def _open(self, seed: int, epoch: int, shard: int | None = None) -> _OpenStream:
         """Start to read an epoch. `shard` is the index for `dataset.shard`; None is this rank's."""
@@ -190,7 +192,7 @@ class StreamReader:
         plan = self._plan
         places: list[int] = []
         items: list[Any] = []
-        seen = 0
+        num_read = 0
         with self._keeping_globals():
             # Seed for every place, also those of other ranks: a stream that shuffles draws at each of them.
             keys = self._keys(stream.place, stop, stream.stride, (seed, rng.SAMPLE, epoch))
@@ -208,9 +210,9 @@ class StreamReader:
                     stream.first_digest = digest(item)
                 stream.last_item = item
                 stream.place += stream.stride
-                seen += 1
-        stream.read += seen
-        return places, items, seen
+                num_read += 1
+        stream.num_read += num_read
+        return places, items, num_read
 
     @staticmethod
     def _keys(place: int, stop: int, stride: int, prefix: tuple[int, ...]) -> Iterator[int]:
@@ -230,7 +232,7 @@ class StreamReader:
             raise self.errors.not_read([stream.place], error, why) from error
 
     def _make_part(
-        self, stream: _OpenStream, places: list[int], items: list[Any], seen: int
+        self, stream: _OpenStream, places: list[int], items: list[Any], num_read: int
     ) -> Part:
         size = self._plan.micro_batch
         with self._keeping_globals():
@@ -241,7 +243,7 @@ class StreamReader:
                 )
                 for at in range(0, len(items), size)
             )
-        return Part(seen, micro_batches, first_digest=stream.first_digest)
+        return Part(num_read, micro_batches, first_digest=stream.first_digest)
 
     def _ghost(self, stream: _OpenStream, seed: int, epoch: int) -> Any:
         """A batch of one sample; None if the whole stream is empty."""
@@ -273,10 +275,16 @@ class StreamReader:
 
 @dataclass
 class _PendingStep:
-    """A step that was read. `work` is the reduction of `seen`, which counts its samples over all ranks."""
+    """A step that was read.
+
+    Attributes:
+        by_rank: for each data rank, the samples that it read and the digest of its first sample, int64 of
+            shape (data ranks, 2); complete when `work` has ended.
+        work: the asynchronous reduction of `by_rank`; None on one data rank.
+    """
 
     part: Part
-    seen: torch.Tensor
+    by_rank: torch.Tensor
     work: Any
 
 
@@ -365,39 +373,40 @@ class StreamLoader(Loader):
             # A rank without a sample in the last step has not read to the end of its shard yet.
             part = next(parts)
             ended = isinstance(part, End)
-            if isinstance(part, Part) and part.seen:
+            if isinstance(part, Part) and part.num_read:
                 raise self._uneven_shards_error(epoch, offset)
 
     def _start_reduction(self, part: Part) -> _PendingStep:
-        seen = torch.zeros(self._plan.size, 2, dtype=torch.int64)
-        seen[self._plan.rank, 0] = part.seen
-        seen[self._plan.rank, 1] = part.first_digest
+        by_rank = torch.zeros(self._plan.size, 2, dtype=torch.int64)
+        by_rank[self._plan.rank, 0] = part.num_read
+        by_rank[self._plan.rank, 1] = part.first_digest
         work = None
         if self._control is not None:
-            work = dist.all_reduce(seen, group=self._control, async_op=True)
-        return _PendingStep(part, seen, work)
+            work = dist.all_reduce(by_rank, group=self._control, async_op=True)
+        return _PendingStep(part, by_rank, work)
 
     def _finish_reduction(self, step: _PendingStep, epoch: int, offset: int) -> int:
+        """The number of samples of a step over all ranks; 0 after the end of the epoch."""
         if step.work is not None:
             try:
                 step.work.wait()
             except RuntimeError as error:
                 self._job.reraise(error)
-        seen: list[int] = step.seen[:, 0].tolist()
+        num_read: list[int] = step.by_rank[:, 0].tolist()
         if self._reader.sharded:
-            return sum(seen)
-        if any(n != seen[0] for n in seen):
+            return sum(num_read)
+        if any(n != num_read[0] for n in num_read):
             raise RankDisagreement(
                 f"the ranks read streams of different length: in the step from sample {offset} of "
-                f"epoch {epoch}, rank by rank, they found {seen} samples.",
+                f"epoch {epoch}, rank by rank, they found {num_read} samples.",
                 where=self._errors.where(),
                 why="the dataset splits itself over ranks, or its length is random.",
                 fix="give the whole stream on every rank, or define `shard(index, count)`.",
-                values=seen,
+                values=num_read,
             )
-        if len(set(step.seen[:, 1].tolist())) > 1:
+        if len(set(step.by_rank[:, 1].tolist())) > 1:
             log.once(_DIFFERENT_STREAMS)
-        return seen[0]
+        return num_read[0]
 
     def _uneven_shards_error(self, epoch: int, offset: int) -> DataError:
         return DataError(
@@ -464,15 +473,15 @@ class StreamLoader(Loader):
                 yield result
             ends = [result] + [workers.get() for _ in range(self._num_workers - 1)]
             for other in ends[1:]:
-                if not isinstance(other, End) or other.read != result.read:
+                if not isinstance(other, End) or other.num_read != result.num_read:
                     raise self._different_workers_error(result, other)
             yield result
 
     def _different_workers_error(self, one: End, other: Part | End) -> DataError:
-        found = f"{other.read}" if isinstance(other, End) else "more"
+        found = f"{other.num_read}" if isinstance(other, End) else "more"
         return DataError(
             "the loader workers of a rank read streams of different length: one found "
-            f"{one.read} samples, another {found}.",
+            f"{one.num_read} samples, another {found}.",
             where=self._errors.where(),
             why="the dataset splits itself over workers, or its length is random.",
             fix="give the whole stream in every worker.",
