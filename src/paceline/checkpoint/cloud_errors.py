@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 
 from paceline.errors import ConfigError
@@ -15,6 +16,7 @@ EXTRAS = {
     **dict.fromkeys(["abfs", "abfss", "az"], "azure"),
 }
 _HIDDEN = "***"
+_LONGEST_TEXT = 300  # characters of an error; Azure's list all ways to log in
 _SECRET_WORD = (
     r"secret|token|password|passwd|signature|credential|sas|connection_string|"
     r"(?:access|account|shared)_?key"
@@ -128,8 +130,8 @@ def as_storage_error(error: Exception, operation: str, address: str) -> StorageE
         bucket="container" if extra == "azure" else "bucket",
     )
     kind = ObjectMissing if isinstance(error, FileNotFoundError) else StorageError
-    text = " ".join(str(error).split()).rstrip(".") or "no message"
-    return kind(redact(f"cannot {operation} {address}: {type(error).__name__}: {text}"), fix)
+    text = textwrap.shorten(redact(str(error)).rstrip("."), _LONGEST_TEXT) or "no message"
+    return kind(f"cannot {operation} {address}: {type(error).__name__}: {text}", fix)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

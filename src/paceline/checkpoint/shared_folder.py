@@ -38,6 +38,7 @@ def check_shared(job: Job, store: Store, folder: str, size_bytes: int) -> None:
             why = f"a save takes {format_bytes(size_bytes)} and {format_bytes(free)} are free"
     except StorageError as error:
         why, fix = str(error), error.fix or fix
+        own = ""  # there is nothing to remove, and trying takes as long again
     except OSError as error:
         why = f"{type(error).__name__}: {error}"
     try:
@@ -45,8 +46,9 @@ def check_shared(job: Job, store: Store, folder: str, size_bytes: int) -> None:
         _refuse_unwritable(job, folder, [answer[:2] for answer in answers])
         _refuse_different(job, store, folder, [rank_token for _, _, rank_token in answers])
     finally:
-        with contextlib.suppress(OSError):  # it may not exist
-            store.remove(own)
+        if own:
+            with contextlib.suppress(OSError):  # it may not exist
+                store.remove(own)
 
 
 def _refuse_unwritable(job: Job, folder: str, whys: list[list[str]]) -> None:
