@@ -6,16 +6,15 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launching import Finished, finish, spawn, unused_port
+from launching import Finished, finish, spawn
+from slurm_cluster import cluster
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 50.0
@@ -188,95 +187,11 @@ def test_no_launcher(tmp_path: Path) -> None:
     assert lines(finish(launch(script(tmp_path, FACTS), tmp_path)), "none") == expected("none", 1)
 
 
-CONFIGURATION = """
-ClusterName=paceline
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-ReturnToService=2
-MpiDefault=none
-SwitchType=switch/none
-SlurmdParameters=config_overrides
-NodeName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES State=UP
-"""
-
-
-def _find(name: str) -> str:
-    found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-    if found is None:
-        pytest.skip(f"{name} is not installed (.ci/packages installs it)")
-    return found
-
-
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A Slurm cluster of this host; yields the variables that its commands need."""
-    if os.getuid() != 0:
-        pytest.skip("only root can start Slurm's daemons")
-    munged, slurmctld, slurmd, _ = (_find(n) for n in ("munged", "slurmctld", "slurmd", "srun"))
-    folder = tmp_path_factory.mktemp("slurm")
-    host = socket.gethostname().partition(".")[0]
-    (folder / "slurm.conf").write_text(
-        CONFIGURATION.format(host=host, folder=folder, ports=[unused_port() for _ in range(2)])
-    )
-    for name in ("state", "spool"):
-        (folder / name).mkdir()
-    (folder / "key").write_bytes(os.urandom(128))
-    (folder / "key").chmod(0o400)
-    options = ("socket=munge.socket", "key-file=key", "pid-file=munge.pid", "log-file=munge.log")
-    named = [f"--{o.replace('=', f'={folder}/')}" for o in (*options, "seed-file=munge.seed")]
-    configured = ["-D", "-f", str(folder / "slurm.conf")]
-    daemons: list[subprocess.Popen[bytes]] = []
-    with (folder / "log").open("wb") as log:
-
-        def serve(words: list[str]) -> None:
-            daemons.append(subprocess.Popen(words, stdout=log, stderr=log, cwd=folder))
-
-        try:
-            serve([munged, "--foreground", "--force", *named])
-            _wait(lambda: (folder / "munge.socket").exists(), folder)
-            serve([slurmctld, "-c", *configured])
-            serve([slurmd, "-N", host, *configured])
-            variables = {"SLURM_CONF": str(folder / "slurm.conf")}
-            _wait(lambda: _is_idle(variables), folder)
-            yield variables
-        finally:
-            for daemon in reversed(daemons):
-                daemon.terminate()
-            for daemon in reversed(daemons):
-                try:
-                    daemon.wait(timeout=5)
-                except subprocess.TimeoutExpired:
-                    daemon.kill()
-                    daemon.wait()
-
-
-def _is_idle(variables: dict[str, str]) -> bool:
-    words = ["sinfo", "--noheader", "--format=%T"]
-    done = subprocess.run(words, env=os.environ | variables, capture_output=True, timeout=10)
-    return b"idle" in done.stdout
-
-
-def _wait(until: Any, folder: Path) -> None:
-    deadline = time.monotonic() + 15
-    while not until():
-        if time.monotonic() > deadline:
-            pytest.skip("Slurm does not start here: " + (folder / "log").read_text()[-600:])
-        time.sleep(0.05)
+    """A Slurm cluster of one node; yields the variables that its commands need."""
+    with cluster(tmp_path_factory.mktemp("slurm"), 1) as made:
+        yield made.variables
 
 
 @pytest.mark.parametrize(

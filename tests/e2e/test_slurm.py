@@ -1,0 +1,254 @@
+"""Jobs on a real Slurm of two nodes: tasks per node and per rank, preemption, a lost node, and `scancel`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import Finished, finish, run, spawn
+from slurm_cluster import Cluster, cluster
+
+from paceline.cli import main
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = [sys.executable, "-m", "paceline", "run"]
+DEADLINE_S = 90.0
+
+TRAIN = """
+import hashlib, os, time, torch, paceline
+from torch.utils.data import TensorDataset
+
+with paceline.join(seed=3, device="cpu", timeout_s=40) as job:
+    model = paceline.ddp(job, torch.nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    training = paceline.Training(
+        job, model, optimizer, paceline.Batches(job, data, global_batch=12),
+        checkpoints=paceline.Checkpoints("runs/a", keep=2, every_steps=4),
+    )
+    for step in training.steps(epochs=5):
+        for x, y in step:
+            step.backward((model(x) - y).square().sum(), count=len(x))
+        step.update()
+        with open(f"steps{job.rank}", "a") as file:
+            file.write(f"{step.number} {os.environ.get('SLURM_RESTART_COUNT', 0)} {os.getpid()}\\n")
+        time.sleep(float(os.environ["STEP_S"]))
+    if job.rank == 0:
+        values = [value for model in training.state_dict()["models"] for value in model.values()]
+        print("weights", hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest())
+"""
+LAST_STEP = 40
+FACTS = """
+import paceline
+with paceline.join(device="cpu", timeout_s=30) as job:
+    print(job.launcher, job.rank, job.world_size, list(paceline.gather(job, job.rank)), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("slurm"), 2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights that two ranks end with, without Slurm."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return weights(run("--nproc-per-node=2", TRAIN, folder, STEP_S="0").out)
+
+
+def weights(text: str) -> str:
+    (found,) = re.findall(r"weights (\w+)", text)
+    return str(found)
+
+
+def srun(slurm: Cluster, folder: Path, *words: str) -> Finished:
+    return finish(spawn(["srun", *words], folder, own_group=True, **slurm.variables), DEADLINE_S)
+
+
+def said(done: Finished) -> list[str]:
+    assert done.code == 0, done
+    return sorted(re.sub(r"^\[\d\] ", "", line) for line in done.out.splitlines())
+
+
+def steps(folder: Path, rank: int = 0) -> list[list[int]]:
+    """(step, restarts, process) of each step of a rank."""
+    path = folder / f"steps{rank}"
+    return (
+        [[*map(int, line.split())] for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
+
+
+def wait_steps(slurm: Cluster, folder: Path, number: str, count: int) -> None:
+    def reached() -> bool:
+        state = slurm.job(number)["JobState"]
+        assert state in ("PENDING", "CONFIGURING", "RUNNING"), (state, output(folder))
+        return len(steps(folder)) >= count
+
+    slurm.wait(reached, DEADLINE_S)
+
+
+def output(folder: Path) -> str:
+    return "".join(file.read_text() for file in sorted(folder.glob("*.out")))
+
+
+def submit(slurm: Cluster, folder: Path, step_s: float, *more: str) -> str:
+    """Submit the batch script that `paceline job slurm` writes for a training; the number of the job."""
+    slurm.wait_idle()
+    (folder / "train.py").write_text(TRAIN)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        line = "job slurm train.py --nodes 2 --cpus 2 --time 10m --grace 10s --env"
+        assert main.main([*line.split(), f"STEP_S={step_s}", *more]) == 0
+    finally:
+        os.chdir(before)
+    return slurm.submit(folder / "train.slurm")
+
+
+def test_a_task_for_each_node_and_a_task_for_each_rank(tmp_path: Path, slurm: Cluster) -> None:
+    (tmp_path / "facts.py").write_text(FACTS)
+    done = srun(
+        slurm, tmp_path, "-N2", "--ntasks-per-node=1", *LAUNCHER, "--nproc-per-node=2", "facts.py"
+    )
+    assert said(done) == [f"torchrun {rank} 4 [0, 1, 2, 3]" for rank in range(4)]
+    assert "Slurm step of 2 nodes: --nnodes=2 --host=127.0.0.2:295" in done.err
+    done = srun(slurm, tmp_path, "-N2", "-n3", sys.executable, "facts.py")
+    assert said(done) == [f"slurm {rank} 3 [0, 1, 2]" for rank in range(3)]
+
+
+@pytest.mark.slow
+def test_a_launcher_in_each_of_several_tasks_of_a_node_is_refused(
+    tmp_path: Path, slurm: Cluster
+) -> None:
+    (tmp_path / "facts.py").write_text(FACTS)
+    done = srun(slurm, tmp_path, "-N2", "-n4", *LAUNCHER, "facts.py")
+    assert done.code != 0
+    assert "srun has started 4 launchers on 2 nodes" in done.err
+    assert "#SBATCH --ntasks-per-node=1" in done.err
+
+
+@pytest.mark.slow
+def test_an_example_is_equal_to_one_process(tmp_path: Path, slurm: Cluster) -> None:
+    script = [str(ROOT / "examples" / "own_loop.py"), "--epochs=1"]
+
+    def losses(folder: str) -> list[float]:
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+
+    one = finish(spawn([sys.executable, *script, "--folder=one"], tmp_path), DEADLINE_S)
+    assert one.code == 0, one
+    nodes = ["-N2", "--ntasks-per-node=1", *LAUNCHER, "--nproc-per-node=2"]
+    done = srun(slurm, tmp_path, *nodes, *script, "--folder=nodes")
+    assert done.code == 0, done
+    done = srun(slurm, tmp_path, "-N2", "-n2", sys.executable, *script, "--folder=ranks")
+    assert done.code == 0, done
+    expected = losses("one")
+    assert len(expected) > 20
+    for folder in ("nodes", "ranks"):
+        found = losses(folder)
+        assert len(found) == len(expected)
+        # Sums over ranks round differently, and the differences grow with the steps.
+        assert all(
+            math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected, found, strict=True)
+        ), (folder, expected, found)
+
+
+@pytest.mark.slow
+def test_preemption_requeue_and_the_same_weights(
+    tmp_path: Path, slurm: Cluster, undisturbed: str
+) -> None:
+    """A job of higher priority takes the nodes."""
+    number = submit(slurm, tmp_path, 0.2)
+    wait_steps(slurm, tmp_path, number, 5)
+    (tmp_path / "urgent.sh").write_text("#!/bin/bash\n: > urgent\n")
+    urgent = slurm.submit(tmp_path / "urgent.sh", "-N2", "--exclusive", "--partition=urgent")
+    slurm.wait_state(urgent, "COMPLETED")
+    assert (tmp_path / "urgent").exists()
+    job = slurm.wait_state(number, "COMPLETED", "FAILED", "CANCELLED", timeout_s=DEADLINE_S)
+    text = output(tmp_path)
+    assert job["JobState"] == "COMPLETED", text
+    assert job["Restarts"] == "1"
+    assert "exit code 75 asks to be started again" in text
+    assert weights(text) == undisturbed
+    # No step was lost and none was done twice: the checkpoint is that of the last step.
+    for rank in (0, 1):
+        done = steps(tmp_path, rank)
+        assert [step for step, _, _ in done] == list(range(1, LAST_STEP + 1))
+        assert {restarts for _, restarts, _ in done} == {0, 1}
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_end_of_the_time(
+    tmp_path: Path, slurm: Cluster, undisturbed: str
+) -> None:
+    """`scancel --signal` sends what `--signal` of the batch script sends."""
+    number = submit(slurm, tmp_path, 0.1)
+    wait_steps(slurm, tmp_path, number, 5)
+    slurm.command("scancel", "--signal=TERM", number)
+    job = slurm.wait_state(number, "COMPLETED", "FAILED", "CANCELLED", timeout_s=DEADLINE_S)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), output(tmp_path)
+    assert weights(output(tmp_path)) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_lost_node(tmp_path: Path, slurm: Cluster, undisturbed: str) -> None:
+    """Slurm queues the job again, and it goes on from its last checkpoint when the node is back."""
+    number = submit(slurm, tmp_path, 0.3)
+    wait_steps(slurm, tmp_path, number, 6)
+    node = slurm.nodes[1]
+    slurm.lose(node)
+    try:
+        slurm.wait(lambda: slurm.job(number)["Restarts"] == "1", DEADLINE_S)
+    finally:
+        slurm.serve_node(node)
+    job = slurm.wait_state(number, "COMPLETED", "FAILED", "CANCELLED", timeout_s=DEADLINE_S)
+    assert job["JobState"] == "COMPLETED", output(tmp_path)
+    assert weights(output(tmp_path)) == undisturbed
+
+
+@pytest.mark.slow
+def test_scancel_ends_all_processes(tmp_path: Path, slurm: Cluster) -> None:
+    number = submit(slurm, tmp_path, 0.1)
+    wait_steps(slurm, tmp_path, number, 5)
+    ranks = [steps(tmp_path, rank)[-1][2] for rank in (0, 1)]
+    slurm.command("scancel", number)
+    slurm.wait_state(number, "CANCELLED")
+    slurm.wait_idle()
+    assert not any(psutil.pid_exists(pid) for pid in ranks)
+    assert slurm.job(number)["Restarts"] == "0"
+    last = steps(tmp_path)[-1][0]
+    assert 5 <= last < LAST_STEP
+
+
+@pytest.mark.slow
+def test_two_tasks_of_an_array_do_not_meet(tmp_path: Path, slurm: Cluster) -> None:
+    """On one node, at the same time."""
+    (tmp_path / "facts.py").write_text(FACTS)
+    line = f"srun {sys.executable} facts.py"
+    (tmp_path / "array.sh").write_text(f"#!/bin/bash\n{line}\n")
+    slurm.wait_idle()
+    options = (
+        "--array=3-4",
+        "-N1",
+        "-n2",
+        f"--nodelist={slurm.nodes[0]}",
+        "-o",
+        "%a.out",
+        "--wait",
+    )
+    slurm.submit(tmp_path / "array.sh", *options)
+    for task in (3, 4):
+        text = (tmp_path / f"{task}.out").read_text()
+        assert sorted(text.splitlines()) == ["slurm 0 2 [0, 1]", "slurm 1 2 [0, 1]"]
