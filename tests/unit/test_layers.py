@@ -21,6 +21,7 @@ ORDER = [
     "torch_private",
     "machine",
     "shm",
+    "mpi",
     "job",
     "data",
     "parallel",
@@ -44,6 +45,7 @@ ORDER = [
 # Imports inside functions: optional dependencies, and what keeps `paceline --help` free of torch.
 MAY_DEFER = {
     "__init__.py": "names are resolved when first used",
+    "mpi/world.py": "mpi4py is optional, and its import loads the MPI library",
     "metrics/mlflow.py": "mlflow is optional",
     "metrics/tensorboard.py": "tensorboard is optional",
     "metrics/wandb.py": "wandb is optional",

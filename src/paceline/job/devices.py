@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigError
 from paceline.job import environment
+from paceline.mpi import group as mpi
+from paceline.mpi import world as mpi_world
 from paceline.shm import group as shm
 
 
@@ -54,24 +56,37 @@ def choose_backend(asked: str | None, device: torch.device, info: environment.Ra
     """The backend string for torch: `asked`, else `PACELINE_BACKEND`, else chosen by device.
 
     On CPU that is "shm" if all ranks are on one host, else "gloo". A group of "shm" whose ranks cannot share
-    memory uses Gloo and logs a warning.
+    memory uses Gloo and logs a warning. "mpi" is torch's own backend if torch was built with MPI, else
+    that of `paceline.mpi`, which initializes MPI here.
 
     Raises:
-        ConfigError: the installed torch does not have the backend.
+        ConfigError: the installed torch does not have the backend; mpi4py is missing; MPI has another number
+            of processes than the job.
     """
     shm.register()
     asked = asked or os.environ.get("PACELINE_BACKEND")
     if asked is None:
         by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
         asked = by_device.get(device.type, "shm" if info.one_host else "gloo")
-    for part in asked.split(","):
+    parts = [_over_mpi4py(part, info) for part in asked.split(",")]
+    for part in parts:
         name = part.rpartition(":")[2]
         if not dist.is_backend_available(name):
             raise ConfigError(
                 f"this build of torch {torch.__version__} has no backend {name!r}.",
-                fix="build torch from source against the cluster's MPI, or leave `backend` out."
-                if name == "mpi"
-                else "leave `backend` out to choose by device.",
+                fix="leave `backend` out to choose by device.",
                 backend=name,
             )
-    return asked
+    return ",".join(parts)
+
+
+def _over_mpi4py(part: str, info: environment.RankInfo) -> str:
+    """A part of a backend string, with mpi4py's backend in place of one that this torch does not have."""
+    device, colon, name = part.rpartition(":")
+    if name not in ("mpi", mpi.NAME) or (name == "mpi" and dist.is_mpi_available()):
+        return part
+    mpi.register()
+    if info.world_size > 1:
+        where = f"rank {info.rank} of {info.world_size}"
+        mpi_world.refuse_wrong_world(info.world_size, where=where)
+    return f"{device}{colon}{mpi.NAME}"

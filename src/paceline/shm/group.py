@@ -12,7 +12,7 @@ the layout and the dtype, so all ranks make the same choice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,15 @@ from paceline.log import logger
 from paceline.machine import usable_cores
 from paceline.shm.collectives import Collective, Collectives, can_reduce
 from paceline.shm.segment import Segment, SharedMemoryUnavailable, open_segment
+from paceline.shm.tensors import (
+    Tensors,
+    as_flat,
+    check_pieces,
+    check_whole,
+    in_cpu_memory,
+    is_flat,
+    write_back,
+)
 from paceline.shm.work_queue import WorkQueue
 
 NAME = "shm"
@@ -39,8 +48,7 @@ _OLD_NAMES = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-_Tensors = Sequence[torch.Tensor]
-_Plan = tuple[Collective, _Tensors] | None  # a collective and its outputs; None for Gloo
+_Plan = tuple[Collective, Tensors] | None  # a collective and its outputs; None for Gloo
 
 
 def register() -> None:
@@ -152,16 +160,16 @@ class ShmGroup(dist.ProcessGroup):
         if not _reducible(tensors, op):
             return None
         buckets = self._collectives.buckets
-        if len(tensors) == 1 and _is_flat(tensors[0]):
-            bucket_id = buckets.find(tensors[0])  # before `_flat`, because it may move the tensor
-            return self._collectives.all_reduce(_flat(tensors[0]), op, bucket_id), tensors
+        if len(tensors) == 1 and is_flat(tensors[0]):
+            bucket_id = buckets.find(tensors[0])  # before `as_flat`, because it may move the tensor
+            return self._collectives.all_reduce(as_flat(tensors[0]), op, bucket_id), tensors
         bucket_id = 0 if buckets.active else None
 
         def all_reduce() -> Collective:
             for tensor in tensors:
-                flat = _flat(tensor)
+                flat = as_flat(tensor)
                 yield from self._collectives.all_reduce(flat, op, bucket_id)
-                _write_back(flat, tensor)
+                write_back(flat, tensor)
 
         return all_reduce(), tensors
 
@@ -172,30 +180,30 @@ class ShmGroup(dist.ProcessGroup):
 
     @_in_memory
     def broadcast(self, tensors: Any, opts: Any = None) -> _Plan:
-        if not _in_cpu_memory(tensors):
+        if not in_cpu_memory(tensors):
             return None
         root = opts.rootRank
 
         def broadcast() -> Collective:
             for tensor in tensors:
-                flat = _flat(tensor)
+                flat = as_flat(tensor)
                 yield from self._collectives.broadcast(flat, root)
                 if root != self._rank:
-                    _write_back(flat, tensor)
+                    write_back(flat, tensor)
 
         return broadcast(), tensors
 
     @_in_memory
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
-        if not _in_cpu_memory([*inputs, *outputs[0]]):
+        if not in_cpu_memory([*inputs, *outputs[0]]):
             return None
-        _check_pieces(outputs[0], inputs[0], self._size)
+        check_pieces(outputs[0], inputs[0], self._size)
 
         def all_gather() -> Collective:
-            flats = [_flat(tensor) for tensor in outputs[0]]
-            yield from self._collectives.all_gather(_flat(inputs[0]), flats)
+            flats = [as_flat(tensor) for tensor in outputs[0]]
+            yield from self._collectives.all_gather(as_flat(inputs[0]), flats)
             for flat, tensor in zip(flats, outputs[0], strict=True):
-                _write_back(flat, tensor)
+                write_back(flat, tensor)
 
         return all_gather(), outputs[0]
 
@@ -206,17 +214,17 @@ class ShmGroup(dist.ProcessGroup):
 
     @_in_memory
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
-        if not _in_cpu_memory([*outputs, *inputs]):
+        if not in_cpu_memory([*outputs, *inputs]):
             return None
         for output, own in zip(outputs, inputs, strict=True):
-            _check_whole(output, own, self._size)
+            check_whole(output, own, self._size)
 
         def all_gather() -> Collective:
             for output, own in zip(outputs, inputs, strict=True):
-                flat, own_flat = _flat(output), _flat(own)
+                flat, own_flat = as_flat(output), as_flat(own)
                 pieces = flat.split([len(own_flat)] * self._size)
                 yield from self._collectives.all_gather(own_flat, pieces)
-                _write_back(flat, output)
+                write_back(flat, output)
 
         return all_gather(), outputs
 
@@ -227,12 +235,12 @@ class ShmGroup(dist.ProcessGroup):
             return None
         if len({piece.numel() for piece in inputs[0]}) > 1:
             return None
-        _check_pieces(inputs[0], outputs[0], self._size)
+        check_pieces(inputs[0], outputs[0], self._size)
 
         def reduce_scatter() -> Collective:
-            flat, pieces = _flat(outputs[0]), [_flat(piece) for piece in inputs[0]]
+            flat, pieces = as_flat(outputs[0]), [as_flat(piece) for piece in inputs[0]]
             yield from self._collectives.reduce_scatter(pieces, flat, op)
-            _write_back(flat, outputs[0])
+            write_back(flat, outputs[0])
 
         return reduce_scatter(), outputs
 
@@ -247,14 +255,14 @@ class ShmGroup(dist.ProcessGroup):
         if not _reducible([*outputs, *inputs], op):
             return None
         for output, whole in zip(outputs, inputs, strict=True):
-            _check_whole(whole, output, self._size)
+            check_whole(whole, output, self._size)
 
         def reduce_scatter() -> Collective:
             for output, whole in zip(outputs, inputs, strict=True):
-                flat = _flat(output)
-                pieces = _flat(whole).split([len(flat)] * self._size)
+                flat = as_flat(output)
+                pieces = as_flat(whole).split([len(flat)] * self._size)
                 yield from self._collectives.reduce_scatter(pieces, flat, op)
-                _write_back(flat, output)
+                write_back(flat, output)
 
         return reduce_scatter(), outputs
 
@@ -307,45 +315,5 @@ class ShmGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-def _refuse(wrong: bool, why: str) -> None:
-    if wrong:
-        raise ValueError(f"{why}.")
-
-
-def _check_pieces(pieces: _Tensors, own: torch.Tensor, count: int) -> None:
-    _refuse(len(pieces) != count, f"got {len(pieces)} tensors for {count} ranks")
-    for piece in pieces:
-        _refuse(piece.dtype != own.dtype, "the tensors must have one dtype")
-        _refuse(piece.numel() != own.numel(), "the tensors must have one size")
-
-
-def _check_whole(whole: torch.Tensor, piece: torch.Tensor, count: int) -> None:
-    _refuse(whole.dtype != piece.dtype, "the tensors must have one dtype")
-    wrong = whole.numel() != piece.numel() * count
-    _refuse(wrong, f"got {whole.numel()} elements for {count} ranks with {piece.numel()} each")
-
-
-def _in_cpu_memory(tensors: _Tensors) -> bool:
-    return all(t.is_cpu and t.layout == torch.strided and not t.is_quantized for t in tensors)
-
-
-def _reducible(tensors: _Tensors, op: int) -> bool:
-    return _in_cpu_memory(tensors) and all(can_reduce(op, t.dtype) for t in tensors)
-
-
-def _is_flat(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor as one dimension: a view if it is contiguous, else a copy."""
-    tensor = tensor.data  # without autograd history and version counter, as in Gloo
-    if not _is_flat(tensor):
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor if tensor.dim() == 1 else tensor.view(-1)
-
-
-def _write_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy the elements back if `_flat` made a copy."""
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.data.copy_(flat.view(tensor.shape))
+def _reducible(tensors: Tensors, op: int) -> bool:
+    return in_cpu_memory(tensors) and all(can_reduce(op, t.dtype) for t in tensors)

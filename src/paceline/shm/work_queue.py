@@ -39,12 +39,12 @@ _SHORT_SLEEPS = 10
 _CHECK_PEERS_S = 0.05  # interval at which a waiting rank checks whether the others are alive
 
 
-class ShmWork(dist.Work):
-    """One collective in the queue."""
+class QueuedWork(dist.Work):
+    """One collective in a queue: a `WorkQueue`, or an `mpi.work_queue.RequestQueue`."""
 
     def __init__(
         self,
-        queue: WorkQueue,
+        queue: Any,
         collective: Collective,
         outputs: Sequence[torch.Tensor],
         timeout_s: float,
@@ -121,7 +121,7 @@ class ShmWork(dist.Work):
     def recorder_entry(self, created_ns: int) -> dict[str, Any]:
         """This work as an entry of torch's flight recorder."""
         return {
-            "profiling_name": f"shm:{getattr(self.collective, '__name__', 'collective')}",
+            "profiling_name": f"{self._queue.backend}:{getattr(self.collective, '__name__', 'collective')}",
             "collective_seq_id": self.number,
             "input_sizes": [list(output.shape) for output in self._outputs],
             "input_dtypes": [str(output.dtype).removeprefix("torch.") for output in self._outputs],
@@ -145,6 +145,8 @@ class WorkQueue:
         recent: number, time of issue and number of elements of the latest works.
     """
 
+    backend = "shm"
+
     def __init__(self, collectives: Collectives, ranks: Sequence[int], *, spin: bool) -> None:
         self.lock = threading.Lock()
         self.entered = 0
@@ -154,8 +156,10 @@ class WorkQueue:
         self._ranks = ranks
         self._waiting_since = 0.0  # since when this rank waits for the others; 0 if it does not
         self._max_spins = self._spins = _MAX_SPINS if spin else 1
-        self._works: deque[ShmWork] = deque()
-        self._finished: deque[ShmWork] = deque()  # their futures must be completed without the lock
+        self._works: deque[QueuedWork] = deque()
+        self._finished: deque[QueuedWork] = (
+            deque()
+        )  # their futures must be completed without the lock
         self._inference_mode = torch.inference_mode()  # one object, because creating one is slow
         self._error: BaseException | None = None
         self._wake = threading.Event()
@@ -171,9 +175,9 @@ class WorkQueue:
         timeout_s: float,
         *,
         blocking: bool,
-    ) -> ShmWork:
+    ) -> QueuedWork:
         """Issue a collective. If `blocking`, it is finished on return."""
-        work = ShmWork(self, collective, outputs, timeout_s)
+        work = QueuedWork(self, collective, outputs, timeout_s)
         with self.lock:
             if self._error is not None:
                 raise self._error
@@ -203,13 +207,13 @@ class WorkQueue:
             for work in tuple(self._works)
         ]
 
-    def finish(self, work: ShmWork, timeout_s: float) -> None:
+    def finish(self, work: QueuedWork, timeout_s: float) -> None:
         """Run the queue until `work` is finished."""
         if timeout_s > 0:
             work.timeout_s = time.monotonic() - work.issued + timeout_s
         self._run(work)
 
-    def _run(self, work: ShmWork | None = None, *, brief: bool = False) -> None:
+    def _run(self, work: QueuedWork | None = None, *, brief: bool = False) -> None:
         """Run the queue until `work` is finished; without `work`, until it is empty or closed.
 
         Without `work` it does not spin. With `brief`, it returns when it would have to sleep.
@@ -265,7 +269,7 @@ class WorkQueue:
             self._spins = min(self._max_spins, 2 * self._spins) if soon else self._spins // 2 or 1
         self._waiting_since = now if self._works else 0.0
 
-    def _pop(self, work: ShmWork) -> None:
+    def _pop(self, work: QueuedWork) -> None:
         self._works.popleft()
         work.done = True
         self._finished.append(work)

@@ -34,7 +34,7 @@ def counts() -> tuple[int, int]:
         for status in dump.get("pg_status", {}).values():
             entered += max(int(status["last_enqueued_collective"]), 0)
             over += max(int(status["last_completed_collective"]), 0)
-    for _, queue in _shm_queues():
+    for _, queue in _our_queues():
         entered += queue.entered
         over += queue.entered - queue.num_waiting
     return entered, over
@@ -47,8 +47,8 @@ def table() -> dict[str, Any]:
     first = len(entries) - _ENTRIES
     kept = [entry for n, entry in enumerate(entries) if n >= first or not entry.get("retired")]
     in_memory = [
-        entry | {"process_group": [name, "shm"]}
-        for name, queue in _shm_queues()
+        entry | {"process_group": [name, queue.backend]}
+        for name, queue in _our_queues()
         for entry in queue.waiting()
     ]
     return {
@@ -62,7 +62,7 @@ def table() -> dict[str, Any]:
             for group, name in _group_names().items()
             if group.group_desc.startswith(_OF_MESH)
         },
-        "entered": {name: queue.entered for name, queue in _shm_queues()},
+        "entered": {name: queue.entered for name, queue in _our_queues()},
         "missing": [
             path
             for path in (_DUMP, _WORLD)
@@ -84,10 +84,12 @@ def arrivals(since_ns: int) -> list[tuple[str, int, int, int]]:
         for entry in dump.get("entries", ())
         if not entry["is_p2p"] and entry["process_group"][0]
     ]
-    for name, queue in _shm_queues():
+    for name, queue in _our_queues():
         base_ns = time.time_ns() - time.monotonic_ns()
         for number, issued_s, elements in tuple(queue.recent):
-            found.append((f"{name} shm", number, base_ns + int(issued_s * 1e9), elements))
+            found.append(
+                (f"{name} {queue.backend}", number, base_ns + int(issued_s * 1e9), elements)
+            )
     return [arrival for arrival in found if arrival[2] > since_ns]
 
 
@@ -109,9 +111,9 @@ def _group_names() -> dict[Any, str]:
     return dict(world.pg_names) if world is not None else {}
 
 
-def _shm_queues() -> Iterable[tuple[str, Any]]:
-    """The queue of collectives of each `shm` group, which the flight recorder does not see, by name."""
+def _our_queues() -> Iterable[tuple[str, Any]]:
+    """The queue of works of each `shm` and `mpi` group, which the flight recorder does not see, by name."""
     for group, name in _group_names().items():
-        queue = getattr(group, "queue", None)  # of a `shm.group.ShmGroup`
+        queue = getattr(group, "queue", None)  # of a `ShmGroup` or an `MpiGroup`
         if queue is not None:
             yield name, queue

