@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -304,3 +306,31 @@ def test_steps_go_on_while_a_checkpoint_is_uploaded(server: Server) -> None:
     run_ranks(_overlapping, nproc=2)
     assert waited == [True, True]
     assert committed(open_store(URL)) == [3, 5]
+
+
+_SCRIPT = """
+import torch, paceline
+
+with paceline.join() as job:
+    checkpoints = paceline.Checkpoints("s3://bucket/run")
+    checkpoints.resume(job)
+    checkpoints.save(job, 1, {"w": torch.ones(100)})
+"""
+
+
+def test_the_report_of_a_failed_job_holds_no_credentials(server: Server, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    logs = tmp_path / "logs"
+    command = ["run", "--nproc-per-node", "2", "--log-dir", str(logs), str(script)]
+    env = os.environ | {"AWS_MAX_ATTEMPTS": "1"}
+    server.fails = lambda method, path: method == "PUT" and "rank-1.bin" in path
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", *command], capture_output=True, env=env, timeout=100
+    )
+    assert done.returncode == 74, done.stderr
+    assert b"cannot write s3://bucket/run/parts/step-1-" in done.stderr
+    files = [path for path in logs.rglob("*") if path.is_file()]
+    assert len(files) > 3
+    everything = b"".join(path.read_bytes() for path in files) + done.stdout + done.stderr
+    assert SECRET.encode() not in everything

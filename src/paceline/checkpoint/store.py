@@ -72,6 +72,14 @@ class Store:
         """The size of a file in bytes; FileNotFoundError if it does not exist."""
         return os.stat(self._path(path)).st_size
 
+    def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
+        """The sizes of those files in a folder in bytes that exist, by name."""
+        found = {}
+        for name in names:  # a client of a file server may have an old listing of the folder
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = self.size(f"{folder}/{name}")
+        return found
+
     def read(self, path: str, offset: int, size: int) -> bytearray:
         """Read bytes of a file; fewer if it is shorter."""
         data = bytearray(size)
@@ -177,15 +185,22 @@ class RemoteStore(Store):
     def scratch(self, folder: str, attempt: str) -> str:
         return f"{PARTS}/{folder}-{attempt}"
 
-    def names(self, path: str = "") -> list[str]:
+    def _list(self, path: str) -> dict[str, dict[str, Any]]:
         with self._call("list", path) as (fs, full):
             # fsspec caches listings, and other ranks write there.
             fs.invalidate_cache()
             try:
-                entries = fs.ls(full.rstrip("/"), detail=False)
+                entries = fs.ls(full.rstrip("/"), detail=True)
             except (FileNotFoundError, NotADirectoryError):
-                return []
-            return [Path(entry.rstrip("/")).name for entry in entries]
+                return {}
+            return {Path(entry["name"].rstrip("/")).name: entry for entry in entries}
+
+    def names(self, path: str = "") -> list[str]:
+        return list(self._list(path))
+
+    def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
+        listed = self._list(folder)  # one request, also for many files
+        return {name: int(listed[name]["size"]) for name in names if name in listed}
 
     def size(self, path: str) -> int:
         with self._call("read", path) as (fs, full):
@@ -352,9 +367,11 @@ def commit(store: Store, manifest: Manifest, scratch: str) -> None:
     Raises:
         OSError: the manifest cannot be written, or files of other ranks are not visible here.
     """
+    sizes = store.sizes(scratch, manifest.files)
     for name, size in manifest.files.items():
-        if store.size(f"{scratch}/{name}") != size:
-            raise OSError(f"{name} has another size here than on the rank that wrote it")
+        if sizes.get(name) != size:
+            here = f"{sizes[name]} bytes" if name in sizes else "missing"
+            raise OSError(f"{name} is {here} here, but its rank has written {size} bytes")
     for name in set(store.names(scratch)) - set(manifest.files):
         store.remove(f"{scratch}/{name}")  # left by a killed process that had more ranks
     folder = scratch if store.has_rename else manifest.folder
@@ -418,13 +435,12 @@ def read_manifest(store: Store, step: int, folder: str = "") -> Manifest:
 
 def check_sizes(store: Store, manifest: Manifest) -> None:
     """Raise Damaged if a file is missing or has another size."""
+    sizes = store.sizes(manifest.files_in, manifest.files)
     for name, size in manifest.files.items():
-        try:
-            actual = store.size(f"{manifest.files_in}/{name}")
-        except FileNotFoundError as error:
-            raise Damaged(f"{name} is missing") from error
-        if actual != size:
-            raise Damaged(f"{name} has {actual} bytes instead of {size}")
+        if name not in sizes:
+            raise Damaged(f"{name} is missing")
+        if sizes[name] != size:
+            raise Damaged(f"{name} has {sizes[name]} bytes instead of {size}")
 
 
 def read_chunk(store: Store, folder: str, saved: SavedTensor, chunk: Chunk) -> bytearray:
