@@ -197,7 +197,8 @@ def test_a_lost_pod_is_replaced_and_the_other_goes_on(tmp_path: Path, pods: Pods
     assert "restart 1 of 3 begins" in ends[0].err
     numbers = [int(number) for number, _ in steps(tmp_path)]
     assert sorted(set(numbers)) == list(range(1, 33))
-    assert len(numbers) < 32 + 6, "at most the steps after the last checkpoint are repeated"
+    # A save every 4 steps, and the newest one may not be committed yet.
+    assert len(numbers) <= 32 + 8, numbers
     shutil.rmtree(tmp_path / "runs")
     undisturbed = run("--nproc-per-node=2", TRAIN, tmp_path, STEP_S="0")
     assert weights(ends[0]) == weights(undisturbed)
