@@ -68,6 +68,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/frameworks.py
 	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/start.py
+	$(BIN)/python benchmarks/several_hosts.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/dataloader.py
 	$(BIN)/python benchmarks/compression.py

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hosts import hosts, needs_firewall, needs_hosts
-from launching import finish
+from launching import finish, rows_of
 
 pytestmark = needs_hosts
 
@@ -247,3 +247,10 @@ def test_eight_hosts_meet(tmp_path: Path) -> None:
         assert [_met(end.out)[0].split()[:3] for end in ends] == [
             [str(n), f"node{n}", "28.0"] for n in range(8)
         ]
+
+
+@pytest.mark.slow
+def test_256_launchers_meet_within_a_minute() -> None:
+    rows = rows_of("several_hosts", ["--launchers=256", "--rounds=1"], 300)
+    seconds = {row["what"]: row["seconds"] for row in rows}
+    assert seconds["rendezvous of 256 launchers"] < 60

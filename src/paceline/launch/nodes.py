@@ -14,6 +14,7 @@ named.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,9 +62,11 @@ _Action, _StateHolder, _OpExecutor, _remove_epilogue = _found
 _MANY_NODES = 64
 _HEARTBEAT_S = 1
 _HEARTBEAT_OF_MANY_S = 5
+# Each poll of a node reads the state of all, and nodes that join at one time overwrite each other's state and
+# try again. So both are spread over a time that grows with the number of nodes.
 _POLL_S = 0.1
-# Each poll reads the state of all nodes.
-_POLL_OF_MANY_S = 1.0
+_NODES_OF_A_POLL = 16
+_JOIN_S_PER_NODE = 0.02
 _ATTEMPTS = 3
 _CLOCK_OFFSET_S = 60
 
@@ -85,6 +88,9 @@ class StateHolder(_StateHolder or object):  # type: ignore[misc]
         ).total_seconds()
         self._seen: dict[Any, tuple[Any, float]] = {}
         self._looked_at = 0.0
+
+    def _record(self, *args: Any, **kwargs: Any) -> None:
+        """No event for each exchange of the state: torch inspects the stack for it, which takes 10 ms."""
 
     def sync_now(self) -> None:
         """Read the state again, however new it is."""
@@ -125,6 +131,8 @@ class _Executor(_OpExecutor or object):  # type: ignore[misc]
     in_order: Callable[[Sequence[Any]], list[Any]]
     waiting: Callable[[Any], None]
 
+    _record = StateHolder._record
+
     def _mark_rendezvous_complete(self) -> None:
         super()._mark_rendezvous_complete()
         participants = self._state.participants
@@ -145,8 +153,7 @@ class _Executor(_OpExecutor or object):  # type: ignore[misc]
                 if self._all_are_back(context):
                     return _Action.MARK_RENDEZVOUS_COMPLETE
                 self.waiting(context.state)
-                many = len(context.state.participants) > _MANY_NODES
-                time.sleep(_POLL_OF_MANY_S if many else _POLL_S)
+                time.sleep(_POLL_S * max(1, context.settings.max_nodes / _NODES_OF_A_POLL))
                 holder = self._state_holder
                 assert isinstance(holder, StateHolder)
                 holder.sync_now()
@@ -260,6 +267,8 @@ class NodeRendezvous(DynamicRendezvousHandler):
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
         self._next_report = time.monotonic() + FIRST_REPORT_S
+        if self._settings.max_nodes > _MANY_NODES and self.round == 0:
+            time.sleep(random.uniform(0, self._settings.max_nodes * _JOIN_S_PER_NODE))
         info = super().next_rendezvous()
         self._met = set(self._holder.state.participants)
         self._refuse_equal_numbers()
