@@ -2,11 +2,11 @@
 
     python benchmarks/several_hosts.py [--rounds 7] [--launchers 256]
 
-**start**: from the command to the end of the first all-reduce on all of two ranks: on one host, and on two hosts
-that are network namespaces (root only). The sides take turns in each round; the table shows medians.
+**start**: from the command to the end of the first all-reduce on both of two ranks: on one host, and on two
+hosts that are network namespaces (root only). The sides take turns in each round; the table shows medians.
 
-**launchers**: so many processes, forked from one that has imported torch, meet at one endpoint as the launchers
-of a job do. The time is from the first fork until the last one knows its number.
+**launchers**: so many processes, forked from one that has imported torch, meet at one endpoint as the
+launchers of a job do. The time is from the first fork until the last one knows its number.
 """
 
 from __future__ import annotations
