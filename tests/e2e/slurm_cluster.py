@@ -23,6 +23,8 @@ from launching import environment, unused_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun")
 _START_S = 15.0
+# They take the places of GPUs: Slurm wants that the files exist.
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "stdin")
 
 # A job that was requeued starts again after cred_expire seconds. A job of the partition `urgent` preempts one
 # of `all`, which has the same nodes.
@@ -110,6 +112,17 @@ class Cluster:
             "sbatch", "--parsable", *options, script.name, cwd=script.parent
         ).strip()
 
+    def check(self, script: Path, *options: str) -> str:
+        """What `sbatch --test-only` says of a script; it submits nothing."""
+        done = subprocess.run(
+            ["sbatch", "--test-only", *options, str(script)],
+            env=environment(**self.variables),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.stdout + done.stderr
+
     def job(self, number: str) -> dict[str, str]:
         """What the controller knows of a job."""
         text = self.command("scontrol", "--oneliner", "show", "job", number)
@@ -175,7 +188,10 @@ def find(name: str) -> str:
 
 @contextlib.contextmanager
 def cluster(folder: Path, count: int) -> Iterator[Cluster]:
-    """Start a cluster of this many nodes with 8 cores and 2 GPUs each; skips the test where that fails."""
+    """Start a cluster of this many nodes; skips the test where that fails.
+
+    Each node has 8 cores and 8 GPUs for Slurm, whatever this host has.
+    """
     if os.getuid() != 0:
         pytest.skip("only root can start Slurm's daemons")
     munged, slurmctld, _, _ = (find(name) for name in DAEMONS)
@@ -185,10 +201,10 @@ def cluster(folder: Path, count: int) -> Iterator[Cluster]:
     for node in nodes:
         configuration += (
             f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={unused_port()} CPUs=8 "
-            "Gres=gpu:2 State=UNKNOWN\n"
+            f"Gres=gpu:{len(_DEVICES)} State=UNKNOWN\n"
         )
     (folder / "slurm.conf").write_text(configuration + _PARTITIONS)
-    (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+    (folder / "gres.conf").write_text("".join(f"Name=gpu File=/dev/{name}\n" for name in _DEVICES))
     for name in ("state", "spool"):
         (folder / name).mkdir()
     (folder / "key").write_bytes(os.urandom(128))

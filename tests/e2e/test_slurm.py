@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -128,6 +127,18 @@ def test_a_task_for_each_node_and_a_task_for_each_rank(tmp_path: Path, slurm: Cl
     assert said(done) == [f"slurm {rank} 3 [0, 1, 2]" for rank in range(3)]
 
 
+@pytest.mark.parametrize("name", ["train", "one"])
+def test_slurm_accepts_the_written_scripts(name: str, slurm: Cluster) -> None:
+    text = slurm.check(ROOT / "tests" / "data" / "jobs" / f"{name}.slurm")
+    assert re.search(r"Job \d+ to start at ", text), text
+
+
+def test_slurm_refuses_more_gpus_than_a_node_has(slurm: Cluster) -> None:
+    script = ROOT / "tests" / "data" / "jobs" / "train.slurm"
+    text = slurm.check(script, "--gpus-per-node=9")
+    assert "Requested node configuration is not available" in text
+
+
 @pytest.mark.slow
 def test_a_launcher_in_each_of_several_tasks_of_a_node_is_refused(
     tmp_path: Path, slurm: Cluster
@@ -154,15 +165,14 @@ def test_an_example_is_equal_to_one_process(tmp_path: Path, slurm: Cluster) -> N
     assert done.code == 0, done
     done = srun(slurm, tmp_path, "-N2", "-n2", sys.executable, *script, "--folder=ranks")
     assert done.code == 0, done
-    expected = losses("one")
+    # The last step has 29 samples: its micro-batches, and so the masks of dropout, depend on the world
+    # size.
+    expected = losses("one")[:-1]
     assert len(expected) > 20
     for folder in ("nodes", "ranks"):
-        found = losses(folder)
-        assert len(found) == len(expected)
-        # Sums over ranks round differently, and the differences grow with the steps.
-        assert all(
-            math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected, found, strict=True)
-        ), (folder, expected, found)
+        found = losses(folder)[:-1]
+        # Sums over several ranks round differently.
+        assert found == pytest.approx(expected, rel=1e-6), folder
 
 
 @pytest.mark.slow
@@ -203,18 +213,18 @@ def test_a_signal_before_the_end_of_the_time(
 
 
 @pytest.mark.slow
-def test_a_lost_node(tmp_path: Path, slurm: Cluster, undisturbed: str) -> None:
+def test_a_lost_node(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, undisturbed: str
+) -> None:
     """Slurm queues the job again, and it goes on from its last checkpoint when the node is back."""
-    number = submit(slurm, tmp_path, 0.3)
-    wait_steps(slurm, tmp_path, number, 6)
-    node = slurm.nodes[1]
-    slurm.lose(node)
-    try:
-        slurm.wait(lambda: slurm.job(number)["Restarts"] == "1", DEADLINE_S)
-    finally:
-        slurm.serve_node(node)
-    job = slurm.wait_state(number, "COMPLETED", "FAILED", "CANCELLED", timeout_s=DEADLINE_S)
-    assert job["JobState"] == "COMPLETED", output(tmp_path)
+    with cluster(tmp_path_factory.mktemp("own"), 2) as own:
+        number = submit(own, tmp_path, 0.3)
+        wait_steps(own, tmp_path, number, 6)
+        own.lose(own.nodes[1])
+        own.wait(lambda: own.job(number)["Restarts"] == "1", DEADLINE_S)
+        own.serve_node(own.nodes[1])
+        job = own.wait_state(number, "COMPLETED", "FAILED", "CANCELLED", timeout_s=DEADLINE_S)
+        assert job["JobState"] == "COMPLETED", output(tmp_path)
     assert weights(output(tmp_path)) == undisturbed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import LauncherError
-from paceline.job.environment import RankInfo, expand_nodes, read
+from paceline.job.environment import RankInfo, read
 
 TORCHRUN = {
     "RANK": "3",
@@ -141,23 +141,3 @@ def test_contradictions_are_refused(
     with pytest.raises(LauncherError) as caught:
         read(whole | wrong)
     assert caught.value.variables == variables
-
-
-@pytest.mark.parametrize(
-    ("text", "nodes"),
-    [
-        ("a", ["a"]),
-        ("a,b", ["a", "b"]),
-        ("n[1-3,07],m", ["n1", "n2", "n3", "n07", "m"]),
-        ("n[09-11]-x,z[1]", ["n09-x", "n10-x", "n11-x", "z1"]),
-        ("gpu-a[1-2]b[3-4],c", ["gpu-a1b3", "gpu-a1b4", "gpu-a2b3", "gpu-a2b4", "c"]),
-    ],
-)
-def test_node_lists(text: str, nodes: list[str]) -> None:
-    assert expand_nodes(text) == nodes
-
-
-@pytest.mark.parametrize("text", ["", "n[1-2", "n[a-b]", "n1,", "n[]", "[n[1]]"])
-def test_node_lists_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(LauncherError, match="is no list of nodes"):
-        expand_nodes(text)

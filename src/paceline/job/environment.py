@@ -7,11 +7,11 @@ contradicts itself is an error that names the variables. Without any set the job
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import LauncherError
+from paceline.job import slurm
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 OPEN_MPI = (
@@ -21,11 +21,7 @@ OPEN_MPI = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH and Intel MPI
-SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_JOB_ID")
-
-# Slurm numbers the steps of shells (salloc, sbatch) from the top; they are not parallel tasks.
-_SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
-FIREWALL_PORTS = (29500, 29550)
+FIREWALL_PORTS = slurm.PORTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +64,9 @@ def read(environ: Mapping[str, str]) -> RankInfo:
     for names, build in ((OPEN_MPI, _open_mpi), (HYDRA, _hydra)):
         if all(name in environ for name in names):
             return _refuse_contradiction(environ, build(environ))
-    if is_slurm_task(environ):
-        return _refuse_contradiction(environ, _slurm(environ))
+    step = slurm.read_rank(environ)
+    if step is not None:
+        return _refuse_contradiction(environ, _slurm(environ, step))
     _refuse_partial(environ, TORCHRUN, ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     return RankInfo(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
 
@@ -80,7 +77,10 @@ def _refuse_partial(
     have = [name for name in names if name in environ]
     missing = [name for name in names if name not in environ]
     # Inside a Slurm step or torchrun some variables of an outer MPI may be set; they do not apply here.
-    inner = all(name in environ for name in TORCHRUN) or is_slurm_task(environ)
+    inner = (
+        all(name in environ for name in TORCHRUN)
+        or slurm.situation(environ) is not slurm.Situation.NO_STEP
+    )
     if missing and any(name in environ for name in required_by) and not inner:
         raise LauncherError(
             f"the launcher's variables are incomplete: {', '.join(have)} set, "
@@ -157,64 +157,23 @@ def _mpi(environ: Mapping[str, str], names: tuple[str, ...], job_key: str | None
     )
 
 
-def is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether this is a task of `srun`, and not a shell inside an allocation."""
-    if not all(name in environ for name in SLURM):
-        return False
-    if "SLURM_HET_SIZE" in environ:
-        raise LauncherError(
-            "this is a step of a heterogeneous Slurm job, and its parts number their tasks separately.",
-            fix="use one kind of node: `#SBATCH --nodes=N` without `#SBATCH hetjob`.",
-            variables=["SLURM_HET_SIZE"],
-        )
-    step = environ["SLURM_STEP_ID"]
-    return step.isdigit() and int(step) < _SLURM_FIRST_SPECIAL_STEP
-
-
-def _slurm(environ: Mapping[str, str]) -> RankInfo:
-    world_size = _integer(environ, "SLURM_STEP_NUM_TASKS")
-    rank, local_rank = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_LOCALID")
-    node_rank = _integer(environ, "SLURM_NODEID", default=0)
-    counts = _expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))
-    if node_rank >= len(counts) or sum(counts) != world_size:
-        raise LauncherError(
-            f"SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE')!r} does not fit "
-            f"SLURM_STEP_NUM_TASKS={world_size} and SLURM_NODEID={node_rank}.",
-            variables=["SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID"],
-        )
-    job, step = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"]
+def _slurm(environ: Mapping[str, str], step: slurm.Step) -> RankInfo:
     master = _named_master(environ)
-    if master is None and len(counts) > 1:
-        master = slurm_endpoint(environ)
+    if master is None and len(step.tasks) > 1:
+        master = step.endpoint
     return _checked(
         RankInfo(
             launcher="slurm",
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=counts[node_rank],
+            rank=step.rank,
+            world_size=sum(step.tasks),
+            local_rank=step.local_rank,
+            local_world_size=step.tasks[step.node_rank],
             master=master,
-            job_key=f"slurm-{job}-{step}",
+            job_key=step.key,
+            restarts=step.restarts,
         ),
-        SLURM[:3],
+        slurm.NEEDED[:3],
     )
-
-
-def slurm_endpoint(environ: Mapping[str, str]) -> str:
-    """ "host:port" at which the tasks of this step meet: the first node, and a port made of job and step.
-
-    Raises:
-        LauncherError: SLURM_STEP_NODELIST cannot be read.
-    """
-    nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
-    low, high = FIREWALL_PORTS
-    # All tasks must compute the same port without communication.
-    numbers = _number(environ["SLURM_JOB_ID"]) * 31 + _number(environ["SLURM_STEP_ID"])
-    return f"{nodes[0]}:{low + numbers % (high - low + 1)}"
-
-
-def _number(text: str) -> int:
-    return int("".join(c for c in text if c.isdigit()) or "0")
 
 
 def _named_master(environ: Mapping[str, str]) -> str | None:
@@ -227,52 +186,6 @@ def _named_master(environ: Mapping[str, str]) -> str | None:
     if not have:
         return None
     return f"{environ['MASTER_ADDR']}:{_integer(environ, 'MASTER_PORT')}"
-
-
-def _expand_counts(text: str) -> list[int]:
-    """Expand Slurm's "2(x3),1" to [2, 2, 2, 1]."""
-    counts: list[int] = []
-    for part in text.split(","):
-        count, _, times = part.partition("(x")
-        try:
-            counts += [int(count)] * (int(times.rstrip(")")) if times else 1)
-        except ValueError:
-            raise LauncherError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read.",
-                variables=["SLURM_STEP_TASKS_PER_NODE"],
-            ) from None
-    return counts
-
-
-def expand_nodes(text: str) -> list[str]:
-    """Expand a node list of Slurm: "a[1-3,07]b[1-2],c" gives a1b1, a1b2, a2b1, ..., a07b2, c.
-
-    Raises:
-        LauncherError: the list is empty, or cannot be read.
-    """
-    names = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    try:
-        nodes = [node for name in names for node in _expand_name(name)]
-    except ValueError:
-        nodes = []
-    if not nodes or ",".join(names) != text:
-        raise LauncherError(
-            f"SLURM_STEP_NODELIST={text!r} is no list of nodes.", variables=["SLURM_STEP_NODELIST"]
-        )
-    return nodes
-
-
-def _expand_name(name: str) -> Iterator[str]:
-    head, bracket, tail = name.partition("[")
-    if not bracket:
-        yield name
-        return
-    inside, _, rest = tail.partition("]")
-    for part in inside.split(","):
-        low, _, high = part.partition("-")
-        for number in range(int(low), int(high or low) + 1):
-            for end in _expand_name(rest) if rest else [""]:
-                yield f"{head}{number:0{len(low)}d}{end}"
 
 
 def _integer(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:

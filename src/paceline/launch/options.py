@@ -29,7 +29,7 @@ from torch.distributed.run import (
 from paceline.command_line import CommandParser
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
-from paceline.job.environment import is_slurm_task, slurm_endpoint
+from paceline.job import slurm
 from paceline.job.network import is_loopback
 from paceline.launch.endpoint import Endpoint
 from paceline.launch.local_ranks import count_of
@@ -217,7 +217,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     notes: list[str] = []
     _check(args)
     node_rank = args.node_rank
-    if is_slurm_task(os.environ):
+    if not args.standalone:
         node_rank = _apply_slurm(args, os.environ, node_rank, notes)
     ports = _port_range(args)
     _apply_host(args, ports)
@@ -261,32 +261,30 @@ def _apply_slurm(
     args: Namespace, environ: Mapping[str, str], node_rank: int | None, notes: list[str]
 ) -> int | None:
     """Take nodes, node rank and host from the Slurm step, unless they were given; returns the node rank."""
-    tasks, nodes = environ["SLURM_STEP_NUM_TASKS"], environ.get("SLURM_STEP_NUM_NODES", "1")
-    if tasks != nodes and not args.standalone:
-        raise ConfigError(
-            f"srun has started {tasks} launchers on {count_of(int(nodes), 'node')}.",
-            where=f"Slurm job {environ['SLURM_JOB_ID']}, step {environ['SLURM_STEP_ID']}",
-            why="`paceline run` is started once for each node, and starts the ranks of the node itself.",
-            fix="`#SBATCH --ntasks-per-node=1` and `srun paceline run --nproc-per-node=N ...`; or a task for "
-            "each rank, without the launcher: `srun python train.py`. For a job of its own in each task, add "
-            "--standalone.",
-        )
-    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    if (
-        gpus.isdigit()
-        and args.nproc_per_node.isdigit()
-        and 0 < int(gpus) < int(args.nproc_per_node)
-    ):
-        raise ConfigError(
-            f"--nproc-per-node is {args.nproc_per_node}, and Slurm gave this node {gpus} GPUs.",
-            fix=f"`#SBATCH --gpus-per-node={args.nproc_per_node}`, or --nproc-per-node={gpus}.",
-        )
-    given = args.host or args.rdzv_endpoint or args.rdzv_backend != "static" or args.standalone
-    if given or args.nnodes != "1:1" or nodes == "1":
+    step = slurm.read_node(environ)
+    given = args.host or args.rdzv_endpoint or args.rdzv_backend != "static" or args.nnodes != "1:1"
+    if step is None:
+        if not given and (idle := slurm.unused_nodes(environ)):
+            notes.append(
+                f"{count_of(idle, 'node')} of this Slurm job {'is' if idle == 1 else 'are'} not used: to use "
+                "all, write `srun --ntasks-per-node=1` before `paceline run`"
+            )
         return node_rank
-    args.nnodes, args.host = nodes, slurm_endpoint(environ)
+    gpus, ranks = environ.get("SLURM_GPUS_ON_NODE", ""), args.nproc_per_node
+    if gpus.isdigit() and ranks.isdigit() and 0 < int(gpus) < int(ranks):
+        raise ConfigError(
+            f"--nproc-per-node is {ranks}, and Slurm gave this node {count_of(int(gpus), 'GPU')}.",
+            why="each rank needs a GPU of its own.",
+            fix=f"`#SBATCH --gpus-per-node={ranks}`, or --nproc-per-node={gpus}.",
+        )
+    nodes = len(step.tasks)
+    if given or nodes == 1:
+        return node_rank
+    args.nnodes, args.host = str(nodes), step.endpoint
+    if args.rdzv_id == "none":
+        args.rdzv_id = step.key  # so that two jobs whose ports are equal never mix
     notes.append(f"Slurm step of {nodes} nodes: --nnodes={nodes} --host={args.host}")
-    return int(environ["SLURM_NODEID"]) if node_rank is None else node_rank
+    return step.node_rank if node_rank is None else node_rank
 
 
 def _apply_host(args: Namespace, ports: tuple[int, int] | None) -> None:

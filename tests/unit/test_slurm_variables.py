@@ -1,0 +1,221 @@
+"""Variables of Slurm 22.05, recorded on a real cluster of two nodes: the truth table, and contradictions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigError, LauncherError
+from paceline.job import environment, slurm
+from paceline.job.slurm import TRUTH_TABLE, VALUES, Meaning, Situation, expand_nodes
+from paceline.launch.options import read_options
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "slurm.md"
+
+
+def _variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
+# srun -N2 --ntasks-per-node=1, the second task
+PER_NODE = _variables(
+    "SLURM_JOBID=1 SLURM_JOB_ID=1 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 SLURM_LOCALID=0 "
+    "SLURM_NNODES=2 SLURM_NODEID=1 SLURM_NODELIST=n[1-2] SLURM_NPROCS=2 SLURM_NTASKS=2 "
+    "SLURM_NTASKS_PER_NODE=1 SLURM_PROCID=1 SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-2] "
+    "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2) "
+    "SLURM_TASKS_PER_NODE=1(x2)"
+)
+# srun -N2 -n3, the third task
+PER_RANK = _variables(
+    "SLURM_JOBID=2 SLURM_JOB_ID=2 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 SLURM_LOCALID=0 "
+    "SLURM_NNODES=2 SLURM_NODEID=1 SLURM_NODELIST=n[1-2] SLURM_NPROCS=3 SLURM_NTASKS=3 SLURM_PROCID=2 "
+    "SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_NODES=2 "
+    "SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_TASKS_PER_NODE=2,1"
+)
+# The script of `sbatch -N 2 --ntasks-per-node=1 --array=3-4`, its second task
+BATCH = _variables(
+    "SLURM_ARRAY_JOB_ID=3 SLURM_ARRAY_TASK_COUNT=2 SLURM_ARRAY_TASK_ID=4 SLURM_GTIDS=0 SLURM_JOBID=3 "
+    "SLURM_JOB_ID=3 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 SLURM_LOCALID=0 SLURM_NNODES=2 "
+    "SLURM_NODEID=0 SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1 SLURM_PROCID=0 "
+    "SLURM_TASKS_PER_NODE=1(x2)"
+)
+# salloc -N2 -n4
+SALLOC = _variables(
+    "SLURM_JOBID=7 SLURM_JOB_CPUS_PER_NODE=3,1 SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n[1-2] "
+    "SLURM_JOB_NUM_NODES=2 SLURM_NNODES=2 SLURM_NPROCS=4 SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=3,1"
+)
+# `srun -n1 -N1` in that shell
+SALLOC_STEP = SALLOC | _variables(
+    "SLURM_LOCALID=0 SLURM_NNODES=1 SLURM_NODEID=0 SLURM_NODELIST=n[1-2] SLURM_NPROCS=1 SLURM_NTASKS=1 "
+    "SLURM_PROCID=0 SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n1 SLURM_STEP_NUM_NODES=1 "
+    "SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=1"
+)
+# `srun --interactive` in that shell
+INTERACTIVE = SALLOC_STEP | {"SLURM_STEPID": "4294967290", "SLURM_STEP_ID": "4294967290"}
+# srun -N1 -n1 : -N1 -n1, the second task
+HETEROGENEOUS = _variables(
+    "SLURM_HET_SIZE=2 SLURM_JOBID=5 SLURM_JOB_ID=5 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 "
+    "SLURM_LOCALID=0 SLURM_NNODES=2 SLURM_NODEID=1 SLURM_NTASKS=2 SLURM_PACK_SIZE=2 SLURM_PROCID=1 "
+    "SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 "
+    "SLURM_STEP_TASKS_PER_NODE=1(x2)"
+)
+SITUATIONS = [
+    (Situation.TASK_PER_NODE, PER_NODE),
+    (Situation.TASK_PER_NODE, SALLOC_STEP),
+    (Situation.TASKS_PER_NODE, PER_RANK),
+    (Situation.NO_STEP, {}),
+    (Situation.NO_STEP, BATCH),
+    (Situation.NO_STEP, SALLOC),
+    (Situation.NO_STEP, INTERACTIVE),
+    (Situation.HETEROGENEOUS, HETEROGENEOUS),
+]
+
+
+def _means(read: Any, variables: dict[str, str], part: Meaning) -> Meaning:
+    try:
+        return Meaning.ALONE if read(variables) is None else part
+    except LauncherError:
+        return Meaning.REFUSED
+
+
+@pytest.mark.parametrize(("situation", "variables"), SITUATIONS)
+def test_the_truth_table(situation: Situation, variables: dict[str, str]) -> None:
+    assert slurm.situation(variables) is situation
+    launcher, script = TRUTH_TABLE[situation]
+    assert _means(slurm.read_node, variables, Meaning.NODE) is launcher
+    assert _means(slurm.read_rank, variables, Meaning.RANK) is script
+
+
+def test_the_page_has_the_tables() -> None:
+    rows = [(f"| {s.value} | {a.value} | {b.value} |") for s, (a, b) in TRUTH_TABLE.items()]
+    rows += [f"| {what} | {_code(node)} | {_code(rank)} |" for what, (node, rank) in VALUES.items()]
+    page = PAGE.read_text().splitlines()
+    assert [row for row in rows if row not in page] == []
+
+
+def _code(source: str) -> str:
+    """Variables and options in the form of code."""
+    return " ".join(
+        f"`{word}`" if word.startswith(("SLURM_", "--")) else word for word in source.split()
+    )
+
+
+def test_a_rank() -> None:
+    info = environment.read(PER_RANK)
+    assert (info.launcher, info.rank, info.world_size) == ("slurm", 2, 3)
+    assert (info.local_rank, info.local_world_size, info.restarts) == (0, 1, 0)
+    assert info.master == "n1:29511"
+    assert environment.read({**PER_RANK, "SLURM_RESTART_COUNT": "2"}).restarts == 2
+    own = {"MASTER_ADDR": "a", "MASTER_PORT": "4"}
+    assert environment.read(PER_RANK | own).master == "a:4"
+
+
+def test_jobs_with_near_numbers_do_not_meet() -> None:
+    """The tasks of an array have numbers of jobs that follow each other."""
+    steps = [slurm.read_rank({**PER_RANK, "SLURM_JOB_ID": str(job)}) for job in range(100, 150)]
+    assert len({step.endpoint for step in steps if step}) == 50
+    assert len({step.key for step in steps if step}) == 50
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name, value in PER_NODE.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_a_launcher_takes_nodes_rank_and_host_from_the_step(step: pytest.MonkeyPatch) -> None:
+    options = read_options(["--nproc-per-node=2", "train.py"])
+    assert (options.config.min_nodes, options.config.max_nodes) == (2, 2)
+    assert options.node_rank == 1
+    assert str(options.endpoint) == "n1:29531"
+    assert options.config.run_id == "slurm-1-0"
+    assert options.notes == ("Slurm step of 2 nodes: --nnodes=2 --host=n1:29531",)
+
+
+def test_options_of_the_user_win(step: pytest.MonkeyPatch) -> None:
+    options = read_options(["--nnodes=2", "--host=m:4", "--node-rank=0", "train.py"])
+    assert (str(options.endpoint), options.node_rank, options.notes) == ("m:4", 0, ())
+    assert read_options(["--standalone", "train.py"]).config.max_nodes == 1
+    step.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
+    step.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert read_options(["--standalone", "train.py"]).config.max_nodes == 1
+
+
+def test_several_launchers_on_a_node_are_refused_with_the_right_lines(
+    step: pytest.MonkeyPatch,
+) -> None:
+    step.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
+    step.setenv("SLURM_STEP_NUM_TASKS", "8")
+    with pytest.raises(LauncherError, match="8 launchers on 2 nodes") as caught:
+        read_options(["train.py"])
+    for line in ("--nodes=2", "--ntasks-per-node=1"):
+        assert f"`#SBATCH {line}`" in caught.value.fix
+    assert "--nproc-per-node=4" in caught.value.fix
+
+
+def test_more_ranks_than_gpus_are_refused(step: pytest.MonkeyPatch) -> None:
+    step.setenv("SLURM_GPUS_ON_NODE", "2")
+    with pytest.raises(ConfigError, match=r"is 4, and Slurm gave this node 2 GPUs\.") as caught:
+        read_options(["--nproc-per-node=4", "train.py"])
+    assert "`#SBATCH --gpus-per-node=4`" in caught.value.fix
+
+
+def test_idle_nodes_of_an_allocation_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BATCH.items():
+        monkeypatch.setenv(name, value)
+    (note,) = read_options(["train.py"]).notes
+    assert note.startswith("1 node of this Slurm job is not used: ")
+
+
+def test_heterogeneous_steps_are_refused_with_the_right_lines() -> None:
+    for read in (slurm.read_node, environment.read):
+        with pytest.raises(LauncherError, match="heterogeneous") as caught:
+            read(HETEROGENEOUS)
+        assert caught.value.variables == ["SLURM_HET_SIZE"]
+        assert "`#SBATCH --nodes=N`" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("wrong", "variable"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS"),
+        ({"SLURM_STEP_NUM_NODES": "3"}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_NODEID": "2"}, "SLURM_NODEID"),
+        ({"SLURM_PROCID": "3"}, "SLURM_PROCID"),
+        ({"SLURM_LOCALID": "1"}, "SLURM_LOCALID"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,x"}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_STEP_NODELIST": "n[1-3]"}, "SLURM_STEP_NODELIST"),
+        ({"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST"),
+        ({"SLURM_RESTART_COUNT": "once"}, "SLURM_RESTART_COUNT"),
+    ],
+)
+def test_contradictions(wrong: dict[str, str], variable: str) -> None:
+    with pytest.raises(LauncherError) as caught:
+        environment.read(PER_RANK | wrong)
+    assert variable in caught.value.variables
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("a", ["a"]),
+        ("a,b", ["a", "b"]),
+        ("n[01-03,7]", ["n01", "n02", "n03", "n7"]),
+        ("n[1-3,07],m", ["n1", "n2", "n3", "n07", "m"]),
+        ("n[09-11]-x,z[1]", ["n09-x", "n10-x", "n11-x", "z1"]),
+        ("gpu-a[1-2]b[3-4],c", ["gpu-a1b3", "gpu-a1b4", "gpu-a2b3", "gpu-a2b4", "c"]),
+        ("127.0.0.[2-3]", ["127.0.0.2", "127.0.0.3"]),
+    ],
+)
+def test_node_lists(text: str, nodes: list[str]) -> None:
+    assert expand_nodes(text) == nodes
+
+
+@pytest.mark.parametrize("text", ["", "n[1-2", "n[a-b]", "n1,", "n[]", "[n[1]]", "n[3-1]", "n[1-]"])
+def test_node_lists_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(LauncherError, match="is no list of nodes"):
+        expand_nodes(text)
