@@ -196,6 +196,20 @@ def test_dense_parameters_and_clipping(tmp_path: Path) -> None:
     torch.testing.assert_close(found["weight"], weight - 0.1)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_of_several_pulls_are_added_before_they_are_clipped(
+    tmp_path: Path, count: int
+) -> None:
+    with _Connected(tmp_path, count, _sgd) as to, to.client(clip_norm=1.0) as client:
+        for ids in ([2, 3], [3, 4]):
+            client.pull("users", torch.tensor(ids)).sum().backward()
+        client.push()
+        change = (_tables()["users"] - client.snapshot()["parameters"]["users"]) / RATE
+    gradient = torch.zeros(USERS, WIDTH)
+    gradient[2:5] = torch.tensor([[1.0], [2.0], [1.0]])
+    torch.testing.assert_close(change, gradient / gradient.norm())
+
+
 def test_bytes_pulled_are_those_of_the_rows_used(tmp_path: Path) -> None:
     wide = {"rows": torch.zeros(5000, 256)}
     sizes = []
@@ -250,6 +264,28 @@ def test_a_worker_without_requests_is_dropped(tmp_path: Path) -> None:
                 silent.push()
         with to.client() as again:
             _step(again, 0, 0)
+
+
+def test_a_worker_that_does_not_read_its_reply_is_dropped(tmp_path: Path) -> None:
+    wide = {"rows": torch.zeros(1 << 18, 64)}  # 64 MiB do not fit the buffers of a socket
+    options: dict[str, Any] = {"max_staleness": 0, "worker_timeout_s": 0.5}
+    with paceline.ParameterServer(wide, _sgd, tmp_path / "s", **options):
+        stopped, fast = (paceline.connect_server(tmp_path / "s") for _ in range(2))
+        header = {"do": "pull", "names": ["rows"], "trains": True}
+        stopped._send(0, header, [torch.arange(1 << 18)])
+
+        def push() -> None:
+            for _ in range(3):
+                fast.pull("rows", torch.tensor([0])).sum().backward()
+                fast.push()
+
+        with ThreadPoolExecutor() as pool:
+            pushing = pool.submit(push)
+            done = wait([pushing], TIMEOUT_S).done
+            stopped.close()
+            fast.close()
+        assert pushing in done
+        assert fast.version == 3
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -465,7 +501,12 @@ def test_a_connection_without_the_key_is_closed(tmp_path: Path) -> None:
     with _Connected(tmp_path) as to:
         host, _, port = to.servers[0].address.partition(":")
         assert (tmp_path / "0.json").stat().st_mode & 0o777 == 0o600
-        for text in (b'{"key": "0", "tensors": []}', b"[]", b"GET / HTTP/1.1", b"", b"\xff" * 5000):
+        for text in (
+            *(b'{"key": "0", "tensors": []}', b"[]", b"GET / HTTP/1.1", b"", b"\xff" * 5000),
+            b"[" * 4000,  # nested too deep
+            b'{"key": "\\ud800", "tensors": []}',  # not text
+            b'{"key": "0", "tensors": [["float32", [-1, 0]]]}',
+        ):
             with socket.create_connection((host, int(port)), TIMEOUT_S) as plain:
                 plain.sendall(len(text).to_bytes(4, "big") + text)
                 plain.settimeout(TIMEOUT_S)
@@ -475,6 +516,7 @@ def test_a_connection_without_the_key_is_closed(tmp_path: Path) -> None:
                     assert len(text) == 5000  # closed before it was read
         with to.client() as client:
             _step(client, 0, 0)
+        to.servers[0].wait()  # raises if a connection made the server fail
 
 
 def test_wrong_servers(tmp_path: Path) -> None:

@@ -74,7 +74,6 @@ class _Connection:
 
     def __init__(self, plain: socket.socket) -> None:
         self.socket = plain
-        self.limit = _HELLO_BYTES
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, header: dict[str, Any], tensors: Sequence[Tensor] = ()) -> int:
@@ -94,21 +93,27 @@ class _Connection:
     def receive(self) -> tuple[dict[str, Any], list[Tensor], int]:
         """Receive one frame: header, tensors and bytes. Raises OSError or ValueError."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        if self.limit and length > self.limit:
-            raise ValueError(f"a header of {length} bytes")
         header = json.loads(self._read(length))
         tensors, size = [], _LENGTH.size + length
         for kind, shape in header["tensors"]:
             dtype = _DTYPES[kind]
             nbytes = math.prod(shape) * dtype.itemsize
-            if self.limit and nbytes:
-                raise ValueError("tensors before the key")
             flat = torch.empty(0, dtype=dtype)
             if nbytes:
                 flat = torch.frombuffer(self._read(nbytes), dtype=dtype)
             tensors.append(flat.reshape(shape))
             size += nbytes
         return header, tensors, size
+
+    def receive_hello(self) -> Any:
+        """The header of the first frame, before the client has shown the key: short, and its tensors unread.
+
+        Raises OSError, ValueError or RecursionError.
+        """
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > _HELLO_BYTES:
+            raise ValueError(f"a header of {length} bytes")
+        return json.loads(self._read(length))
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)
@@ -287,7 +292,7 @@ class ParameterServer:
         self._threads: list[threading.Thread] = []
         self._came = 0
         self._steps: dict[int, int] = {}  # pushes of each worker that trains
-        self._idle_since: dict[int, float] = {}  # of workers without a request in work
+        self._idle_since: dict[int, float] = {}  # when the last request of a worker was answered
         self._pushing: set[int] = set()
         self._copies: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}  # not fetched yet
         self._holder: int | None = None  # who takes a snapshot; pushes wait
@@ -435,18 +440,16 @@ class ParameterServer:
     def _has_key(self, connection: _Connection) -> bool:
         connection.socket.settimeout(_HELLO_S)
         try:
-            key = str(connection.receive()[0].get("key"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.logger.debug("a connection that is no worker's: %s", error)
+            key = connection.receive_hello().get("key")
+            given = str(key).encode()
+        except (ValueError, AttributeError, RecursionError) as error:  # what JSON from anyone can cause
+            log.logger.debug("a connection without the key: %s", error)
             return False
         connection.socket.settimeout(None)
-        connection.limit = 0
-        return hmac.compare_digest(key.encode(), self._key.encode())
+        return hmac.compare_digest(given, self._key.encode())
 
     def _answer_all(self, worker: int, connection: _Connection) -> None:
         while True:
-            with self._changed:
-                self._idle_since[worker] = time.monotonic()
             header, tensors, _ = connection.receive()
             with self._changed:
                 self._idle_since.pop(worker, None)
@@ -454,6 +457,8 @@ class ParameterServer:
                 reply, values = self._answer(worker, connection, header, tensors)
             except PacelineError as error:
                 reply, values = {"error": type(error).__name__, "what": error.what}, []
+            with self._changed:  # before the reply: a stopped worker may never read it
+                self._idle_since[worker] = time.monotonic()
             connection.send(reply, values)
 
     def _forget(self, worker: int) -> None:
@@ -704,23 +709,15 @@ class ServerClient:
                 fix="call client.pull, compute the loss from its result, and call backward before push.",
                 parameters=[name for name, _, _ in pulled],
             )
-        leaves = [leaf for _, _, leaf in used]
-        norm = nn.utils.clip_grad_norm_(leaves, self._clip_norm or math.inf)
-        if not bool(norm.isfinite()):
-            wrong = [name for name, _, leaf in used if not bool(leaf.grad.isfinite().all())]  # type: ignore[union-attr]
-            raise NonFinite(
-                f"gradients of {', '.join(dict.fromkeys(wrong))} have NaN or infinity.",
-                fix="nothing was pushed; skip the batch, or lower the learning rate.",
-                quantity="gradient",
-                parameters=wrong,
-            )
         by_name: dict[str, list[tuple[Tensor | None, Tensor]]] = {}
         for name, ids, leaf in used:
             assert leaf.grad is not None
             by_name.setdefault(name, []).append((ids, leaf.grad.cpu()))
+        summed = {name: _summed(parts) for name, parts in by_name.items()}
+        self._clip({name: gradient for name, (_, gradient) in summed.items()})
         count = len(self._connections)
         for shard in range(count):
-            names, tensors = self._part(by_name, shard, count)
+            names, tensors = _part_of(summed, shard, count)
             header = {"do": "push", "names": names, "begins": shard == 0, "ends": count == 1}
             self._send(shard, header, tensors, counts=True)
             if shard == 0:  # it lets no snapshot begin until the push ends
@@ -817,24 +814,20 @@ class ServerClient:
         self.bytes_pulled += sum(size for _, _, size in replies)
         return [tensors for _, tensors, _ in replies]
 
-    @staticmethod
-    def _part(
-        by_name: Mapping[str, list[tuple[Tensor | None, Tensor]]], shard: int, count: int
-    ) -> tuple[list[str], list[Tensor]]:
-        """What one shard gets of a push. Of a table it may be no rows: its optimizer counts the step."""
-        names, tensors = [], []
-        for name, parts in by_name.items():
-            ids = [i for i, _ in parts if i is not None]
-            if ids:
-                rows, gradient = torch.cat(ids), torch.cat([g for _, g in parts])
-                mine = rows % count == shard
-                tensors += [rows[mine], gradient[mine]]
-            elif shard == 0:
-                tensors.append(sum((g for _, g in parts[1:]), start=parts[0][1]))
-            else:
-                continue
-            names.append(name)
-        return names, tensors
+    def _clip(self, gradients: Mapping[str, Tensor]) -> None:
+        norm = nn.utils.get_total_norm(list(gradients.values()))
+        if not bool(norm.isfinite()):
+            wrong = [name for name, g in gradients.items() if not bool(g.isfinite().all())]
+            raise NonFinite(
+                f"gradients of {', '.join(wrong or gradients)} have NaN or infinity.",
+                fix="nothing was pushed; skip the batch, or lower the learning rate.",
+                quantity="gradient",
+                parameters=wrong or list(gradients),
+            )
+        if self._clip_norm is not None:
+            factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+            for gradient in gradients.values():
+                gradient.mul_(factor)
 
     def _ask(
         self, shard: int, header: dict[str, Any], tensors: Sequence[Tensor] = ()
@@ -953,7 +946,6 @@ def _connect(file: Path, deadline: float, timeout_s: float) -> tuple[_Connection
             plain = socket.create_connection((server["host"], server["port"]), left)
             connection = _Connection(plain)
             connection.send({"key": server["key"]})
-            connection.limit = 0
             hello = connection.receive()[0]
         except OSError as error:
             # No file yet, or that of a server that has ended and may be started again.
@@ -971,6 +963,35 @@ def _connect(file: Path, deadline: float, timeout_s: float) -> tuple[_Connection
         missing=[],
         waited_s=timeout_s,
     )
+
+
+def _summed(parts: list[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, Tensor]:
+    """The gradient of a parameter or of rows of a table, from those of each pull since the last push."""
+    ids = [i for i, _ in parts if i is not None]
+    if len(parts) == 1:
+        return parts[0]
+    if not ids:
+        return None, torch.stack([g for _, g in parts]).sum(0)
+    gradient = torch.cat([g for _, g in parts])
+    rows, where = torch.unique(torch.cat(ids), return_inverse=True)
+    return rows, gradient.new_zeros((len(rows), *gradient.shape[1:])).index_add_(0, where, gradient)
+
+
+def _part_of(
+    summed: Mapping[str, tuple[Tensor | None, Tensor]], shard: int, count: int
+) -> tuple[list[str], list[Tensor]]:
+    """What one shard gets of a push. Of a table it may be no rows: its optimizer counts the step."""
+    names, tensors = [], []
+    for name, (rows, gradient) in summed.items():
+        if rows is not None:
+            mine = rows % count == shard
+            tensors += [rows[mine], gradient[mine]]
+        elif shard == 0:
+            tensors.append(gradient)
+        else:
+            continue
+        names.append(name)
+    return names, tensors
 
 
 def _refuse_optimizer(name: str, make: MakeOptimizer, table: Tensor) -> None:
