@@ -567,17 +567,23 @@ def test_a_server_that_ends_or_stops_answering(tmp_path: Path) -> None:
         client.close()
 
 
-def test_an_optimizer_that_fails_ends_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_optimizer_that_fails_ends_the_server(tmp_path: Path, count: int) -> None:
     class Fails(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             if len(self.param_groups[0]["params"][0]) > 1:
                 raise RuntimeError("out of order")
 
-    with _Connected(tmp_path, make=Fails) as to, to.client() as client:
+    with _Connected(tmp_path, count) as to, to.client() as client:
+        failing = to.servers[min(1, count - 1)]
+        for held in failing._held.values():
+            held.optimizer = Fails([held.value])
         with pytest.raises(paceline.PeerFailed, match="the server failed: out of order"):
             _step(client, 0, 0)
         with pytest.raises(RuntimeError, match="out of order"):
-            to.servers[0].wait()
+            failing.wait()
+        with pytest.raises(paceline.PeerFailed, match="is closed"):
+            client._ask(0, {"do": "end"})  # it has left, so nobody waits for the end of its push
 
 
 def test_the_example(tmp_path: Path) -> None:

@@ -442,7 +442,11 @@ class ParameterServer:
         try:
             key = connection.receive_hello().get("key")
             given = str(key).encode()
-        except (ValueError, AttributeError, RecursionError) as error:  # what JSON from anyone can cause
+        except (
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ) as error:  # what JSON from anyone can cause
             log.logger.debug("a connection without the key: %s", error)
             return False
         connection.socket.settimeout(None)
@@ -716,16 +720,17 @@ class ServerClient:
         summed = {name: _summed(parts) for name, parts in by_name.items()}
         self._clip({name: gradient for name, (_, gradient) in summed.items()})
         count = len(self._connections)
-        for shard in range(count):
-            names, tensors = _part_of(summed, shard, count)
-            header = {"do": "push", "names": names, "begins": shard == 0, "ends": count == 1}
-            self._send(shard, header, tensors, counts=True)
-            if shard == 0:  # it lets no snapshot begin until the push ends
-                reply = self._receive(0)[0]
-        for shard in range(1, count):
-            self._receive(shard)
-        if count > 1:
-            reply = self._ask(0, {"do": "end"})[0]
+        with self._closed_on_error():
+            for shard in range(count):
+                names, tensors = _part_of(summed, shard, count)
+                header = {"do": "push", "names": names, "begins": shard == 0, "ends": count == 1}
+                self._send(shard, header, tensors, counts=True)
+                if shard == 0:  # it lets no snapshot begin until the push ends
+                    reply = self._receive(0)[0]
+            for shard in range(1, count):
+                self._receive(shard)
+            if count > 1:
+                reply = self._ask(0, {"do": "end"})[0]
         self.version, self.lead = reply["version"], reply["lead"]
         return self.version
 
@@ -739,18 +744,15 @@ class ServerClient:
             {"version": int, "parameters": {name: tensor}, "optimizer": {name: {key: tensor or number}}}, on
             CPU, with whole tables, whatever the number of servers.
         """
-        self._ask(0, {"do": "hold"})
-        try:
-            shards = range(len(self._connections))
+        shards = range(len(self._connections))
+        with self._closed_on_error():
+            self._ask(0, {"do": "hold"})
             for shard in shards:
                 self._send(shard, {"do": "copy", "optimizer": optimizer})
             for shard in shards:
                 self._receive(shard)
             self._ask(0, {"do": "release"})
             replies = [self._ask(shard, {"do": "fetch"}) for shard in shards]
-        except BaseException:
-            self.close()  # a server may still hold back the pushes of others for this client
-            raise
         merged: Snapshot = {"version": replies[0][0]["version"], "parameters": {}}
         merged["optimizer"] = {}
         for shard, (header, tensors, _) in enumerate(replies):
@@ -805,12 +807,13 @@ class ServerClient:
 
     def _pull(self, names: list[str], ids: dict[int, list[Tensor]]) -> list[list[Tensor]]:
         header = {"do": "pull", "names": names, "trains": False}
-        # Shard 0 knows all workers' steps, so its answer comes before the others are asked.
-        replies = [self._ask(0, header | {"trains": torch.is_grad_enabled()}, ids[0])]
         others = [shard for shard in ids if shard]
-        for shard in others:
-            self._send(shard, header, ids[shard])
-        replies += [self._receive(shard) for shard in others]
+        with self._closed_on_error():
+            # Shard 0 knows all workers' steps, so its answer comes before the others are asked.
+            replies = [self._ask(0, header | {"trains": torch.is_grad_enabled()}, ids[0])]
+            for shard in others:
+                self._send(shard, header, ids[shard])
+            replies += [self._receive(shard) for shard in others]
         self.bytes_pulled += sum(size for _, _, size in replies)
         return [tensors for _, tensors, _ in replies]
 
@@ -856,6 +859,19 @@ class ServerClient:
                 )
             if "waiting" not in reply[0]:
                 return reply
+
+    @contextlib.contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """Leave if a request to several servers breaks off.
+
+        An unread reply would be taken for the next one, and server 0 may hold back the requests of others
+        until this one ends.
+        """
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     @contextlib.contextmanager
     def _explained(self, shard: int) -> Iterator[None]:
