@@ -214,7 +214,7 @@ def _refuse_large_blocks(job: Job, names: list[str], layers: list[nn.Module]) ->
     for name, layer in zip(names, layers, strict=True):
         own = set(layer.parameters()) - seen
         seen |= own
-        size = sum(p.nbytes for p in own)
+        size = sum(local(p).nbytes for p in own)  # of what tensor_parallel has left on this rank
         if size > available:
             raise ConfigError(
                 f"the parameters of {name or 'the module outside of its blocks'} need {format_bytes(size)}; "
