@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import Template
 
@@ -154,19 +154,25 @@ def _build(
     return stage, command
 
 
-def test_the_image_trains_as_a_user_without_rights(tmp_path: Path) -> None:
+@pytest.fixture
+def stages(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "stages"
+    shutil.rmtree(tmp_path / "stages")  # two gigabytes, which pytest would keep
+
+
+def test_the_image_trains_as_a_user_without_rights(tmp_path: Path, stages: Path) -> None:
     text = (FOLDER / "Dockerfile").read_text()
     packages = tmp_path / "none"
     packages.mkdir()
     arguments = {"UID": UID, "TORCH_INDEX": packages.as_uri()}
-    stage, command = _build(text, ROOT, tmp_path / "stages", arguments)
+    stage, command = _build(text, ROOT, stages, arguments)
     assert stage.call(["id", "-u"]).strip() == UID
     assert stage.call(["sh", "-c", "touch /workspace/a || echo refused"]).endswith("refused\n")
     out = stage.call(command)
     assert re.search(r"accuracy 9\d\.\d % on 360 images", out), out
 
     # Both in one root, because two overlays cannot share what they write.
-    (tmp_path / "stages/last/upper/etc/hosts").write_text("127.0.0.1 localhost\n127.0.0.2 node-0\n")
+    (stages / "last/upper/etc/hosts").write_text("127.0.0.1 localhost\n127.0.0.2 node-0\n")
     services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
     first, second = (shlex.join(service["command"]) for service in services.values())
     out = stage.call(["sh", "-c", f"{first} & {second} && wait $!"])
