@@ -1,4 +1,7 @@
-"""Checkpoints on an S3 server: commit, kills, throttling, other numbers of ranks, credentials, commands."""
+"""Checkpoints on an S3 server: commit, kills, throttling, other numbers of ranks, credentials, commands.
+
+Needs s3fs, moto, flask, flask-cors and boto3, installed without `constraints.txt`; skipped otherwise.
+"""
 
 from __future__ import annotations
 
