@@ -171,8 +171,10 @@ def test_an_example_is_equal_to_one_process(tmp_path: Path, slurm: Cluster) -> N
     assert len(expected) > 20
     for folder in ("nodes", "ranks"):
         found = losses(folder)[:-1]
-        # Sums over several ranks round differently.
-        assert found == pytest.approx(expected, rel=1e-6), folder
+        # Sums over several ranks round differently. AdamW divides by the root of a moving average, and so
+        # amplifies the differences of gradients near 0 from step to step.
+        assert found[:10] == pytest.approx(expected[:10], rel=1e-6), folder
+        assert found == pytest.approx(expected, rel=1e-4), folder
 
 
 @pytest.mark.slow
@@ -262,3 +264,15 @@ def test_two_tasks_of_an_array_do_not_meet(tmp_path: Path, slurm: Cluster) -> No
     for task in (3, 4):
         text = (tmp_path / f"{task}.out").read_text()
         assert sorted(text.splitlines()) == ["slurm 0 2 [0, 1]", "slurm 1 2 [0, 1]"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_end_of_the_time(tmp_path: Path, slurm: Cluster, undisturbed: str) -> None:
+    """Slurm signals the launchers 25 s before the two minutes are over, or up to a minute earlier."""
+    number = submit(slurm, tmp_path, 3.0, "--time=2m")
+    slurm.wait(lambda: slurm.job(number)["Restarts"] == "1", 150)
+    slurm.command("scontrol", "update", f"JobId={number}", "TimeLimit=10")
+    job = slurm.wait_state(number, "COMPLETED", "FAILED", "TIMEOUT", timeout_s=120)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), output(tmp_path)
+    assert weights(output(tmp_path)) == undisturbed

@@ -215,7 +215,9 @@ def test_node_lists(text: str, nodes: list[str]) -> None:
     assert expand_nodes(text) == nodes
 
 
-@pytest.mark.parametrize("text", ["", "n[1-2", "n[a-b]", "n1,", "n[]", "[n[1]]", "n[3-1]", "n[1-]"])
+@pytest.mark.parametrize(
+    "text", ["", "n[1-2", "n[a-b]", "n1,", "n[]", "[n[1]]", "n[3-1]", "n[5,3-1]", "n[1-]"]
+)
 def test_node_lists_that_cannot_be_read(text: str) -> None:
     with pytest.raises(LauncherError, match="is no list of nodes"):
         expand_nodes(text)
