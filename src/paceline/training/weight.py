@@ -234,6 +234,7 @@ def check_count(
         raise CountError(
             f"count is {count}, but this micro-batch holds {samples} samples.",
             where=where(),
-            fix='pass count=len(batch); to weigh by tokens, `Training(..., count="tokens")`.',
+            fix='pass count=len(batch); to weigh by tokens, `Training(..., count="tokens")`. A collate '
+            "function must keep all samples: leave unwanted ones out of the dataset or the sampler.",
             count=count,
         )
