@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -63,6 +64,25 @@ if how == "unleft":
 with job:
     train(job)
 """
+WEIGHTS = """
+import os
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import paceline
+from paceline.testing import digest
+x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+with paceline.join(device="cpu", timeout_s=30) as job:
+    model = paceline.ddp(job, nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1)))
+    batches = paceline.Batches(job, TensorDataset(x, x[:, :1]), global_batch=16, micro_batch=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    training = paceline.Training(job, model, optimizer, batches, reproducible=True)
+    for step in training.steps(epochs=2):
+        for a, b in step:
+            step.backward((model(a) - b).square().sum(), count=len(b))
+        step.update()
+    os.write(1, f"weights {digest(paceline.unwrap(model).state_dict())}{chr(10)}".encode())
+"""
 UNLEFT = """
 import torch
 import paceline
@@ -110,6 +130,19 @@ def lines(done: Finished, launcher: str) -> list[str]:
 
 def port_files(tmp_path: Path) -> list[str]:
     return [path.name for path in (tmp_path / "tmp").glob("paceline-*/rendezvous/*")]
+
+
+@pytest.mark.parametrize("backend", ["shm", "mpi"])
+def test_weights_under_mpirun_are_those_of_one_process(tmp_path: Path, backend: str) -> None:
+    words = mpi("openmpi", 3)
+    if backend == "mpi" and not importlib.util.find_spec("mpi4py"):
+        pytest.skip("mpi4py is not installed (pip install mpi4py)")
+    more = {"PACELINE_BACKEND": backend, "MPI4PY_LIBMPI": "libmpi.so.40"}
+    ranks = finish(launch(words + script(tmp_path, WEIGHTS), tmp_path, **more))
+    assert ranks.code == 0, ranks.err
+    alone = finish(launch(script(tmp_path, WEIGHTS), tmp_path))
+    assert alone.out.startswith("weights ")
+    assert [x for x in ranks.out.splitlines() if "weights" in x] == alone.out.splitlines() * 3
 
 
 @pytest.mark.slow

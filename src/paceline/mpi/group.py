@@ -489,7 +489,8 @@ class _Reduction:
     def finish(self, buffer: torch.Tensor, tensor: torch.Tensor) -> None:
         """Write the result to `tensor`."""
         if self._mean:
-            buffer /= self._size
+            # A complex division is not correctly rounded.
+            (torch.view_as_real(buffer) if buffer.is_complex() else buffer).div_(self._size)
         write_back(buffer, tensor)
 
 
