@@ -162,10 +162,13 @@ class Masked(nn.Module):
         mask = (ids != 3) / self.scale
         x = self.drop(self.embedding(ids)) * 2
         for block in self.blocks.values():
-            if self.checkpointed:
-                x = checkpoint(block, x, mask=mask, use_reentrant=False)
-            else:
-                x = block(x, mask=mask)
+            try:
+                if self.checkpointed:
+                    x = checkpoint(block, x, mask=mask, use_reentrant=False)
+                else:
+                    x = block(x, mask=mask)
+            except Exception as error:  # the end of a stage must not be caught here
+                raise AssertionError("a block failed") from error
             x = self.twice(x + shift)
         x = self.batchnorm(x.flatten(0, 1)).unflatten(0, ids.shape)
         return {"logits": self.head(x)[:, :-1]}
@@ -188,7 +191,10 @@ def _train_masked(job: Any, schedule: str, options: dict[str, bool]) -> list[Any
     training = paceline.Training(job, model, optimizer, batches)
 
     def loss_fn(batch: Any) -> torch.Tensor:
-        logits = model(ids=batch[0], shift=0.5)["logits"]
+        try:
+            logits = model(ids=batch[0], shift=0.5)["logits"]
+        except Exception as error:  # nor the call of the model that finds its arguments
+            raise AssertionError("the model failed") from error
         return F.cross_entropy(logits.flatten(0, 1), batch[1][:, 1:].flatten(), reduction="sum")
 
     seen: list[Any] = []

@@ -1,4 +1,4 @@
-"""Checks of a module before it is wrapped, broadcast of its buffers, and `unwrap`.
+"""Checks of a module before it is wrapped, broadcast of its parameters and buffers, and `unwrap`.
 
 torch finds the same mistakes later, or reports them as indices of buckets.
 """
@@ -139,6 +139,15 @@ def agree_on_parameters(job: Job, module: nn.Module, options: str) -> None:
                 fix="build the same model on all ranks; nothing in it may depend on the rank.",
                 values=values,
             )
+
+
+def broadcast_state(job: Job, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of `group` the parameters and buffers of its first rank."""
+    try:
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+    except RuntimeError as error:
+        job.reraise(error)
 
 
 def equalize_buffers(job: Job, model: nn.Module) -> None:

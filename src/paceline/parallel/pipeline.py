@@ -39,6 +39,7 @@ from paceline.parallel.modules import (
     SHARDED,
     OtherStage,
     agree_on_parameters,
+    broadcast_state,
     compiled_module,
     is_pipeline,
     is_sharded,
@@ -58,7 +59,8 @@ _SCHEDULES: dict[str, Any] = {
 _LOOPED = ("interleaved", "zero_bubble")  # several stages on each rank are possible
 _MAX_SCHEDULES = 16  # each keeps buffers for the activations of one shape
 _MEASURED_FORWARDS = 3
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of what stages pass
+# Dtypes that stages may send.
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HEAD_SIZE = 2 + 64  # index of a dtype, number of dims, and torch's largest number of dims
 _BUCKET_BYTES = 25 << 20  # gradients that are summed together: the size of DDP's buckets
 
@@ -138,11 +140,7 @@ def pipeline(
     if ranks == 1:
         return module
     agree_on_parameters(job, module, f"{stages=}, {schedule=}")
-    try:
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.detach(), group=job.group, group_src=0)
-    except RuntimeError as error:
-        job.reraise(error)
+    broadcast_state(job, module, job.group)
     if job.rank == 0:
         _log_stages(module, stages, schedule)
     module.__dict__[PIPELINE] = Pipe(job, module, stages, schedule)
@@ -356,29 +354,26 @@ class _NotHere(ConfigError, AttributeError):
     """An attribute of a submodule that another stage holds; `hasattr` must see an AttributeError."""
 
 
-class _Captured(Exception):
+# Both are BaseExceptions, so that `except Exception` in a model or a loss function does not catch them.
+class _Captured(BaseException):
     """Ends a call of the loss function at its call of the model; holds the model's arguments."""
 
 
-class _StageEnd(Exception):
+class _StageEnd(BaseException):
     """Ends the model's `forward` where the next stage begins; holds the tensor that is sent."""
 
 
-class _Unit(nn.Module):
-    """In the place of a submodule: for good if another stage holds it, else while a stage computes."""
+class _Proxy(nn.Module):
+    """Replaces a submodule: permanently if another stage holds it, else while a stage computes."""
 
     def __init__(self, pipe: Pipe, name: str, layer: nn.Module | None) -> None:
         super().__init__()
-        self._what = (
-            pipe,
-            name,
-            layer,
-        )  # in a tuple: a registered layer's parameters get other names
+        self._what = pipe, name, layer  # a tuple, so that torch does not register the layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         pipe, name, layer = self._what
-        if pipe.chain is not None:
-            return pipe.chain.call(name, layer, args, kwargs)
+        if pipe.running is not None:
+            return pipe.running.call(name, layer, args, kwargs)
         if layer is None:
             raise self._missing("this call of")
         # Activation checkpointing computes it again, with the arguments that `forward` gave.
@@ -403,7 +398,7 @@ class _Unit(nn.Module):
         )
 
 
-class _Chain:
+class _StageForward:
     """One forward of a stage through the model's `forward`.
 
     Submodules of earlier stages return tensors without values. At the first submodule of this stage the
@@ -417,7 +412,7 @@ class _Chain:
         self._stage = stage
         self._received = received
         self._has_grad = torch.is_grad_enabled()
-        self._at = 0
+        self._num_called = 0
         self.has_begun = stage == 0  # whether values are computed, and not only shapes
 
     def call(self, unit: str, layer: nn.Module | None, args: Any, kwargs: Any) -> Any:
@@ -434,8 +429,8 @@ class _Chain:
         if unit != self._next:
             raise self._pipe.split_error(f"`forward` calls {unit} where {self._next} was expected")
         stage = stage_of[unit]
-        begins = self._at > 0 and stage != stage_of[order[self._at - 1]]
-        self._at += 1
+        begins = self._num_called > 0 and stage != stage_of[order[self._num_called - 1]]
+        self._num_called += 1
         if stage < self._stage:
             return self._empty()
         if begins:
@@ -463,7 +458,7 @@ class _Chain:
     @property
     def _next(self) -> str:
         order = self._pipe.order
-        return order[self._at] if self._at < len(order) else "nothing more"
+        return order[self._num_called] if self._num_called < len(order) else "nothing more"
 
     def _empty(self) -> torch.Tensor:
         """A tensor like the received one, with its device but without values."""
@@ -473,7 +468,7 @@ class _Chain:
 
     def end(self) -> None:
         """Check a forward that returned."""
-        if self._at < len(self._pipe.order):
+        if self._num_called < len(self._pipe.order):
             raise self._pipe.split_error(f"`forward` does not call {self._next}")
 
 
@@ -542,23 +537,25 @@ class _Schedule:
     The last stage returns the loss. Shapes are given, so that torch does not run the model to find them.
 
     Args:
-        sent: For each stage of this rank, empty tensors like its input and its output.
+        examples: For each stage of this rank, tensors like its input and its output, on the meta device.
     """
 
     def __init__(
-        self, pipe: Pipe, size: int, sent: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+        self, pipe: Pipe, size: int, examples: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
         self._pipe = pipe
         self._run: tuple[ScheduledStep, Sequence[int], Sequence[Any]] | None = None
         self._done: dict[int, int] = {}  # by stage, how many micro-batches had their forward
         self._stages = [
             _TimedStage(
-                _StageModule([pipe.layers[unit] for unit in pipe.units[number]], self._of(number)),
+                _StageModule(
+                    [pipe.layers[unit] for unit in pipe.units[number]], self._compute_of(number)
+                ),
                 number,
                 len(pipe.units),
                 pipe.job.device,
-                input_args=sent[number][0],
-                output_args=sent[number][1],
+                input_args=examples[number][0],
+                output_args=examples[number][1],
                 group=pipe.group,
                 dw_builder=None if torch.__version__ >= "2.13" else _whole_backward,
             )
@@ -570,11 +567,11 @@ class _Schedule:
         stages = self._stages if pipe.schedule in _LOOPED else self._stages[0]
         self._schedule = kind(stages, size, loss_fn=lambda loss, _: loss, scale_grads=False)
 
-    def run(self, step: ScheduledStep, ats: Sequence[int], inputs: Sequence[Any]) -> float:
-        """Forward and backward of the micro-batches `ats` of a step; returns the seconds of computation."""
-        self._run, self._done = (step, ats, inputs), dict.fromkeys(self._pipe.own, 0)
+    def run(self, step: ScheduledStep, micros: Sequence[int], inputs: Sequence[Any]) -> float:
+        """Forward and backward of some micro-batches of a step; returns the seconds of computation."""
+        self._run, self._done = (step, micros, inputs), dict.fromkeys(self._pipe.own, 0)
         before = sum(stage.busy_s for stage in self._stages)
-        numbers = torch.arange(len(ats), device=self._pipe.job.device)
+        numbers = torch.arange(len(micros), device=self._pipe.job.device)
         try:
             self._schedule.step(
                 *((numbers,) if self._pipe.is_first else ()), target=numbers, return_outputs=False
@@ -583,12 +580,12 @@ class _Schedule:
             self._run = None
         return sum(stage.busy_s for stage in self._stages) - before
 
-    def _of(self, number: int) -> Callable[..., torch.Tensor]:
+    def _compute_of(self, number: int) -> Callable[..., torch.Tensor]:
         def compute(received: torch.Tensor) -> torch.Tensor:
             assert self._run is not None
-            step, ats, inputs = self._run
+            step, micros, inputs = self._run
             # All schedules of torch run the forwards of a stage in the order of the micro-batches.
-            at = ats[self._done[number]]
+            at = micros[self._done[number]]
             self._done[number] += 1
             output = self._pipe.forward(step, at, number, inputs[at], received if number else None)
             if number == len(self._pipe.units) - 1:
@@ -610,7 +607,7 @@ class Pipe:
         layers: This rank's submodules by name.
         owners: By name of a parameter or buffer of the whole model, its shape, its dtype and the rank of the
             pipeline that holds it; None if all ranks hold it.
-        chain: The forward in progress.
+        running: The forward of a stage in progress.
         calls_left: How often the score of an evaluation may still call the model; None outside of one.
     """
 
@@ -627,11 +624,11 @@ class Pipe:
             name: (value.shape, value.dtype, self._owner(name))
             for name, value in module.state_dict().items()
         }
-        self.chain: _Chain | None = None
+        self.running: _StageForward | None = None
         self._without_values: dict[Any, torch.Tensor] = {}
         self.calls_left: int | None = None
         self.layers: dict[str, nn.Module] = {}
-        self._proxies: dict[str, _Unit] = {}
+        self._proxies: dict[str, _Proxy] = {}
         self._forward = module.forward
         self._schedules: OrderedDict[tuple[int, str], _Schedule] = OrderedDict()
         self._mode: Literal["", "capture", "output"] = ""
@@ -639,7 +636,7 @@ class Pipe:
         for unit in [*self.order, *_stateless(module, self.order)]:
             number = self.stage_of.get(unit)
             layer = module.get_submodule(unit) if number is None or number in self.own else None
-            self._proxies[unit] = _Unit(self, unit, layer)
+            self._proxies[unit] = _Proxy(self, unit, layer)
             if layer is None:
                 self._put(unit, self._proxies[unit])
             else:
@@ -667,20 +664,20 @@ class Pipe:
         args, kwargs = inputs
         for unit in self.layers:
             self._put(unit, self._proxies[unit])
-        self.chain = _Chain(self, number, received)
+        self.running = _StageForward(self, number, received)
         try:
             output = self._forward(*args, **kwargs)
-            self.chain.end()
+            self.running.end()
         except _StageEnd as end:
             output = self._sendable(number, end.args[0])
         except RuntimeError as error:
-            if self.chain.has_begun:
+            if self.running.has_begun:
                 raise
             raise self.split_error(
                 f"stage {number} cannot skip the computations between the submodules before it: {error}"
             ) from error
         finally:
-            self.chain = None
+            self.running = None
             for unit, layer in self.layers.items():
                 self._put(unit, layer)
         return output
@@ -721,12 +718,12 @@ class Pipe:
         began, busy_s = time.perf_counter(), 0.0
         try:
             for shape, group in groupby(range(step.size), shapes.__getitem__):
-                ats = list(group)
-                while ats:
-                    size = self._largest(len(ats))
-                    schedule = self._schedule_of(size, shape, step, ats[0], inputs)
-                    busy_s += schedule.run(step, ats[:size], inputs)
-                    ats = ats[size:]
+                micros = list(group)
+                while micros:
+                    size = self._largest(len(micros))
+                    schedule = self._schedule_of(size, shape, step, micros[0], inputs)
+                    busy_s += schedule.run(step, micros[:size], inputs)
+                    micros = micros[size:]
         except RuntimeError as error:
             self._reraise(error)
         return busy_s, time.perf_counter() - began
@@ -757,17 +754,17 @@ class Pipe:
         key = size, shape
         schedule = self._schedules.get(key)
         if schedule is None:
-            schedule = _Schedule(self, size, self._shapes_sent(step, at, inputs[at]))
+            schedule = _Schedule(self, size, self._examples(step, at, inputs[at]))
             self._schedules[key] = schedule
             if len(self._schedules) > _MAX_SCHEDULES:
                 self._schedules.popitem(last=False)
         self._schedules.move_to_end(key)
         return schedule
 
-    def _shapes_sent(
+    def _examples(
         self, step: ScheduledStep, at: int, inputs: Any
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """For each stage of this rank, empty tensors like input and output, from a forward of all stages."""
+        """Tensors like the input and output of this rank's stages, by stage, from a forward of all stages."""
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def compute(number: int, received: torch.Tensor | None) -> Any:
@@ -994,7 +991,10 @@ class PipelineStrategy(Strategy):
         own = torch.as_tensor(count, dtype=torch.float64, device=device)  # 0 on other stages
         times = torch.tensor(self._times, dtype=torch.float64, device=device)
         total = torch.cat([own.reshape(1), times])
-        self._all_reduce(total, self._pipe.group)
+        try:
+            dist.all_reduce(total, group=self._pipe.group)
+        except RuntimeError as error:
+            self._job.reraise(error)
         self._bubble = 1 - total[1] / total[2].clamp(min=1e-9)
         return total[0]
 
@@ -1023,7 +1023,7 @@ class PipelineStrategy(Strategy):
         gradients.sort(key=lambda g: str(g.dtype))
         for bucket in _buckets(gradients):
             packed = torch.cat([g.reshape(-1) for g in bucket])
-            self._all_reduce(packed, self._job.data.group)
+            collectives.all_reduce(self._job, packed)
             pieces = packed.split([g.numel() for g in bucket])  # type: ignore[no-untyped-call]
             torch._foreach_copy_(
                 bucket, [x.view_as(g) for x, g in zip(pieces, bucket, strict=True)]
@@ -1085,12 +1085,6 @@ class PipelineStrategy(Strategy):
         ]
         models = [{n: v for n, v in m.items() if n not in others} for m in saved["models"]]
         return {**saved, "models": models, "optimizers": optimizers}
-
-    def _all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        try:
-            dist.all_reduce(tensor, group=group)
-        except RuntimeError as error:
-            self._job.reraise(error)
 
 
 def _name(path: Any) -> str:

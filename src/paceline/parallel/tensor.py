@@ -17,7 +17,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -34,7 +33,13 @@ from paceline import log
 from paceline.errors import ConfigError
 from paceline.job.job import Job
 from paceline.parallel import fsdp as _strategy  # noqa: F401 - its strategy trains split models too
-from paceline.parallel.modules import SHARDED, agree_on_parameters, is_sharded, refuse_module
+from paceline.parallel.modules import (
+    SHARDED,
+    agree_on_parameters,
+    broadcast_state,
+    is_sharded,
+    refuse_module,
+)
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -120,11 +125,7 @@ def tensor_parallel(
         return module
     agree_on_parameters(job, module, f"{styles=}, {sequence=}, {loss_parallel=}")
     mesh: DeviceMesh = job.device_mesh["tp"]
-    try:
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
-    except RuntimeError as error:
-        job.reraise(error)
+    broadcast_state(job, module, mesh.get_group())
     tied = _tied(module)
     torch_plan = {
         name: _torch_style(style, in_sequence=_is_inside(name, blocks), loss_parallel=loss_parallel)
