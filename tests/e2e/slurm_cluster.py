@@ -1,12 +1,13 @@
 """A Slurm cluster of this host: its own munge key, controller, and one slurmd for each node.
 
-The nodes are called 127.0.0.2, 127.0.0.3, ...: names that resolve without an entry in /etc/hosts.
+The nodes are called by addresses such as 127.5.7.2, which need no entry in /etc/hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -196,7 +197,9 @@ def cluster(folder: Path, count: int) -> Iterator[Cluster]:
         pytest.skip("only root can start Slurm's daemons")
     munged, slurmctld, _, _ = (find(name) for name in DAEMONS)
     host = socket.gethostname().partition(".")[0]
-    nodes = [f"127.0.0.{number + 2}" for number in range(count)]
+    # Jobs of two clusters may have the same number, and so the same port.
+    network = f"127.{random.randrange(1, 255)}.{random.randrange(255)}"
+    nodes = [f"{network}.{number + 2}" for number in range(count)]
     configuration = _CONFIGURATION.format(host=host, folder=folder, port=unused_port())
     for node in nodes:
         configuration += (

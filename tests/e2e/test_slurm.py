@@ -122,7 +122,7 @@ def test_a_task_for_each_node_and_a_task_for_each_rank(tmp_path: Path, slurm: Cl
         slurm, tmp_path, "-N2", "--ntasks-per-node=1", *LAUNCHER, "--nproc-per-node=2", "facts.py"
     )
     assert said(done) == [f"torchrun {rank} 4 [0, 1, 2, 3]" for rank in range(4)]
-    assert "Slurm step of 2 nodes: --nnodes=2 --host=127.0.0.2:295" in done.err
+    assert f"Slurm step of 2 nodes: --nnodes=2 --host={slurm.nodes[0]}:295" in done.err
     done = srun(slurm, tmp_path, "-N2", "-n3", sys.executable, "facts.py")
     assert said(done) == [f"slurm {rank} 3 [0, 1, 2]" for rank in range(3)]
 

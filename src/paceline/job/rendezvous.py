@@ -58,7 +58,9 @@ def meet(info: RankInfo, *, timeout_s: float) -> dist.Store:
                 store = _connect(info, host, int(port), timeout)
         # An agent may keep its store over restarts; without a prefix a restarted rank reads the addresses
         # of dead ones (seen with torchrun of torch 2.13). The same holds for a second join of a process.
-        prefixed = dist.PrefixStore(f"paceline/{info.restarts}{_nth_join()}", store)
+        # The computed ports of two Slurm jobs may be equal, and then their ranks must not meet.
+        job = f"/{info.job_key}" if info.launcher == "slurm" else ""
+        prefixed = dist.PrefixStore(f"paceline{job}/{info.restarts}{_nth_join()}", store)
         if info.rank == 0:
             _wait_for_ranks(prefixed, info, timeout_s)
     if info.rank == 0:
