@@ -1,8 +1,9 @@
-"""All-reduce on one host: the `shm` backend compared with Gloo, and with MPI if mpi4py is installed.
+"""All-reduce on one host: `shm` beside Gloo, and if mpi4py is installed, MPI and the backend `mpi`.
 
     python benchmarks/allreduce.py [--ranks 2 4] [--rounds 15]
 
-All sides run in the same processes and take turns in each round. With MPI, mpiexec starts the processes. Each
+All sides run in the same processes and take turns in each round. With MPI, mpiexec starts the processes. The
+side "mpi" is mpi4py's own blocking Allreduce on numpy arrays; torch's own backend `mpi` is in no wheel. Each
 rank uses one thread. A Gloo barrier precedes each measurement. In each round a side reports the median time
 of a call on its slowest rank. The table shows the median over rounds, and the ratio to `shm` in the same
 round with its spread. The sums are checked in every round.
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from tables import publish
 
 import paceline
+from paceline.mpi.group import register
 from paceline.testing import run_ranks
 
 SIZES = {4 << 10: 300, 1 << 20: 60, 25 << 20: 6}  # tensor size in bytes: calls per round
@@ -78,6 +80,9 @@ def sides_of(job: Any) -> dict[str, Side]:
             return lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array)
 
         sides["mpi"] = mpi
+        register()
+        over_mpi = dist.new_group(backend="mpi4py")
+        sides["mpi backend"] = lambda tensor: lambda: dist.all_reduce(tensor, group=over_mpi)
     return sides
 
 

@@ -30,7 +30,8 @@ SIDES = {
     "shm": "`shm`",
     "shm, gradient": "`shm`, gradient",
     "gloo": "Gloo",
-    "mpi": "MPICH",
+    "mpi": "MPICH, without torch",
+    "mpi backend": "`mpi` over MPICH",
 }
 
 

@@ -65,6 +65,14 @@ def test_only_what_names_a_job_is_its_key() -> None:
     assert read({**SLURM, "SLURM_STEP_ID": "1"}).job_key != read(SLURM).job_key
 
 
+def test_prterun_alone_is_refused_because_it_gives_no_world_size() -> None:
+    prterun = {"PRTE_LAUNCHED": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-1@1"}
+    with pytest.raises(LauncherError, match="prterun"):
+        read(prterun)
+    assert read(prterun | OPEN_MPI).launcher == "mpi"
+    assert read(prterun | TORCHRUN).launcher == "torchrun"
+
+
 def test_mpi_on_several_hosts_needs_a_master() -> None:
     environ = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}
     with pytest.raises(LauncherError) as caught:

@@ -68,6 +68,13 @@ def read(environ: Mapping[str, str]) -> RankInfo:
     if step is not None:
         return _refuse_contradiction(environ, _slurm(environ, step))
     _refuse_partial(environ, TORCHRUN, ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if "PRTE_LAUNCHED" in environ and "PMIX_RANK" in environ:
+        raise LauncherError(
+            "prterun started this process, which sets PMIX_RANK but no world size.",
+            why="each rank would train alone.",
+            fix="start with mpirun of OpenMPI 5, which runs prterun and sets OMPI_COMM_WORLD_SIZE.",
+            variables=list(OPEN_MPI),
+        )
     return RankInfo(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
