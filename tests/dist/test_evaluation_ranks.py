@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from small_trainings import refusals
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 import paceline
 from paceline.errors import PeerFailed, SampleError
@@ -154,6 +154,47 @@ WRONG = {
 def test_what_cannot_be_evaluated_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _bad, list(WRONG), nproc=3):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG
+
+
+def _keep_even(rows: list[Any]) -> Any:
+    return default_collate([row for row in rows if row[1] == 0])
+
+
+def _dropped(job: Any) -> dict[str, Any]:
+    x = torch.randn(8, 3)
+    data = TensorDataset(x, torch.arange(8) % 2)
+    found: dict[str, Any] = {}
+
+    def sums(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"n": float(len(batch[0]))}
+
+    def pairs(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"n": (3.0 * len(batch[0]), len(batch[0]))}
+
+    def time_major(rows: list[Any]) -> Any:
+        return torch.stack([row[0] for row in rows], 1)  # (3, count)
+
+    for where, loader in {
+        "loader": DataLoader(data, batch_size=4, collate_fn=_keep_even),
+        "workers": DataLoader(data, batch_size=4, collate_fn=_keep_even, num_workers=1),
+    }.items():
+        with pytest.raises(paceline.EvaluationError, match="4 samples has tensors of 2 rows") as e:
+            paceline.evaluate(job, _model(), loader, sums)
+        found[where] = str(e.value)
+    found["pairs"] = paceline.evaluate(
+        job, _model(), DataLoader(data, batch_size=4, collate_fn=_keep_even), pairs
+    ).n
+    found["time"] = paceline.evaluate(
+        job, _model(), DataLoader(data, batch_size=4, collate_fn=time_major), sums
+    ).n
+    return found
+
+
+def test_a_sum_over_a_batch_with_dropped_samples_is_refused() -> None:
+    (found,) = run_ranks(_dropped, nproc=1)
+    assert "the collate function drops samples" in found["loader"]
+    assert found["pairs"] == 3.0
+    assert found["time"] == 1.0
 
 
 def test_a_model_that_has_diverged_can_be_evaluated() -> None:

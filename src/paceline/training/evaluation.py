@@ -15,7 +15,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import log, torch_private
-from paceline.data.evaluation import EvaluationBatches, EvaluationStream, batches_to_evaluate
+from paceline.data.device import tensors_of
+from paceline.data.evaluation import (
+    EvaluationBatch,
+    EvaluationBatches,
+    EvaluationStream,
+    batches_to_evaluate,
+)
 from paceline.data.samples import Collate
 from paceline.errors import EvaluationError
 from paceline.job import collectives
@@ -105,7 +111,8 @@ def evaluate(
         The results, equal on all ranks.
 
     Raises:
-        EvaluationError: not every sample was evaluated once, or the results cannot be added.
+        EvaluationError: not every sample was evaluated once, the collate function dropped samples of a sum,
+            or the results cannot be added.
         SampleError: the dataset's `__getitem__` raised.
         Preempted: on all ranks, inside a training loop, if any rank received a signal before the end.
 
@@ -179,6 +186,7 @@ def _run(
                 metric.update(*_arguments(name, results.pop(name, None)))
             for name, own in rows.items():
                 own.append(_rows(name, results.pop(name, None), each.count))
+            _refuse_dropped_samples(each, results)
             batches.append((each.index, each.count))
             sums.append(results)
     return {"batches": batches, "sums": _to_host(sums), "is_preempted": is_preempted}
@@ -218,6 +226,26 @@ def _reset_copy(metric: Any, device: torch.device) -> Any:
     for part in copy.values() if hasattr(copy, "values") else [copy]:
         part.distributed_available_fn = bool  # False: `_merge_metric` synchronises the copy
     return copy
+
+
+def _refuse_dropped_samples(each: EvaluationBatch, results: Mapping[str, Any]) -> None:
+    """Refuse sums over a batch from which the collate function dropped samples.
+
+    Their number is known only if all tensors of the batch have the same, smaller first dimension, and none
+    has the number of samples as another dimension, as time-major batches do.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors_of(each.batch) if tensor.dim()]
+    lengths = {shape[0] for shape in shapes}
+    if len(lengths) != 1 or max(lengths) >= each.count or any(each.count in s for s in shapes):
+        return
+    summed = [name for name, value in results.items() if not isinstance(value, tuple)]
+    if summed:
+        raise EvaluationError(
+            f"a batch of {each.count} samples has tensors of {max(lengths)} rows, but the sum {summed[0]!r} "
+            "is divided by the number of samples.",
+            why="the collate function drops samples.",
+            fix="leave them out of the dataset or the sampler, or return pairs (sum, count).",
+        )
 
 
 def _arguments(name: str, value: Any) -> tuple[Any, ...]:
