@@ -49,11 +49,9 @@ from paceline.errors import (
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Snapshot = dict[str, Any]
 
-_HELLO_BYTES = 4096  # of a header, before the client has shown the key
-_HELLO_S = 10.0
-_NOTICE_S = (
-    1.0  # how often a client that waits for slower workers is told so; less than any timeout
-)
+_HELLO_BYTES = 4096  # largest header before the client has shown the key
+_HELLO_S = 10.0  # how long the server waits for that header
+_NOTICE_S = 1.0  # how often a client that waits for other workers is told so
 _POLL_S = 0.05  # how often a client looks for the server's file
 _LENGTH = struct.Struct("!I")
 _ANY_ADDRESS = ("", "0.0.0.0", "::", "*")
@@ -131,7 +129,7 @@ class _Connection:
         self.socket.close()
 
 
-class _Held:
+class _Parameter:
     """A parameter, or this server's rows of a table, with its optimizer and its lock."""
 
     def __init__(
@@ -148,6 +146,7 @@ class _Held:
         self.lock = threading.Lock()
 
     def local(self, ids: Tensor) -> Tensor:
+        """The places of these rows of the table on this server. Raises ConfigError."""
         wrong = ids.dtype != torch.int64 or ids.dim() != 1
         if wrong or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape[0]):
             raise ConfigError("row ids must be 1-D int64 and in the table.")
@@ -158,6 +157,7 @@ class _Held:
         return ids // self.count
 
     def check(self, ids: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The arguments of `apply` for a pushed gradient. Raises ConfigError or NonFinite."""
         local = None if ids is None else self.local(ids)
         first = self.value.shape[:1] if local is None else local.shape
         expected = (*first, *self.value.shape[1:]) if self.value.dim() else ()
@@ -224,11 +224,12 @@ class ParameterServer:
         listen: Host or address of the interface to listen on, and a port; port 0 lets the kernel choose.
         max_staleness: A worker that has pushed this many steps more than the slowest one waits before it
             pulls again. 0 keeps the workers in step. The value of shard 0 counts.
-        worker_timeout_s: A worker that others wait for and that makes no request for so long is dropped.
+        worker_timeout_s: A worker that others wait for is dropped if it makes no request for so long after
+            its last one was answered.
 
     Attributes:
         address: "host:port" while it listens.
-        version: how many pushes have been applied.
+        version: Number of pushes that have been applied.
 
     Raises:
         ConfigError: a table without rows, a name that is used twice, an optimizer that does not take sparse
@@ -263,7 +264,7 @@ class ParameterServer:
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():  # type: ignore[no-untyped-call]
             # torch's default, chosen explicitly: else torch warns when its optimizers build sparse tensors.
             torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _Parameter] = {}
         for name, value in [*tables.items(), *dense.items()]:
             make = optimizer.get(name) if isinstance(optimizer, Mapping) else optimizer
             if make is None:
@@ -273,7 +274,9 @@ class ParameterServer:
             if not value.is_floating_point():
                 raise ConfigError(f"{name!r} must have a floating-point dtype, got {value.dtype}.")
             if name in tables or self._index == 0:
-                self._held[name] = _Held(name, value, make, shard if name in tables else (0, 0))
+                self._held[name] = _Parameter(
+                    name, value, make, shard if name in tables else (0, 0)
+                )
         self._host, _, port = listen.rpartition(":")
         if self._host.strip("[]") in _ANY_ADDRESS or not port.isdigit():
             raise ConfigError(
@@ -286,11 +289,10 @@ class ParameterServer:
         self._key = secrets.token_hex(32)
         self.address = ""
         self.version = 0
-        # Everything below is guarded by the condition.
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards everything below, and `version`
         self._connections: dict[int, _Connection] = {}
         self._threads: list[threading.Thread] = []
-        self._came = 0
+        self._num_connected = 0  # workers so far; also the number of the newest
         self._steps: dict[int, int] = {}  # pushes of each worker that trains
         self._idle_since: dict[int, float] = {}  # when the last request of a worker was answered
         self._pushing: set[int] = set()
@@ -383,7 +385,8 @@ class ParameterServer:
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    self._failure is not None or (self._came >= workers and not self._connections)
+                    self._failure is not None
+                    or (self._num_connected >= workers and not self._connections)
                 )
             )
             if self._failure is not None:
@@ -416,8 +419,8 @@ class ParameterServer:
             with self._changed:
                 if self._listener is None:
                     return
-                self._came += 1
-                worker = self._came
+                self._num_connected += 1
+                worker = self._num_connected
                 self._connections[worker] = connection
             parameters = {
                 name: [h.is_table, h.shape, str(h.value.dtype).removeprefix("torch.")]
@@ -510,7 +513,7 @@ class ParameterServer:
                 return self._copies.pop(worker)
         raise ConfigError(f"unknown request {task!r}.")
 
-    def _find(self, name: str) -> _Held:
+    def _find(self, name: str) -> _Parameter:
         if name not in self._held:
             raise ConfigError(f"this server has no parameter {name!r}.")
         return self._held[name]
@@ -522,7 +525,10 @@ class ParameterServer:
         blockers: Callable[[], Iterable[int]],
         then: Callable[[], object] = lambda: None,
     ) -> None:
-        """Wait until `ready`, call `then` under the lock; drop blocking workers that make no request."""
+        """Wait until `ready`, or the server closes, and call `then` under the lock.
+
+        Each second: drop the workers of `blockers` that have made no request for `worker_timeout_s`.
+        """
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: ready() or self._listener is None, _NOTICE_S):
