@@ -151,6 +151,7 @@ def test_a_launcher_in_each_of_several_tasks_of_a_node_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_an_example_is_equal_to_one_process(tmp_path: Path, slurm: Cluster) -> None:
     script = [str(ROOT / "examples" / "own_loop.py"), "--epochs=1"]
 
@@ -178,6 +179,7 @@ def test_an_example_is_equal_to_one_process(tmp_path: Path, slurm: Cluster) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_preemption_requeue_and_the_same_weights(
     tmp_path: Path, slurm: Cluster, undisturbed: str
 ) -> None:
@@ -202,6 +204,7 @@ def test_preemption_requeue_and_the_same_weights(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_signal_before_the_end_of_the_time(
     tmp_path: Path, slurm: Cluster, undisturbed: str
 ) -> None:
@@ -215,6 +218,7 @@ def test_a_signal_before_the_end_of_the_time(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_lost_node(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, undisturbed: str
 ) -> None:
