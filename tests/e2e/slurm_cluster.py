@@ -87,7 +87,9 @@ class Cluster:
     def serve(self, name: str, words: Sequence[str]) -> None:
         """Start a daemon, which stays in the foreground."""
         with (self.folder / "log").open("ab") as log:
-            self.daemons[name] = subprocess.Popen(words, stdout=log, stderr=log, cwd=self.folder)
+            self.daemons[name] = subprocess.Popen(
+                words, stdout=log, stderr=log, cwd=self.folder, env=os.environ | self.variables
+            )
 
     def serve_node(self, node: str) -> None:
         """Start the slurmd of a node."""
@@ -154,6 +156,23 @@ class Cluster:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
         own.wait()
+
+    def end(self) -> None:
+        """End the daemons, and what they have started."""
+        for daemon in reversed(self.daemons.values()):
+            daemon.terminate()
+        for daemon in reversed(self.daemons.values()):
+            try:
+                daemon.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        # A slurmstepd outlives its slurmd, and waits for it.
+        for process in psutil.process_iter(["environ"]):
+            variables = process.info["environ"] or {}
+            if variables.get("SLURM_CONF") == self.variables["SLURM_CONF"]:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
 
     def log(self) -> str:
         """The end of what the daemons said."""
@@ -224,14 +243,7 @@ def cluster(folder: Path, count: int) -> Iterator[Cluster]:
         _wait_start(made.is_idle, made)
         yield made
     finally:
-        for daemon in reversed(made.daemons.values()):
-            daemon.terminate()
-        for daemon in reversed(made.daemons.values()):
-            try:
-                daemon.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+        made.end()
 
 
 def _wait_start(until: Callable[[], bool], made: Cluster) -> None:
