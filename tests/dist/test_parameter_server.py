@@ -546,6 +546,8 @@ def test_wrong_servers(tmp_path: Path) -> None:
             call()
     with pytest.raises(paceline.CheckpointError, match="nothing for 'users'"):
         server().load({"version": 0, "parameters": {}})
+    with pytest.raises(paceline.CheckpointError, match="has 'more', which this server does not"):
+        server().load({"version": 0, "parameters": {**_tables(), "more": torch.zeros(1, 2)}})
     with pytest.raises(paceline.CollectiveTimeout, match=r"within 0\.2 s: .*No such file"):
         paceline.connect_server(tmp_path / "none", timeout_s=0.2)
     reason = "of server 1 of 2, and was given as 0 of 2"

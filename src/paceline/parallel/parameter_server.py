@@ -310,6 +310,11 @@ class ParameterServer:
             CheckpointError: names or shapes differ from those of this server.
         """
         values = snapshot["parameters"]
+        unknown = sorted(values.keys() - self._held.keys())
+        if unknown and self._index == 0:  # only this server knows the dense parameters too
+            raise CheckpointError(
+                f"the snapshot has {unknown[0]!r}, which this server does not have."
+            )
         for name, held in self._held.items():
             if name not in values or list(values[name].shape) != held.shape:
                 found = tuple(values[name].shape) if name in values else "nothing"
