@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from hosts import hosts, needs_firewall, needs_hosts
-from launching import finish, rows_of
+
+from launching import finish, rows_of, spawn, start
+
+from paceline.checkpoint.export import read_weights
 
 pytestmark = needs_hosts
 
@@ -254,3 +259,31 @@ def test_256_launchers_meet_within_a_minute() -> None:
     rows = rows_of("several_hosts", ["--launchers=256", "--rounds=1"], 300)
     seconds = {row["what"]: row["seconds"] for row in rows}
     assert seconds["rendezvous of 256 launchers"] < 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_example_gives_the_same_model_on_every_launcher(tmp_path: Path) -> None:
+    """mpirun, srun, Ray and notebooks have tests of their own."""
+    example = str(Path(__file__).resolve().parents[2] / "examples" / "own_loop.py")
+    words = [example, "--epochs=1", "--folder"]
+    one = finish(spawn([sys.executable, *words, "one"], tmp_path))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ends = [one, finish(spawn([*torchrun, *words, "torchrun"], tmp_path))]
+    ends.append(finish(start(["run", "--nproc-per-node=2", *words, "paceline"], tmp_path)))
+    with hosts(2) as made:
+        ends += made.run(["--nnodes=2", f"--host={made.address(0)}", *words, "hosts"], tmp_path)
+    assert {end.code for end in ends} == {0}, ends
+    states = {
+        name: read_weights(tmp_path / name / "checkpoints")
+        for name in ("one", "torchrun", "paceline", "hosts")
+    }
+    for state in states.values():
+        for name, value in states["one"].items():
+            # AdamW divides by roots of squared gradients, so that rounding in float32 may grow.
+            difference = torch.linalg.vector_norm(state[name] - value)
+            assert difference <= 1e-3 * torch.linalg.vector_norm(value), name
+    # Two ranks have the same bits, wherever they are.
+    for name, value in states["paceline"].items():
+        assert torch.equal(states["torchrun"][name], value), name
+        assert torch.equal(states["hosts"][name], value), name

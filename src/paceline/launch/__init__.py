@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
 
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
@@ -31,6 +34,10 @@ def run(argv: Sequence[str]) -> int:
     Collective: one process of each node.
     """
     local_ranks: LocalRanks | None = None
+    if os.getpid() == 1:
+        # In a container. The kernel drops signals to process 1 that have no handler; session.py sets its own
+        # ones when torch is imported.
+        signal.signal(signal.SIGTERM, _end)
     try:
         local_ranks = LocalRanks(Consoles.of_this_process())
         if (count := early_count(argv, os.environ)) is not None:
@@ -47,6 +54,10 @@ def run(argv: Sequence[str]) -> int:
     finally:
         if local_ranks is not None:
             local_ranks.close()
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:

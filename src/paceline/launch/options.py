@@ -296,7 +296,8 @@ def _apply_host(args: Namespace, ports: tuple[int, int] | None) -> None:
         for name, is_given in (
             ("--rdzv-endpoint", bool(args.rdzv_endpoint)),
             ("--rdzv-backend", args.rdzv_backend not in ("static", "c10d")),
-            ("--master-port", args.master_port is not None),
+            # Kubeflow sets PET_MASTER_PORT for all jobs.
+            ("--master-port", args.master_port is not None and "PET_MASTER_PORT" not in os.environ),
             ("--standalone", args.standalone),
         )
         if is_given
