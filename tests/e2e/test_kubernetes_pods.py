@@ -230,3 +230,19 @@ def test_a_wrong_script_is_a_failure_that_counts_or_ends_the_job(
     ends = [finish(pod) for pod in (pods.start(0), pods.start(1))]
     assert [end.code for end in ends] == [2, 2], ends
     assert pods.action(2) == "FailJob"
+
+
+def test_a_pod_that_is_ended_while_it_starts_does_not_wait(tmp_path: Path, pods: Pods) -> None:
+    pod = pods.start(0)
+    deadline = time.monotonic() + DEADLINE_S
+    # The ranks' interpreters are started before the launcher imports torch.
+    while not (processes := psutil.Process(pod.pid).children(recursive=True))[1:]:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    while not any("worker.py" in " ".join(p.cmdline()) for p in processes):
+        assert time.monotonic() < deadline
+        processes = psutil.Process(pod.pid).children(recursive=True)
+    began = time.monotonic()
+    first_process(pod).send_signal(signal.SIGTERM)
+    assert finish(pod).code == 143
+    assert time.monotonic() - began < 10  # without its own handler, process 1 ignores SIGTERM

@@ -99,3 +99,11 @@ def test_reading_options_leaves_the_environment_alone(monkeypatch: pytest.Monkey
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     read_options(["--nproc-per-node=2", "t.py"])
     assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_host_counts_more_than_the_port_that_kubeflow_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--host and --master-port contradict"):
+        read_options("--nnodes=2 --host=10.0.0.1 --master-port=4711 t.py".split())
+    monkeypatch.setenv("PET_MASTER_PORT", "4711")
+    options = read_options("--nnodes=2 --host=10.0.0.1 t.py".split())
+    assert str(options.endpoint) == "10.0.0.1:29400"
