@@ -103,7 +103,7 @@ def test_reading_options_leaves_the_environment_alone(monkeypatch: pytest.Monkey
 
 def test_host_counts_more_than_the_port_that_kubeflow_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--host and --master-port contradict"):
-        read_options("--nnodes=2 --host=10.0.0.1 --master-port=4711 t.py".split())
+        read_options(["--nnodes=2", "--host=10.0.0.1", "--master-port=4711", "t.py"])
     monkeypatch.setenv("PET_MASTER_PORT", "4711")
-    options = read_options("--nnodes=2 --host=10.0.0.1 t.py".split())
+    options = read_options(["--nnodes=2", "--host=10.0.0.1", "t.py"])
     assert str(options.endpoint) == "10.0.0.1:29400"
