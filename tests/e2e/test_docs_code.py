@@ -197,6 +197,10 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
             dots=LOSSES,
         ),
     ],
+    "howto/mpi.md": [
+        NotRun("needs mpiexec: tests/dist/test_mpi.py starts jobs with it"),
+        NotRun("needs mpiexec: tests/dist/test_mpi.py starts jobs with it"),
+    ],
     "howto/parameter_server.md": [
         NotRun("several programs at once: test_the_example of tests/dist/test_parameter_server.py"),
         NotRun("several programs at once: test_the_example of tests/dist/test_parameter_server.py"),
