@@ -12,7 +12,6 @@ import pytest
 from hosts import hosts, needs_firewall, needs_hosts
 from launching import finish, rows_of, spawn, start
 
-
 pytestmark = needs_hosts
 
 MEET = """
@@ -280,6 +279,6 @@ def test_an_example_gives_the_same_losses_on_every_launcher(tmp_path: Path) -> N
         for name in ("one", "torchrun", "paceline", "hosts")
     }
     for found in losses.values():
-        # AdamW divides by roots of squared gradients, so that rounding in float32 grows. The last step has fewer
-        # samples, and its micro-batches, which choose the dropout masks, differ between one rank and two.
+        # AdamW divides by roots of squared gradients, so that rounding in float32 grows. The last step has
+        # fewer samples, and its micro-batches, which choose the dropout masks, differ between one rank and two.
         assert found[:-1] == pytest.approx(losses["one"][:-1], rel=1e-3)
