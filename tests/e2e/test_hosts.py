@@ -280,5 +280,5 @@ def test_an_example_gives_the_same_losses_on_every_launcher(tmp_path: Path) -> N
     }
     for found in losses.values():
         # AdamW divides by roots of squared gradients, so that rounding in float32 grows. The last step has
-        # fewer samples, and its micro-batches, which choose the dropout masks, differ between one rank and two.
+        # fewer samples: its micro-batches differ between one rank and two, and with them the dropout masks.
         assert found[:-1] == pytest.approx(losses["one"][:-1], rel=1e-3)
