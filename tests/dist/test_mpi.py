@@ -158,7 +158,8 @@ def _results(job: Job, num_programs: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "nproc", "num_programs"),
     [
-        *(("mpich", nproc, 4) for nproc in (2, 3)),
+        ("mpich", 2, 4),
+        pytest.param("mpich", 3, 4, marks=pytest.mark.slow),
         ("openmpi", 4, 4),
         *(
             pytest.param(kind, nproc, 40, marks=pytest.mark.slow)
