@@ -1,0 +1,50 @@
+"""The shared state of the launchers of several nodes: dead nodes, and clocks that are wrong."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
+    RendezvousTimeout,
+)
+
+from paceline.launch.nodes import StateHolder
+
+SETTINGS = RendezvousSettings(
+    run_id="job",
+    min_nodes=2,
+    max_nodes=2,
+    timeout=RendezvousTimeout(),
+    keep_alive_interval=timedelta(seconds=1),
+    keep_alive_max_attempt=3,
+)
+
+
+def _beat(holder: StateHolder, node: str, ahead_s: float) -> None:
+    holder.sync_now()
+    holder.state.last_heartbeats[node] = datetime.now(UTC) + timedelta(seconds=ahead_s)
+    holder.mark_dirty()
+    holder.sync()
+
+
+def test_clocks_an_hour_apart_are_noticed_and_no_node_is_dead_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = C10dRendezvousBackend(HashStore(), "job")
+    here, there = StateHolder(backend, SETTINGS), StateHolder(backend, SETTINGS)
+    for _ in range(2):  # the age of the first heartbeat is not known
+        _beat(there, "b", 3600)
+        here.sync_now()
+    assert here.clock_offsets_s["b"] == pytest.approx(3600, abs=5)
+    assert here.dead == set()
+    # A node is dead when its heartbeat stays the same, whatever time it says.
+    now = time.monotonic()
+    for later in (1.0, 2.0, 3.0, 4.0):
+        monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+        here.sync_now()
+    assert here.dead == {"b"}
