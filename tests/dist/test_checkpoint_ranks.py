@@ -426,7 +426,9 @@ def _apart(job: Any, folder: str, named: bool) -> None:
     _train(training, until=1)
 
 
-@pytest.mark.parametrize(("nproc", "named"), [(2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("nproc", "named"), [pytest.param(2, True, marks=pytest.mark.slow), (3, False)]
+)
 def test_different_folders_are_refused_at_the_start(
     nproc: int, named: bool, tmp_path: Path
 ) -> None:

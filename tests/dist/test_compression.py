@@ -65,7 +65,10 @@ def _train_each(job: Any, folder: str) -> dict[str, list[float]]:
     return results
 
 
-@pytest.mark.parametrize(("nproc", "backend"), [(2, "gloo"), (3, "gloo"), (2, "shm"), (4, "shm")])
+@pytest.mark.parametrize(
+    ("nproc", "backend"),
+    [(2, "gloo"), (3, "gloo"), (2, "shm"), pytest.param(4, "shm", marks=pytest.mark.slow)],
+)
 def test_compressed_trainings(
     nproc: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,7 +160,7 @@ def _results(job: Job, num_programs: int) -> dict[str, Any]:
     [
         ("mpich", 2, 4),
         pytest.param("mpich", 3, 4, marks=pytest.mark.slow),
-        ("openmpi", 4, 4),
+        pytest.param("openmpi", 4, 4, marks=pytest.mark.slow),
         *(
             pytest.param(kind, nproc, 40, marks=pytest.mark.slow)
             for kind in MPI
@@ -213,6 +213,7 @@ def test_a_rank_that_failed_is_named(tmp_path: Path) -> None:
         assert "a reason of its own" in str(outcomes[rank])
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     outcomes = run_mpi_ranks("mpich", _does_not_come, nproc=3, folder=tmp_path, timeout_s=3)
     errors = [outcomes[rank] for rank in (0, 2)]

@@ -122,7 +122,9 @@ def _each(job: Any, cases: list[dict[str, Any]]) -> list[Result]:
     return [_train(job, 6, **case) for case in cases]
 
 
-@pytest.mark.parametrize(("nproc", "mesh"), [PP2, PP4, PP_DP])
+@pytest.mark.parametrize(
+    ("nproc", "mesh"), [PP2, pytest.param(*PP4, marks=pytest.mark.slow), PP_DP]
+)
 def test_it_trains_as_one_process(nproc: int, mesh: Mesh) -> None:
     plain = [{k: v for k, v in case.items() if k != "schedule"} for case in SCHEDULES]
     wants = run_ranks(_each, plain, nproc=1)[0]

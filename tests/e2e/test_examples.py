@@ -119,7 +119,7 @@ def test_the_language_model_learns_as_well_in_bf16_as_in_fp32(tmp_path: Path) ->
     assert losses[1] == pytest.approx(losses[0], rel=0.01)  # what bf16 may lose
 
 
-@pytest.mark.parametrize("options", [[], ["--trainer"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--trainer"], marks=pytest.mark.slow)])
 def test_a_starter_script_trains_and_resumes(tmp_path: Path, options: list[str]) -> None:
     init = [sys.executable, "-m", "paceline", "init", *options, "go.py"]
     assert "paceline run --nproc-per-node 2 go.py" in _run(init, tmp_path)

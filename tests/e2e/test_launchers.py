@@ -132,7 +132,7 @@ def port_files(tmp_path: Path) -> list[str]:
     return [path.name for path in (tmp_path / "tmp").glob("paceline-*/rendezvous/*")]
 
 
-@pytest.mark.parametrize("backend", ["shm", "mpi"])
+@pytest.mark.parametrize("backend", [pytest.param("shm", marks=pytest.mark.slow), "mpi"])
 def test_weights_under_mpirun_are_those_of_one_process(tmp_path: Path, backend: str) -> None:
     words = mpi("openmpi", 3)
     if backend == "mpi" and not importlib.util.find_spec("mpi4py"):

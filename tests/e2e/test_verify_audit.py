@@ -190,6 +190,7 @@ def test_our_example_is_sound(tmp_path: Path) -> None:
     assert (code, facts["audits"][0]["faults"]) == (0, [])
 
 
+@pytest.mark.slow
 def test_options_of_comparisons_are_refused_for_an_audited_script(tmp_path: Path) -> None:
     done = verify("--bitwise", "--steps", "3", str(TESTS / "sound/05_compiled.py"), folder=tmp_path)
     assert "--bitwise has no effect on a script that does not use paceline" in done.stderr
