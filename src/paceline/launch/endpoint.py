@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -78,8 +79,10 @@ def meet_at(
     if listener is not None:
         return store_on(endpoint.host, listener, read_timeout)
     _wait_served(endpoint, time.monotonic() + timeout_s, say)
-    store = TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=read_timeout)
-    _check_large_packets(endpoint, route)
+    store = _connected(endpoint, read_timeout)
+    if not _exchanges(store, _PROBE_BYTES, read_timeout):
+        _explain_lost_packets(endpoint, route, read_timeout)
+        store = _connected(endpoint, read_timeout)
     return store
 
 
@@ -194,27 +197,42 @@ def explain_connection(endpoint: Endpoint, error: OSError) -> tuple[str, str]:
     )
 
 
-def _check_large_packets(endpoint: Endpoint, route: Callable[[], Route | None]) -> None:
-    """Exchange more than fits in one packet, because a too large MTU loses large packets silently.
+def _connected(endpoint: Endpoint, timeout: timedelta) -> TCPStore:
+    # torch looks up the name of the other end's address in DNS first, which may take seconds.
+    return TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timeout)
 
-    Raises:
-        LaunchFailed: they did not arrive within 5 s.
-    """
-    key = f"paceline/probe/{socket.gethostname()}/{time.time_ns()}"
+
+def _exchanges(store: TCPStore, size: int, timeout: timedelta) -> bool:
+    """Whether the store takes and returns so many bytes within 5 s; afterwards it has this timeout."""
+    key = f"paceline/probe/{socket.gethostname()}/{os.getpid()}"
+    store.set_timeout(timedelta(seconds=_PROBE_S))
     try:
-        store = TCPStore(
-            endpoint.host, endpoint.port, is_master=False, timeout=timedelta(seconds=_PROBE_S)
-        )
-        store.set(key, "x" * _PROBE_BYTES)
+        store.set(key, "x" * size)
         store.get(key)
         store.delete_key(key)
-    except RuntimeError as error:
-        used = route()
-        interface = used.interface if used is not None else "eth0"
-        raise LaunchFailed(
-            f"small packets reach {endpoint}, and large ones are lost.",
-            where=f"host {socket.gethostname()}, interface {interface}, MTU {mtu_of(interface)}",
-            why="usually the MTU of an interface is larger than the network between the hosts allows.",
-            fix=f"lower it on both hosts: `ip link set {interface} mtu 1400`; then find the largest that "
-            "passes.",
-        ) from error
+    except RuntimeError:
+        return False
+    store.set_timeout(timeout)
+    return True
+
+
+def _explain_lost_packets(
+    endpoint: Endpoint, route: Callable[[], Route | None], timeout: timedelta
+) -> None:
+    """Raise if small messages pass: a too large MTU loses large packets silently.
+
+    Raises:
+        LaunchFailed: only small messages pass.
+    """
+    # Many nodes at once may keep the endpoint busy for longer, so only a difference between sizes counts.
+    if not _exchanges(_connected(endpoint, timeout), 1, timeout):
+        return
+    used = route()
+    interface = used.interface if used is not None else "eth0"
+    raise LaunchFailed(
+        f"small packets reach {endpoint}, and large ones are lost.",
+        where=f"host {socket.gethostname()}, interface {interface}, MTU {mtu_of(interface)}",
+        why="usually the MTU of an interface is larger than the network between the hosts allows.",
+        fix=f"lower it on both hosts: `ip link set {interface} mtu 1400`; then find the largest that "
+        "passes.",
+    )
