@@ -8,6 +8,7 @@ which reads podFailurePolicy and makes the next pod, with another address.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import signal
@@ -131,6 +132,15 @@ def steps(folder: Path, rank: int = 0) -> list[list[str]]:
     return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def commands(pod: subprocess.Popen[str]) -> list[str]:
+    """The command lines of the processes in the pod."""
+    found = []
+    for process in psutil.Process(pod.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found.append(" ".join(process.cmdline()))
+    return found
+
+
 def wait_steps(folder: Path, count: int, *pods: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while len(steps(folder)) < count:
@@ -236,12 +246,9 @@ def test_a_pod_that_is_ended_while_it_starts_does_not_wait(tmp_path: Path, pods:
     pod = pods.start(0)
     deadline = time.monotonic() + DEADLINE_S
     # The ranks' interpreters are started before the launcher imports torch.
-    while not (processes := psutil.Process(pod.pid).children(recursive=True))[1:]:
+    while not any("worker.py" in command for command in commands(pod)):
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    while not any("worker.py" in " ".join(p.cmdline()) for p in processes):
-        assert time.monotonic() < deadline
-        processes = psutil.Process(pod.pid).children(recursive=True)
     began = time.monotonic()
     first_process(pod).send_signal(signal.SIGTERM)
     assert finish(pod).code == 143

@@ -40,7 +40,7 @@ _GROUP_GRACE_S = 1.0  # for processes that ended ranks left behind
 # How long the reader of our output may pause at the end of the job, and the same after a signal.
 _STALLED_S = 30.0
 _STALLED_SIGNAL_S = 2.0
-_STATE_S = 0.3  # how long running ranks may take to report their state after a failure
+_STATE_S = 1.0  # how long running ranks may take to report their state after a failure
 _SPARES_AFTER_S = 3.0  # starting spare interpreters earlier would slow down the ranks
 _FROZEN_S = 1.0  # a debugger or a profiler may stop a rank for a moment
 # Collectives that torch's flight recorder keeps in each rank: more than one step has.
