@@ -128,6 +128,19 @@ NAMES = (
         since="2.11",
         without="models that ask a tensor for its device between their layers cannot be pipelines",
     ),
+    # clock
+    PrivateName(
+        "torch.autograd.Variable._execution_engine",
+        why="no public call tells when a backward has computed its gradients and waits for their sums",
+        since="2.11",
+        without="what a backward of DDP waits for counts as backward",
+    ),
+    PrivateName(
+        "torch.distributed._functional_collectives.wait_tensor",
+        why="tensor parallelism waits for other ranks in it, and torch has no hook there",
+        since="2.11",
+        without="what tensor parallelism waits for counts as forward and backward",
+    ),
     # training
     PrivateName(
         "torch.autograd.graph.Node._saved_reduction",

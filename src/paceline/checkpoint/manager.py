@@ -32,6 +32,7 @@ from paceline.checkpoint.store import (
     unused_name,
 )
 from paceline.checkpoint.writer import Buffer, Outcome, Save, Staging
+from paceline.clock.step_clock import CHECKPOINT, clock
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import collectives, rng
 from paceline.job.job import Job
@@ -196,7 +197,8 @@ class Checkpoints:
         """Return when the tensors named `steady` may change again. Collective: none."""
         if self._in_flight is not None:
             began = time.monotonic()
-            self._in_flight.staging.wait()
+            with clock.during(CHECKPOINT):
+                self._in_flight.staging.wait()
             self._stall_s += time.monotonic() - began
 
     def poll(self, job: Job) -> bool:

@@ -175,6 +175,15 @@ class Batches:
         """Steps of an epoch, including a smaller last one; None for a stream."""
         return None if self._plan is None else self._plan.steps_per_epoch
 
+    def facts(self) -> dict[str, Any]:
+        """Settings that decide how long the loading takes, for reports and advice. Collective: none."""
+        return {
+            "global_batch": self.global_batch,
+            "micro_batch": self.micro_batch,
+            "samples": self.num_samples,
+            "workers": self._num_workers,
+        }
+
     def align(self) -> None:
         """Cut each step into micro-batches that are the same on any number of ranks.
 

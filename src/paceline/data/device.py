@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from paceline.clock.step_clock import COPY, clock
+
 
 def to_device(batch: Any, device: torch.device, *, pin: bool) -> Any:
     """The batch on `device`, in the same structure.
@@ -29,7 +31,10 @@ def to_device(batch: Any, device: torch.device, *, pin: bool) -> Any:
         to = getattr(leaf, "to", None)
         return to(device) if callable(to) else leaf
 
-    return _map_leaves(batch, move)
+    if device.type == "cpu":
+        return _map_leaves(batch, move)
+    with clock.during(COPY):
+        return _map_leaves(batch, move)
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
-
-from paceline.metrics.logger import Values
 
 
 class JSONLines:
@@ -21,7 +20,7 @@ class JSONLines:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path).absolute()  # the program may change its folder
+        self.path = Path(path).absolute()  # the program may change its folder
         self._file: FileIO | None = None
 
     def rewind(self, step: int) -> float:
@@ -31,17 +30,17 @@ class JSONLines:
             `time_s` of the last line that is left; 0 if there is none.
         """
         self.close()  # the file is replaced
-        keep = _lines_up_to(self._path, step) if step else []
-        scratch = self._path.with_name(self._path.name + ".new")
+        keep = _lines_up_to(self.path, step) if step else []
+        scratch = self.path.with_name(self.path.name + ".new")
         scratch.write_bytes(b"".join(line for line, _ in keep))
-        scratch.replace(self._path)
+        scratch.replace(self.path)
         return float(keep[-1][1].get("time_s", 0.0)) if keep else 0.0
 
-    def log(self, step: int, values: Values) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line."""
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab", buffering=0)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
         size = self._file.tell()
         left = memoryview(json.dumps({"step": step, **values}).encode() + b"\n")
         try:

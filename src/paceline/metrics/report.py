@@ -6,11 +6,9 @@ rank waits. A line of metrics.jsonl has the step, the epoch, `time_s` since the 
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,21 @@ import numpy as np
 import torch
 
 from paceline import log
+from paceline.clock import record
+from paceline.clock.step_clock import clock
 from paceline.errors import ConfigError, refuse_different_values
 from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.metrics.json_lines import JSONLines
-from paceline.metrics.logger import BackgroundLogger, Logger, Values
+from paceline.metrics.logger import BackgroundLogger, Logger
 from paceline.metrics.progress import Progress
 from paceline.metrics.step_loss import StepLoss, StepTotal
 from paceline.metrics.tensorboard import TensorBoard
+from paceline.metrics.usage import Usage, gpu_use
 
 _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
+_CLOCK_WINDOW_S = 1.0  # from one line of clock.jsonl to the next
+_RANKS_PER_S = 128  # with more ranks it takes longer, so that the file does not grow faster
 
 _OWN_NAMES = ("step", "epoch", "time_s")
 
@@ -51,6 +54,12 @@ class Report:
         self._rate = 0.0
         self._epoch = 0  # of the newest step
         self._newest: dict[str, Any] = {}  # the values that were written last
+        self._clock_lines: JSONLines | None = None
+        self._clock_samples = self._measured_samples = (
+            0  # of the steps since the last line, and in it
+        )
+        self._has_asked = False  # for the next line; `measure` answers
+        self._usage = Usage(job.device)
 
     def open(
         self,
@@ -89,16 +98,24 @@ class Report:
                     fix="choose a folder that rank 0 may write to.",
                 ) from error
             self._lines = JSONLines(path)
+            self._clock_lines = JSONLines(path.with_name(record.FILE))
         if progress:
             self._progress = Progress()
         self._loggers = [BackgroundLogger(logger) for logger in loggers]
         self._active = bool(self._lines or self._progress or self._loggers)
 
-    def begin(self, step: int, total: int | None) -> None:
-        """Start after `step`, and remove the lines of later steps, which an interrupted run wrote."""
+    def begin(self, step: int, total: int | None, facts: Callable[[], dict[str, Any]]) -> None:
+        """Start after `step`, and remove the lines of later steps, which an interrupted run wrote.
+
+        Args:
+            total: Number of the last step; None if the end is not known.
+            facts: Returns what describes this run in clock.jsonl.
+        """
         # A loop before may have been left with `break`: its last values are lost.
         self._pending.clear()
         self._reduced.clear()
+        self._has_asked = False
+        self._clock_samples = 0
         if not self._active:
             return
         self.end()
@@ -107,6 +124,10 @@ class Report:
         if self._lines is not None:
             try:
                 self._began -= self._lines.rewind(step)  # time continues from the last line
+                assert self._clock_lines is not None
+                self._clock_lines.rewind(step)
+                run = {"time": time.time(), "total_steps": total, **facts()}
+                self._clock_lines.log(step, {"run": run})
             except OSError as error:
                 raise ConfigError(
                     f"metrics.jsonl cannot be written: {error}.",
@@ -119,6 +140,7 @@ class Report:
         """Count the samples of a step that has ended, over all ranks, for the rate that is shown."""
         self._epoch = epoch
         self._window_samples += num_samples
+        self._clock_samples += num_samples
 
     def note(self, step: int, epoch: int, values: dict[str, Any], reduce: str) -> None:
         """Keep values of a step until the control word with its loss has come."""
@@ -141,7 +163,7 @@ class Report:
         if not self._active:
             return
         now = time.perf_counter()
-        device = _gpu_use(self._job.device)
+        device = gpu_use(self._job.device)
         for total in totals:
             noted = self._pending.pop(total.step, None)
             if noted is None:
@@ -151,7 +173,7 @@ class Report:
             numbers = {name: _number(value, mean) for name, value in values.items()}
             self._newest = numbers | device
             line = {"epoch": epoch, "time_s": round(now - self._began, 4), **self._newest}
-            self._write_line(total.step, line)
+            self._write_line(total.step, line, self._lines)
             for logger in self._loggers:
                 logger.log(total.step, line)
         elapsed = now - self._window_began
@@ -161,23 +183,44 @@ class Report:
         if totals and self._progress is not None:
             self._progress.show(totals[-1].step, self._epoch, self._newest, self._rate)
 
-    def _write_line(self, step: int, line: Values) -> None:
-        if self._lines is None:
+    def asks_for_times(self, *, is_last: bool) -> bool:
+        """Whether to ask all ranks now for a line of clock.jsonl. Only rank 0 has that file."""
+        if self._clock_lines is None or self._has_asked:
+            return False
+        window_s = max(_CLOCK_WINDOW_S, self._job.world_size / _RANKS_PER_S)
+        self._has_asked = is_last or clock.elapsed_s() >= window_s
+        return self._has_asked
+
+    def measure(self) -> list[float]:
+        """Where the time of this rank's last steps went, as a row for `write_times`."""
+        self._has_asked = False
+        self._measured_samples, self._clock_samples = self._clock_samples, 0
+        return record.pack(clock.take(), self._job.rank, *self._usage.measure())
+
+    def write_times(self, step: int, rows: list[list[float]]) -> None:
+        """Write where the time of the steps up to `step` went, from the rows of all ranks."""
+        line = record.line_of(rows, time.time(), self._measured_samples)
+        if line["steps"]:
+            self._write_line(step, line, self._clock_lines)
+
+    def _write_line(self, step: int, line: Mapping[str, Any], lines: JSONLines | None) -> None:
+        if lines is None:
             return
         try:
-            self._lines.log(step, line)
+            lines.log(step, line)
         except OSError as error:
             log.once(
-                f"metrics.jsonl cannot be written: {error}. The training goes on; the lines of the steps in "
-                "which this happens are missing."
+                f"{lines.path.name} cannot be written: {error}. The training goes on; the lines of the steps "
+                "in which this happens are missing."
             )
 
     def end(self) -> None:
         """End the progress bar and close metrics.jsonl; `begin` opens them again."""
         if self._progress is not None:
             self._progress.end()
-        if self._lines is not None:
-            self._lines.close()
+        for lines in (self._lines, self._clock_lines):
+            if lines is not None:
+                lines.close()
 
     def close(self) -> None:
         """Close all destinations, at the end of the job."""
@@ -210,25 +253,6 @@ class Report:
             if step in self._pending:
                 count = len(entries) if how == "mean" else 1
                 self._pending[step][1][name] = total / count
-
-
-@functools.cache
-def _has_pynvml() -> bool:
-    return importlib.util.find_spec("pynvml") is not None
-
-
-def _gpu_use(device: torch.device) -> dict[str, float]:
-    """Percent of time that the GPU was busy, and GB in use; empty without an NVIDIA GPU and nvidia-ml-py."""
-    if device.type != "cuda" or not _has_pynvml():
-        return {}
-    try:
-        return {
-            "gpu_busy_percent": float(torch.cuda.utilization(device)),
-            "gpu_memory_gb": round(torch.cuda.device_memory_used(device) / 1e9, 2),
-        }
-    except Exception as error:  # of NVML: a GPU that is divided (MIG) or virtual may not tell
-        log.once(f"metrics have no GPU utilization: {type(error).__name__}: {error}")
-        return {}
 
 
 def refuse_values(values: dict[str, Any], reduce: str) -> None:

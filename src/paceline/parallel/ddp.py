@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline import torch_private
+from paceline.clock.waits import watch_backward
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, PlannedStep, num_micro_batches
 from paceline.errors import ConfigError, GradientError, listed
@@ -340,10 +341,29 @@ class DDPStrategy(Strategy):
             # What `no_sync` does. nn.Module.__setattr__ would take a microsecond.
             wrapper.__dict__["require_backward_grad_sync"] = micro.is_last
 
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: torch.Tensor,
+        micro: MicroBatch,
+        inputs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        if micro.is_last and self.reduces_in_backward and self._job.data.size > 1:
+            watch_backward(loss)
+        super().backward(loss, weight, micro, inputs)
+
     def finish(self, optimizer: Optimizer) -> None:
         self._refuse_changes(optimizer)
         for wrapper in self._wrappers_of[id(optimizer)]:
             _refuse_unused(self._job, wrapper)
+
+    def facts(self) -> dict[str, Any]:
+        if not self.reduces_in_backward:
+            return {}
+        return {
+            "bucket_bytes": max((w.bucket_bytes_cap for w in self._wrappers), default=0),
+            "compress": any(getattr(w, "has_hook", False) for w in self._wrappers),
+        }
 
     def measurements(self) -> dict[str, Any]:
         found = [m for c in self._compressions if (m := c.measurement())]

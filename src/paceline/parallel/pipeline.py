@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.optim import Optimizer
 
 from paceline import log, torch_private
+from paceline.clock.step_clock import BACKWARD, FORWARD, clock
 from paceline.data.batches import Batches
 from paceline.errors import ConfigError, EvaluationError, GradientError, StepError, listed
 from paceline.job import collectives
@@ -507,20 +508,21 @@ class _TimedStage(PipelineStage):
     busy_s = 0.0
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._timed(super().forward_one_chunk, args, kwargs)
+        return self._timed(FORWARD, super().forward_one_chunk, args, kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._timed(super().backward_one_chunk, args, kwargs)
+        return self._timed(BACKWARD, super().backward_one_chunk, args, kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._timed(super().backward_weight_one_chunk, args, kwargs)
+        return self._timed(BACKWARD, super().backward_weight_one_chunk, args, kwargs)
 
-    def _timed(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        began = time.perf_counter()
+    def _timed(self, phase: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        began, was = time.perf_counter(), clock.begin(phase)
         try:
             return call(*args, **kwargs)
         finally:
             self.busy_s += time.perf_counter() - began
+            clock.end(was)
 
 
 def _whole_backward() -> Callable[[], None]:

@@ -159,6 +159,10 @@ class Strategy:
         """The loss of a micro-batch in the form that is added up for the log."""
         return loss
 
+    def facts(self) -> dict[str, Any]:
+        """Settings that decide how long the ranks take to communicate, for reports and advice."""
+        return {}
+
     def measurements(self) -> dict[str, Any]:
         """Values of the last step for the log, by name; usually none."""
         return {}

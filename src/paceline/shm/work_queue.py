@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.clock.step_clock import COMMUNICATION, clock
 from paceline.errors import (
     CollectiveTimeout,
     PacelineError,
@@ -187,7 +188,9 @@ class WorkQueue:
             elements = outputs[0].numel() if outputs else 0
             self.recent.append((self.entered, work.issued, elements))
         if blocking or alone:
+            was = clock.begin(COMMUNICATION)
             self._run(work, brief=not blocking)
+            clock.end(was)
         if not work.done:
             self._wake_thread()
         elif work.error is not None:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from paceline.clock.record import row_size
 from paceline.errors import NonFinite, name_ranks
 from paceline.job.job import Job
 from paceline.job.preemption import notice
@@ -29,20 +31,26 @@ from paceline.training import weight
 _WORDS_PER_S = 16.0
 _WORDS_PER_S_IN_MEMORY = 8.0
 _MAX_STEPS_PER_WORD = 128
-_HEAD = 6  # numbers before the losses: the time of a step, and the five requests of `Word`
+_HEAD = 7  # numbers before the losses: the time of a step, and the six requests of `Word`
 _MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
 
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """What all ranks know after an exchange: the requests of any rank, and the losses of some steps."""
+    """What all ranks know after an exchange: the requests of any rank, and the losses of some steps.
+
+    `step` is the last step before it. `times` has a row of each rank about where its time went, see
+    `clock/record.py`; it is usually empty.
+    """
 
     stop: bool
     save: bool
     save_failed: bool
     preempt: bool
     reduce: bool
+    step: int
     totals: list[StepTotal]
+    times: list[list[float]]
 
 
 class Control:
@@ -52,6 +60,9 @@ class Control:
         save: Set when it is time to save; sent with the next word.
         save_failed: Set when a save in the background failed; sent with the next word.
         reduce: Set when values were logged that are combined over ranks; sent with the next word.
+        times: Set on rank 0 when it wants to know where the time went. The next word asks all ranks; the
+            word after it carries their answers.
+        measure: Returns the row of this rank for such a word.
         stops_now: Whether the step in progress is the last; equal on all ranks.
         in_memory: Whether all ranks share memory, so that a direct exchange is faster than one in a thread.
 
@@ -65,6 +76,9 @@ class Control:
         self.save = False
         self.save_failed = False
         self.reduce = False
+        self.times = False
+        self.measure: Callable[[], list[float]] = list
+        self._carries_times = False  # whether the next word does; equal on all ranks
         self._losses: list[torch.Tensor | None] = []
         self._counts: list[float | torch.Tensor] = []
         self._first = 0
@@ -115,7 +129,7 @@ class Control:
     def flush(self, step: int) -> list[Word]:
         """Exchange what is left after the last step, `step`; returns the words, at most two."""
         words = self._read()
-        if self._losses:
+        if self._losses or self._carries_times:
             self._send(step)
             words += self._read()
         return words
@@ -124,8 +138,11 @@ class Control:
         size = len(self._losses)
         elapsed = time.perf_counter() - self._began
         sums = _to_host(self._losses)
-        requests = [self._stop, self.save, self.save_failed, bool(notice.received), self.reduce]
-        self.save = self.save_failed = self.reduce = False
+        requests = [
+            *(self._stop, self.save, self.save_failed),
+            *(bool(notice.received), self.reduce, self.times),
+        ]
+        self.save = self.save_failed = self.reduce = self.times = False
         # A NaN spreads to all ranks within a step, so each step carries which ranks had one.
         rank = self._job.rank
         bit = float(1 << rank) if rank < _MAX_RANKS_NAMED else 0.0
@@ -133,8 +150,11 @@ class Control:
         if not self._job.data.reports:  # another rank has the same samples, and reports their loss
             sums, counts = [0.0] * size, [0.0] * size
         bits = [0.0 if math.isfinite(value) else bit for value in sums]
+        rows = self._own_row() if self._carries_times else []
         # One tensor from one list: each further operation of torch costs microseconds.
-        word = torch.tensor([elapsed / size, *requests, *sums, *counts, *bits], dtype=torch.float64)
+        word = torch.tensor(
+            [elapsed / max(size, 1), *requests, *sums, *counts, *bits, *rows], dtype=torch.float64
+        )
         work: dist.Work | None = None
         if self._job.control is not None and not self.in_memory:
             work = dist.all_reduce(word, group=self._job.control, async_op=True)
@@ -154,6 +174,7 @@ class Control:
         except RuntimeError as error:
             self._job.reraise(error)
         numbers = word.tolist()
+        rows = self._split_rows(numbers[_HEAD + 3 * size :])
         step_s = numbers[0] / self._job.world_size
         sums, counts, bits = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(3))
         for i, total in enumerate(sums):
@@ -166,7 +187,9 @@ class Control:
         steps = round(1 / (per_s * max(step_s, 1e-6)))
         self._every = min(_MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
-        stop, save, save_failed, preempt, reduce = (number > 0 for number in numbers[1:_HEAD])
+        stop, save, save_failed, preempt, reduce, self._carries_times = (
+            number > 0 for number in numbers[1:_HEAD]
+        )
         return [
             Word(
                 stop=stop or preempt,
@@ -174,9 +197,25 @@ class Control:
                 save_failed=save_failed,
                 preempt=preempt,
                 reduce=reduce,
+                step=first + size - 1,
                 totals=totals,
+                times=rows,
             )
         ]
+
+    def _own_row(self) -> list[float]:
+        """This rank's row among zeros, so that the sum over ranks has the rows of all."""
+        sizes = [row_size(rank) for rank in range(self._job.world_size)]
+        rank = self._job.rank
+        return [0.0] * sum(sizes[:rank]) + self.measure() + [0.0] * sum(sizes[rank + 1 :])
+
+    def _split_rows(self, numbers: list[float]) -> list[list[float]]:
+        rows: list[list[float]] = []
+        while numbers:
+            size = row_size(len(rows))
+            rows.append(numbers[:size])
+            numbers = numbers[size:]
+        return rows
 
 
 def _non_finite(step: int, total: float, rank_bits: int) -> NonFinite:

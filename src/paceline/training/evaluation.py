@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import log, torch_private
+from paceline.clock.step_clock import EVALUATION, clock
 from paceline.data.device import tensors_of
 from paceline.data.evaluation import (
     EvaluationBatch,
@@ -74,6 +75,7 @@ class Evaluation:
         return f"Evaluation({shown}, num_samples={self.num_samples})"
 
 
+@clock.during(EVALUATION)
 def evaluate(
     job: Job,
     model: torch.nn.Module,

@@ -15,6 +15,15 @@ from typing import Any
 
 import torch
 
+from paceline.clock.step_clock import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    clock,
+)
 from paceline.data.plan import MicroBatch, PlannedStep
 from paceline.errors import NonFinite, StepError, listed
 from paceline.job.job import Job
@@ -180,7 +189,9 @@ class Step:
                 fix="write the loop: `for batch in step: ... step.backward(loss, count=n)`.",
             )
         strategy.begin_step(self._planned)
+        clock.enter(DATA)
         (micro,) = self._planned
+        clock.enter(FORWARD)
         self._begin_micro_batch(micro)
         self._is_single = True
         return micro.batch
@@ -212,7 +223,9 @@ class Step:
         context.precision.enter()
 
     def _run_micro_batches(self, micros: Iterable[MicroBatch]) -> Iterator[Any]:
+        clock.enter(DATA)
         for micro in micros:
+            clock.enter(FORWARD)
             self._begin_micro_batch(micro)
             yield micro.batch
             self._context.precision.leave()
@@ -224,6 +237,8 @@ class Step:
                     fix="call step.backward(loss, count=...) for each micro-batch"
                     + (" and optimizer." if len(self._records) > 1 else "."),
                 )
+            clock.enter(DATA)
+        clock.enter(OTHER)
 
     def _dropout_seed(self, micro: MicroBatch) -> int:
         return pair_seed(self._context.dropout_key, self.number, micro.offset)
@@ -274,8 +289,11 @@ class Step:
             )
         strategy = self._context.strategy
         if strategy.runs_micro_batches:
+            clock.enter(DATA)
             scheduled = _Scheduled(self, list(self._planned), loss_fn, reduction)
+            clock.enter(COMMUNICATION)  # the stages of this rank enter their own phases
             strategy.run_micro_batches(scheduled)
+            clock.enter(OTHER)
             (record,) = self._records
             self._seen = record.backwards = scheduled.size
             record.loss = scheduled.loss
@@ -321,6 +339,7 @@ class Step:
 
         Collective: all ranks, for each of their micro-batches.
         """
+        clock.enter(BACKWARD)
         context, micro = self._context, self._micro
         record = self._record_of(optimizer)
         context.precision.leave()
@@ -352,6 +371,9 @@ class Step:
             context.job.reraise(error)
         if not is_single and any(other.needs_backward for other in self._records):
             context.precision.enter()  # a forward for the next optimizer may follow
+            clock.enter(FORWARD)
+        else:
+            clock.enter(OTHER)
 
     def _checked_count(
         self,
@@ -415,7 +437,9 @@ class Step:
         clipping = None
         if clip_norm is not None or clip_value is not None or norm_type != 2.0:
             clipping = Clipping(norm=clip_norm, norm_type=norm_type, value=clip_value)
+        clock.enter(COMMUNICATION)
         context.strategy.finish(trained.optimizer)
+        clock.enter(OPTIMIZER)
         context.precision.scaler.unscale_(trained.optimizer)
         self._scale_and_clip(record, clipping, grad_norms)
         context.before_update()
@@ -428,6 +452,7 @@ class Step:
                     was_updated=was_taken and each.is_updated, ends_epoch=self.ends_epoch
                 )
         trained.clear_gradients()
+        clock.enter(OTHER)
 
     def _scale_and_clip(self, record: _Record, clipping: Clipping | None, norms: bool) -> None:
         """Multiply the gradients by `_factor` and clip them, in one pass."""

@@ -13,19 +13,26 @@ from __future__ import annotations
 
 import functools
 import math
+import platform
+import socket
+import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+import paceline
 from paceline import log
 from paceline.checkpoint import codec
 from paceline.checkpoint.export import write_file
 from paceline.checkpoint.manager import Checkpoints
+from paceline.clock.step_clock import CHECKPOINT, DATA, LOGGING, OTHER, clock
+from paceline.clock.waits import watch_waits
 from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
 from paceline.errors import CheckpointError, ConfigError, StepError
@@ -33,6 +40,7 @@ from paceline.job import collectives, current_step
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import MICRO_BATCH, default_generator, key
+from paceline.machine import usable_cores
 from paceline.metrics.logger import Logger
 from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
@@ -142,6 +150,7 @@ class Training:
         self._last: PlannedStep | None = None
         self._kept: dict[str, Any] = {}
         self._report = Report(job)
+        self._context.control.measure = self._report.measure
         self._stopping = self._preempted = False
         # The step in progress (`_is_in_loop` is True), or the last step if the loop was left early.
         self._open: tuple[Step, PlannedStep] | None = None
@@ -256,11 +265,13 @@ class Training:
             return
         self._begin(epochs, until)
         notice.watch(self)
+        clock.start(_new_event(self.job.device))
         try:
             yield from self._loop(epochs, math.inf if until is None else until)
             self._finish()
             preempted = Preempted(notice.take(), self.number) if self._preempted else None
         finally:
+            clock.stop()
             notice.unwatch(self)
         if preempted is not None:
             self._log_preempted(preempted)
@@ -300,9 +311,11 @@ class Training:
         step, _ = self._open
         refuse_values(values, reduce)
         if step.number % every_n == 0:
+            was = clock.begin(LOGGING)
             control = self._context.control
             control.reduce = control.reduce or reduce != "rank0"
             self._report.note(step.number, step.epoch, values, reduce)
+            clock.end(was)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a later run needs, under the models' own names, equal on every rank.
@@ -457,11 +470,13 @@ class Training:
     def _loop(self, epochs: int | None, last: float) -> Iterator[Step]:
         global _left_early
         context = self._context
+        clock.enter(DATA)
         for planned in self.batches.iterate(
             self.position,
             epochs=_ENDLESS if epochs is None else epochs,
             equal=context.strategy.needs_equal_micro_batches,
         ):
+            clock.enter(OTHER)
             step = Step(context, planned, self.number + 1)
             if planned.offset == 0:
                 context.strategy.check()
@@ -483,12 +498,15 @@ class Training:
                 raise
             self._open, self._is_in_loop = None, False
             is_last = step.number >= last or context.control.stops_now
-            self._commit(step, planned, now=step.ends_epoch or is_last)
+            self._commit(step, planned, now=step.ends_epoch or is_last, is_last=is_last)
+            clock.enter(DATA)
             if self._stopping or is_last:
                 break
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
         context = self._context
+        if self.job.world_size > 1:
+            watch_waits()
         if not self.reproducible:
             # Chosen again, because a communication hook may have been registered in the meantime.
             context.strategy = self._choose_strategy()
@@ -505,9 +523,38 @@ class Training:
             total = epochs * self.batches.steps_per_epoch
         if until is not None:
             total = until if total is None else min(total, until)
-        self._report.begin(self.number, total)
+        self._report.begin(self.number, total, self._facts)
 
-    def _commit(self, step: Step, planned: PlannedStep, *, now: bool) -> None:
+    def _facts(self) -> dict[str, Any]:
+        """What describes this run, for reports and advice."""
+        job, strategy = self.job, self._context.strategy
+        return {
+            "script": Path(sys.argv[0]).name,
+            "world_size": job.world_size,
+            "data_ranks": job.data.size,
+            "local_world_size": job.local_world_size,
+            "host": socket.gethostname(),
+            "cores": usable_cores(),
+            "threads": torch.get_num_threads(),
+            "launcher": job.launcher,
+            "restarts": job.restarts,
+            "device": job.device.type,
+            "backend": "none" if job.group is None else dist.get_backend(job.group),
+            "mesh": None if job.mesh is None else str(job.mesh),
+            "strategy": type(strategy).__name__.removesuffix("Strategy"),
+            "precision": self.precision,
+            "reproducible": self.reproducible,
+            "gradient_bytes": sum(
+                p.nbytes for trained in self._context.optimizers for p in trained.parameters
+            ),
+            **strategy.facts(),
+            **self.batches.facts(),
+            "torch": torch.__version__,
+            "paceline": paceline.__version__,
+            "python": platform.python_version(),
+        }
+
+    def _commit(self, step: Step, planned: PlannedStep, *, now: bool, is_last: bool) -> None:
         """End a step: exchange what is due, compare replicas, save. All ranks call it."""
         if self.job.peers is not None:
             self.job.peers.passed = step.number
@@ -521,6 +568,7 @@ class Training:
             )
         self.number = step.number
         self._last = planned
+        clock.end_step()
         checkpoints, control = self.checkpoints, self._context.control
         if checkpoints is not None:
             control.save_failed = checkpoints.poll(self.job) or control.save_failed
@@ -528,16 +576,19 @@ class Training:
         self._report.count(step.epoch, step.num_samples)
         if measured := self._context.strategy.measurements():
             self._report.note(step.number, step.epoch, measured, "rank0")
+        control.times = control.times or self._report.asks_for_times(is_last=is_last)
         loss, count = step._local_loss()
         for word in control.end_step(step.number, loss, count, now=now):
             self._apply(word)
         self._replicas.step_ended(step.number)
-        if checkpoints is None:
-            return
-        if self._save_requested or checkpoints.is_due(
-            step.number, epoch=self.position.epoch, ends_epoch=step.ends_epoch
+        if checkpoints is not None and (
+            self._save_requested
+            or checkpoints.is_due(
+                step.number, epoch=self.position.epoch, ends_epoch=step.ends_epoch
+            )
         ):
-            self._save(checkpoints, wait=False)
+            with clock.during(CHECKPOINT):
+                self._save(checkpoints, wait=False)
 
     def _apply(self, word: Word) -> None:
         """Act on a control word. All ranks call it after the same step."""
@@ -553,7 +604,10 @@ class Training:
             divisor = weight.next_token_divisor(word.totals[-1].count)
             for trained in context.optimizers:
                 trained.token_divisor = divisor
-        self._report.write(word.totals, reduce=word.reduce)
+        with clock.during(LOGGING):
+            self._report.write(word.totals, reduce=word.reduce)
+            if word.times:
+                self._report.write_times(word.step, word.times)
 
     def _finish(self) -> None:
         """Exchange what is left and save the last step, after a loop that ran to its end."""
@@ -650,7 +704,7 @@ class Training:
         step, planned = self._open
         self._open = self.job.left_loop = None
         if step.is_done:
-            self._commit(step, planned, now=True)
+            self._commit(step, planned, now=True, is_last=True)
         elif any(collectives.gather(self.job, self._context.begun == step.number)):
             # Forwards of this step have changed buffers and generators, so the state belongs to no step.
             log.once(
@@ -675,6 +729,13 @@ def _strategy_state(saved: dict[str, Any]) -> Any:
         return saved.get("strategy")
     exponents = [exponent for each in saved["exact"] for exponent in each or []]
     return {"exponents": exponents or None, "threads": saved["threads"]}
+
+
+def _new_event(device: torch.device) -> Callable[[], Any] | None:
+    """Makes the events with which the clock measures phases on a GPU; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    return functools.partial(torch.get_device_module(device).Event, enable_timing=True)
 
 
 def _check_bounds(epochs: int | None, until: int | None) -> None:

@@ -1,0 +1,181 @@
+"""`clock.jsonl`: where the time of a run went, on every rank. Rank 0 writes it, and this file reads it.
+
+Each line is a JSON object. A line with "run" describes the run; it comes first, and again after each restart.
+A line with "spent_s" is a window: some steps in a row, about a second of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.clock.step_clock import PHASES, Times
+from paceline.errors import ConfigError
+
+FILE = "clock.jsonl"
+_SPAN_RANKS = 8  # ranks whose phases of a step are kept
+_SPANS = 32  # of one step
+_HEAD = 4  # numbers before the phases: steps, memory, busy, beginning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Some steps in a row, and where their time went.
+
+    Args:
+        step: The number of the last one.
+        steps: How many.
+        time: When they ended, in seconds since the epoch.
+        samples: Of these steps, over all ranks.
+        wall_s: By rank, the seconds that they took.
+        spent_s: By phase of `PHASES`, the seconds of each rank. They add up to `wall_s`.
+        memory_bytes: By rank: of the device, or of the process on the CPU.
+        busy: By rank: the share of time that the GPU was busy (-1 if unknown), or the number of cores
+            that it used.
+        spans: By rank, the phases of the first step: (phase, begin, seconds). `begin` is in seconds since the
+            epoch. Only of the first ranks.
+    """
+
+    step: int
+    steps: int
+    time: float
+    samples: int
+    wall_s: list[float]
+    spent_s: dict[str, list[float]]
+    memory_bytes: list[float]
+    busy: list[float]
+    spans: list[list[tuple[str, float, float]]] = field(default_factory=list)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.wall_s)
+
+    def per_step(self, phase: str, rank: int) -> float:
+        """Seconds in a phase for each step, on a rank."""
+        return self.spent_s[phase][rank] / self.steps
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step; the mean over ranks."""
+        return sum(self.wall_s) / self.num_ranks / self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What `clock.jsonl` of a run tells.
+
+    Args:
+        runs: What describes the run, for the first start and each restart; see `Training`. Each has the
+            `step` before it, and the `time` of its beginning, in seconds since the epoch.
+        windows: In the order of the steps.
+        skipped: Number of lines that could not be read, such as the last one while it is written.
+    """
+
+    runs: list[dict[str, Any]]
+    windows: list[Window]
+    skipped: int = 0
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What describes the newest start; empty if unknown."""
+        return self.runs[-1] if self.runs else {}
+
+
+def row_size(rank: int) -> int:
+    """How many numbers `pack` returns on a rank."""
+    return _HEAD + len(PHASES) + (2 * _SPANS if rank < _SPAN_RANKS else 0)
+
+
+def pack(times: Times, rank: int, memory_bytes: float, busy: float) -> list[float]:
+    """What a rank sends to rank 0 about a window, as numbers, so that it can travel in a sum over ranks."""
+    row = [times.steps, memory_bytes, busy, times.began_ns / 1e9, *times.spent_s]
+    if rank < _SPAN_RANKS:
+        spans = times.spans[:_SPANS]
+        row += [number for s in spans for number in (s.phase + 1, (s.end_ns - s.begin_ns) / 1e9)]
+    return row + [0.0] * (row_size(rank) - len(row))
+
+
+def line_of(rows: Sequence[Sequence[float]], time: float, samples: int) -> dict[str, Any]:
+    """The line of a window, from what `pack` returned on each rank."""
+    ends = _HEAD + len(PHASES)
+    spent = zip(*(row[_HEAD:ends] for row in rows), strict=True)
+    line = {
+        "steps": int(min(row[0] for row in rows)),
+        "time": round(time, 4),
+        "samples": samples,
+        "spent_s": {
+            phase: [round(s, 6) for s in values]
+            for phase, values in zip(PHASES, spent, strict=True)
+        },
+        "memory_bytes": [int(row[1]) for row in rows],
+        "busy": [round(row[2], 3) for row in rows],
+    }
+    if any(rows[0][ends:]):
+        line["spans"] = [_spans_of(row[3], row[ends:]) for row in rows[:_SPAN_RANKS]]
+    return line
+
+
+def _spans_of(began: float, numbers: Sequence[float]) -> list[tuple[str, float, float]]:
+    spans = []
+    for phase, seconds in zip(numbers[::2], numbers[1::2], strict=True):
+        if phase:
+            spans.append((PHASES[int(phase) - 1], round(began, 6), round(seconds, 6)))
+            began += seconds  # a phase begins when the one before it ends
+    return spans
+
+
+def read_record(folder: str | Path) -> Record:
+    """Read `clock.jsonl` of a run's folder. Damaged lines are skipped and counted.
+
+    Raises:
+        ConfigError: the folder does not exist, or has no such file, or it cannot be read.
+    """
+    path = Path(folder) / FILE
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"{os.fspath(folder)} holds no {FILE} that can be read: {error.strerror}.",
+            why="rank 0 writes it into the folder that `training.report` or `Trainer` got.",
+            fix="give the folder of a run that has reported steps.",
+        ) from error
+    runs, windows, skipped = [], [], 0
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            if "run" in entry:
+                runs.append(dict(entry["run"]) | {"step": int(entry["step"])})
+            else:
+                windows.append(_read_window(entry))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            skipped += 1
+    return Record(runs=runs, windows=windows, skipped=skipped)
+
+
+def _read_window(entry: Mapping[str, Any]) -> Window:
+    ranks = len(entry["memory_bytes"])
+    found = {phase: [float(s) for s in entry["spent_s"].get(phase, ())] for phase in PHASES}
+    spent = {phase: values or [0.0] * ranks for phase, values in found.items()}
+    wall_s = [sum(values[rank] for values in spent.values()) for rank in range(ranks)]
+    steps = int(entry["steps"])
+    if steps < 1 or not ranks or not all(map(math.isfinite, wall_s)):
+        raise ValueError("not a window")
+    return Window(
+        step=int(entry["step"]),
+        steps=steps,
+        time=float(entry["time"]),
+        samples=int(entry["samples"]),
+        wall_s=wall_s,
+        spent_s=spent,
+        memory_bytes=[float(b) for b in entry["memory_bytes"]],
+        busy=[float(b) for b in entry["busy"]],
+        spans=[
+            [(str(p), float(at), float(s)) for p, at, s in rank] for rank in entry.get("spans", ())
+        ],
+    )

@@ -1,0 +1,219 @@
+"""`StepClock`: where the time of the steps goes, on this rank.
+
+There is one clock in a process: `clock`. The code that trains tells it which phase begins; the time until the
+next call counts for that phase. So the phases add up to the time that passed, and a switch costs less than a
+microsecond. Only the main thread switches. On a GPU each switch also records an event in the current stream;
+the events are read later, without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+# In the order in which reports show them.
+PHASES = (
+    "data",  # wait for samples
+    "copy",  # from the host to the device
+    "forward",
+    "backward",
+    "communication",  # time in which the main thread, or the device, waits for other ranks
+    "optimizer",
+    "checkpoint",
+    "evaluation",
+    "logging",
+    "other",  # the rest of the loop body
+)
+DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, EVALUATION, LOGGING, OTHER = (
+    range(len(PHASES))
+)
+# What these wait for is their own time: a validation that gathers results is slow validation.
+_WHOLE = frozenset((CHECKPOINT, EVALUATION, LOGGING))
+_MAX_SPANS = 200  # of one step
+
+
+class Span(NamedTuple):
+    """One phase of one step. Times in ns of `time.perf_counter_ns`."""
+
+    phase: int
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Where the time of some steps went, on this rank.
+
+    Args:
+        steps: Their number.
+        spent_s: Seconds in each phase of `PHASES`. They add up to the time that the steps took.
+        spans: The phases of the first of these steps, in order.
+        began_ns: When that step began, in ns since the epoch.
+    """
+
+    steps: int
+    spent_s: list[float]
+    spans: list[Span] = field(default_factory=list)
+    began_ns: int = 0
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that the steps took."""
+        return sum(self.spent_s)
+
+
+class StepClock:
+    """Adds up the time of each phase; see the top of this file.
+
+    Attributes:
+        phase: The current phase, an index of `PHASES`.
+    """
+
+    def __init__(self) -> None:
+        self.phase = OTHER
+        self._thread = 0  # the thread that trains; 0 outside of a training loop
+        self._device: DeviceTimes | None = None
+        self._reset(time.perf_counter_ns())
+
+    def _reset(self, now: int) -> None:
+        self._since = self._began = now
+        self._spent = [0] * len(PHASES)
+        self._steps = 0
+        self._spans: list[Span] = []
+        self._records_spans = True
+        self._began_ns = time.time_ns()
+
+    def start(self, new_event: Callable[[], Any] | None = None) -> None:
+        """Count from now on, in the thread that trains.
+
+        Args:
+            new_event: Makes events with timing of a device on which the phases run; None for the CPU.
+        """
+        self.phase = OTHER
+        self._thread = threading.get_ident()
+        self._device = None if new_event is None else DeviceTimes(new_event)
+        self._reset(time.perf_counter_ns())
+
+    def stop(self) -> None:
+        """Stop: `begin` has no effect until `start` is called again."""
+        self._thread = 0
+        self.phase = OTHER
+
+    def enter(self, phase: int) -> int:
+        """Begin a phase; returns the one that it ends. Only from the thread that trains."""
+        now = time.perf_counter_ns()
+        was = self.phase
+        self._spent[was] += now - self._since
+        if self._records_spans:
+            self._spans.append(Span(was, self._since, now))
+        if self._device is not None:
+            self._device.mark(was)
+        self._since = now
+        self.phase = phase
+        return was
+
+    def begin(self, phase: int) -> int:
+        """Begin a phase inside of another; from any thread. Returns what `end` needs.
+
+        It has no effect in other threads than the one that trains, outside of a training loop, and in a
+        phase that counts as a whole, such as an evaluation.
+        """
+        if self._thread != threading.get_ident() or self.phase in _WHOLE:
+            return -1
+        return self.enter(phase)
+
+    def end(self, was: int) -> None:
+        """Go on with the phase before `begin`."""
+        if was >= 0:
+            self.enter(was)
+
+    @contextmanager
+    def during(self, phase: int) -> Iterator[None]:
+        """The block is a phase of its own; see `begin`."""
+        was = self.begin(phase)
+        try:
+            yield
+        finally:
+            self.end(was)
+
+    def end_step(self) -> None:
+        """Count a step that has ended."""
+        self._steps += 1
+        if self._records_spans:
+            self.enter(self.phase)
+            self._records_spans = False
+            del self._spans[_MAX_SPANS:]
+        if self._device is not None:
+            self._device.end_step(self.phase)
+
+    def elapsed_s(self) -> float:
+        """Seconds since the last `take`."""
+        return (time.perf_counter_ns() - self._began) / 1e9
+
+    def take(self) -> Times:
+        """The times since the last `take`, which begin anew.
+
+        With a device these are the steps that it has finished, which may be fewer than the host has issued.
+        """
+        self.enter(self.phase)
+        spent_ns: list[float] = list(self._spent)
+        steps = self._steps
+        if self._device is not None:
+            spent_ns, steps = self._device.take()
+        times = Times(
+            steps=steps,
+            spent_s=[ns / 1e9 for ns in spent_ns],
+            spans=[] if self._records_spans else self._spans,
+            began_ns=self._began_ns,
+        )
+        self._reset(self._since)
+        return times
+
+
+class DeviceTimes:
+    """The time of each phase in a device's stream, from events between the phases.
+
+    Args:
+        new_event: Makes an event with the methods `record`, `query` and `elapsed_time`, such as
+            `functools.partial(torch.cuda.Event, enable_timing=True)`.
+    """
+
+    def __init__(self, new_event: Callable[[], Any]) -> None:
+        self._new_event = new_event
+        self._pending: deque[tuple[int, Any, bool]] = deque()  # phase that ends, event, ends a step
+        self._free: list[Any] = []
+        self._last = new_event()
+        self._last.record()
+
+    def mark(self, phase: int, *, ends_step: bool = False) -> None:
+        """Record the end of a phase in the current stream."""
+        event = self._free.pop() if self._free else self._new_event()
+        event.record()
+        self._pending.append((phase, event, ends_step))
+
+    def end_step(self, phase: int) -> None:
+        """Record the end of a step."""
+        self.mark(phase, ends_step=True)
+
+    def take(self) -> tuple[list[float], int]:
+        """ns in each phase, and the number of steps, that the device has finished since the last call."""
+        spent = [0.0] * len(PHASES)
+        steps = 0
+        finished = [
+            index for index, (_, event, ends) in enumerate(self._pending) if ends and event.query()
+        ]
+        for _ in range(finished[-1] + 1 if finished else 0):
+            phase, event, ends_step = self._pending.popleft()
+            spent[phase] += self._last.elapsed_time(event) * 1e6  # from ms
+            self._free.append(self._last)
+            self._last = event
+            steps += ends_step
+        return spent, steps
+
+
+clock = StepClock()

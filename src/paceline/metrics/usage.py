@@ -1,0 +1,59 @@
+"""What this process uses of its device: memory, and the share of time in which it is busy."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import time
+
+import torch
+
+from paceline import log
+
+
+class Usage:
+    """Measures this process from one call of `measure` to the next.
+
+    Args:
+        device: The device that it trains on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began, self._cpu_s = time.perf_counter(), time.process_time()
+
+    def measure(self) -> tuple[float, float]:
+        """Bytes of memory in use, and how busy it was since the last call.
+
+        On a GPU that is the memory that torch has allocated, and the share of time in which a kernel ran (-1
+        if NVML does not tell). On the CPU it is the resident memory, and the number of cores that were used.
+        """
+        now, cpu_s = time.perf_counter(), time.process_time()
+        cores = (cpu_s - self._cpu_s) / max(now - self._began, 1e-9)
+        self._began, self._cpu_s = now, cpu_s
+        if self._device.type == "cuda":
+            percent = gpu_use(self._device).get("gpu_busy_percent")
+            share = -1.0 if percent is None else percent / 100
+            return float(torch.cuda.memory_allocated(self._device)), share
+        import psutil
+
+        return float(psutil.Process().memory_info().rss), cores
+
+
+@functools.cache
+def _has_pynvml() -> bool:
+    return importlib.util.find_spec("pynvml") is not None
+
+
+def gpu_use(device: torch.device) -> dict[str, float]:
+    """Percent of time that the GPU was busy, and GB in use; empty without an NVIDIA GPU and nvidia-ml-py."""
+    if device.type != "cuda" or not _has_pynvml():
+        return {}
+    try:
+        return {
+            "gpu_busy_percent": float(torch.cuda.utilization(device)),
+            "gpu_memory_gb": round(torch.cuda.device_memory_used(device) / 1e9, 2),
+        }
+    except Exception as error:  # of NVML: a GPU that is divided (MIG) or virtual may not tell
+        log.once(f"metrics have no GPU utilization: {type(error).__name__}: {error}")
+        return {}

@@ -1,0 +1,95 @@
+"""The clock finds planted delays in each phase of a step, on every rank, and its phases add up."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_trainings import make_data
+from torch import nn
+
+import paceline
+from paceline.clock.record import read_record
+from paceline.clock.step_clock import PHASES
+from paceline.testing import run_ranks
+
+STEPS = 12
+PLANTED = {"data": 0.010, "forward": 0.008, "backward": 0.012, "optimizer": 0.006, "other": 0.004}
+LATE_S = 0.020  # of the last rank, in its loop body: the others wait for it
+
+
+class Slow(nn.Module):
+    """A layer whose forward and backward take longer, and that has `width`**2 parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 3)
+        self.middle = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(PLANTED["forward"])
+        hidden = self.first(x)
+        hidden.register_hook(lambda _: time.sleep(PLANTED["backward"]))  # type: ignore[no-untyped-call]
+        return self.last(self.middle(hidden))
+
+
+class SlowSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(PLANTED["optimizer"])
+        return super().step(closure)
+
+
+def _collate(samples: list[Any]) -> Any:
+    time.sleep(PLANTED["data"])
+    return torch.utils.data.default_collate(samples)
+
+
+def _train(job: Any, folder: str, wrap: str) -> dict[str, Any]:
+    width = 600 if wrap == "ddp" else 16  # DDP's reducer, or one sum of packed gradients
+    model = Slow(width)
+    wrapped = (
+        paceline.fsdp(job, model, blocks="middle") if wrap == "fsdp" else paceline.ddp(job, model)
+    )
+    optimizer = SlowSGD(wrapped.parameters(), lr=0.01)
+    batches = paceline.Batches(job, make_data(24), global_batch=12, collate=_collate)
+    training = paceline.Training(job, wrapped, optimizer, batches)
+    training.report(folder)
+    loss_fn = nn.CrossEntropyLoss(reduction="sum")
+    began = time.perf_counter()
+    for step in training.steps(until=STEPS):
+        for x, y in step:
+            step.backward(loss_fn(wrapped(x), y), count=len(x))
+        step.update()
+        time.sleep(PLANTED["other"])
+        if job.rank == job.world_size - 1:
+            time.sleep(LATE_S)
+    return {"wall_s": time.perf_counter() - began}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_planted_delays_are_found_and_add_up(tmp_path: Path, ranks: int) -> None:
+    for wrap in ("packed", "ddp"):
+        folder = tmp_path / wrap
+        results = run_ranks(_train, str(folder), wrap, nproc=ranks)
+        windows = read_record(folder).windows
+        assert sum(window.steps for window in windows) == STEPS
+
+        def per_step(phase: str, rank: int, windows: Any = windows) -> float:
+            return sum(window.spent_s[phase][rank] for window in windows) / STEPS
+
+        for rank, result in enumerate(results):
+            wall_s = sum(window.wall_s[rank] for window in windows)
+            assert wall_s == pytest.approx(result["wall_s"], rel=0.02)
+            late_s = LATE_S if rank == ranks - 1 else 0.0
+            for phase, planted_s in (PLANTED | {"other": PLANTED["other"] + late_s}).items():
+                assert per_step(phase, rank) >= planted_s, phase
+            if ranks > 1 and not late_s:
+                assert per_step("communication", rank) > LATE_S / 2
+        own = [per_step("communication", rank) for rank in range(ranks)]
+        if ranks > 1:
+            assert own[-1] < min(own[:-1])  # the others wait for the last rank, not it for them
+        assert set(windows[0].spent_s) == set(PHASES)

@@ -1,0 +1,175 @@
+"""The clock of a step: phases add up, waits inside of others, a device's events, and the file of a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from paceline.clock import record, step_clock
+from paceline.clock.step_clock import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    OTHER,
+    PHASES,
+    DeviceTimes,
+    StepClock,
+)
+from paceline.errors import ConfigError
+
+
+class FakeTime:
+    """`time`, whose clocks move by `advance` only."""
+
+    def __init__(self) -> None:
+        self.now = 10**9
+
+    def perf_counter_ns(self) -> int:
+        return self.now
+
+    def time_ns(self) -> int:
+        return self.now + 10**18
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake = FakeTime()
+    monkeypatch.setattr(step_clock, "time", fake)
+    return fake
+
+
+def _pass(fake: FakeTime, ms: float) -> None:
+    fake.now += int(ms * 1e6)
+
+
+def test_phases_add_up_and_the_first_step_is_kept_in_order(fake: FakeTime) -> None:
+    clock = StepClock()
+    clock.start()
+    for _ in range(3):
+        clock.enter(DATA)
+        _pass(fake, 1)
+        clock.enter(FORWARD)
+        _pass(fake, 2)
+        clock.enter(BACKWARD)
+        _pass(fake, 4)
+        was = clock.begin(COMMUNICATION)
+        _pass(fake, 8)
+        clock.end(was)
+        _pass(fake, 16)
+        clock.enter(OTHER)
+        clock.end_step()
+    times = clock.take()
+    assert times.steps == 3
+    found = dict(zip(PHASES, times.spent_s, strict=True))
+    assert {name: s for name, s in found.items() if s} == pytest.approx(
+        {"data": 0.003, "forward": 0.006, "backward": 0.060, "communication": 0.024}
+    )
+    assert times.wall_s == pytest.approx(3 * 0.031)
+    kept = [(PHASES[s.phase], (s.end_ns - s.begin_ns) / 1e6) for s in times.spans if s[1] < s[2]]
+    in_order = [
+        ("data", 1),
+        ("forward", 2),
+        ("backward", 4),
+        ("communication", 8),
+        ("backward", 16),
+    ]
+    assert kept == in_order
+    assert clock.take().wall_s == 0
+
+
+def test_waits_of_other_threads_and_inside_an_evaluation_do_not_count(fake: FakeTime) -> None:
+    clock = StepClock()
+    assert clock.begin(COMMUNICATION) == -1  # not started
+    clock.start()
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(clock.begin(COMMUNICATION)))
+    thread.start()
+    thread.join()
+    assert found == [-1]
+    with clock.during(EVALUATION):
+        assert clock.begin(COMMUNICATION) == -1
+        _pass(fake, 5)
+    assert clock.phase == OTHER
+    clock.stop()
+    assert clock.begin(COMMUNICATION) == -1
+    assert clock.take().spent_s[EVALUATION] == pytest.approx(0.005)
+
+
+class FakeEvent:
+    """An event of a device that finishes its work later than the host issues it."""
+
+    now_ms = 0.0
+    done_ms = 0.0
+
+    def record(self) -> None:
+        self.at_ms = FakeEvent.now_ms
+
+    def query(self) -> bool:
+        return self.at_ms <= FakeEvent.done_ms
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_a_device_counts_the_steps_that_it_has_finished() -> None:
+    FakeEvent.now_ms = FakeEvent.done_ms = 0.0
+    times = DeviceTimes(FakeEvent)
+    for _ in range(2):
+        FakeEvent.now_ms += 3
+        times.mark(FORWARD)
+        FakeEvent.now_ms += 5
+        times.mark(BACKWARD)
+        times.end_step(OTHER)
+    FakeEvent.done_ms = 12.0  # in the backward of the second step
+    spent_ns, steps = times.take()
+    assert steps == 1
+    assert (spent_ns[FORWARD], spent_ns[BACKWARD]) == (3e6, 5e6)
+    FakeEvent.done_ms = 16.0
+    spent_ns, steps = times.take()
+    assert steps == 1
+    assert (spent_ns[FORWARD], spent_ns[BACKWARD]) == (3e6, 5e6)
+    assert times.take() == ([0.0] * len(PHASES), 0)
+
+
+def _rows(fake: FakeTime, ranks: int) -> list[list[float]]:
+    rows = []
+    for rank in range(ranks):
+        clock = StepClock()
+        clock.start()
+        clock.enter(DATA)
+        _pass(fake, 10 * (rank + 1))
+        clock.enter(OTHER)
+        clock.end_step()
+        rows.append(record.pack(clock.take(), rank, 1000.0 + rank, 0.5))
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 9])
+def test_a_window_is_read_as_it_was_written(tmp_path: Path, fake: FakeTime, ranks: int) -> None:
+    rows = _rows(fake, ranks)
+    assert [len(row) for row in rows] == [record.row_size(rank) for rank in range(ranks)]
+    line = record.line_of(rows, 5.0, 64)
+    run = {"step": 0, "run": {"time": 1.0, "world_size": ranks}}
+    whole = json.dumps({"step": 7, **line})
+    text = f"{json.dumps(run)}\n{whole}\nnot a line\n[1]\n{whole[: len(whole) // 2]}"
+    (tmp_path / record.FILE).write_text(text)
+    found = record.read_record(tmp_path)
+    assert found.skipped == 3
+    assert found.run == {"time": 1.0, "world_size": ranks, "step": 0}
+    (window,) = found.windows
+    assert (window.step, window.steps, window.samples, window.num_ranks) == (7, 1, 64, ranks)
+    assert window.wall_s == pytest.approx([0.01 * (rank + 1) for rank in range(ranks)])
+    assert window.per_step("data", ranks - 1) == pytest.approx(0.01 * ranks)
+    assert window.memory_bytes == [1000.0 + rank for rank in range(ranks)]
+    assert len(window.spans) == min(ranks, 8)
+    assert [(p, s) for p, _, s in window.spans[0] if s] == [("data", 0.01)]
+
+
+def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no clock\.jsonl"):
+        record.read_record(tmp_path)
