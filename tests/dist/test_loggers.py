@@ -26,8 +26,9 @@ import paceline
 from paceline.errors import ConfigError, RankDisagreement
 from paceline.metrics.logger import BackgroundLogger
 from paceline.metrics.progress import Progress
-from paceline.metrics.report import Report, _gpu_use
+from paceline.metrics.report import Report
 from paceline.metrics.step_loss import StepTotal
+from paceline.metrics.usage import gpu_use
 from paceline.testing import run_failing_ranks, run_ranks
 
 
@@ -269,10 +270,10 @@ def test_a_gpu_that_tells_nothing_stops_no_training(
     def refuse(device: Any) -> int:
         raise RuntimeError("Not Supported")
 
-    monkeypatch.setattr("paceline.metrics.report._has_pynvml", lambda: True)
+    monkeypatch.setattr("paceline.metrics.usage._has_pynvml", lambda: True)
     monkeypatch.setattr(torch.cuda, "utilization", refuse)
     with caplog.at_level(logging.WARNING, "paceline"):
-        assert _gpu_use(torch.device("cuda")) == {}
+        assert gpu_use(torch.device("cuda")) == {}
     assert "no GPU utilization: RuntimeError: Not Supported" in caplog.text
 
 
@@ -359,7 +360,7 @@ def test_the_rate_counts_the_samples_of_all_steps(monkeypatch: pytest.MonkeyPatc
     with paceline.join() as job:
         report = Report(job)
         report.open(None, progress=True, tensorboard=False, loggers=[])
-        report.begin(0, None)
+        report.begin(0, None, dict)
         for step in range(1, 7):
             now += 0.5
             report.count(epoch=step // 4, num_samples=4)
