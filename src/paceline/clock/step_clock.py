@@ -11,10 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 # In the order in which reports show them.
 PHASES = (
@@ -74,6 +76,11 @@ class StepClock:
         phase: The current phase, an index of `PHASES`.
     """
 
+    __slots__ = (
+        *("_began", "_began_ns", "_device", "_records", "_since", "_spans", "_spent", "_steps"),
+        *("_thread", "phase"),
+    )
+
     def __init__(self) -> None:
         self.phase = OTHER
         self._thread = 0  # the thread that trains; 0 outside of a training loop
@@ -85,7 +92,7 @@ class StepClock:
         self._spent = [0] * len(PHASES)
         self._steps = 0
         self._spans: list[Span] = []
-        self._records_spans = True
+        self._records = True  # whether `enter` does more than to add up
         self._began_ns = time.time_ns()
 
     def start(self, new_event: Callable[[], Any] | None = None) -> None:
@@ -109,13 +116,17 @@ class StepClock:
         now = time.perf_counter_ns()
         was = self.phase
         self._spent[was] += now - self._since
-        if self._records_spans:
-            self._spans.append(Span(was, self._since, now))
-        if self._device is not None:
-            self._device.mark(was)
+        if self._records:
+            self._record(Span(was, self._since, now))
         self._since = now
         self.phase = phase
         return was
+
+    def _record(self, span: Span) -> None:
+        if not self._steps:
+            self._spans.append(span)
+        if self._device is not None:
+            self._device.mark(span.phase)
 
     def begin(self, phase: int) -> int:
         """Begin a phase inside of another; from any thread. Returns what `end` needs.
@@ -132,6 +143,19 @@ class StepClock:
         if was >= 0:
             self.enter(was)
 
+    def each(self, phase: int, items: Iterable[T]) -> Iterator[T]:
+        """The items; the time in which they are made is a phase of its own, see `begin`."""
+        iterator = iter(items)
+        while True:
+            was = self.begin(phase)
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.end(was)
+            yield item
+
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
         """The block is a phase of its own; see `begin`."""
@@ -143,11 +167,11 @@ class StepClock:
 
     def end_step(self) -> None:
         """Count a step that has ended."""
-        self._steps += 1
-        if self._records_spans:
+        if not self._steps:
             self.enter(self.phase)
-            self._records_spans = False
+            self._records = self._device is not None
             del self._spans[_MAX_SPANS:]
+        self._steps += 1
         if self._device is not None:
             self._device.end_step(self.phase)
 
@@ -168,7 +192,7 @@ class StepClock:
         times = Times(
             steps=steps,
             spent_s=[ns / 1e9 for ns in spent_ns],
-            spans=[] if self._records_spans else self._spans,
+            spans=self._spans if self._steps else [],
             began_ns=self._began_ns,
         )
         self._reset(self._since)

@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from paceline import log
+from paceline.clock.step_clock import DATA, clock
 from paceline.data.dataloader import Source, adopt, agree_on_order, refuse_with_loader
 from paceline.data.epoch_audit import EpochAudit
 from paceline.data.loader import Loader, LocalLoader, WorkerLoader
@@ -244,7 +245,8 @@ class Batches:
             if self._unregister is None:
                 self._unregister = self._job.on_leave(self.close)
             self._threads.lower()
-        return self._audited_steps(position, epochs, equal)
+        steps = self._audited_steps(position, epochs, equal)
+        return steps if self._plan is not None else clock.each(DATA, steps)
 
     def _audited_steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         steps = self._loader.steps(position, epochs, equal)

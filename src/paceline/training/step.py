@@ -237,8 +237,8 @@ class Step:
                     fix="call step.backward(loss, count=...) for each micro-batch"
                     + (" and optimizer." if len(self._records) > 1 else "."),
                 )
-            clock.enter(DATA)
-        clock.enter(OTHER)
+            if self._seen < self._planned.num_micro_batches:
+                clock.enter(DATA)
 
     def _dropout_seed(self, micro: MicroBatch) -> int:
         return pair_seed(self._context.dropout_key, self.number, micro.offset)
@@ -437,9 +437,8 @@ class Step:
         clipping = None
         if clip_norm is not None or clip_value is not None or norm_type != 2.0:
             clipping = Clipping(norm=clip_norm, norm_type=norm_type, value=clip_value)
-        clock.enter(COMMUNICATION)
-        context.strategy.finish(trained.optimizer)
         clock.enter(OPTIMIZER)
+        context.strategy.finish(trained.optimizer)
         context.precision.scaler.unscale_(trained.optimizer)
         self._scale_and_clip(record, clipping, grad_norms)
         context.before_update()

@@ -31,7 +31,7 @@ from paceline import log
 from paceline.checkpoint import codec
 from paceline.checkpoint.export import write_file
 from paceline.checkpoint.manager import Checkpoints
-from paceline.clock.step_clock import CHECKPOINT, DATA, LOGGING, OTHER, clock
+from paceline.clock.step_clock import CHECKPOINT, LOGGING, clock
 from paceline.clock.waits import watch_waits
 from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
@@ -470,13 +470,11 @@ class Training:
     def _loop(self, epochs: int | None, last: float) -> Iterator[Step]:
         global _left_early
         context = self._context
-        clock.enter(DATA)
         for planned in self.batches.iterate(
             self.position,
             epochs=_ENDLESS if epochs is None else epochs,
             equal=context.strategy.needs_equal_micro_batches,
         ):
-            clock.enter(OTHER)
             step = Step(context, planned, self.number + 1)
             if planned.offset == 0:
                 context.strategy.check()
@@ -499,7 +497,6 @@ class Training:
             self._open, self._is_in_loop = None, False
             is_last = step.number >= last or context.control.stops_now
             self._commit(step, planned, now=step.ends_epoch or is_last, is_last=is_last)
-            clock.enter(DATA)
             if self._stopping or is_last:
                 break
 
