@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_gpt
 import torch
 from small_trainings import make_data
 from torch import nn
 
 import paceline
 from paceline.clock.record import read_record
-from paceline.clock.step_clock import PHASES
+from paceline.clock.step_clock import PHASES, WAITS
 from paceline.testing import run_ranks
 
 STEPS = 12
@@ -93,3 +94,41 @@ def test_planted_delays_are_found_and_add_up(tmp_path: Path, ranks: int) -> None
         if ranks > 1:
             assert own[-1] < min(own[:-1])  # the others wait for the last rank, not it for them
         assert set(windows[0].spent_s) == set(PHASES)
+
+
+AXES = {
+    "fsdp": (paceline.Mesh(dp_shard=2), "communication"),
+    "tp": (paceline.Mesh(tp=2), "communication_tp"),
+    "pp": (paceline.Mesh(pp=2), "communication_pp"),
+}
+SLOW_LAYER_S = 0.03  # of the last rank
+
+
+def _train_gpt(job: Any, folder: str) -> None:
+    """Train with one layer that is slow on the last rank."""
+    net = small_gpt.GPT()
+    if job.rank == job.world_size - 1:
+        net.head.register_forward_pre_hook(lambda *_: time.sleep(SLOW_LAYER_S))
+    model = small_gpt.wrap(job, net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = paceline.Batches(job, small_gpt.make_tokens(16), global_batch=4)
+    training = paceline.Training(job, model, optimizer, batches, count="tokens")
+    training.report(folder)
+    for step in training.steps(until=STEPS):
+        step.run(lambda batch: small_gpt.token_loss(model, batch))
+        step.update()
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "pp"])
+def test_the_wait_is_on_the_axis_of_the_layout(tmp_path: Path, layout: str) -> None:
+    mesh, phase = AXES[layout]
+    run_ranks(_train_gpt, str(tmp_path), nproc=2, mesh=mesh)
+    windows = read_record(tmp_path).windows
+    spent = {
+        name: [sum(w.spent_s[name][rank] for w in windows) / STEPS for rank in range(2)]
+        for name in PHASES
+    }
+    waits = {name: spent[name][0] for name in WAITS}
+    assert max(waits, key=lambda name: waits[name]) == phase
+    assert waits[phase] > SLOW_LAYER_S / 2
+    assert spent["forward"][1] >= SLOW_LAYER_S

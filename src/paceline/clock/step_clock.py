@@ -25,15 +25,18 @@ PHASES = (
     "forward",
     "backward",
     "communication",  # time in which the main thread, or the device, waits for other ranks
+    "communication_tp",  # the same, inside a layer that is split over ranks (tensor parallelism)
+    "communication_pp",  # the same, for the other stages of a pipeline
     "optimizer",
     "checkpoint",
     "evaluation",
     "logging",
     "other",  # the rest of the loop body
 )
-DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, EVALUATION, LOGGING, OTHER = (
-    range(len(PHASES))
-)
+DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, COMMUNICATION_TP, COMMUNICATION_PP = range(7)
+OPTIMIZER, CHECKPOINT, EVALUATION, LOGGING, OTHER = range(7, len(PHASES))
+WAITS = PHASES[COMMUNICATION : COMMUNICATION_PP + 1]
+_WAITS = frozenset((COMMUNICATION, COMMUNICATION_TP, COMMUNICATION_PP))
 # What these wait for is their own time: a validation that gathers results is slow validation.
 _WHOLE = frozenset((CHECKPOINT, EVALUATION, LOGGING))
 _MAX_SPANS = 200  # of one step
@@ -136,6 +139,8 @@ class StepClock:
         """
         if self._thread != threading.get_ident() or self.phase in _WHOLE:
             return -1
+        if phase in _WAITS and self.phase in _WAITS:
+            return -1  # the outer one knows better what it waits for
         return self.enter(phase)
 
     def end(self, was: int) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import torch_private
-from paceline.clock.step_clock import COMMUNICATION, clock
+from paceline.clock.step_clock import COMMUNICATION, COMMUNICATION_TP, clock
 
 _WAIT_TENSOR = "torch.distributed._functional_collectives.wait_tensor"
 _ENGINE = "torch.autograd.Variable._execution_engine"
@@ -23,14 +23,14 @@ _ENGINE = "torch.autograd.Variable._execution_engine"
 @functools.cache
 def watch_waits() -> None:
     """Count the time in `Work.wait`, and in tensor parallelism's wait, as communication."""
-    dist.Work.wait = _timed(dist.Work.wait)  # type: ignore[method-assign]
-    torch_private.wrap(_WAIT_TENSOR, _timed)
+    dist.Work.wait = _timed(dist.Work.wait, COMMUNICATION)  # type: ignore[method-assign]
+    torch_private.wrap(_WAIT_TENSOR, lambda wait: _timed(wait, COMMUNICATION_TP))
 
 
-def _timed(wait: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(wait: Callable[..., Any], phase: int) -> Callable[..., Any]:
     @functools.wraps(wait)
     def timed_wait(*args: Any, **options: Any) -> Any:
-        was = clock.begin(COMMUNICATION)
+        was = clock.begin(phase)
         try:
             return wait(*args, **options)
         finally:

@@ -17,7 +17,7 @@ import torch
 
 from paceline.clock.step_clock import (
     BACKWARD,
-    COMMUNICATION,
+    COMMUNICATION_PP,
     DATA,
     FORWARD,
     OPTIMIZER,
@@ -291,7 +291,7 @@ class Step:
         if strategy.runs_micro_batches:
             clock.enter(DATA)
             scheduled = _Scheduled(self, list(self._planned), loss_fn, reduction)
-            clock.enter(COMMUNICATION)  # the stages of this rank enter their own phases
+            clock.enter(COMMUNICATION_PP)  # the stages of this rank enter their own phases
             strategy.run_micro_batches(scheduled)
             clock.enter(OTHER)
             (record,) = self._records

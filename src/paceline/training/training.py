@@ -596,7 +596,8 @@ class Training:
             self.checkpoints.finish(self.job)
         context = self._context
         keeps = context.strategy.keeps_token_divisor
-        if context.count == "tokens" and word.totals[-1].count > 0 and not keeps:
+        counts = context.count == "tokens" and word.totals and word.totals[-1].count > 0
+        if counts and not keeps:
             # The count of the first optimizer; for the others any power of two gives the same bits.
             divisor = weight.next_token_divisor(word.totals[-1].count)
             for trained in context.optimizers:
