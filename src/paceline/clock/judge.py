@@ -1,0 +1,364 @@
+"""Says what limits a run, what to change, and how much faster it would be: a record in, findings out. Pure.
+
+The evidence is the seconds that each rank spends in each phase of a step: the median over windows, so that
+a pause in one of them changes nothing. The first window contains the warm-up and is left out. Ranks wait for
+each other in each step, so a step takes equally long on all of them:
+
+    step = own work of the slowest rank + communication that no overlap hides
+
+- What *every* rank waits is communication. What a rank waits beyond the rank that waits least is waiting for
+  a slower rank, and the rank that waits least is the slowest.
+- A rank without loader workers takes d seconds to produce its batches. w workers take d/w, at the same time
+  as the rest of the step. w workers that cannot follow are busy all the time, so d = w * step. A step cannot
+  take less than the CPU time of the ranks and workers of a host, divided by its cores.
+- Communication of n buckets and b bytes takes n * latency + b / bandwidth. Both are measured when the run
+  begins (`run["link"]`). Bucket i of n is sent at i/n of the backward, so the part that is not hidden is the
+  larger of n transfers less the backward after the first bucket, and the last transfer.
+- k micro-batches in a step communicate once, and update the weights once.
+
+Each cure is judged alone, and only told if it makes the steps at least 1.1 times as fast.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.clock.record import Record, Window
+from paceline.clock.step_clock import PHASES
+
+LEAST_GAIN = 1.1  # smaller ones are within the noise of a shared machine
+LEAST_WAIT_S = 1e-3  # per step; less is scheduler noise
+_LEAST_SHARE = 0.05  # of a step; what takes less is not judged
+_LEAST_WINDOWS = 3
+_MIB = 2**20
+_BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
+_MOST_ACCUMULATION = 4  # micro-batches; a much larger batch needs another learning rate
+_HIDDEN = 0.8  # workers are enough if they produce a batch in this share of the rest of a step
+_MOST_WORKERS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What limits a run, and what to change.
+
+    Args:
+        kind: "data", "collate", "communication", "buckets", "accumulation", "straggler", "checkpoint" or
+            "logging".
+        title: What was measured: "input-bound: 63 % of the step waits for data on all ranks".
+        cure: What to change: "Batches(..., workers=4)".
+        gain: Expected factor of the rate: 1.9 means 1.9 times as many samples per second.
+        details: How the gain was computed, and what else the cure changes; sentences.
+    """
+
+    kind: str
+    title: str
+    cure: str
+    gain: float
+    details: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.title}: {self.cure}, expected {self.gain:.2g}x"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A record, reduced to one step.
+
+    Args:
+        spent_s: By phase, the seconds of each rank in one step.
+        cpu_s: By rank, CPU seconds of one step, with loader workers; empty if unknown.
+        run: What describes the run; see `Record.run`.
+    """
+
+    spent_s: Mapping[str, Sequence[float]]
+    cpu_s: Sequence[float]
+    run: Mapping[str, Any]
+
+    @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(len(self.spent_s["data"]))
+
+    @property
+    def step_s(self) -> float:
+        """Length of a step."""
+        return statistics.fmean(
+            sum(spent[r] for spent in self.spent_s.values()) for r in self.ranks
+        )
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that every rank waits for."""
+        return min(self.spent_s["communication"])
+
+    def own_s(self, rank: int, without: Collection[str] = ()) -> float:
+        """What a rank does itself in a step, except in these phases."""
+        left_out = {*without, "communication"}
+        return sum(spent[rank] for phase, spent in self.spent_s.items() if phase not in left_out)
+
+
+def judge(record: Record) -> list[Finding]:
+    """What limits a run, the best gain first; empty if nothing does, or if the run was too short to tell."""
+    windows = _judged(record)
+    if not windows:
+        return []
+    evidence = reduce(windows, record.run)
+    found = [
+        *_straggler(evidence),
+        *_loading(evidence),
+        *_communication(evidence),
+        *_stalls(windows),
+    ]
+    return sorted((f for f in found if f.gain >= LEAST_GAIN), key=lambda f: -f.gain)
+
+
+def _judged(record: Record) -> list[Window]:
+    """The windows of the newest start, without its first."""
+    began = record.run.get("time", -math.inf)
+    windows = [window for window in record.windows if window.time >= began][1:]
+    ranks = windows[-1].num_ranks if windows else 0
+    windows = [window for window in windows if window.num_ranks == ranks]
+    return windows if len(windows) >= _LEAST_WINDOWS else []
+
+
+def reduce(windows: Sequence[Window], run: Mapping[str, Any]) -> Evidence:
+    """The medians of some windows with the same number of ranks."""
+    ranks = range(windows[0].num_ranks)
+    spent_s = {
+        phase: [statistics.median(w.per_step(phase, rank) for w in windows) for rank in ranks]
+        for phase in PHASES
+    }
+    cpu_s = []
+    if run.get("device") == "cpu":
+        cpu_s = [
+            statistics.median(w.busy[rank] * w.wall_s[rank] / w.steps for w in windows)
+            for rank in ranks
+        ]
+    return Evidence(spent_s, cpu_s, run)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text, with three digits."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _on(ranks: Sequence[int], everyone: Sequence[int]) -> str:
+    if len(ranks) == len(everyone):
+        return "on all ranks" if len(everyone) > 1 else ""
+    return f"on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+# --- a rank that the others wait for ---
+
+
+def _straggler(evidence: Evidence) -> Iterator[Finding]:
+    waits_s, ranks = evidence.spent_s["communication"], evidence.ranks
+    if len(ranks) < 2:
+        return
+    rank = min(ranks, key=lambda r: waits_s[r])
+    others = [r for r in ranks if r != rank]
+    wait_s = min(waits_s[r] for r in others) - waits_s[rank]
+    step_s = evidence.step_s
+    if wait_s < max(LEAST_WAIT_S, _LEAST_SHARE * step_s):
+        return
+    phase, here_s, there_s = slower_phase(
+        {p: s for p, s in evidence.spent_s.items() if p != "communication"}, rank
+    )
+    own_s = evidence.own_s(rank)
+    yield Finding(
+        kind="straggler",
+        title=slow_rank(f"rank {rank}", own_s / max(own_s - wait_s, 1e-9), wait_s, step_s),
+        cure=STRAGGLER_CURES[phase],
+        gain=step_s / (step_s - wait_s),
+        details=f"{phase} takes {duration(here_s)} on rank {rank}, {duration(there_s)} elsewhere. The gain "
+        "is that of a rank as fast as the next slowest.",
+    )
+
+
+def slow_rank(name: str, factor: float, wait_s: float, step_s: float) -> str:
+    """The sentence about a rank that the others wait for."""
+    return (
+        f"{name} takes {factor:.2f}x the time of the others: they wait {duration(wait_s)} for it in each "
+        f"step of {duration(step_s)}"
+    )
+
+
+def slower_phase(spent_s: Mapping[str, Sequence[float]], rank: int) -> tuple[str, float, float]:
+    """The phase in which a rank takes longer than the others: its name, seconds here, and elsewhere."""
+    here_s = {phase: values[rank] for phase, values in spent_s.items()}
+    there_s = {
+        phase: statistics.fmean(v for r, v in enumerate(values) if r != rank)
+        for phase, values in spent_s.items()
+    }
+    phase = max(here_s, key=lambda p: here_s[p] - there_s[p])
+    return phase, here_s[phase], there_s[phase]
+
+
+_CHECK_SHARE = (
+    "check whether it has larger or more samples than the others, or a larger part of the model"
+)
+STRAGGLER_CURES = {
+    "data": "load its samples in worker processes, or make them cheaper",
+    "copy": "check the link between host and device of this rank",
+    "forward": _CHECK_SHARE,
+    "backward": _CHECK_SHARE,
+    "optimizer": "check whether it updates more parameters than the others, or does more here",
+    "checkpoint": "save less often, in the background, or on all ranks together (paceline.Checkpoints)",
+    "evaluation": "evaluate on all ranks together (paceline.evaluate)",
+    "logging": "log less often, or in another thread",
+    "other": "do what only this rank does in the loop on all ranks, less often, or in another thread",
+}
+
+
+# --- loading ---
+
+
+def _loading(evidence: Evidence) -> Iterator[Finding]:
+    data_s, run, step_s = evidence.spent_s["data"], evidence.run, evidence.step_s
+    workers = run.get("workers")
+    if workers is None or min(data_s) < _LEAST_SHARE * step_s:
+        return  # if only some ranks wait, they are stragglers
+    # Seconds that one process needs for the batches of a step, by rank.
+    produce_s = [s if workers == 0 else workers * evidence.step_s for s in data_s]
+    rest_s = max(evidence.own_s(rank, {"data"}) for rank in evidence.ranks) + evidence.exposed_s
+    slowest_s = max(produce_s)
+    cores, local = run.get("cores", 1), run.get("local_world_size", len(evidence.ranks))
+    if evidence.cpu_s:
+        least_s = statistics.fmean(evidence.cpu_s) * local / cores
+    else:  # unknown: as if loading used a core all the time
+        least_s = slowest_s * local / cores
+    bound_s = max(rest_s, least_s)
+    wanted = math.ceil(slowest_s / (_HIDDEN * bound_s)) if bound_s > 0 else _MOST_WORKERS
+    wanted = min(max(wanted, workers + 1), _MOST_WORKERS)
+    new_s = max(bound_s, slowest_s / wanted)
+    waits = f"{_percent(statistics.fmean(data_s) / step_s)} of the step waits for data"
+    have = f", {workers} workers at 100 %" if workers else ""
+    details = (
+        f"Each rank needs {duration(slowest_s)} to produce the batches of a step, and the rest of the step "
+        f"takes {duration(rest_s)}."
+    )
+    if least_s > rest_s:
+        details += f" The {cores} cores of the host limit the gain."
+    yield Finding(
+        kind="data",
+        title=f"input-bound: {waits} {_on(evidence.ranks, evidence.ranks)}".rstrip() + have,
+        cure=f"Batches(..., workers={wanted})",
+        gain=step_s / new_s,
+        details=details,
+    )
+
+
+# --- communication ---
+
+
+def _communication(evidence: Evidence) -> Iterator[Finding]:
+    run, step_s, exposed_s = evidence.run, evidence.step_s, evidence.exposed_s
+    if len(evidence.ranks) < 2 or run.get("mesh") or run.get("strategy") not in ("DDP", "Packed"):
+        return
+    if exposed_s < max(LEAST_WAIT_S, _LEAST_SHARE * step_s):
+        return
+    title = f"communication-bound: {duration(exposed_s)} of {duration(step_s)} exposed"
+    yield from _buckets(evidence, title)
+    yield from _compression(evidence, title)
+    rare_s = exposed_s + statistics.fmean(evidence.spent_s["optimizer"])
+    k = _MOST_ACCUMULATION
+    batch = run.get("global_batch")
+    size = f"{k * batch}" if isinstance(batch, int) else f"{k} times as large"
+    micro = run.get("micro_batch")
+    yield Finding(
+        kind="accumulation",
+        title=title,
+        cure=f"Batches(..., global_batch={size}, micro_batch={_micro(run, micro)})",
+        gain=k * step_s / (k * (step_s - rare_s) + rare_s),
+        details=f"The ranks communicate once for {k} times as many samples. This changes the training: fewer "
+        "updates of the weights for an epoch, so the learning rate has to be chosen again.",
+    )
+
+
+def _micro(run: Mapping[str, Any], micro: Any) -> Any:
+    """The forward of a rank as it is now, which `micro_batch` may not limit."""
+    if not isinstance(micro, int) or not isinstance(run.get("global_batch"), int):
+        return "as it is"
+    return min(micro, -(-run["global_batch"] // int(run.get("data_ranks", 1))))
+
+
+def _buckets(evidence: Evidence, title: str) -> Iterator[Finding]:
+    run, link = evidence.run, evidence.run.get("link")
+    size, total = run.get("bucket_bytes"), run.get("gradient_bytes")
+    if not (link and size and total) or size >= total:
+        return
+    backward_s = statistics.fmean(evidence.spent_s["backward"])
+    options = {min(mib * _MIB, total): mib for mib in reversed(_BUCKETS_MIB) if mib * _MIB > size}
+    if not options:
+        return
+    times = {mib: _exposed_s(link, total, bytes_, backward_s) for bytes_, mib in options.items()}
+    best = min(times, key=lambda mib: times[mib])
+    count, step_s = -(-total // size), evidence.step_s
+    saved_s = evidence.exposed_s - times[best]
+    if saved_s <= 0:
+        return
+    yield Finding(
+        kind="buckets",
+        title=f"{title} in {count} buckets of {size / _MIB:.2g} MiB",
+        cure=f"ddp(..., bucket_mb={best})",
+        gain=step_s / (step_s - saved_s),
+        details=f"Latency {duration(link['latency_s'])}, bandwidth {link['bytes_per_s'] / 1e6:.3g} MB/s, "
+        "measured when the run began. On 3 and more ranks the last bits of a sum depend on the buckets.",
+    )
+
+
+def _exposed_s(link: Mapping[str, float], total: int, size: int, backward_s: float) -> float:
+    count = -(-total // size)
+    one_s = link["latency_s"] + total / count / link["bytes_per_s"]
+    return max(count * one_s - backward_s * (1 - 1 / count), one_s)
+
+
+def _compression(evidence: Evidence, title: str) -> Iterator[Finding]:
+    run, link = evidence.run, evidence.run.get("link")
+    total = run.get("gradient_bytes")
+    if not (link and total) or run.get("compress") or run.get("reproducible"):
+        return
+    size = min(run.get("bucket_bytes") or total, total)
+    last_s = link["latency_s"] + size / 2 / link["bytes_per_s"]
+    left_s = max(evidence.exposed_s - total / 2 / link["bytes_per_s"], last_s)
+    saved_s = evidence.exposed_s - left_s
+    if saved_s <= 0:
+        return
+    yield Finding(
+        kind="communication",
+        title=title,
+        cure='ddp(..., compress="bf16")',
+        gain=evidence.step_s / (evidence.step_s - saved_s),
+        details=f"It halves the {total / 1e6:.3g} MB of each step, at {link['bytes_per_s'] / 1e6:.3g} MB/s. "
+        "Gradients lose 16 of 24 bits of their mantissa before they are summed.",
+    )
+
+
+# --- stalls ---
+
+_STALLS = {
+    "checkpoint": 'Checkpoints(..., every_s="auto")',
+    "logging": "training.log(..., every_n=10)",
+}
+
+
+def _stalls(windows: Sequence[Window]) -> Iterator[Finding]:
+    wall_s = sum(sum(window.wall_s) for window in windows)
+    for phase, cure in _STALLS.items():
+        stall_s = sum(sum(window.spent_s[phase]) for window in windows)
+        if 0 < stall_s < wall_s:
+            yield Finding(
+                kind=phase,
+                title=f"{phase} takes {_percent(stall_s / wall_s)} of the time",
+                cure=cure,
+                gain=wall_s / (wall_s - stall_s),
+                details="The gain is that of a run without it.",
+            )

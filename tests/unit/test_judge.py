@@ -1,0 +1,160 @@
+"""The verdict on a record: bottlenecks are named with their gain, and a healthy run gets no advice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.clock.judge import judge
+from paceline.clock.record import Record, Window
+from paceline.clock.step_clock import PHASES
+
+RUN: dict[str, Any] = {
+    "time": 0.0,
+    "device": "cpu",
+    "cores": 8,
+    "world_size": 2,
+    "local_world_size": 2,
+    "data_ranks": 2,
+    "global_batch": 64,
+    "micro_batch": 64,
+    "workers": 0,
+    "strategy": "DDP",
+    "gradient_bytes": 40 * 2**20,
+    "bucket_bytes": 25 * 2**20,
+    "compress": False,
+}
+HEALTHY = {
+    "data": 0.002,
+    "forward": 0.03,
+    "backward": 0.06,
+    "communication": 0.003,
+    "optimizer": 0.005,
+}
+
+
+def record(*ranks: dict[str, float], windows: int = 6, busy: float = 0.9, **run: Any) -> Record:
+    """Of a run in which a rank spends these seconds in the phases of a step."""
+    made = []
+    for number in range(windows):
+        spent = {p: [10 * rank.get(p, 0.0) for rank in ranks] for p in PHASES}
+        if not number:  # the warm-up
+            spent["forward"] = [10 * s for s in spent["forward"]]
+        made.append(
+            Window(
+                step=10 * (number + 1),
+                steps=10,
+                time=1.0 + number,
+                samples=640,
+                wall_s=[sum(spent[p][r] for p in PHASES) for r in range(len(ranks))],
+                spent_s=spent,
+                memory_bytes=[1e9] * len(ranks),
+                busy=[busy] * len(ranks),
+            )
+        )
+    return Record(runs=[RUN | run], windows=made)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_healthy_run_gets_no_advice(ranks: int) -> None:
+    assert judge(record(*[HEALTHY] * ranks)) == []
+
+
+def test_a_run_that_is_too_short_gets_none() -> None:
+    slow = HEALTHY | {"data": 0.2}
+    assert judge(record(slow, slow, windows=3)) == []
+    assert judge(record(slow, slow, windows=4)) != []
+    assert judge(Record(runs=[], windows=[])) == []
+
+
+def test_only_the_newest_start_is_judged() -> None:
+    slow = HEALTHY | {"data": 0.2}
+    assert judge(record(slow, slow, time=3.5)) == []
+    assert judge(record(slow, slow, time=2.5)) != []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_without_workers_the_gain_is_that_of_loading_ahead(ranks: int) -> None:
+    (found,) = judge(record(*[HEALTHY | {"data": 0.2}] * ranks))
+    assert found.kind == "data"
+    assert found.title == "input-bound: 67 % of the step waits for data" + " on all ranks" * (
+        ranks > 1
+    )
+    assert found.cure == "Batches(..., workers=3)"  # 67 ms each, behind 98 ms
+    assert found.gain == pytest.approx(0.298 / 0.098)
+    assert str(found).endswith("workers=3), expected 3x")
+
+
+def test_workers_at_100_percent_need_more() -> None:
+    slow = {"data": 0.063, "forward": 0.037}  # two workers produce a batch in 200 ms
+    found = judge(record(slow, slow, workers=2, busy=0.3))[0]
+    assert "63 % of the step waits for data on all ranks, 2 workers at 100 %" in found.title
+    assert found.cure == "Batches(..., workers=7)"
+    assert found.gain == pytest.approx(0.1 / 0.037)
+
+
+def test_cores_limit_the_gain_of_workers() -> None:
+    slow = HEALTHY | {"data": 0.2}
+    found = judge(record(slow, slow, cores=2, busy=0.6))[0]  # 0.6 of each core already
+    assert found.gain == pytest.approx(1 / 0.6)
+    assert "2 cores" in found.details
+    assert judge(record(slow, slow, cores=2, busy=1.0)) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("phase", ["data", "forward", "other"])
+def test_a_slow_rank_is_named_with_its_phase(ranks: int, phase: str) -> None:
+    waiting = HEALTHY | {"communication": 0.053}
+    slow = HEALTHY | {phase: HEALTHY.get(phase, 0.0) + 0.05}
+    first = judge(record(*[waiting] * (ranks - 1), slow))[0]
+    assert first.kind == "straggler"
+    assert first.title.startswith(
+        f"rank {ranks - 1} takes 1.52x the time of the others: they wait 50 ms"
+    )
+    assert first.details.startswith(f"{phase} takes ")
+    assert first.gain == pytest.approx(0.15 / 0.1)
+
+
+SLOW_LINK = HEALTHY | {"communication": 0.1}
+
+
+def test_accumulation_communicates_less_often() -> None:
+    found = judge(record(SLOW_LINK, SLOW_LINK))
+    assert [f.kind for f in found] == ["accumulation"]
+    assert found[0].title == "communication-bound: 100 ms of 197 ms exposed"
+    assert found[0].cure == "Batches(..., global_batch=256, micro_batch=32)"
+    assert found[0].gain == pytest.approx(4 * 0.197 / (4 * 0.092 + 0.105))
+    assert "learning rate" in found[0].details
+
+
+def test_compression_halves_the_transfer() -> None:
+    link = {"latency_s": 1e-3, "bytes_per_s": 400e6}  # 42 MB in 105 ms
+    found = {f.kind: f for f in judge(record(SLOW_LINK, SLOW_LINK, link=link))}
+    assert set(found) == {"accumulation", "communication"}
+    assert found["communication"].cure == 'ddp(..., compress="bf16")'
+    assert found["communication"].gain == pytest.approx(0.197 / (0.197 - 20 * 2**20 / 400e6))
+    compressed = judge(record(SLOW_LINK, SLOW_LINK, link=link, compress=True))
+    assert [f.kind for f in compressed] == ["accumulation"]
+
+
+def test_small_buckets_pay_the_latency_of_each() -> None:
+    link = {"latency_s": 5e-3, "bytes_per_s": 2e9}
+    found = judge(
+        record(SLOW_LINK, SLOW_LINK, link=link, bucket_bytes=2**20, gradient_bytes=30 * 2**20)
+    )
+    assert [f.kind for f in found][:2] == ["buckets", "accumulation"]
+    assert found[0].title.endswith("100 ms of 197 ms exposed in 30 buckets of 1 MiB")
+    assert found[0].gain > 1.7
+
+
+def test_other_layouts_get_no_advice_about_ddp() -> None:
+    for run in ({"strategy": ""}, {"mesh": "Mesh(tp=2)"}):
+        assert judge(record(SLOW_LINK, SLOW_LINK, **run)) == []
+
+
+def test_stalls_are_means() -> None:
+    saving = HEALTHY | {"checkpoint": 0.1}
+    (found,) = judge(record(saving, saving))
+    assert found.kind == "checkpoint"
+    assert found.gain == pytest.approx(0.2 / 0.1)
