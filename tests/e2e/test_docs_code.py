@@ -201,6 +201,14 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
         NotRun("needs mpiexec: tests/dist/test_mpi.py starts jobs with it"),
         NotRun("needs mpiexec: tests/dist/test_mpi.py starts jobs with it"),
     ],
+    "howto/notebooks.md": [
+        Run(
+            "# block\nassert results == [0, 1]",
+            old="...  # as in a script, with the job that `paceline.join` would return",
+            new="return job.rank",
+        ),
+        Run("train = lambda job: None\n# block"),
+    ],
     "howto/parameter_server.md": [
         NotRun("several programs at once: test_the_example of tests/dist/test_parameter_server.py"),
         NotRun("several programs at once: test_the_example of tests/dist/test_parameter_server.py"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TextIO
 
 import cloudpickle
 import psutil
@@ -39,6 +40,7 @@ from paceline.watch.crash import Error, RankOutcome, find_first_failure
 
 _GRACE_S = 5.0
 _DUMP_S = 2.0
+_LONG_LINE = 2000  # characters; a longer line without an end is cut
 # Makes a rank write its stacks. Nothing else uses this signal, and no terminal sends it.
 _DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGQUIT)
 _main_hidden = threading.Lock()
@@ -151,6 +153,10 @@ def run_outcomes(
             stack_end.close()
             ranks.append(_Rank(process, ours, stack))
         return _collect(ranks, deadline_s)
+    except BaseException:
+        for each in ranks:
+            each.process.kill()
+        raise
     finally:
         for each in ranks:
             each.end()
@@ -248,6 +254,7 @@ def _serve(
         int(environ.get("OMP_NUM_THREADS", 0))
         or max(1, usable_cores() // int(environ["WORLD_SIZE"]))
     )
+    sys.stdout, sys.stderr = _Lines(sys.stdout, rank), _Lines(sys.stderr, rank)
     outcome = Outcome(rank)
     try:
         function, args = cloudpickle.loads(payload)
@@ -260,7 +267,57 @@ def _serve(
     pipe.send_bytes(_pack(outcome))
     pipe.close()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if isinstance(stream, _Lines):
+            stream.finish()
+
+
+class _Lines(io.TextIOBase):
+    """The output of a rank: whole lines, so that those of several ranks do not mix.
+
+    Lines of rank 0 are as they are; those of other ranks begin with "[1] ", as under `paceline run`. A line
+    without an end is written when the rank ends, or when it is very long.
+    """
+
+    def __init__(self, stream: TextIO, rank: int) -> None:
+        self._stream = stream
+        self._prefix = f"[{rank}] " if rank else ""
+        self._partial = ""
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        """Write the lines that are complete."""
+        with self._lock:
+            *lines, self._partial = (self._partial + text).split("\n")
+            if len(self._partial) > _LONG_LINE:
+                lines, self._partial = [*lines, self._partial], ""
+            if lines:
+                # One call: the kernel does not mix what several processes write to a pipe, up to 4 KiB.
+                self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
+                self._stream.flush()
+        return len(text)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        if self._partial:
+            self.write("\n")
+
+    def fileno(self) -> int:
+        """The file that it writes to."""
+        return self._stream.fileno()
+
+    @property
+    def buffer(self) -> Any:
+        """The stream of bytes below, whose output is not cut into lines."""
+        return self._stream.buffer
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """As of the stream below."""
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        """A progress bar needs the terminal for itself, which several ranks share."""
+        return False
 
 
 def _pack(outcome: Outcome) -> bytes:
