@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +35,13 @@ HEALTHY = {
 }
 
 
-def record(*ranks: dict[str, float], windows: int = 6, busy: float = 0.9, **run: Any) -> Record:
+def record(
+    *ranks: dict[str, float],
+    windows: int = 6,
+    busy: float = 0.9,
+    collate_s: float = 0.0,
+    **run: Any,
+) -> Record:
     """Of a run in which a rank spends these seconds in the phases of a step."""
     made = []
     for number in range(windows):
@@ -51,6 +58,8 @@ def record(*ranks: dict[str, float], windows: int = 6, busy: float = 0.9, **run:
                 spent_s=spent,
                 memory_bytes=[1e9] * len(ranks),
                 busy=[busy] * len(ranks),
+                cores=[busy] * len(ranks),
+                collate_s=[10 * collate_s] * len(ranks),
             )
         )
     return Record(runs=[RUN | run], windows=made)
@@ -84,6 +93,20 @@ def test_without_workers_the_gain_is_that_of_loading_ahead(ranks: int) -> None:
     assert found.cure == "Batches(..., workers=3)"  # 67 ms each, behind 98 ms
     assert found.gain == pytest.approx(0.298 / 0.098)
     assert str(found).endswith("workers=3), expected 3x")
+
+
+def test_a_slow_collate_function_is_named() -> None:
+    slow = HEALTHY | {"data": 0.2}
+    found = judge(record(slow, slow, collate_s=0.15))[0]
+    assert found.kind == "collate"
+    assert "waits for data on all ranks, 75 % of that in the collate function" in found.title
+
+
+def test_a_file_of_an_older_version_is_judged() -> None:
+    slow = HEALTHY | {"data": 0.2}
+    old = record(slow, slow)
+    old.windows[:] = [replace(w, cores=[], collate_s=[]) for w in old.windows]
+    assert judge(old)[0].kind == "data"
 
 
 def test_workers_at_100_percent_need_more() -> None:

@@ -145,7 +145,7 @@ def _rows(fake: FakeTime, ranks: int) -> list[list[float]]:
         _pass(fake, 10 * (rank + 1))
         clock.enter(OTHER)
         clock.end_step()
-        rows.append(record.pack(clock.take(), rank, 1000.0 + rank, 0.5))
+        rows.append(record.pack(clock.take(), rank, 1000.0 + rank, 0.5, 1.5))
     return rows
 
 

@@ -22,13 +22,13 @@ Each cure is judged alone, and only told if it makes the steps at least 1.1 time
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any
 
 from paceline.clock.record import Record, Window
-from paceline.clock.step_clock import PHASES
+from paceline.clock.step_clock import PHASES, WAITS
 
 LEAST_GAIN = 1.1  # smaller ones are within the noise of a shared machine
 LEAST_WAIT_S = 1e-3  # per step; less is scheduler noise
@@ -39,6 +39,7 @@ _BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
 _MOST_ACCUMULATION = 4  # micro-batches; a much larger batch needs another learning rate
 _HIDDEN = 0.8  # workers are enough if they produce a batch in this share of the rest of a step
 _MOST_WORKERS = 16
+_MOSTLY = 0.5  # of the loading in the collate function, so that it is named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +72,13 @@ class Evidence:
     Args:
         spent_s: By phase, the seconds of each rank in one step.
         cpu_s: By rank, CPU seconds of one step, with loader workers; empty if unknown.
+        collate_s: By rank, seconds in the collate function; empty if unknown.
         run: What describes the run; see `Record.run`.
     """
 
     spent_s: Mapping[str, Sequence[float]]
     cpu_s: Sequence[float]
+    collate_s: Sequence[float]
     run: Mapping[str, Any]
 
     @property
@@ -86,9 +89,7 @@ class Evidence:
     @property
     def step_s(self) -> float:
         """Length of a step."""
-        return statistics.fmean(
-            sum(spent[r] for spent in self.spent_s.values()) for r in self.ranks
-        )
+        return fmean(sum(spent[r] for spent in self.spent_s.values()) for r in self.ranks)
 
     @property
     def exposed_s(self) -> float:
@@ -97,8 +98,12 @@ class Evidence:
 
     def own_s(self, rank: int, without: Collection[str] = ()) -> float:
         """What a rank does itself in a step, except in these phases."""
-        left_out = {*without, "communication"}
+        left_out = {*without, *WAITS}
         return sum(spent[rank] for phase, spent in self.spent_s.items() if phase not in left_out)
+
+    def wait_s(self, rank: int) -> float:
+        """What a rank waits for the others in a step."""
+        return sum(self.spent_s[phase][rank] for phase in WAITS)
 
 
 def judge(record: Record) -> list[Finding]:
@@ -129,16 +134,16 @@ def reduce(windows: Sequence[Window], run: Mapping[str, Any]) -> Evidence:
     """The medians of some windows with the same number of ranks."""
     ranks = range(windows[0].num_ranks)
     spent_s = {
-        phase: [statistics.median(w.per_step(phase, rank) for w in windows) for rank in ranks]
+        phase: [median(w.per_step(phase, rank) for w in windows) for rank in ranks]
         for phase in PHASES
     }
-    cpu_s = []
-    if run.get("device") == "cpu":
+    cpu_s, collate_s = [], []
+    if all(w.cores and w.collate_s for w in windows):
         cpu_s = [
-            statistics.median(w.busy[rank] * w.wall_s[rank] / w.steps for w in windows)
-            for rank in ranks
+            median(w.cores[rank] * w.wall_s[rank] / w.steps for w in windows) for rank in ranks
         ]
-    return Evidence(spent_s, cpu_s, run)
+        collate_s = [median(w.collate_s[rank] / w.steps for w in windows) for rank in ranks]
+    return Evidence(spent_s, cpu_s, collate_s, run)
 
 
 def _percent(share: float) -> str:
@@ -150,19 +155,14 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _on(ranks: Sequence[int], everyone: Sequence[int]) -> str:
-    if len(ranks) == len(everyone):
-        return "on all ranks" if len(everyone) > 1 else ""
-    return f"on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-
-
 # --- a rank that the others wait for ---
 
 
 def _straggler(evidence: Evidence) -> Iterator[Finding]:
-    waits_s, ranks = evidence.spent_s["communication"], evidence.ranks
+    ranks = evidence.ranks
     if len(ranks) < 2:
         return
+    waits_s = [evidence.wait_s(rank) for rank in ranks]
     rank = min(ranks, key=lambda r: waits_s[r])
     others = [r for r in ranks if r != rank]
     wait_s = min(waits_s[r] for r in others) - waits_s[rank]
@@ -170,7 +170,7 @@ def _straggler(evidence: Evidence) -> Iterator[Finding]:
     if wait_s < max(LEAST_WAIT_S, _LEAST_SHARE * step_s):
         return
     phase, here_s, there_s = slower_phase(
-        {p: s for p, s in evidence.spent_s.items() if p != "communication"}, rank
+        {p: s for p, s in evidence.spent_s.items() if p not in WAITS}, rank
     )
     own_s = evidence.own_s(rank)
     yield Finding(
@@ -195,7 +195,7 @@ def slower_phase(spent_s: Mapping[str, Sequence[float]], rank: int) -> tuple[str
     """The phase in which a rank takes longer than the others: its name, seconds here, and elsewhere."""
     here_s = {phase: values[rank] for phase, values in spent_s.items()}
     there_s = {
-        phase: statistics.fmean(v for r, v in enumerate(values) if r != rank)
+        phase: fmean(v for r, v in enumerate(values) if r != rank)
         for phase, values in spent_s.items()
     }
     phase = max(here_s, key=lambda p: here_s[p] - there_s[p])
@@ -232,14 +232,14 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     slowest_s = max(produce_s)
     cores, local = run.get("cores", 1), run.get("local_world_size", len(evidence.ranks))
     if evidence.cpu_s:
-        least_s = statistics.fmean(evidence.cpu_s) * local / cores
+        least_s = fmean(evidence.cpu_s) * local / cores
     else:  # unknown: as if loading used a core all the time
         least_s = slowest_s * local / cores
     bound_s = max(rest_s, least_s)
     wanted = math.ceil(slowest_s / (_HIDDEN * bound_s)) if bound_s > 0 else _MOST_WORKERS
     wanted = min(max(wanted, workers + 1), _MOST_WORKERS)
     new_s = max(bound_s, slowest_s / wanted)
-    waits = f"{_percent(statistics.fmean(data_s) / step_s)} of the step waits for data"
+    waits = f"{_percent(fmean(data_s) / step_s)} of the step waits for data"
     have = f", {workers} workers at 100 %" if workers else ""
     details = (
         f"Each rank needs {duration(slowest_s)} to produce the batches of a step, and the rest of the step "
@@ -247,9 +247,14 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     )
     if least_s > rest_s:
         details += f" The {cores} cores of the host limit the gain."
+    if len(evidence.ranks) > 1:
+        waits += " on all ranks"
+    in_collate = fmean(evidence.collate_s or [0.0]) / fmean(data_s)
+    if in_collate > _MOSTLY:
+        waits += f", {_percent(in_collate)} of that in the collate function"
     yield Finding(
-        kind="data",
-        title=f"input-bound: {waits} {_on(evidence.ranks, evidence.ranks)}".rstrip() + have,
+        kind="collate" if in_collate > _MOSTLY else "data",
+        title=f"input-bound: {waits}{have}",
         cure=f"Batches(..., workers={wanted})",
         gain=step_s / new_s,
         details=details,
@@ -268,7 +273,7 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
     title = f"communication-bound: {duration(exposed_s)} of {duration(step_s)} exposed"
     yield from _buckets(evidence, title)
     yield from _compression(evidence, title)
-    rare_s = exposed_s + statistics.fmean(evidence.spent_s["optimizer"])
+    rare_s = exposed_s + fmean(evidence.spent_s["optimizer"])
     k = _MOST_ACCUMULATION
     batch = run.get("global_batch")
     size = f"{k * batch}" if isinstance(batch, int) else f"{k} times as large"
@@ -295,7 +300,7 @@ def _buckets(evidence: Evidence, title: str) -> Iterator[Finding]:
     size, total = run.get("bucket_bytes"), run.get("gradient_bytes")
     if not (link and size and total) or size >= total:
         return
-    backward_s = statistics.fmean(evidence.spent_s["backward"])
+    backward_s = fmean(evidence.spent_s["backward"])
     options = {min(mib * _MIB, total): mib for mib in reversed(_BUCKETS_MIB) if mib * _MIB > size}
     if not options:
         return

@@ -1,6 +1,7 @@
 """`clock.jsonl`: where the time of a run went, on every rank. Rank 0 writes it, and this file reads it.
 
 Each line is a JSON object. A line with "run" describes the run; it comes first, and again after each restart.
+A line with "link" belongs to it, and has what was measured of the connection between the ranks.
 A line with "spent_s" is a window: some steps in a row, about a second of them.
 """
 
@@ -20,7 +21,7 @@ from paceline.errors import ConfigError
 FILE = "clock.jsonl"
 _SPAN_RANKS = 8  # ranks whose phases of a step are kept
 _SPANS = 32  # of one step
-_HEAD = 4  # numbers before the phases: steps, memory, busy, beginning
+_HEAD = 6  # numbers before the phases: steps, memory, busy, cores, collate, beginning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,10 @@ class Window:
         memory_bytes: By rank: of the device, or of the process on the CPU.
         busy: By rank: the share of time that the GPU was busy (-1 if unknown), or the number of cores
             that it used.
+        cores: By rank: the number of cores that the process and its loader workers used. Empty in files of
+            an older version.
+        collate_s: By rank: the seconds of the phase "data" that the collate function took. 0 with loader
+            workers; empty in files of an older version.
         spans: By rank, the phases of the first step: (phase, begin, seconds). `begin` is in seconds since the
             epoch. Only of the first ranks.
     """
@@ -49,6 +54,8 @@ class Window:
     spent_s: dict[str, list[float]]
     memory_bytes: list[float]
     busy: list[float]
+    cores: list[float] = field(default_factory=list)
+    collate_s: list[float] = field(default_factory=list)
     spans: list[list[tuple[str, float, float]]] = field(default_factory=list)
 
     @property
@@ -92,9 +99,10 @@ def row_size(rank: int) -> int:
     return _HEAD + len(PHASES) + (2 * _SPANS if rank < _SPAN_RANKS else 0)
 
 
-def pack(times: Times, rank: int, memory_bytes: float, busy: float) -> list[float]:
+def pack(times: Times, rank: int, memory_bytes: float, busy: float, cores: float) -> list[float]:
     """What a rank sends to rank 0 about a window, as numbers, so that it can travel in a sum over ranks."""
-    row = [times.steps, memory_bytes, busy, times.began_ns / 1e9, *times.spent_s]
+    row = [times.steps, memory_bytes, busy, cores, times.collate_s, times.began_ns / 1e9]
+    row += times.spent_s
     if rank < _SPAN_RANKS:
         spans = times.spans[:_SPANS]
         row += [number for s in spans for number in (s.phase + 1, (s.end_ns - s.begin_ns) / 1e9)]
@@ -115,9 +123,11 @@ def line_of(rows: Sequence[Sequence[float]], time: float, samples: int) -> dict[
         },
         "memory_bytes": [int(row[1]) for row in rows],
         "busy": [round(row[2], 3) for row in rows],
+        "cores": [round(row[3], 3) for row in rows],
+        "collate_s": [round(row[4], 6) for row in rows],
     }
     if any(rows[0][ends:]):
-        line["spans"] = [_spans_of(row[3], row[ends:]) for row in rows[:_SPAN_RANKS]]
+        line["spans"] = [_spans_of(row[5], row[ends:]) for row in rows[:_SPAN_RANKS]]
     return line
 
 
@@ -151,14 +161,21 @@ def read_record(folder: str | Path) -> Record:
             entry = json.loads(line)
             if "run" in entry:
                 runs.append(dict(entry["run"]) | {"step": int(entry["step"])})
+            elif "link" in entry:
+                runs[-1]["link"] = {name: float(n) for name, n in entry["link"].items()}
             else:
-                windows.append(_read_window(entry))
-        except (ValueError, KeyError, TypeError, AttributeError):
+                windows.append(read_window(entry))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             skipped += 1
     return Record(runs=runs, windows=windows, skipped=skipped)
 
 
-def _read_window(entry: Mapping[str, Any]) -> Window:
+def read_window(entry: Mapping[str, Any]) -> Window:
+    """The window of a line.
+
+    Raises:
+        ValueError, KeyError, TypeError: the line has another form.
+    """
     ranks = len(entry["memory_bytes"])
     found = {phase: [float(s) for s in entry["spent_s"].get(phase, ())] for phase in PHASES}
     spent = {phase: values or [0.0] * ranks for phase, values in found.items()}
@@ -175,6 +192,8 @@ def _read_window(entry: Mapping[str, Any]) -> Window:
         spent_s=spent,
         memory_bytes=[float(b) for b in entry["memory_bytes"]],
         busy=[float(b) for b in entry["busy"]],
+        cores=[float(n) for n in entry.get("cores", ())],
+        collate_s=[float(s) for s in entry.get("collate_s", ())],
         spans=[
             [(str(p), float(at), float(s)) for p, at, s in rank] for rank in entry.get("spans", ())
         ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from paceline import log
 from paceline.clock import record
+from paceline.clock.judge import judge
 from paceline.clock.step_clock import clock
 from paceline.errors import ConfigError, refuse_different_values
 from paceline.job import collectives
@@ -30,6 +32,8 @@ from paceline.metrics.usage import Usage, gpu_use
 
 _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
 _CLOCK_WINDOW_S = 1.0  # from one line of clock.jsonl to the next
+_MOST_KEPT = 2000  # rows of ranks that are kept for the advice, each of about 1 KB
+_LEAST_KEPT = 10  # windows
 _RANKS_PER_S = 128  # with more ranks it takes longer, so that the file does not grow faster
 
 _OWN_NAMES = ("step", "epoch", "time_s")
@@ -60,6 +64,10 @@ class Report:
         )
         self._has_asked = False  # for the next line; `measure` answers
         self._usage = Usage(job.device)
+        self._run: dict[str, Any] = {}  # the line in clock.jsonl that describes this run
+        # The newest ones, for the advice at the end.
+        kept = max(_LEAST_KEPT, _MOST_KEPT // job.world_size)
+        self._windows: deque[record.Window] = deque(maxlen=kept)
 
     def open(
         self,
@@ -126,8 +134,9 @@ class Report:
                 self._began -= self._lines.rewind(step)  # time continues from the last line
                 assert self._clock_lines is not None
                 self._clock_lines.rewind(step)
-                run = {"time": time.time(), "total_steps": total, **facts()}
-                self._clock_lines.log(step, {"run": run})
+                self._run = {"time": time.time(), "total_steps": total, **facts()}
+                self._windows.clear()
+                self._clock_lines.log(step, {"run": self._run})
             except OSError as error:
                 raise ConfigError(
                     f"metrics.jsonl cannot be written: {error}.",
@@ -197,10 +206,16 @@ class Report:
         self._measured_samples, self._clock_samples = self._clock_samples, 0
         return record.pack(clock.take(), self._job.rank, *self._usage.measure())
 
+    def write_link(self, step: int, link: Mapping[str, float]) -> None:
+        """Write what was measured of the connection between the ranks."""
+        self._run["link"] = link
+        self._write_line(step, {"link": link}, self._clock_lines)
+
     def write_times(self, step: int, rows: list[list[float]]) -> None:
         """Write where the time of the steps up to `step` went, from the rows of all ranks."""
         line = record.line_of(rows, time.time(), self._measured_samples)
         if line["steps"]:
+            self._windows.append(record.read_window({"step": step, **line}))
             self._write_line(step, line, self._clock_lines)
 
     def _write_line(self, step: int, line: Mapping[str, Any], lines: JSONLines | None) -> None:
@@ -221,6 +236,12 @@ class Report:
         for lines in (self._lines, self._clock_lines):
             if lines is not None:
                 lines.close()
+
+    def advise(self) -> None:
+        """Log what limited the run most, if anything did. Rank 0 has the evidence, with a folder."""
+        found = judge(record.Record(runs=[self._run], windows=list(self._windows)))
+        if found:
+            log.logger.info("advice: %s.", found[0])
 
     def close(self) -> None:
         """Close all destinations, at the end of the job."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import multiprocessing
 import time
 
 import torch
@@ -21,23 +23,41 @@ class Usage:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began, self._cpu_s = time.perf_counter(), time.process_time()
+        self._workers_s: dict[int, float] = {}  # by process id
 
-    def measure(self) -> tuple[float, float]:
-        """Bytes of memory in use, and how busy it was since the last call.
+    def measure(self) -> tuple[float, float, float]:
+        """Bytes of memory in use, how busy the device was since the last call, and the cores in use.
 
-        On a GPU that is the memory that torch has allocated, and the share of time in which a kernel ran (-1
-        if NVML does not tell). On the CPU it is the resident memory, and the number of cores that were used.
+        On a GPU the first two are the memory that torch has allocated, and the share of time in which a
+        kernel ran (-1 if NVML does not tell). On the CPU they are the resident memory, and the number of
+        cores that this process used. The third is the number of cores of this process and its loader workers.
         """
         now, cpu_s = time.perf_counter(), time.process_time()
-        cores = (cpu_s - self._cpu_s) / max(now - self._began, 1e-9)
+        passed_s = max(now - self._began, 1e-9)
+        own = (cpu_s - self._cpu_s) / passed_s
+        cores = own + self._measure_workers() / passed_s
         self._began, self._cpu_s = now, cpu_s
         if self._device.type == "cuda":
             percent = gpu_use(self._device).get("gpu_busy_percent")
             share = -1.0 if percent is None else percent / 100
-            return float(torch.cuda.memory_allocated(self._device)), share
+            return float(torch.cuda.memory_allocated(self._device)), share, cores
         import psutil
 
-        return float(psutil.Process().memory_info().rss), cores
+        return float(psutil.Process().memory_info().rss), own, cores
+
+    def _measure_workers(self) -> float:
+        """CPU seconds of the processes that multiprocessing has started, since the last call."""
+        children = [c.pid for c in multiprocessing.active_children() if c.pid is not None]
+        if not children:
+            return 0.0
+        import psutil
+
+        before, self._workers_s = self._workers_s, {}
+        for pid in children:
+            with contextlib.suppress(psutil.Error):  # it has ended in the meantime
+                used = psutil.Process(pid).cpu_times()
+                self._workers_s[pid] = used.user + used.system
+        return sum(used_s - before.get(pid, 0.0) for pid, used_s in self._workers_s.items())
 
 
 @functools.cache

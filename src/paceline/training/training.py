@@ -31,6 +31,7 @@ from paceline import log
 from paceline.checkpoint import codec
 from paceline.checkpoint.export import write_file
 from paceline.checkpoint.manager import Checkpoints
+from paceline.clock.link import measure_link
 from paceline.clock.step_clock import CHECKPOINT, LOGGING, clock
 from paceline.clock.waits import watch_waits
 from paceline.data.batches import Batches
@@ -150,7 +151,8 @@ class Training:
         self._last: PlannedStep | None = None
         self._kept: dict[str, Any] = {}
         self._report = Report(job)
-        self._context.control.measure = self._report.measure
+        self._context.control.measure = self._measure
+        self._link: dict[str, float] | None = None
         self._stopping = self._preempted = False
         # The step in progress (`_is_in_loop` is True), or the last step if the loop was left early.
         self._open: tuple[Step, PlannedStep] | None = None
@@ -551,6 +553,17 @@ class Training:
             "python": platform.python_version(),
         }
 
+    def _measure(self) -> list[float]:
+        """This rank's row about where its time went. All ranks call it after the same step."""
+        group = self.job.data.group
+        reduces = isinstance(self._context.strategy, PackedStrategy | DDPStrategy)
+        if self._link is None and group is not None and reduces:
+            gradient_bytes = sum(p.nbytes for t in self._context.optimizers for p in t.parameters)
+            with clock.during(LOGGING):
+                self._link = measure_link(group, self.job.device, gradient_bytes)
+            self._report.write_link(self.number, self._link)
+        return self._report.measure()
+
     def _commit(self, step: Step, planned: PlannedStep, *, now: bool, is_last: bool) -> None:
         """End a step: exchange what is due, compare replicas, save. All ranks call it."""
         if self.job.peers is not None:
@@ -619,6 +632,7 @@ class Training:
         else:
             refuse_non_finite_weights(self.job, self.models, self.number)
         self._report.end()
+        self._report.advise()
         for trained in self._context.optimizers:
             trained.schedule.refuse_no_metric()
 
