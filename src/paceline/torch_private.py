@@ -47,6 +47,12 @@ NAMES = (
         since="2.11",
         without="a failed job destroys its process group the public way, which may take its timeout",
     ),
+    PrivateName(
+        "torch.distributed.distributed_c10d._get_default_store",
+        why="the store of a process group that Ray Train has made is nowhere else",
+        since="2.11",
+        without="paceline.join refuses the process group of Ray Train",
+    ),
     # shm
     PrivateName(
         "torch.distributed.ProcessGroup._allgather_base",

@@ -223,6 +223,7 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
         Run("model = torch.nn.Linear(20, 4)\n# block\nassert 0 <= correct <= 64"),
     ],
     "howto/precision.md": [Run("model = torch.nn.Linear(20, 4)\n# block")],
+    "howto/ray.md": [NotRun("needs ray: tests/e2e/test_ray.py runs such a program")],
     "howto/testing.md": [Run("# block\ntest_total()")],
     "howto/trainer.md": [
         Run(old="epochs=10", new="epochs=2"),

@@ -7,6 +7,7 @@ nothing waits for peers: the rank reports the failure, closes its connections, a
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import itertools
 import os
@@ -30,7 +31,7 @@ from paceline.errors import (
     rank_location,
     refuse_different_values,
 )
-from paceline.job import current_step, environment, failures, rendezvous, store_exchange
+from paceline.job import current_step, environment, failures, ray, rendezvous, store_exchange
 from paceline.job.devices import choose_backend, choose_device
 from paceline.job.failures import Peers
 from paceline.job.malloc import keep_freed_memory
@@ -52,7 +53,7 @@ class Job:
         device: where this rank computes; it is the current device already.
         seed: the source of all randomness of the job; equal on all ranks.
         timeout_s: how long a collective may wait, in seconds.
-        launcher: "torchrun" (or `paceline run`), "mpi", "slurm" or "none".
+        launcher: "torchrun" (or `paceline run`), "mpi", "slurm", "ray" or "none".
         restarts: how often the launcher has restarted the job.
         mesh: the degrees of parallelism; None if `join` got no mesh.
         data: the ranks that samples are split over.
@@ -324,6 +325,9 @@ def join(
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s must be more than 0, got {timeout_s}.")
     info = environment.read(os.environ)
+    store = ray.take_store()
+    if store is not None:
+        info = dataclasses.replace(info, launcher="ray")
     if info.world_size > 1 and dist.is_available() and dist.is_initialized():
         raise ConfigError(
             "this process has a process group already.",
@@ -347,7 +351,7 @@ def join(
         _seed_everything(seed)
         current_step.step, current_step.stage = 0, None
         if info.world_size > 1:
-            _connect(job, info, chosen_backend)
+            _connect(job, info, chosen_backend, store)
     except BaseException as error:
         job.abandon(error)
         raise
@@ -361,14 +365,14 @@ def current() -> Job | None:
     return job if job is not None and job.alive else None
 
 
-def _connect(job: Job, info: environment.RankInfo, backend: str) -> None:
+def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Store | None) -> None:
     if job.one_host:
         # Otherwise Gloo resolves the host name, which may take half a second or give another host.
         job.set_variable("GLOO_SOCKET_IFNAME", "lo")
     elif info.master is not None and (route := route_to(info.master.rpartition(":")[0])):
         for name, interface in interface_variables(route, os.environ).items():
             job.set_variable(name, interface)
-    job.store = rendezvous.meet(info, timeout_s=job.timeout_s)
+    job.store = rendezvous.meet(info, timeout_s=job.timeout_s, store=store)
     # Before the checks: if they fail, rank 0 keeps the store until all ranks have read the values.
     job.peers = Peers(dist.PrefixStore("peers", job.store), job.rank, job.world_size)
     _refuse_wrong_ranks(job, job.store)

@@ -32,8 +32,11 @@ _GRACE_S = 0.5  # for ranks to read who is missing before the store ends with ra
 _joins = itertools.count()
 
 
-def meet(info: RankInfo, *, timeout_s: float) -> dist.Store:
+def meet(info: RankInfo, *, timeout_s: float, store: dist.Store | None = None) -> dist.Store:
     """Connect to the job's store and wait for all ranks. No other join or restart uses the same keys.
+
+    Args:
+        store: A store that all ranks are connected to already.
 
     Raises:
         ConfigError: the address is in use or cannot be bound here.
@@ -44,7 +47,9 @@ def meet(info: RankInfo, *, timeout_s: float) -> dist.Store:
     """
     timeout = timedelta(seconds=timeout_s)
     with contextlib.ExitStack() as until_all_met:
-        if info.master is None and info.rank == 0:
+        if store is not None:
+            pass
+        elif info.master is None and info.rank == 0:
             store = serve("127.0.0.1", 0, info.world_size, timeout)
             until_all_met.enter_context(_port_file(info, store.port))
         elif info.master is None:
