@@ -139,6 +139,13 @@ def test_a_slow_rank_is_named_with_its_phase(ranks: int, phase: str) -> None:
     assert first.gain == pytest.approx(0.15 / 0.1)
 
 
+def test_ranks_that_are_late_in_turn_are_no_stragglers() -> None:
+    first = record(HEALTHY | {"communication": 0.04}, HEALTHY | {"forward": 0.07})
+    second = record(HEALTHY | {"forward": 0.07}, HEALTHY | {"communication": 0.04})
+    windows = [w for pair in zip(first.windows, second.windows, strict=True) for w in pair]
+    assert judge(Record(runs=first.runs, windows=windows)) == []
+
+
 SLOW_LINK = HEALTHY | {"communication": 0.1}
 
 

@@ -316,7 +316,13 @@ HOSTS = [
         "no free core for it 40% of the time; pid 99 (stress) uses 0.9 of one.",
         "cores of their own",
     ),
-    (replace(AFTER, delay_s={810: 0.8, 811: 0.8}), "not its host", "num_workers"),
+    (
+        replace(AFTER, delay_s={810: 1.0, 811: 1.1}),
+        "its code takes longer, and its host has too few cores: it waited for one 55% of the time, the other "
+        "ranks 50%.",
+        "(num_workers), or make them cheaper; and start fewer ranks or threads",
+    ),
+    (replace(AFTER, delay_s={810: 0.1, 811: 0.1}), "not its host", "num_workers"),
     (replace(AFTER, throttled_s=0.5), "control group stopped ranks for 25%", "raise the limit"),
     (replace(AFTER, faults={810: 0, 811: 900}), "450 pages of its memory per second", "memory"),
 ]  # fmt: skip

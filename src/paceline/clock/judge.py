@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from paceline.clock.lateness import CURES, duration, factor_of, is_long, is_steady, slow_rank
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES, WAITS
 
 LEAST_GAIN = 1.1  # smaller ones are within the noise of a shared machine
-LEAST_WAIT_S = 1e-3  # per step; less is scheduler noise
 _LEAST_SHARE = 0.05  # of a step; what takes less is not judged
 _LEAST_WINDOWS = 3
 _MIB = 2**20
@@ -113,7 +113,7 @@ def judge(record: Record) -> list[Finding]:
         return []
     evidence = reduce(windows, record.run)
     found = [
-        *_straggler(evidence),
+        *_straggler(windows, evidence),
         *_loading(evidence),
         *_communication(evidence),
         *_stalls(windows),
@@ -150,72 +150,44 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def duration(seconds: float) -> str:
-    """Seconds as text, with three digits."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
 # --- a rank that the others wait for ---
 
 
-def _straggler(evidence: Evidence) -> Iterator[Finding]:
-    ranks = evidence.ranks
+def _straggler(windows: Sequence[Window], evidence: Evidence) -> Iterator[Finding]:
+    ranks, step_s = evidence.ranks, evidence.step_s
     if len(ranks) < 2:
         return
-    waits_s = [evidence.wait_s(rank) for rank in ranks]
-    rank = min(ranks, key=lambda r: waits_s[r])
-    others = [r for r in ranks if r != rank]
-    wait_s = min(waits_s[r] for r in others) - waits_s[rank]
-    step_s = evidence.step_s
-    if wait_s < max(LEAST_WAIT_S, _LEAST_SHARE * step_s):
+    rank = min(ranks, key=evidence.wait_s)
+    more_s = [_wait_for(rank, reduce([window], evidence.run)) for window in windows]
+    wait_s = median(more_s)
+    if not (is_long(wait_s, step_s) and is_steady(more_s)):
         return
-    phase, here_s, there_s = slower_phase(
-        {p: s for p, s in evidence.spent_s.items() if p not in WAITS}, rank
-    )
-    own_s = evidence.own_s(rank)
+    phase, here_s, there_s = _slower_phase(evidence, rank)
+    factor = factor_of(evidence.own_s(rank), wait_s, step_s)
     yield Finding(
         kind="straggler",
-        title=slow_rank(f"rank {rank}", own_s / max(own_s - wait_s, 1e-9), wait_s, step_s),
-        cure=STRAGGLER_CURES[phase],
+        title=slow_rank(f"rank {rank}", factor, wait_s, step_s),
+        cure=CURES[phase],
         gain=step_s / (step_s - wait_s),
         details=f"{phase} takes {duration(here_s)} on rank {rank}, {duration(there_s)} elsewhere. The gain "
         "is that of a rank as fast as the next slowest.",
     )
 
 
-def slow_rank(name: str, factor: float, wait_s: float, step_s: float) -> str:
-    """The sentence about a rank that the others wait for."""
-    return (
-        f"{name} takes {factor:.2f}x the time of the others: they wait {duration(wait_s)} for it in each "
-        f"step of {duration(step_s)}"
-    )
+def _wait_for(rank: int, evidence: Evidence) -> float:
+    """How much longer each other rank waits than this one, at least."""
+    return min(evidence.wait_s(r) for r in evidence.ranks if r != rank) - evidence.wait_s(rank)
 
 
-def slower_phase(spent_s: Mapping[str, Sequence[float]], rank: int) -> tuple[str, float, float]:
+def _slower_phase(evidence: Evidence, rank: int) -> tuple[str, float, float]:
     """The phase in which a rank takes longer than the others: its name, seconds here, and elsewhere."""
-    here_s = {phase: values[rank] for phase, values in spent_s.items()}
-    there_s = {
-        phase: fmean(v for r, v in enumerate(values) if r != rank)
-        for phase, values in spent_s.items()
+    times = {
+        phase: (seconds[rank], fmean(seconds[r] for r in evidence.ranks if r != rank))
+        for phase, seconds in evidence.spent_s.items()
+        if phase not in WAITS
     }
-    phase = max(here_s, key=lambda p: here_s[p] - there_s[p])
-    return phase, here_s[phase], there_s[phase]
-
-
-_CHECK_SHARE = (
-    "check whether it has larger or more samples than the others, or a larger part of the model"
-)
-STRAGGLER_CURES = {
-    "data": "load its samples in worker processes, or make them cheaper",
-    "copy": "check the link between host and device of this rank",
-    "forward": _CHECK_SHARE,
-    "backward": _CHECK_SHARE,
-    "optimizer": "check whether it updates more parameters than the others, or does more here",
-    "checkpoint": "save less often, in the background, or on all ranks together (paceline.Checkpoints)",
-    "evaluation": "evaluate on all ranks together (paceline.evaluate)",
-    "logging": "log less often, or in another thread",
-    "other": "do what only this rank does in the loop on all ranks, less often, or in another thread",
-}
+    phase = max(times, key=lambda p: times[p][0] - times[p][1])
+    return phase, *times[phase]
 
 
 # --- loading ---
@@ -268,7 +240,7 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
     run, step_s, exposed_s = evidence.run, evidence.step_s, evidence.exposed_s
     if len(evidence.ranks) < 2 or run.get("mesh") or run.get("strategy") not in ("DDP", "Packed"):
         return
-    if exposed_s < max(LEAST_WAIT_S, _LEAST_SHARE * step_s):
+    if exposed_s < _LEAST_SHARE * step_s:
         return
     title = f"communication-bound: {duration(exposed_s)} of {duration(step_s)} exposed"
     yield from _buckets(evidence, title)

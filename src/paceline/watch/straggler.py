@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from paceline.clock.lateness import CURES, duration, factor_of, is_long, is_steady, slow_rank
 from paceline.watch.processes import HostSample
 from paceline.watch.report import render
 
@@ -24,9 +25,8 @@ from paceline.watch.report import render
 _STEPS_PER_BLOCK = (1, 10)
 _WINDOW = (20, 64)  # blocks that are judged: at least and at most
 _PROFILED = (5, 8)  # blocks in a profile: at least and as asked for
-_LEAST_SHARE = 0.13  # of the time that the others wait
-_LEAST_WAIT_S = 1e-3  # per step; less is scheduler noise
 _LEAST_FACTOR = 1.2
+_LEAST_DELAY = 0.1  # share of the time without a core, above which the host counts as too small
 _ALIKE = 0.7  # share of the collectives that repeat with the period
 _PATTERN = 512  # collectives in which the period is searched
 _SMALL = 0.01  # of the largest tensor: barriers and logged numbers are not part of the pattern
@@ -147,16 +147,11 @@ def _suspect(steps: Sequence[Block]) -> Suspect | None:
         step_s = statistics.median(block.step_s for block in blocks)
         for rank in blocks[-1].wait_s:
             wait_s = statistics.median(_excess(block.total_s, rank) for block in blocks)
-            enough = wait_s >= max(_LEAST_WAIT_S, _LEAST_SHARE * step_s)
-            if enough and _is_steady([_excess(block.wait_s, rank) for block in blocks]):
+            if is_long(wait_s, step_s) and is_steady(
+                [_excess(block.wait_s, rank) for block in blocks]
+            ):
                 return Suspect(rank, blocks)
     return None
-
-
-def _is_steady(values: Sequence[float]) -> bool:
-    """Whether most values are about as large as the median. Random values would have both signs."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4] > ordered[len(ordered) // 2] / 2 > 0
 
 
 def _excess(wait_s: Mapping[int, float], rank: int) -> float:
@@ -267,7 +262,7 @@ def find_straggler(suspect: Suspect, profiles: Mapping[int, Profile]) -> Straggl
     seen_s = max(median_s(others, "waiting") - median_s([rank], "waiting"), 0.0)
     wait_s = max(wait_s, seen_s)
     busy_s = step_s - median_s([rank], "waiting")
-    factor = busy_s / max(busy_s - wait_s, 0.01 * step_s)
+    factor = factor_of(busy_s, wait_s, step_s)
     if factor < _LEAST_FACTOR:
         return None
     times_s = {}
@@ -307,37 +302,21 @@ def describe(
         before, after: The host at the beginning and the end of the profile.
     """
     here_s, there_s = found.phase_s
-    why, fix = _why_and_fix(before, after, pid, found.wait_s / found.step_s)
+    why, fix = _why_and_fix(found, before, after, pid)
     lines = [
-        f"rank {found.rank} ({process}) takes {found.factor:.2f}x the time of the others: they wait "
-        f"{_duration(found.wait_s)} for it in each step of {_duration(found.step_s)}",
-        f"{found.phase} takes {_duration(here_s)} there, {_duration(there_s)} elsewhere"
+        slow_rank(f"rank {found.rank} ({process})", found.factor, found.wait_s, found.step_s),
+        f"{found.phase} takes {duration(here_s)} there, {duration(there_s)} elsewhere"
         f"{': ' if where else ''}{where}",
     ]
-    return render("slow", lines, why, fix or _FIXES[found.phase])
+    return render("slow", lines, why, fix)
 
 
-_CHECK_SHARE = (
-    "check whether it has larger or more samples than the others, or a larger part of the model."
-)
-_FIXES = {
-    "data": "load its samples in worker processes (num_workers), or make this line cheaper.",
-    "forward": _CHECK_SHARE,
-    "backward": _CHECK_SHARE,
-    "optimizer": "check whether it updates more parameters than the others, or does more here.",
-    "garbage collection": "call gc.freeze() after setup; or gc.disable(), and gc.collect() on all "
-    "ranks in the same step.",
-    "checkpoint": "save less often, in the background, or on all ranks together (paceline.Checkpoints).",
-    "the script": "do it on all ranks, less often, or in another thread or process.",
-}
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _why_and_fix(before: HostSample, after: HostSample, pid: int, lost: float) -> tuple[str, str]:
-    """The cause: the host, with a fix, if it explains much of the lost share of time; otherwise the code."""
+def _why_and_fix(
+    found: Straggler, before: HostSample, after: HostSample, pid: int
+) -> tuple[str, str]:
+    """The cause: the host, if it explains much of the lost share of time; otherwise the code, or both."""
+    cure = CURES[found.phase]
+    lost = found.wait_s / found.step_s
     passed_s = after.time_s - before.time_s
 
     def rate(name: str, number: int) -> float:
@@ -352,7 +331,8 @@ def _why_and_fix(before: HostSample, after: HostSample, pid: int, lost: float) -
             "raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS).",
         )
     delay = rate("delay_s", pid)
-    if delay - statistics.fmean(rate("delay_s", rank) for rank in others) > lost / 3:
+    others_delay = statistics.fmean(rate("delay_s", rank) for rank in others)
+    if delay - others_delay > lost / 3:
         outside_job = after.names.keys() - after.job
         use = sorted(((rate("cpu_s", n), n) for n in outside_job), reverse=True)
         largest = [
@@ -371,8 +351,14 @@ def _why_and_fix(before: HostSample, after: HostSample, pid: int, lost: float) -
             f"its host read {faults:.0f} pages of its memory per second from a disk.",
             "check that the host has enough memory for the job and its files.",
         )
+    if delay > _LEAST_DELAY:
+        return (
+            f"its code takes longer, and its host has too few cores: it waited for one {delay:.0%} of the "
+            f"time, the other ranks {others_delay:.0%}.",
+            f"{cure}; and start fewer ranks or threads, or use a host with more cores.",
+        )
     return (
         f"its code, not its host: it used {min(rate('cpu_s', pid), 99.0):.1f} cores, and waited for "
         f"one {delay:.0%} of the time.",
-        "",
+        f"{cure}.",
     )
