@@ -161,6 +161,39 @@ def test_nodes_that_differ_or_are_missing_are_named(tmp_path: Path) -> None:
             finish(node)
 
 
+SAVES = """
+import sys, torch, paceline
+with paceline.join() as job:
+    model = paceline.ddp(job, torch.nn.Linear(4, 2))
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+    training = paceline.Training(
+        job, model, torch.optim.SGD(model.parameters(), 0.1), paceline.Batches(job, data, global_batch=8),
+        checkpoints=paceline.Checkpoints(sys.argv[1]),
+    )
+    for step in training.steps(epochs=1):
+        print("step", step.number, flush=True)
+        step.run(lambda batch: ((model(batch[0]) - batch[1]) ** 2).sum())
+        step.update()
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_that_another_host_does_not_see_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAVES)
+    run = tmp_path / "run"
+    run.mkdir()
+    with hosts(2) as made:
+        words = f"-m paceline run --nnodes=2 --host={made.address(0)} train.py {run}"
+        own_disk = f"mount -t tmpfs none {run} && exec {sys.executable} {words}"
+        nodes = [made.spawn(n, ["sh", "-c", own_disk], tmp_path) for n in range(2)]
+        ends = [finish(node) for node in nodes]
+    assert [end.code for end in ends] == [1, 1]
+    said = f"ranks do not share {run}: rank 0 does not see what rank 1 has just written there."
+    assert said in ends[0].err
+    assert "use storage that all hosts share" in ends[0].err
+    assert not any("step" in end.out for end in ends)
+
+
 GOES_ON = """
 import os, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
