@@ -136,6 +136,7 @@ def _changes(cure: str) -> dict[str, Any]:
 
 CASES = {
     "data": ("workers", None),
+    "one worker": ("workers", None),
     "collate": ("workers", None),
     "straggler": ("forward", None),
     "buckets": ("bucket_mb", SLUGGISH),
@@ -146,7 +147,9 @@ CASES = {
 def _check(tmp_path: Path, kind: str) -> None:
     cure, queue = CASES[kind]
     with _two_hosts(tmp_path, queue) if queue else _one_host(tmp_path) as run:
-        folder = run(kind, {})
+        planted = {"Batches": {"workers": 1}} if kind == "one worker" else {}
+        kind = "data" if kind == "one worker" else kind
+        folder = run(kind, planted)
         first = judge(read_record(folder))[0]
         assert first.kind == kind, first
         assert f"paceline: advice: {first}.\n" in (folder / "err").read_text()
@@ -165,7 +168,11 @@ def _check(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["straggler", *(pytest.param(k, marks=pytest.mark.slow) for k in ("data", "collate"))]
+    "kind",
+    [
+        "straggler",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("data", "one worker", "collate")),
+    ],
 )
 def test_a_bottleneck_in_the_program(tmp_path: Path, kind: str) -> None:
     _check(tmp_path, kind)

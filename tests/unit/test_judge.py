@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.clock.judge import judge
+from paceline.clock.judge import Finding, judge
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES
 
@@ -92,6 +92,8 @@ def test_without_workers_the_gain_is_that_of_loading_ahead(ranks: int) -> None:
     )
     assert found.cure == "Batches(..., workers=3)"  # 67 ms each, behind 98 ms
     assert found.gain == pytest.approx(0.298 / 0.098)
+    adopted = judge(record(*[HEALTHY | {"data": 0.2}] * ranks, dataloader=True))
+    assert adopted[0].cure == "DataLoader(..., num_workers=3)"
     assert str(found).endswith("workers=3), expected 3x")
 
 
@@ -115,6 +117,18 @@ def test_workers_at_100_percent_need_more() -> None:
     assert "63 % of the step waits for data on all ranks, 2 workers at 100 %" in found.title
     assert found.cure == "Batches(..., workers=7)"
     assert found.gain == pytest.approx(0.1 / 0.037)
+
+
+def test_equally_slow_workers_may_show_on_one_rank() -> None:
+    waiting = {"data": 0.001, "forward": 0.035, "communication": 0.015}
+    slow = {"data": 0.015, "forward": 0.035, "communication": 0.001}
+    (found,) = judge(record(waiting, slow, workers=1))
+    assert (
+        found.title == "input-bound: 29 % of the step waits for data on rank 1, 1 worker at 100 %"
+    )
+    assert found.cure == "Batches(..., workers=2)"
+    assert found.gain == pytest.approx(0.051 / 0.036)
+    assert judge(record(waiting, slow, workers=0))[0].kind == "straggler"
 
 
 def test_cores_limit_the_gain_of_workers() -> None:
@@ -181,6 +195,11 @@ def test_small_buckets_pay_the_latency_of_each() -> None:
 def test_other_layouts_get_no_advice_about_ddp() -> None:
     for run in ({"strategy": ""}, {"mesh": "Mesh(tp=2)"}):
         assert judge(record(SLOW_LINK, SLOW_LINK, **run)) == []
+
+
+def test_a_finding_is_one_sentence() -> None:
+    finding = Finding(kind="data", title="input-bound", cure="Batches(..., workers=9)", gain=12.34)
+    assert str(finding) == "input-bound: Batches(..., workers=9), expected 12x"
 
 
 def test_stalls_are_means() -> None:

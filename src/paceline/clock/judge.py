@@ -9,8 +9,9 @@ each other in each step, so a step takes equally long on all of them:
 - What *every* rank waits is communication. What a rank waits beyond the rank that waits least is waiting for
   a slower rank, and the rank that waits least is the slowest.
 - A rank without loader workers takes d seconds to produce its batches. w workers take d/w, at the same time
-  as the rest of the step. w workers that cannot follow are busy all the time, so d = w * step. A step cannot
-  take less than the CPU time of the ranks and workers of a host, divided by its cores.
+  as the rest of the step. w workers that cannot follow are busy all the time, so d = w * step, on the rank
+  that waits most. A step cannot take less than the CPU time of the ranks and workers of a host, divided by
+  its cores.
 - Communication of n buckets and b bytes takes n * latency + b / bandwidth. Both are measured when the run
   begins (`run["link"]`). Bucket i of n is sent at i/n of the backward, so the part that is not hidden is the
   larger of n transfers less the backward after the first bucket, and the last transfer.
@@ -30,9 +31,10 @@ from typing import Any
 from paceline.clock.lateness import CURES, duration, factor_of, is_long, is_steady, slow_rank
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES, WAITS
+from paceline.errors import name_ranks
 
 LEAST_GAIN = 1.1  # smaller ones are within the noise of a shared machine
-_LEAST_SHARE = 0.05  # of a step; what takes less is not judged
+_LEAST_DATA = 0.05  # of a step; what takes less is not judged
 _LEAST_WINDOWS = 3
 _MIB = 2**20
 _BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
@@ -62,7 +64,8 @@ class Finding:
     details: str = ""
 
     def __str__(self) -> str:
-        return f"{self.title}: {self.cure}, expected {self.gain:.2g}x"
+        gain = f"{self.gain:.0f}" if self.gain >= 10 else f"{self.gain:.2g}"
+        return f"{self.title}: {self.cure}, expected {gain}x"
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,8 @@ def _straggler(windows: Sequence[Window], evidence: Evidence) -> Iterator[Findin
     if not (is_long(wait_s, step_s) and is_steady(more_s)):
         return
     phase, here_s, there_s = _slower_phase(evidence, rank)
+    if phase == "data" and evidence.run.get("workers"):
+        return  # see `_loading`
     factor = factor_of(evidence.own_s(rank), wait_s, step_s)
     yield Finding(
         kind="straggler",
@@ -196,8 +201,13 @@ def _slower_phase(evidence: Evidence, rank: int) -> tuple[str, float, float]:
 def _loading(evidence: Evidence) -> Iterator[Finding]:
     data_s, run, step_s = evidence.spent_s["data"], evidence.run, evidence.step_s
     workers = run.get("workers")
-    if workers is None or min(data_s) < _LEAST_SHARE * step_s:
-        return  # if only some ranks wait, they are stragglers
+    if workers is None:
+        return
+    waiting = [rank for rank in evidence.ranks if data_s[rank] >= _LEAST_DATA * step_s]
+    # If only some ranks wait, they are stragglers. But workers read ahead: if they are equally slow on all
+    # ranks, the wait can be on the rank whose workers began last, and the other ranks wait for this one.
+    if not waiting or (not workers and len(waiting) < len(evidence.ranks)):
+        return
     # Seconds that one process needs for the batches of a step, by rank.
     produce_s = [s if workers == 0 else workers * evidence.step_s for s in data_s]
     rest_s = max(evidence.own_s(rank, {"data"}) for rank in evidence.ranks) + evidence.exposed_s
@@ -211,8 +221,9 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     wanted = math.ceil(slowest_s / (_HIDDEN * bound_s)) if bound_s > 0 else _MOST_WORKERS
     wanted = min(max(wanted, workers + 1), _MOST_WORKERS)
     new_s = max(bound_s, slowest_s / wanted)
-    waits = f"{_percent(fmean(data_s) / step_s)} of the step waits for data"
-    have = f", {workers} workers at 100 %" if workers else ""
+    share = fmean(data_s[rank] for rank in waiting) / step_s
+    waits = f"{_percent(share)} of the step waits for data"
+    have = f", {workers} worker{'s' if workers > 1 else ''} at 100 %" if workers else ""
     details = (
         f"Each rank needs {duration(slowest_s)} to produce the batches of a step, and the rest of the step "
         f"takes {duration(rest_s)}."
@@ -220,14 +231,16 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     if least_s > rest_s:
         details += f" The {cores} cores of the host limit the gain."
     if len(evidence.ranks) > 1:
-        waits += " on all ranks"
+        waits += f" on {name_ranks(waiting, len(evidence.ranks))}"
     in_collate = fmean(evidence.collate_s or [0.0]) / fmean(data_s)
     if in_collate > _MOSTLY:
         waits += f", {_percent(in_collate)} of that in the collate function"
     yield Finding(
         kind="collate" if in_collate > _MOSTLY else "data",
         title=f"input-bound: {waits}{have}",
-        cure=f"Batches(..., workers={wanted})",
+        cure=f"DataLoader(..., num_workers={wanted})"
+        if run.get("dataloader")
+        else f"Batches(..., workers={wanted})",
         gain=step_s / new_s,
         details=details,
     )
@@ -240,7 +253,7 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
     run, step_s, exposed_s = evidence.run, evidence.step_s, evidence.exposed_s
     if len(evidence.ranks) < 2 or run.get("mesh") or run.get("strategy") not in ("DDP", "Packed"):
         return
-    if exposed_s < _LEAST_SHARE * step_s:
+    if not is_long(exposed_s, step_s):
         return
     title = f"communication-bound: {duration(exposed_s)} of {duration(step_s)} exposed"
     yield from _buckets(evidence, title)

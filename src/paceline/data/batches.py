@@ -118,6 +118,7 @@ class Batches:
                 option="micro_batch",
             )
         self._job = job
+        self._is_adopted = isinstance(dataset, DataLoader)
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self.num_samples = source.num_samples
@@ -183,6 +184,7 @@ class Batches:
             "micro_batch": self.micro_batch,
             "samples": self.num_samples,
             "workers": self._num_workers,
+            "dataloader": self._is_adopted,
         }
 
     def align(self) -> None:
