@@ -12,7 +12,7 @@ from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES
 
 RUN: dict[str, Any] = {
-    "time": 0.0,
+    "step": 0,
     "device": "cpu",
     "cores": 8,
     "world_size": 2,
@@ -79,8 +79,8 @@ def test_a_run_that_is_too_short_gets_none() -> None:
 
 def test_only_the_newest_start_is_judged() -> None:
     slow = HEALTHY | {"data": 0.2}
-    assert judge(record(slow, slow, time=3.5)) == []
-    assert judge(record(slow, slow, time=2.5)) != []
+    assert judge(record(slow, slow, step=30)) == []
+    assert judge(record(slow, slow, step=20)) != []
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -151,6 +151,16 @@ def test_a_slow_rank_is_named_with_its_phase(ranks: int, phase: str) -> None:
     )
     assert first.details.startswith(f"{phase} takes ")
     assert first.gain == pytest.approx(0.15 / 0.1)
+
+
+def test_a_slow_host_is_named_with_its_ranks() -> None:
+    waiting = HEALTHY | {"communication": 0.053}
+    slow = HEALTHY | {"forward": 0.08}
+    found = judge(record(waiting, waiting, slow, slow, waiting, waiting))[0]
+    assert found.kind == "straggler"
+    assert found.title == (
+        "ranks 2 and 3 take 1.52x the time of the others: they wait 50 ms for them in each step of 150 ms"
+    )
 
 
 def test_ranks_that_are_late_in_turn_are_no_stragglers() -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from paceline.clock.lateness import CURES, duration, factor_of, is_long, is_steady, slow_rank
+from paceline.clock.lateness import CURES, duration, factor_of, is_long, is_steady, slow_ranks
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES, WAITS
 from paceline.errors import name_ranks
@@ -36,6 +36,7 @@ from paceline.errors import name_ranks
 LEAST_GAIN = 1.1  # smaller ones are within the noise of a shared machine
 _LEAST_DATA = 0.05  # of a step; what takes less is not judged
 _LEAST_WINDOWS = 3
+_MOST_ROWS = 20_000  # of ranks in windows; more take seconds to judge and tell nothing new
 _MIB = 2**20
 _BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
 _MOST_ACCUMULATION = 4  # micro-batches; a much larger batch needs another learning rate
@@ -126,11 +127,13 @@ def judge(record: Record) -> list[Finding]:
 
 def _judged(record: Record) -> list[Window]:
     """The windows of the newest start, without its first."""
-    began = record.run.get("time", -math.inf)
-    windows = [window for window in record.windows if window.time >= began][1:]
-    ranks = windows[-1].num_ranks if windows else 0
+    began = record.run.get("step", 0)
+    windows = [window for window in record.windows if window.step > began][1:]
+    if len(windows) < _LEAST_WINDOWS:
+        return []
+    ranks = windows[-1].num_ranks
     windows = [window for window in windows if window.num_ranks == ranks]
-    return windows if len(windows) >= _LEAST_WINDOWS else []
+    return windows[:: math.ceil(len(windows) * ranks / _MOST_ROWS)]
 
 
 def reduce(windows: Sequence[Window], run: Mapping[str, Any]) -> Evidence:
@@ -157,37 +160,52 @@ def _percent(share: float) -> str:
 
 
 def _straggler(windows: Sequence[Window], evidence: Evidence) -> Iterator[Finding]:
-    ranks, step_s = evidence.ranks, evidence.step_s
-    if len(ranks) < 2:
+    slow, step_s = _slowest(evidence), evidence.step_s
+    if not slow:
         return
-    rank = min(ranks, key=evidence.wait_s)
-    more_s = [_wait_for(rank, reduce([window], evidence.run)) for window in windows]
-    wait_s = median(more_s)
-    if not (is_long(wait_s, step_s) and is_steady(more_s)):
+    waits_s = [_wait_for(slow, window) for window in windows]
+    wait_s = median(waits_s)
+    if not (is_long(wait_s, step_s) and is_steady(waits_s)):
         return
-    phase, here_s, there_s = _slower_phase(evidence, rank)
+    phase, here_s, there_s = _slower_phase(evidence, slow)
     if phase == "data" and evidence.run.get("workers"):
         return  # see `_loading`
-    factor = factor_of(evidence.own_s(rank), wait_s, step_s)
+    own_s = max(evidence.own_s(rank) for rank in slow)
+    factor = factor_of(own_s, wait_s, step_s)
     yield Finding(
         kind="straggler",
-        title=slow_rank(f"rank {rank}", factor, wait_s, step_s),
+        title=slow_ranks(name_ranks(slow), factor, wait_s, step_s, several=len(slow) > 1),
         cure=CURES[phase],
         gain=step_s / (step_s - wait_s),
-        details=f"{phase} takes {duration(here_s)} on rank {rank}, {duration(there_s)} elsewhere. The gain "
-        "is that of a rank as fast as the next slowest.",
+        details=f"{phase} takes {duration(here_s)} on {name_ranks(slow)}, {duration(there_s)} elsewhere. The "
+        "gain is that of ranks as fast as the next slowest.",
     )
 
 
-def _wait_for(rank: int, evidence: Evidence) -> float:
-    """How much longer each other rank waits than this one, at least."""
-    return min(evidence.wait_s(r) for r in evidence.ranks if r != rank) - evidence.wait_s(rank)
+def _slowest(evidence: Evidence) -> list[int]:
+    """The ranks that wait less than all others, as separated by the largest difference; at most half."""
+    waits_s = {rank: evidence.wait_s(rank) for rank in evidence.ranks}
+    order = sorted(waits_s, key=lambda rank: waits_s[rank])
+    sizes = range(1, len(order) // 2 + 1)
+    size = max(sizes, key=lambda n: waits_s[order[n]] - waits_s[order[n - 1]], default=0)
+    return sorted(order[:size])
 
 
-def _slower_phase(evidence: Evidence, rank: int) -> tuple[str, float, float]:
-    """The phase in which a rank takes longer than the others: its name, seconds here, and elsewhere."""
+def _wait_for(slow: Sequence[int], window: Window) -> float:
+    """How much longer each other rank waits in a step than each of these, at least."""
+    waits_s = [
+        sum(window.spent_s[phase][rank] for phase in WAITS) / window.steps
+        for rank in range(window.num_ranks)
+    ]
+    others = set(range(window.num_ranks)).difference(slow)
+    return min(waits_s[rank] for rank in others) - max(waits_s[rank] for rank in slow)
+
+
+def _slower_phase(evidence: Evidence, slow: Sequence[int]) -> tuple[str, float, float]:
+    """The phase in which ranks take longer than the others: its name, seconds there, and elsewhere."""
+    others = sorted(set(evidence.ranks).difference(slow))
     times = {
-        phase: (seconds[rank], fmean(seconds[r] for r in evidence.ranks if r != rank))
+        phase: (fmean(seconds[r] for r in slow), fmean(seconds[r] for r in others))
         for phase, seconds in evidence.spent_s.items()
         if phase not in WAITS
     }

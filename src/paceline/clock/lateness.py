@@ -46,11 +46,14 @@ def factor_of(own_s: float, wait_s: float, step_s: float) -> float:
     return own_s / max(own_s - wait_s, 0.01 * step_s)
 
 
-def slow_rank(name: str, factor: float, wait_s: float, step_s: float) -> str:
-    """The sentence about a rank that the others wait for."""
+def slow_ranks(
+    names: str, factor: float, wait_s: float, step_s: float, *, several: bool = False
+) -> str:
+    """The sentence about a rank, or several, that the others wait for."""
+    takes, it = ("take", "them") if several else ("takes", "it")
     return (
-        f"{name} takes {factor:.2f}x the time of the others: they wait {duration(wait_s)} for it in each "
-        f"step of {duration(step_s)}"
+        f"{names} {takes} {factor:.2f}x the time of the others: they wait {duration(wait_s)} for {it} in "
+        f"each step of {duration(step_s)}"
     )
 
 

@@ -65,6 +65,7 @@ class Report:
         self._has_asked = False  # for the next line; `measure` answers
         self._usage = Usage(job.device)
         self._run: dict[str, Any] = {}  # the line in clock.jsonl that describes this run
+        self._advised = ("", "")  # the kind and the cure that were logged last
         # The newest ones, for the advice at the end.
         kept = max(_LEAST_KEPT, _MOST_KEPT // job.world_size)
         self._windows: deque[record.Window] = deque(maxlen=kept)
@@ -240,7 +241,8 @@ class Report:
     def advise(self) -> None:
         """Log what limited the run most, if anything did. Rank 0 has the evidence, with a folder."""
         found = judge(record.Record(runs=[self._run], windows=list(self._windows)))
-        if found:
+        if found and (found[0].kind, found[0].cure) != self._advised:
+            self._advised = found[0].kind, found[0].cure  # a loop of each epoch ends often
             log.logger.info("advice: %s.", found[0])
 
     def close(self) -> None:

@@ -151,7 +151,6 @@ class Training:
         self._last: PlannedStep | None = None
         self._kept: dict[str, Any] = {}
         self._report = Report(job)
-        self._context.control.measure = self._measure
         self._link: dict[str, float] | None = None
         self._stopping = self._preempted = False
         # The step in progress (`_is_in_loop` is True), or the last step if the loop was left early.
@@ -514,6 +513,7 @@ class Training:
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         context.loop = 0 if self.job.peers is None else self.job.peers.new_loop()
         context.control.begin(self.number, new_loop=True)
+        context.control.measure = self._measure
         for trained in context.optimizers:
             trained.schedule.begin()
         self._stopping = self._preempted = False
@@ -548,6 +548,7 @@ class Training:
             ),
             **strategy.facts(),
             **self.batches.facts(),
+            **({} if self._link is None else {"link": self._link}),
             "torch": torch.__version__,
             "paceline": paceline.__version__,
             "python": platform.python_version(),
@@ -559,8 +560,11 @@ class Training:
         reduces = isinstance(self._context.strategy, PackedStrategy | DDPStrategy)
         if self._link is None and group is not None and reduces:
             gradient_bytes = sum(p.nbytes for t in self._context.optimizers for p in t.parameters)
-            with clock.during(LOGGING):
-                self._link = measure_link(group, self.job.device, gradient_bytes)
+            try:
+                with clock.during(LOGGING):
+                    self._link = measure_link(group, self.job.device, gradient_bytes)
+            except RuntimeError as error:
+                self.job.reraise(error)
             self._report.write_link(self.number, self._link)
         return self._report.measure()
 
@@ -622,6 +626,9 @@ class Training:
 
     def _finish(self) -> None:
         """Exchange what is left and save the last step, after a loop that ran to its end."""
+        self._context.control.measure = (
+            self._report.measure
+        )  # without the link: it would be too late
         for word in self._context.control.flush(self.number):
             self._apply(word)
         checkpoints = self.checkpoints

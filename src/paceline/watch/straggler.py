@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from paceline.clock.lateness import CURES, duration, factor_of, is_long, is_steady, slow_rank
+from paceline.clock.lateness import CURES, duration, factor_of, is_long, is_steady, slow_ranks
 from paceline.watch.processes import HostSample
 from paceline.watch.report import render
 
@@ -304,7 +304,7 @@ def describe(
     here_s, there_s = found.phase_s
     why, fix = _why_and_fix(found, before, after, pid)
     lines = [
-        slow_rank(f"rank {found.rank} ({process})", found.factor, found.wait_s, found.step_s),
+        slow_ranks(f"rank {found.rank} ({process})", found.factor, found.wait_s, found.step_s),
         f"{found.phase} takes {duration(here_s)} there, {duration(there_s)} elsewhere"
         f"{': ' if where else ''}{where}",
     ]
