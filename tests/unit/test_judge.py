@@ -182,6 +182,11 @@ def test_accumulation_communicates_less_often() -> None:
     assert "learning rate" in found[0].details
 
 
+def test_little_communication_is_not_blamed_for_a_slow_optimizer() -> None:
+    rank = HEALTHY | {"communication": 0.012, "optimizer": 0.03}
+    assert judge(record(rank, rank)) == []
+
+
 def test_compression_halves_the_transfer() -> None:
     link = {"latency_s": 1e-3, "bytes_per_s": 400e6}  # 42 MB in 105 ms
     found = {f.kind: f for f in judge(record(SLOW_LINK, SLOW_LINK, link=link))}
