@@ -182,3 +182,14 @@ def test_a_bottleneck_in_the_program(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["accumulation", pytest.param("buckets", marks=pytest.mark.slow)])
 def test_a_bottleneck_in_the_network(tmp_path: Path, kind: str) -> None:
     _check(tmp_path, kind)
+
+
+@pytest.mark.slow
+@needs_tc
+def test_compression_gains_what_was_said(tmp_path: Path) -> None:
+    with _two_hosts(tmp_path, NARROW) as run:
+        folder = run("accumulation", {})
+        found = {finding.kind: finding for finding in judge(read_record(folder))}
+        second = found["communication"]
+        cured = run("accumulation", _changes(second.cure))
+    assert _rate(cured) / _rate(folder) == pytest.approx(second.gain, rel=0.2), second
