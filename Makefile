@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.demo
-COMMANDS := run verify doctor explain ckpt job init completion
+COMMANDS := run verify report doctor explain ckpt job init completion
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help setup demo check docs test test-slow test-all bench bench-all clean
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 # What the demo needs, without the tools for development.
 $(DEMO): pyproject.toml constraints.txt | $(BIN)/python
-	@$(PIP) -e '.[examples]'
+	@$(PIP) -e '.[examples,report]'
 	@touch $@
 
 $(BIN)/python:

@@ -27,6 +27,7 @@ USED_IN = {
     "init": ("cli/init.py",),
     "run": ("errors.py", "job/", "launch/"),
     "verify": ("cli/verify.py", "verify/"),
+    "report": ("cli/report.py",),
     "doctor": ("cli/doctor.py",),
     "explain": ("cli/explain.py",),
     "ckpt": ("cli/ckpt.py",),

@@ -197,7 +197,9 @@ class Report:
         """Whether to ask all ranks now for a line of clock.jsonl. Only rank 0 has that file."""
         if self._clock_lines is None or self._has_asked:
             return False
-        window_s = max(_CLOCK_WINDOW_S, self._job.world_size / _RANKS_PER_S)
+        # Shorter at first, so that a run of some seconds has several lines.
+        window_s = min(_CLOCK_WINDOW_S, 0.1 + 0.1 * (time.time() - self._run["time"]))
+        window_s = max(window_s, self._job.world_size / _RANKS_PER_S)
         self._has_asked = is_last or clock.elapsed_s() >= window_s
         return self._has_asked
 

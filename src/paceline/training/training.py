@@ -496,7 +496,8 @@ class Training:
                 _left_early = self
                 raise
             self._open, self._is_in_loop = None, False
-            is_last = step.number >= last or context.control.stops_now
+            ends_all = step.ends_epoch and step.epoch + 1 == epochs
+            is_last = step.number >= last or context.control.stops_now or ends_all
             self._commit(step, planned, now=step.ends_epoch or is_last, is_last=is_last)
             if self._stopping or is_last:
                 break

@@ -1,0 +1,1 @@
+"""`paceline report`: what a run's folder tells, as Markdown or as one HTML file."""

@@ -1,0 +1,385 @@
+"""What a report says: sections with sentences, tables and charts, for one run or two. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from paceline.clock.judge import judge
+from paceline.clock.record import Window
+from paceline.clock.step_clock import PHASES, WAITS
+from paceline.machine import format_bytes
+from paceline.report import charts
+from paceline.report.run import Run, merge, thin, thin_windows
+
+_SHOWN_RANKS = 16  # more are summarised
+_LOST = 0.1  # of a step that the others wait for a rank, so that it is named
+_SETTINGS = (
+    *("script", "world_size", "mesh", "strategy", "precision", "reproducible", "backend", "device"),
+    *("global_batch", "micro_batch", "workers", "samples", "gradient_bytes", "bucket_bytes"),
+    *("launcher", "host", "cores", "threads", "python", "torch", "paceline"),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text; the first column names the row."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One heading and what is below it.
+
+    Args:
+        text: Sentences.
+        table: The figures.
+        chart: A specification of Vega-Lite that shows the figures of the table, or many more.
+        alt: What the chart shows, in words.
+    """
+
+    title: str
+    text: Sequence[str] = ()
+    table: Table | None = None
+    chart: charts.Spec | None = None
+    alt: str = ""
+    level: int = field(default=2)
+
+
+def sections(run: Run, other: Run | None = None) -> list[Section]:
+    """The report about a run, or about two runs side by side."""
+    runs = [run] if other is None else [run, other]
+    found = [_summary(runs)]
+    if other is not None:
+        found.append(_differences(run, other))
+    found += _curves(runs)
+    for each in runs:
+        name = f": {each.name}" if other is not None else ""
+        parts = (_breakdown, _ranks, _timeline, _events, _memory, _environment)
+        found += [part for make in parts for part in make(each, name)]
+    return found
+
+
+def _summary(runs: Sequence[Run]) -> Section:
+    facts: list[tuple[str, Callable[[Run], str]]] = [
+        ("steps", _progress),
+        ("time in the loop", lambda run: _duration(run.seconds)),
+        ("samples per second", lambda run: _number(run.samples_per_s)),
+        ("ranks", lambda run: str(run.record.run.get("world_size", "unknown"))),
+        ("starts", lambda run: str(len(run.record.runs) or "unknown")),
+        ("checkpoints", lambda run: str(len(run.checkpoints))),
+        (
+            "last loss",
+            lambda run: _number(run.last["loss"]) if "loss" in run.last else "not logged",
+        ),
+    ]
+    facts += [(phase, _share_of(phase)) for phase in PHASES if any(_spent(r, phase) for r in runs)]
+    text = []
+    for run in runs:
+        found = judge(run.record)
+        whose = f"{run.name}: " if len(runs) > 1 else ""
+        text += [f"{whose}{finding}. {finding.details}".strip() for finding in found]
+        if not found:
+            known = len(run.record.windows) >= 4
+            verdict = "Nothing limits the run that a setting could cure."
+            text.append(whose + (verdict if known else "The run is too short for advice."))
+        text += [whose + sentence for sentence in run.missing]
+    rows = [[name, *(value(run) for run in runs)] for name, value in facts]
+    return Section(title="Summary", text=text, table=Table(["", *(r.name for r in runs)], rows))
+
+
+def _progress(run: Run) -> str:
+    return f"{run.steps:,} of {run.total_steps:,}" if run.total_steps else f"{run.steps:,}"
+
+
+def _spent(run: Run, phase: str) -> float:
+    return sum(sum(w.spent_s[phase]) / w.num_ranks for w in run.record.windows)
+
+
+def _share_of(phase: str) -> Callable[[Run], str]:
+    def text(run: Run) -> str:
+        return f"{100 * _spent(run, phase) / run.seconds:.1f} %" if run.seconds else "unknown"
+
+    return text
+
+
+def _differences(run: Run, other: Run) -> Section:
+    first, second = run.record.run, other.record.run
+    names = [n for n in _SETTINGS if first.get(n) != second.get(n)]
+    rows = [[name, str(first.get(name, "-")), str(second.get(name, "-"))] for name in names]
+    text = [] if rows else ["The two runs have the same settings."]
+    if run.samples_per_s and other.samples_per_s:
+        ratio = other.samples_per_s / run.samples_per_s
+        text.append(
+            f"{other.name} trains {ratio:.2f} times as many samples per second as {run.name}."
+        )
+    return Section(
+        title="What differs",
+        text=text,
+        table=Table(["setting", run.name, other.name], rows) if rows else None,
+    )
+
+
+def _curves(runs: Sequence[Run]) -> Iterator[Section]:
+    names = sorted({name for run in runs for name in run.curves}, key=lambda n: (n != "loss", n))
+    for name in names:
+        values = [
+            {"step": step, "value": value, "run": run.name}
+            for run in runs
+            for step, value in thin(run.curves.get(name, ()))
+        ]
+        rows = [
+            [run.name, *map(_number, (curve[0], min(curve), max(curve), curve[-1]))]
+            for run in runs
+            if (curve := [value for _, value in run.curves.get(name, ())])
+        ]
+        yield Section(
+            title=name.capitalize() if name == "loss" else name,
+            table=Table(["run", "first", "lowest", "highest", "last"], rows),
+            chart=charts.curve(values, name),
+            alt=f"{name} over the steps",
+            level=3 if name != "loss" else 2,
+        )
+    values = [
+        {"step": w.step, "value": w.samples * w.num_ranks / sum(w.wall_s), "run": run.name}
+        for run in runs
+        for w in thin_windows(run.record.windows)
+    ]
+    if values:
+        rows = [[run.name, _number(run.samples_per_s)] for run in runs if run.record.windows]
+        yield Section(
+            title="Throughput",
+            table=Table(["run", "samples per second, median"], rows),
+            chart=charts.curve(values, "samples per second"),
+            alt="samples per second over the steps",
+        )
+
+
+def _order(phase: str) -> int:
+    return PHASES.index(phase)
+
+
+def _breakdown(run: Run, name: str) -> Iterator[Section]:
+    if not run.record.windows:
+        return
+    values = [
+        {
+            "step": w.step,
+            "phase": phase,
+            "ms": 1e3 * sum(spent) / w.num_ranks / w.steps,
+            "order": _order(phase),
+        }
+        for w in thin_windows(run.record.windows)
+        for phase, spent in w.spent_s.items()
+        if _spent(run, phase)
+    ]
+    steps = sum(w.steps for w in run.record.windows)
+    first = run.record.windows[0]
+    begin = first.step - first.steps
+    values = [v | {"step": begin} for v in values if v["step"] == values[0]["step"]] + values
+    rows = [
+        [phase, _ms(_spent(run, phase) / steps), _share_of(phase)(run)]
+        for phase in PHASES
+        if _spent(run, phase)
+    ]
+    yield Section(
+        title=f"Where the time goes{name}",
+        text=["Mean over the ranks. Communication is what no computation hides."],
+        table=Table(["phase", "ms of one step", "share"], rows),
+        chart=charts.breakdown(values),
+        alt="the milliseconds of each phase of a step, over the steps",
+    )
+
+
+def _last_start(run: Run) -> list[Window]:
+    """The windows with as many ranks as the last one."""
+    windows = run.record.windows
+    return [w for w in windows if w.num_ranks == windows[-1].num_ranks] if windows else []
+
+
+def _ranks(run: Run, name: str) -> Iterator[Section]:
+    windows = _last_start(run)
+    if not windows or windows[-1].num_ranks < 2:
+        return
+    whole = merge(windows)
+    ranks = range(whole.num_ranks)
+    waits = [sum(whole.spent_s[phase][rank] for phase in WAITS) / whole.steps for rank in ranks]
+    own = [whole.wall_s[rank] / whole.steps - waits[rank] for rank in ranks]
+    slowest = sorted(ranks, key=lambda rank: -own[rank])
+    shown = sorted(slowest[:_SHOWN_RANKS] if len(ranks) > _SHOWN_RANKS else ranks)
+    step_s = sum(whole.wall_s) / whole.num_ranks / whole.steps
+    text = []
+    lost_s = (
+        own[slowest[0]] - own[slowest[1]] if len(ranks) > 2 else own[slowest[0]] - own[slowest[-1]]
+    )
+    if lost_s > _LOST * step_s:
+        text.append(
+            f"The others wait for rank {slowest[0]}: its own work takes {_ms(own[slowest[0]])} ms of a step, "
+            f"and {_ms(median(own[r] for r in slowest[1:]))} ms on the others (median)."
+        )
+    else:
+        text.append("No rank holds up the others: their own work takes about equally long.")
+    if len(ranks) > len(shown):
+        quantiles = sorted(own)
+        low, high = quantiles[len(own) // 10], quantiles[-1 - len(own) // 10]
+        text.append(
+            f"The {len(shown)} slowest of {len(ranks)} ranks are shown. The own work of 80 % of all ranks "
+            f"takes {_ms(low)} to {_ms(high)} ms of a step."
+        )
+    values = [
+        {"row": str(rank), "phase": p, "ms": 1e3 * s[rank] / whole.steps, "order": _order(p)}
+        for rank in shown
+        for p, s in whole.spent_s.items()
+        if sum(s)
+    ]
+    rows = [[str(r), _ms(own[r]), _ms(waits[r]), _busy(run, whole.busy[r])] for r in shown]
+    yield Section(
+        title=f"Ranks{name}",
+        text=text,
+        table=Table(["rank", "own work, ms of a step", "waiting, ms", _busy_name(run)], rows),
+        chart=charts.bars(values, "rank"),
+        alt="the milliseconds of each phase of a step, one bar for each rank",
+    )
+
+
+def _busy_name(run: Run) -> str:
+    return "cores in use" if run.record.run.get("device", "cpu") == "cpu" else "GPU busy"
+
+
+def _busy(run: Run, value: float) -> str:
+    if value < 0:
+        return "unknown"
+    return f"{value:.2f}" if _busy_name(run) == "cores in use" else f"{100 * value:.0f} %"
+
+
+def _timeline(run: Run, name: str) -> Iterator[Section]:
+    window = next((w for w in reversed(run.record.windows) if w.spans and any(w.spans)), None)
+    if window is None:
+        return
+    begin = min(spans[0][1] for spans in window.spans if spans)
+    values = [
+        {
+            "row": str(rank),
+            "phase": p,
+            "begin": 1e3 * (at - begin),
+            "end": 1e3 * (at - begin + seconds),
+        }
+        for rank, spans in enumerate(window.spans)
+        for p, at, seconds in spans
+        if seconds > 0
+    ]
+    step = window.step - window.steps + 1
+    rows = []
+    for rank, spans in enumerate(window.spans):
+        waiting = sum(seconds for phase, _, seconds in spans if phase in WAITS)
+        rows.append([str(rank), _ms(sum(seconds for *_, seconds in spans)), _ms(waiting)])
+    yield Section(
+        title=f"One step in time{name}",
+        text=[
+            f"Step {step:,}, on the first ranks. Ranks of several hosts are as exact to each other as the "
+            "clocks of their hosts."
+        ],
+        table=Table(["rank", "ms", "of these waiting"], rows),
+        chart=charts.timeline(values),
+        alt=f"the phases of step {step} in time, one row for each rank",
+    )
+
+
+def _events(run: Run, name: str) -> Iterator[Section]:
+    starts = [each["time"] for each in run.record.runs if "time" in each]
+    windows = run.record.windows
+    if not starts:
+        return
+    found: list[tuple[float, str, str]] = [
+        (each["time"], "restart", f"started again after step {each['step']:,}")
+        for each in run.restarts
+        if "time" in each
+    ]
+    found += [
+        (at, "checkpoint", f"step {step:,}, {format_bytes(size)}")
+        for step, size, at in run.checkpoints
+    ]
+    for phase in ("evaluation", "checkpoint"):
+        stalls = [
+            (w.time, max(w.spent_s[phase]), w.step) for w in windows if max(w.spent_s[phase]) > 0
+        ]
+        kind = "evaluation" if phase == "evaluation" else "stall by a checkpoint"
+        found += [(at, kind, f"{_ms(s)} ms, up to step {step:,}") for at, s, step in stalls]
+    if not found:
+        return
+    found.sort()
+    values = [
+        {"minutes": round((at - starts[0]) / 60, 4), "kind": kind, "text": text}
+        for at, kind, text in found
+    ]
+    rows = [[_clock(at), kind, text] for at, kind, text in found if kind == "restart"]
+    rows += [[_clock(at), kind, text] for at, kind, text in found if kind != "restart"][-20:]
+    yield Section(
+        title=f"Restarts, checkpoints and evaluations{name}",
+        text=[
+            f"{len(run.restarts)} restarts. The table has all of them, and the last 20 other events."
+        ],
+        table=Table(["time", "event", "what"], rows),
+        chart=charts.events(values),
+        alt="restarts, checkpoints and evaluations in time",
+    )
+
+
+def _memory(run: Run, name: str) -> Iterator[Section]:
+    windows = _last_start(run)
+    if not windows:
+        return
+    whole = merge(windows)
+    largest = sorted(range(whole.num_ranks), key=lambda rank: -whole.memory_bytes[rank])[
+        :_SHOWN_RANKS
+    ]
+    values = [
+        {"step": w.step, "value": w.memory_bytes[rank] / 2**20, "run": f"rank {rank}"}
+        for w in thin_windows(windows)
+        for rank in sorted(largest[:4])
+    ]
+    rows = [[str(rank), format_bytes(int(whole.memory_bytes[rank]))] for rank in sorted(largest)]
+    yield Section(
+        title=f"Memory{name}",
+        table=Table(["rank", "most memory"], rows),
+        chart=charts.curve(values, "MiB"),
+        alt="memory in use over the steps, of the ranks that use most",
+    )
+
+
+def _environment(run: Run, name: str) -> Iterator[Section]:
+    facts = run.record.run
+    if facts:
+        rows = [[key, str(facts[key])] for key in _SETTINGS if facts.get(key) is not None]
+        yield Section(title=f"Environment{name}", table=Table(["setting", "value"], rows))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    if not seconds:
+        return "unknown"
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    return (
+        f"{hours} h {minutes} min"
+        if hours
+        else f"{minutes} min {rest} s"
+        if minutes
+        else f"{seconds:.1f} s"
+    )
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, int | float) else str(value)
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

@@ -1,0 +1,173 @@
+"""Reports of run folders: whole, damaged, unfinished, old, of many ranks, and not of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import report as command
+from paceline.clock import record
+from paceline.clock.step_clock import DATA, FORWARD, PHASES, Span, Times
+from paceline.errors import ConfigError
+from paceline.exit_codes import ExitCode
+from paceline.metrics.json_lines import JSONLines
+from paceline.report.page import to_html, to_markdown
+from paceline.report.run import load
+from paceline.report.sections import sections
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def _times(steps: int, *, data_s: float, forward_s: float) -> Times:
+    spent = [0.0] * len(PHASES)
+    spent[DATA], spent[FORWARD] = data_s * steps, forward_s * steps
+    spans = [Span(DATA, 0, int(data_s * 1e9)), Span(FORWARD, int(data_s * 1e9), 10**8)]
+    return Times(steps=steps, spent_s=spent, spans=spans, began_ns=10**18)
+
+
+def write_run(
+    folder: Path, *, steps: int = 100, ranks: int = 2, window: int = 10, **run: Any
+) -> None:
+    """A run whose last rank needs 3 ms more for each forward, while the others wait for data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clock, metrics = JSONLines(folder / record.FILE), JSONLines(folder / "metrics.jsonl")
+    facts = {"time": 1e9, "total_steps": steps, "world_size": ranks, "device": "cpu"} | run
+    clock.log(0, {"run": facts})
+    for step in range(1, steps + 1):
+        metrics.log(step, {"epoch": 0, "time_s": step / 100, "loss": 1 / step, "note": "text"})
+    for last in range(window, steps + 1, window):
+        rows = [
+            record.pack(
+                _times(window, data_s=0.001, forward_s=0.002 + 0.003 * (rank == ranks - 1)),
+                rank,
+                2.0**28,
+                0.5,
+                0.5,
+            )
+            for rank in range(ranks)
+        ]
+        clock.log(last, record.line_of(rows, 1e9 + last, 8 * window))
+    clock.close()
+    metrics.close()
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    run = load(str(tmp_path / "a"))
+    assert run.missing == []
+    assert (run.steps, run.total_steps) == (100, 100)
+    text = to_markdown("a", sections(run))
+    assert "| steps | 100 of 100 |" in text
+    assert "| data | 1 |" in text  # ms of a step
+    assert re.search(r"wait for rank 1: its own work takes 6 ms of a step", text)
+    assert "| loss |" not in text
+    assert "| " + str(tmp_path / "a") + " | 1 | 0.01 | 1 | 0.01 |" in text
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", workers=0)
+    write_run(tmp_path / "b", workers=2, steps=50)
+    a, b = load(str(tmp_path / "a")), load(str(tmp_path / "b"))
+    text = to_markdown("a and b", sections(a, b))
+    assert "| workers | 0 | 2 |" in text
+    assert "| 100 of 100 | 50 of 50 |" in text
+    assert "trains 1.00 times as many samples per second" in text
+
+
+def test_what_is_missing_is_told(tmp_path: Path) -> None:
+    write_run(tmp_path / "old")
+    (tmp_path / "old" / record.FILE).unlink()
+    assert "made by an older version" in load(str(tmp_path / "old")).missing[0]
+
+    write_run(tmp_path / "torn")
+    for name in (record.FILE, "metrics.jsonl"):
+        path = tmp_path / "torn" / name
+        path.write_bytes(path.read_bytes()[:-30])
+    missing = load(str(tmp_path / "torn")).missing
+    assert "1 of the lines of clock.jsonl cannot be read" in missing[0]
+    assert "1 of the lines of metrics.jsonl cannot be read" in missing[1]
+
+    write_run(tmp_path / "started")
+    path = tmp_path / "started" / record.FILE
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    (tmp_path / "started" / "metrics.jsonl").unlink()
+    run = load(str(tmp_path / "started"))
+    assert run.missing[0] == "No second of the run is measured yet."
+    assert "No second of the run is measured yet." in to_markdown("x", sections(run))
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        load(str(tmp_path))
+    assert command.main([str(tmp_path)]) == ExitCode.DATA
+    assert command.main([str(tmp_path / "gone")]) == ExitCode.DATA
+    err = capsys.readouterr().err
+    assert "is not the folder of a run" in err
+    assert "there is no folder" in err
+    with pytest.raises(SystemExit) as caught:
+        command.main(["a", "b", "c"])
+    assert caught.value.code == ExitCode.USAGE
+
+
+def test_many_ranks_are_summarised(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=4096, steps=20, window=10)
+    text = to_markdown("big", sections(load(str(tmp_path))))
+    assert "The 16 slowest of 4096 ranks are shown" in text
+    assert "wait for rank 4095" in text
+    assert len(text) < 20_000
+
+
+def test_a_long_run_is_a_small_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vl_convert", reason="vl-convert-python is not installed")
+    write_run(tmp_path, steps=100_000, window=100)
+    run = load(str(tmp_path))
+    page = to_html("<long>", sections(run))
+    assert len(page.encode()) < 5e6
+    assert "&lt;long&gt;" in page
+    assert "<long>" not in page
+    assert not re.search(r'(src|href)="(https?:)?//', page)
+    specs = json.loads(page.rpartition("const charts = ")[2].partition(";\nconst dark")[0])
+    assert len(specs["chart1"]["data"]["values"]) <= 600
+    # Each chart has its place, a name, and a table.
+    for name in specs:
+        assert re.search(rf'<figure role="img" aria-label="[^"]+"><div id="{name}">', page)
+    assert command.main([str(tmp_path)]) == ExitCode.OK
+    assert "report.html (" in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("width", [500, 1200])  # Chromium makes no smaller window
+def test_every_chart_is_drawn_and_the_console_is_empty(tmp_path: Path, width: int) -> None:
+    pytest.importorskip("vl_convert", reason="vl-convert-python is not installed")
+    write_run(tmp_path / "a", steps=200)
+    write_run(tmp_path / "b", steps=100, ranks=3)
+    parts = sections(load(str(tmp_path / "a")), load(str(tmp_path / "b")))
+    page = tmp_path / "report.html"
+    page.write_text(to_html("a and b", parts))
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [
+            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
+            *(f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900"),
+            *("--virtual-time-budget=8000", "--dump-dom", page.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "CONSOLE" not in done.stderr
+    charts = sum(section.chart is not None for section in parts)
+    assert charts > 5
+    drawn = re.findall(r'<svg [^>]*class="marks"[^>]*>', done.stdout)
+    assert len(drawn) == charts
+    # On a phone, too, a chart has the width of the page.
+    widths = [int(found[1]) for svg in drawn if (found := re.search(r' width="(\d+)"', svg))]
+    assert all(0.7 * min(width, 1024) < each <= width for each in widths), widths
