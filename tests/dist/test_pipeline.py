@@ -123,7 +123,8 @@ def _each(job: Any, cases: list[dict[str, Any]]) -> list[Result]:
 
 
 @pytest.mark.parametrize(
-    ("nproc", "mesh"), [PP2, pytest.param(*PP4, marks=pytest.mark.slow), PP_DP]
+    ("nproc", "mesh"),
+    [PP2, *(pytest.param(*each, marks=pytest.mark.slow) for each in (PP4, PP_DP))],
 )
 def test_it_trains_as_one_process(nproc: int, mesh: Mesh) -> None:
     plain = [{k: v for k, v in case.items() if k != "schedule"} for case in SCHEDULES]
@@ -263,6 +264,7 @@ def _layout_run(job: Any, folder: str, until: int, schedule: str = "interleaved"
     return losses
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_in_other_layouts(tmp_path: Path) -> None:
     want = run_ranks(_layout_run, str(tmp_path / "want"), 10, nproc=1)[0]
     got: list[float] = []
