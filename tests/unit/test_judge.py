@@ -134,9 +134,14 @@ def test_equally_slow_workers_may_show_on_one_rank() -> None:
 def test_cores_limit_the_gain_of_workers() -> None:
     slow = HEALTHY | {"data": 0.2}
     found = judge(record(slow, slow, cores=2, busy=0.6))[0]  # 0.6 of each core already
-    assert found.gain == pytest.approx(1 / 0.6)
-    assert "2 cores" in found.details
-    assert judge(record(slow, slow, cores=2, busy=1.0)) == []
+    assert found.gain == pytest.approx(0.9 / 0.6)
+    assert found.cure == "Batches(..., workers=2)"
+    full = judge(record(slow, slow, cores=2, busy=0.95))[0]
+    assert full.cure == "samples that cost less, or 4 cores with Batches(..., workers=2)"
+    assert full.gain == pytest.approx(2 * 0.9 / 0.95)
+    assert "The 2 cores of the host are busy" in full.details
+    some = HEALTHY | {"data": 0.02}
+    assert judge(record(some, some, cores=2, busy=0.95)) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -174,7 +179,8 @@ SLOW_LINK = HEALTHY | {"communication": 0.1}
 
 
 def test_accumulation_communicates_less_often() -> None:
-    found = judge(record(SLOW_LINK, SLOW_LINK))
+    link = {"latency_s": 0.09, "bytes_per_s": 8e9}
+    found = judge(record(SLOW_LINK, SLOW_LINK, link=link, bucket_bytes=2**30))
     assert [f.kind for f in found] == ["accumulation"]
     assert found[0].title == "communication-bound: 100 ms of 197 ms exposed"
     assert found[0].cure == "Batches(..., global_batch=256, micro_batch=32)"
@@ -184,7 +190,8 @@ def test_accumulation_communicates_less_often() -> None:
 
 def test_little_communication_is_not_blamed_for_a_slow_optimizer() -> None:
     rank = HEALTHY | {"communication": 0.012, "optimizer": 0.03}
-    assert judge(record(rank, rank)) == []
+    link = {"latency_s": 1e-3, "bytes_per_s": 400e6}
+    assert judge(record(rank, rank, link=link)) == []
 
 
 def test_compression_halves_the_transfer() -> None:
@@ -208,8 +215,15 @@ def test_small_buckets_pay_the_latency_of_each() -> None:
 
 
 def test_other_layouts_get_no_advice_about_ddp() -> None:
+    link = {"latency_s": 1e-3, "bytes_per_s": 400e6}
     for run in ({"strategy": ""}, {"mesh": "Mesh(tp=2)"}):
-        assert judge(record(SLOW_LINK, SLOW_LINK, **run)) == []
+        assert judge(record(SLOW_LINK, SLOW_LINK, link=link, **run)) == []
+
+
+def test_waits_that_the_link_does_not_explain_are_not_communication() -> None:
+    assert judge(record(SLOW_LINK, SLOW_LINK)) == []  # it was not measured
+    link = {"latency_s": 1e-4, "bytes_per_s": 8e9}
+    assert judge(record(SLOW_LINK, SLOW_LINK, link=link)) == []
 
 
 def test_a_finding_is_one_sentence() -> None:

@@ -10,11 +10,12 @@ each other in each step, so a step takes equally long on all of them:
   a slower rank, and the rank that waits least is the slowest.
 - A rank without loader workers takes d seconds to produce its batches. w workers take d/w, at the same time
   as the rest of the step. w workers that cannot follow are busy all the time, so d = w * step, on the rank
-  that waits most. A step cannot take less than the CPU time of the ranks and workers of a host, divided by
-  its cores.
+  that waits most. A step cannot take less than the CPU time that the ranks and workers of a host want,
+  divided by its cores.
 - Communication of n buckets and b bytes takes n * latency + b / bandwidth. Both are measured when the run
   begins (`run["link"]`). Bucket i of n is sent at i/n of the backward, so the part that is not hidden is the
-  larger of n transfers less the backward after the first bucket, and the last transfer.
+  larger of n transfers less the backward after the first bucket, and the last transfer. What all ranks wait
+  and the link does not explain is waiting for each other in turn, and not counted.
 - k micro-batches in a step communicate once, and update the weights once.
 
 Each cure is judged alone, and only told if it makes the steps at least 1.1 times as fast.
@@ -42,6 +43,9 @@ _BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
 _MOST_ACCUMULATION = 4  # micro-batches; a much larger batch needs another learning rate
 _HIDDEN = 0.8  # workers are enough if they produce a batch in this share of the rest of a step
 _MOST_WORKERS = 16
+_MUCH_DATA = 0.3  # of a step; then it is told also if the host has no free cores
+_USABLE = 0.9  # of the time of the cores; workers have costs of their own
+_LINK_FACTOR = 1.5  # communication may take so much longer than the link explains
 _MOSTLY = 0.5  # of the loading in the collate function, so that it is named
 
 
@@ -75,7 +79,8 @@ class Evidence:
 
     Args:
         spent_s: By phase, the seconds of each rank in one step.
-        cpu_s: By rank, CPU seconds of one step, with loader workers; empty if unknown.
+        cpu_s: By rank, seconds of one step in which it used a core, or waited for one, with its loader
+            workers; empty if unknown.
         collate_s: By rank, seconds in the collate function; empty if unknown.
         run: What describes the run; see `Record.run`.
     """
@@ -226,42 +231,48 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     # ranks, the wait can be on the rank whose workers began last, and the other ranks wait for this one.
     if not waiting or (not workers and len(waiting) < len(evidence.ranks)):
         return
-    # Seconds that one process needs for the batches of a step, by rank.
-    produce_s = [s if workers == 0 else workers * evidence.step_s for s in data_s]
+    # Seconds that one process needs for the batches of a step; w busy workers deliver w times as often.
+    produce_s = workers * step_s if workers else max(data_s)
     rest_s = max(evidence.own_s(rank, {"data"}) for rank in evidence.ranks) + evidence.exposed_s
-    slowest_s = max(produce_s)
-    cores, local = run.get("cores", 1), run.get("local_world_size", len(evidence.ranks))
-    if evidence.cpu_s:
-        least_s = fmean(evidence.cpu_s) * local / cores
-    else:  # unknown: as if loading used a core all the time
-        least_s = slowest_s * local / cores
-    bound_s = max(rest_s, least_s)
-    wanted = math.ceil(slowest_s / (_HIDDEN * bound_s)) if bound_s > 0 else _MOST_WORKERS
-    wanted = min(max(wanted, workers + 1), _MOST_WORKERS)
-    new_s = max(bound_s, slowest_s / wanted)
-    share = fmean(data_s[rank] for rank in waiting) / step_s
-    waits = f"{_percent(share)} of the step waits for data"
-    have = f", {workers} worker{'s' if workers > 1 else ''} at 100 %" if workers else ""
+    cores, share = run.get("cores", 1), fmean(data_s[rank] for rank in waiting) / step_s
     details = (
-        f"Each rank needs {duration(slowest_s)} to produce the batches of a step, and the rest of the step "
+        f"Each rank needs {duration(produce_s)} to produce the batches of a step, and the rest of the step "
         f"takes {duration(rest_s)}."
     )
-    if least_s > rest_s:
-        details += f" The {cores} cores of the host limit the gain."
-    if len(evidence.ranks) > 1:
-        waits += f" on {name_ranks(waiting, len(evidence.ranks))}"
+    wanted, new_s = _with_workers(evidence, produce_s, rest_s, workers, cores)
+    option = "DataLoader(..., num_workers=" if run.get("dataloader") else "Batches(..., workers="
+    cure = f"{option}{wanted})"
+    if step_s < LEAST_GAIN * new_s and share > _MUCH_DATA:
+        wanted, new_s = _with_workers(evidence, produce_s, rest_s, workers, 2 * cores)
+        cure = f"samples that cost less, or {2 * cores} cores with {option}{wanted})"
+        details += f" The {cores} cores of the host are busy, so more workers alone would not help."
+    where = f" on {name_ranks(waiting, len(evidence.ranks))}" if len(evidence.ranks) > 1 else ""
     in_collate = fmean(evidence.collate_s or [0.0]) / fmean(data_s)
     if in_collate > _MOSTLY:
-        waits += f", {_percent(in_collate)} of that in the collate function"
+        where += f", {_percent(in_collate)} of that in the collate function"
+    if workers:
+        where += f", {workers} worker{'s' if workers > 1 else ''} at 100 %"
     yield Finding(
         kind="collate" if in_collate > _MOSTLY else "data",
-        title=f"input-bound: {waits}{have}",
-        cure=f"DataLoader(..., num_workers={wanted})"
-        if run.get("dataloader")
-        else f"Batches(..., workers={wanted})",
+        title=f"input-bound: {_percent(share)} of the step waits for data{where}",
+        cure=cure,
         gain=step_s / new_s,
         details=details,
     )
+
+
+def _with_workers(
+    evidence: Evidence, produce_s: float, rest_s: float, workers: int, cores: int
+) -> tuple[int, float]:
+    """How many workers a rank needs, at least one more than now, and the length of a step with them."""
+    local = evidence.run.get("local_world_size", len(evidence.ranks))
+    if evidence.cpu_s:
+        least_s = fmean(evidence.cpu_s) * local / (_USABLE * cores)
+    else:  # unknown: as if loading used a core all the time
+        least_s = produce_s * local / cores
+    bound_s = max(rest_s, least_s, produce_s / (_HIDDEN * _MOST_WORKERS))
+    wanted = min(max(math.ceil(produce_s / (_HIDDEN * bound_s)), workers + 1), _MOST_WORKERS)
+    return wanted, max(rest_s, least_s, produce_s / wanted)
 
 
 # --- communication ---
@@ -269,55 +280,54 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
 
 def _communication(evidence: Evidence) -> Iterator[Finding]:
     run, step_s, exposed_s = evidence.run, evidence.step_s, evidence.exposed_s
-    if len(evidence.ranks) < 2 or run.get("mesh") or run.get("strategy") not in ("DDP", "Packed"):
+    link = run.get("link")
+    if not link or run.get("mesh") or run.get("strategy") not in ("DDP", "Packed"):
         return
+    total = run["gradient_bytes"]
+    size = min(run.get("bucket_bytes") or total, total)
+    count = math.ceil(total / size)
+    explained_s = count * link["latency_s"] + total / link["bytes_per_s"]
+    exposed_s = min(exposed_s, _LINK_FACTOR * explained_s)
     if not is_long(exposed_s, step_s):
         return
     title = f"communication-bound: {duration(exposed_s)} of {duration(step_s)} exposed"
-    yield from _buckets(evidence, title)
-    yield from _compression(evidence, title)
+    yield from _buckets(evidence, exposed_s, size, title)
+    yield from _compression(evidence, exposed_s, size, title)
     rare_s = exposed_s + fmean(evidence.spent_s["optimizer"])
     k = _MOST_ACCUMULATION
-    batch = run.get("global_batch")
-    size = f"{k * batch}" if isinstance(batch, int) else f"{k} times as large"
-    micro = run.get("micro_batch")
     yield Finding(
         kind="accumulation",
         title=title,
-        cure=f"Batches(..., global_batch={size}, micro_batch={_micro(run, micro)})",
+        cure=f"Batches(..., global_batch={k * run['global_batch']}, micro_batch={_forward_size(run)})",
         gain=k * step_s / (k * (step_s - rare_s) + rare_s),
         details=f"The ranks communicate once for {k} times as many samples. This changes the training: fewer "
         "updates of the weights for an epoch, so the learning rate has to be chosen again.",
     )
 
 
-def _micro(run: Mapping[str, Any], micro: Any) -> Any:
-    """The forward of a rank as it is now, which `micro_batch` may not limit."""
-    if not isinstance(micro, int) or not isinstance(run.get("global_batch"), int):
-        return "as it is"
-    return min(micro, -(-run["global_batch"] // int(run.get("data_ranks", 1))))
+def _forward_size(run: Mapping[str, Any]) -> int:
+    """The samples of one forward of a rank, which `micro_batch` may not limit."""
+    share = math.ceil(int(run["global_batch"]) / int(run["data_ranks"]))
+    return min(int(run["micro_batch"]), share)
 
 
-def _buckets(evidence: Evidence, title: str) -> Iterator[Finding]:
-    run, link = evidence.run, evidence.run.get("link")
-    size, total = run.get("bucket_bytes"), run.get("gradient_bytes")
-    if not (link and size and total) or size >= total:
-        return
+def _buckets(evidence: Evidence, exposed_s: float, size: int, title: str) -> Iterator[Finding]:
+    run, link, step_s = evidence.run, evidence.run["link"], evidence.step_s
+    total = run["gradient_bytes"]
     backward_s = fmean(evidence.spent_s["backward"])
-    options = {min(mib * _MIB, total): mib for mib in reversed(_BUCKETS_MIB) if mib * _MIB > size}
-    if not options:
-        return
-    times = {mib: _exposed_s(link, total, bytes_, backward_s) for bytes_, mib in options.items()}
-    best = min(times, key=lambda mib: times[mib])
-    count, step_s = -(-total // size), evidence.step_s
-    saved_s = evidence.exposed_s - times[best]
-    if saved_s <= 0:
+    times_s = {
+        mib: _exposed_s(link, total, min(mib * _MIB, total), backward_s)
+        for mib in _BUCKETS_MIB
+        if "bucket_bytes" in run and size < min(mib * _MIB, total)
+    }
+    best = min(times_s, key=lambda mib: times_s[mib], default=0)
+    if not best or times_s[best] >= exposed_s:
         return
     yield Finding(
         kind="buckets",
-        title=f"{title} in {count} buckets of {size / _MIB:.2g} MiB",
+        title=f"{title} in {math.ceil(total / size)} buckets of {size / _MIB:.2g} MiB",
         cure=f"ddp(..., bucket_mb={best})",
-        gain=step_s / (step_s - saved_s),
+        gain=step_s / (step_s - exposed_s + times_s[best]),
         details=f"Latency {duration(link['latency_s'])}, bandwidth {link['bytes_per_s'] / 1e6:.3g} MB/s, "
         "measured when the run began. On 3 and more ranks the last bits of a sum depend on the buckets.",
     )
@@ -329,22 +339,18 @@ def _exposed_s(link: Mapping[str, float], total: int, size: int, backward_s: flo
     return max(count * one_s - backward_s * (1 - 1 / count), one_s)
 
 
-def _compression(evidence: Evidence, title: str) -> Iterator[Finding]:
-    run, link = evidence.run, evidence.run.get("link")
-    total = run.get("gradient_bytes")
-    if not (link and total) or run.get("compress") or run.get("reproducible"):
-        return
-    size = min(run.get("bucket_bytes") or total, total)
+def _compression(evidence: Evidence, exposed_s: float, size: int, title: str) -> Iterator[Finding]:
+    run, link = evidence.run, evidence.run["link"]
+    total = run["gradient_bytes"]
     last_s = link["latency_s"] + size / 2 / link["bytes_per_s"]
-    left_s = max(evidence.exposed_s - total / 2 / link["bytes_per_s"], last_s)
-    saved_s = evidence.exposed_s - left_s
-    if saved_s <= 0:
+    left_s = max(exposed_s - total / 2 / link["bytes_per_s"], last_s)
+    if run.get("compress") or left_s >= exposed_s:
         return
     yield Finding(
         kind="communication",
         title=title,
         cure='ddp(..., compress="bf16")',
-        gain=evidence.step_s / (evidence.step_s - saved_s),
+        gain=evidence.step_s / (evidence.step_s - exposed_s + left_s),
         details=f"It halves the {total / 1e6:.3g} MB of each step, at {link['bytes_per_s'] / 1e6:.3g} MB/s. "
         "Gradients lose 16 of 24 bits of their mantissa before they are summed.",
     )

@@ -38,8 +38,8 @@ class Window:
         memory_bytes: By rank: of the device, or of the process on the CPU.
         busy: By rank: the share of time that the GPU was busy (-1 if unknown), or the number of cores
             that it used.
-        cores: By rank: the number of cores that the process and its loader workers used. Empty in files of
-            an older version.
+        cores: By rank: the number of cores that the process and its loader workers used, or would have used
+            if one had been free. Empty in files of an older version.
         collate_s: By rank: the seconds of the phase "data" that the collate function took. 0 with loader
             workers; empty in files of an older version.
         spans: By rank, the phases of the first step: (phase, begin, seconds). `begin` is in seconds since the

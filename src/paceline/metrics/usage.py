@@ -6,7 +6,9 @@ import contextlib
 import functools
 import importlib.util
 import multiprocessing
+import os
 import time
+from pathlib import Path
 
 import torch
 
@@ -23,6 +25,7 @@ class Usage:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began, self._cpu_s = time.perf_counter(), time.process_time()
+        self._delay_s = _delay_s(os.getpid())
         self._workers_s: dict[int, float] = {}  # by process id
 
     def measure(self) -> tuple[float, float, float]:
@@ -30,13 +33,15 @@ class Usage:
 
         On a GPU the first two are the memory that torch has allocated, and the share of time in which a
         kernel ran (-1 if NVML does not tell). On the CPU they are the resident memory, and the number of
-        cores that this process used. The third is the number of cores of this process and its loader workers.
+        cores that this process used. The third is the number of cores that this process and its loader
+        workers used, or would have used if one had been free.
         """
         now, cpu_s = time.perf_counter(), time.process_time()
         passed_s = max(now - self._began, 1e-9)
         own = (cpu_s - self._cpu_s) / passed_s
-        cores = own + self._measure_workers() / passed_s
-        self._began, self._cpu_s = now, cpu_s
+        delay_s = _delay_s(os.getpid())
+        cores = own + (delay_s - self._delay_s + self._measure_workers()) / passed_s
+        self._began, self._cpu_s, self._delay_s = now, cpu_s, delay_s
         if self._device.type == "cuda":
             percent = gpu_use(self._device).get("gpu_busy_percent")
             share = -1.0 if percent is None else percent / 100
@@ -46,7 +51,7 @@ class Usage:
         return float(psutil.Process().memory_info().rss), own, cores
 
     def _measure_workers(self) -> float:
-        """CPU seconds of the processes that multiprocessing has started, since the last call."""
+        """The same for the processes that multiprocessing has started: seconds since the last call."""
         children = [c.pid for c in multiprocessing.active_children() if c.pid is not None]
         if not children:
             return 0.0
@@ -56,8 +61,16 @@ class Usage:
         for pid in children:
             with contextlib.suppress(psutil.Error):  # it has ended in the meantime
                 used = psutil.Process(pid).cpu_times()
-                self._workers_s[pid] = used.user + used.system
+                self._workers_s[pid] = used.user + used.system + _delay_s(pid)
         return sum(used_s - before.get(pid, 0.0) for pid, used_s in self._workers_s.items())
+
+
+def _delay_s(pid: int) -> float:
+    """Seconds that the main thread of a process could run and no core was free; 0 if Linux does not tell."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 @functools.cache
