@@ -197,6 +197,14 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
             dots=LOSSES,
         ),
     ],
+    "howto/monitoring.md": [
+        Run(PARTS + "# block\n" + IN_STEP + "step.update()", old="9400", new="0"),
+        Run(
+            "model, optimizer, batches, training = start(job)\n# block\n"
+            + IN_STEP
+            + "step.update()"
+        ),
+    ],
     "howto/mpi.md": [
         NotRun("needs mpiexec: tests/dist/test_mpi.py starts jobs with it"),
         NotRun("needs mpiexec: tests/dist/test_mpi.py starts jobs with it"),

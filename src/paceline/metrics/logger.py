@@ -12,13 +12,18 @@ from paceline import log
 
 Values = Mapping[str, float | int | str]
 
+_Call = tuple[str, int, Mapping[str, Any]]  # a method of a logger, and its arguments
 _CLOSE_S = 30.0  # longest wait for a slow server at the end
 
 
 class Logger(Protocol):
     """A destination of metrics. Any object with these two methods can be given to `Training.report`.
 
-    Both are called on rank 0, in a thread of their own, so that a slow server does not delay the training. If
+    A third one, `times(step, line)`, is called about once a second if the object has it. `line` is a
+    dictionary about the steps since the last call: `steps`, `samples`, `spent_s` (by phase, the seconds of
+    each rank), `memory_bytes` and `busy` (by rank); see `paceline.clock.record.Window`.
+
+    All are called on rank 0, in a thread of their own, so that a slow server does not delay the training. If
     one raises, a warning names the error once, the logger gets nothing more, and the training goes on.
 
     Collective: none.
@@ -40,24 +45,31 @@ class BackgroundLogger:
     """Calls a logger in a thread. The thread ends when the object is closed, freed, or Python exits."""
 
     def __init__(self, logger: Logger) -> None:
-        lines: queue.SimpleQueue[tuple[int, Values] | None] = queue.SimpleQueue()
+        lines: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         name = type(logger).__name__
         thread = threading.Thread(
             target=_run, args=(logger, lines), name=f"{name} log", daemon=True
         )
         thread.start()
         self._lines = lines
+        self.takes_times = callable(getattr(logger, "times", None))
         self.close = weakref.finalize(self, _end, name, lines, thread)
 
     def log(self, step: int, values: Values) -> None:
         """Hand over the values of one step; returns at once."""
-        self._lines.put((step, values))
+        self._lines.put(("log", step, values))
+
+    def times(self, step: int, line: Mapping[str, Any]) -> None:
+        """Hand over where the time went, if the logger wants to know; returns at once."""
+        if self.takes_times:
+            self._lines.put(("times", step, line))
 
 
-def _run(logger: Logger, lines: queue.SimpleQueue[tuple[int, Values] | None]) -> None:
+def _run(logger: Logger, lines: queue.SimpleQueue[_Call | None]) -> None:
     try:
-        while (line := lines.get()) is not None:
-            logger.log(*line)
+        while (call := lines.get()) is not None:
+            method, *arguments = call
+            getattr(logger, method)(*arguments)
         logger.close()
     except Exception as error:
         log.logger.warning(

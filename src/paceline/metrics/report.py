@@ -130,13 +130,13 @@ class Report:
         self.end()
         self._began = self._window_began = time.perf_counter()
         self._window_samples = 0
+        self._run = {"time": time.time(), "total_steps": total, **facts()}
+        self._windows.clear()
         if self._lines is not None:
             try:
                 self._began -= self._lines.rewind(step)  # time continues from the last line
                 assert self._clock_lines is not None
                 self._clock_lines.rewind(step)
-                self._run = {"time": time.time(), "total_steps": total, **facts()}
-                self._windows.clear()
                 self._clock_lines.log(step, {"run": self._run})
             except OSError as error:
                 raise ConfigError(
@@ -194,8 +194,9 @@ class Report:
             self._progress.show(totals[-1].step, self._epoch, self._newest, self._rate)
 
     def asks_for_times(self, *, is_last: bool) -> bool:
-        """Whether to ask all ranks now for a line of clock.jsonl. Only rank 0 has that file."""
-        if self._clock_lines is None or self._has_asked:
+        """Whether to ask all ranks now where their time went. Only rank 0 does."""
+        takes_times = self._clock_lines or any(each.takes_times for each in self._loggers)
+        if not takes_times or self._has_asked:
             return False
         # Shorter at first, so that a run of some seconds has several lines.
         window_s = min(_CLOCK_WINDOW_S, 0.1 + 0.1 * (time.time() - self._run["time"]))
@@ -220,6 +221,8 @@ class Report:
         if line["steps"]:
             self._windows.append(record.read_window({"step": step, **line}))
             self._write_line(step, line, self._clock_lines)
+            for logger in self._loggers:
+                logger.times(step, line)
 
     def _write_line(self, step: int, line: Mapping[str, Any], lines: JSONLines | None) -> None:
         if lines is None:

@@ -1,0 +1,194 @@
+"""Prometheus scrapes a training, every query of the dashboard has data; OpenTelemetry gets the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import DEADLINE_S, finish, start
+from torch import nn
+
+import paceline
+from paceline.errors import ConfigError
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "assets" / "grafana.json"
+PROMETHEUS = shutil.which("prometheus")
+
+SCRIPT = """
+import os, sys, time
+import torch
+import paceline
+
+prometheus = paceline.Prometheus(port=0)
+with paceline.join() as job:
+    model = paceline.ddp(job, torch.nn.Linear(4, 2))
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+    batches = paceline.Batches(job, data, global_batch=8)
+    training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), 0.01), batches)
+    training.report(loggers=[prometheus])
+    for step in training.steps():
+        step.run(lambda batch: ((model(batch[0]) - batch[1]) ** 2).sum())
+        step.update()
+        training.log(loss=step.loss)
+        time.sleep(0.002)
+        if job.rank == 0 and prometheus.port and not os.path.exists("port"):
+            with open("new", "w") as file:
+                file.write(f"{prometheus.address}:{prometheus.port}")
+            os.rename("new", "port")
+        if os.path.exists("end"):
+            step.stop()
+"""
+
+
+def _wait(condition: Any) -> Any:
+    until = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return found
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def test_prometheus_sees_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    training = start(["run", "--nproc-per-node=2", "train.py"], tmp_path)
+    server = None
+    try:
+        _wait((tmp_path / "port").exists)
+        target = (tmp_path / "port").read_text()
+        assert target.startswith("127.0.0.1:")  # on one host nobody else can read it
+
+        def metrics() -> str:
+            text = _get(f"http://{target}/metrics")
+            return text if "paceline_phase_seconds_total{" in text else ""
+
+        text = _wait(metrics)
+        for rank in ("0", "1"):
+            pattern = rf'paceline_phase_seconds_total{{phase="forward",rank="{rank}"}} \d'
+            assert re.search(pattern, text)
+            assert re.search(rf'paceline_memory_bytes{{rank="{rank}"}} [\d.]+e\+0\d', text)
+        assert re.search(r'paceline_value{name="loss"} [\d.]+', text)
+        assert "paceline_restarts 0.0" in text
+        if PROMETHEUS is not None:
+            server = _start_prometheus(tmp_path, target)
+            _every_query_has_data(server[1])
+    finally:
+        if server is not None:
+            server[0].terminate()
+            server[0].wait(DEADLINE_S)
+        (tmp_path / "end").touch()
+        assert finish(training).code == 0
+
+
+def _start_prometheus(folder: Path, target: str) -> tuple[subprocess.Popen[bytes], str]:
+    (folder / "prometheus.yml").write_text(
+        "global: {scrape_interval: 300ms}\n"
+        f"scrape_configs: [{{job_name: paceline, static_configs: [{{targets: ['{target}']}}]}}]\n"
+    )
+    assert PROMETHEUS is not None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with (folder / "prometheus.log").open("wb") as log:
+        server = subprocess.Popen(
+            [
+                *(PROMETHEUS, "--config.file=prometheus.yml", "--storage.tsdb.path=tsdb"),
+                f"--web.listen-address={address}",
+            ],
+            cwd=folder,
+            stderr=log,
+        )
+
+    def is_ready() -> bool:
+        assert server.poll() is None, (folder / "prometheus.log").read_text()
+        try:
+            return bool(_get(f"http://{address}/-/ready"))
+        except OSError:
+            return False
+
+    _wait(is_ready)
+    return server, f"http://{address}"
+
+
+def _every_query_has_data(url: str) -> None:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(queries) >= 8
+    for query in queries:
+        asked = urllib.parse.quote(query.replace("$__rate_interval", "30s"))
+
+        def has_data(asked: str = asked) -> bool:
+            answer = json.loads(_get(f"{url}/api/v1/query?query={asked}"))
+            return answer["status"] == "success" and bool(answer["data"]["result"])
+
+        _wait(has_data)
+
+
+def _train(loggers: list[Any]) -> None:
+    with paceline.join() as job:
+        model = paceline.ddp(job, nn.Linear(4, 2))
+        data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+        batches = paceline.Batches(job, data, global_batch=8)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        training = paceline.Training(job, model, optimizer, batches)
+        training.report(loggers=loggers)
+        for step in training.steps(until=20):
+            step.run(lambda batch: ((model(batch[0]) - batch[1]) ** 2).sum())
+            step.update()
+            training.log(loss=step.loss)
+
+
+def test_opentelemetry_gets_values_and_times() -> None:
+    metrics = pytest.importorskip("opentelemetry.sdk.metrics")
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    reader = InMemoryMetricReader()
+    provider = metrics.MeterProvider(metric_readers=[reader])
+    _train([paceline.OpenTelemetry(provider)])
+    (resource,) = reader.get_metrics_data().resource_metrics
+    found = {m.name: list(m.data.data_points) for m in resource.scope_metrics[0].metrics}
+    provider.shutdown()
+    assert found["paceline.step"][0].value == 20
+    assert found["paceline.samples"][0].value == 160
+    assert (
+        dict(found["paceline.value"][0].attributes) == {"name": "epoch"} or found["paceline.value"]
+    )
+    assert {point.attributes["name"] for point in found["paceline.value"]} >= {"loss", "epoch"}
+    phases = {point.attributes["phase"]: point.value for point in found["paceline.phase"]}
+    assert phases["forward"] > 0
+    assert found["paceline.memory"][0].value > 1e6
+
+
+def test_a_port_that_is_taken_stops_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("prometheus_client")
+    first = paceline.Prometheus(port=0)
+    first.log(1, {"loss": 1.0})
+    try:
+        _train([paceline.Prometheus(port=first.port)])
+    finally:
+        first.close()
+    assert (
+        caplog.text.count("Prometheus failed and gets no more metrics; the training goes on") == 1
+    )
+    assert "Address already in use" in caplog.text
+
+
+def test_a_port_that_is_none_is_refused() -> None:
+    for port in (-1, 70000, "9400"):
+        with pytest.raises(ConfigError, match="port must be a number"):
+            paceline.Prometheus(port=port)  # type: ignore[arg-type]
