@@ -54,8 +54,9 @@ class Report:
         self._progress: Progress | None = None
         self._began = time.perf_counter()
         self._window_began = self._began
-        self._window_samples = 0
+        self._window_count = 0
         self._rate = 0.0
+        self._unit = "samples"
         self._epoch = 0  # of the newest step
         self._newest: dict[str, Any] = {}  # the values that were written last
         self._clock_lines: JSONLines | None = None
@@ -113,13 +114,22 @@ class Report:
         self._loggers = [BackgroundLogger(logger) for logger in loggers]
         self._active = bool(self._lines or self._progress or self._loggers)
 
-    def begin(self, step: int, total: int | None, facts: Callable[[], dict[str, Any]]) -> None:
+    def begin(
+        self,
+        step: int,
+        total: int | None,
+        facts: Callable[[], dict[str, Any]],
+        *,
+        unit: str = "samples",
+    ) -> None:
         """Start after `step`, and remove the lines of later steps, which an interrupted run wrote.
 
         Args:
             total: Number of the last step; None if the end is not known.
             facts: Returns what describes this run in clock.jsonl.
+            unit: What the rate that is shown counts: "samples", or "tokens" if losses are means over tokens.
         """
+        self._unit = unit
         # A loop before may have been left with `break`: its last values are lost.
         self._pending.clear()
         self._reduced.clear()
@@ -129,7 +139,7 @@ class Report:
             return
         self.end()
         self._began = self._window_began = time.perf_counter()
-        self._window_samples = 0
+        self._window_count = 0
         self._run = {"time": time.time(), "total_steps": total, **facts()}
         self._windows.clear()
         if self._lines is not None:
@@ -149,7 +159,8 @@ class Report:
     def count(self, epoch: int, num_samples: int) -> None:
         """Count the samples of a step that has ended, over all ranks, for the rate that is shown."""
         self._epoch = epoch
-        self._window_samples += num_samples
+        if self._unit == "samples":
+            self._window_count += num_samples
         self._clock_samples += num_samples
 
     def note(self, step: int, epoch: int, values: dict[str, Any], reduce: str) -> None:
@@ -186,16 +197,19 @@ class Report:
             self._write_line(total.step, line, self._lines)
             for logger in self._loggers:
                 logger.log(total.step, line)
+        if self._unit == "tokens":
+            self._window_count += sum(total.count for total in totals)
         elapsed = now - self._window_began
         if elapsed >= _RATE_WINDOW_S or not self._rate:
-            self._rate = self._window_samples / max(elapsed, 1e-9)
-            self._window_began, self._window_samples = now, 0
+            self._rate = self._window_count / max(elapsed, 1e-9)
+            self._window_began, self._window_count = now, 0
         if totals and self._progress is not None:
-            self._progress.show(totals[-1].step, self._epoch, self._newest, self._rate)
+            self._progress.show(totals[-1].step, self._epoch, self._newest, self._rate, self._unit)
 
     def asks_for_times(self, *, is_last: bool) -> bool:
         """Whether to ask all ranks now where their time went. Only rank 0 does."""
-        takes_times = self._clock_lines or any(each.takes_times for each in self._loggers)
+        shows = self._progress is not None and self._progress.is_drawn
+        takes_times = shows or self._clock_lines or any(each.takes_times for each in self._loggers)
         if not takes_times or self._has_asked:
             return False
         # Shorter at first, so that a run of some seconds has several lines.
@@ -219,7 +233,10 @@ class Report:
         """Write where the time of the steps up to `step` went, from the rows of all ranks."""
         line = record.line_of(rows, time.time(), self._measured_samples)
         if line["steps"]:
-            self._windows.append(record.read_window({"step": step, **line}))
+            window = record.read_window({"step": step, **line})
+            if self._progress is not None:
+                self._progress.show_ranks(window, self._job.device.type)
+            self._windows.append(window)
             self._write_line(step, line, self._clock_lines)
             for logger in self._loggers:
                 logger.times(step, line)

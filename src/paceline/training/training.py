@@ -224,7 +224,8 @@ class Training:
 
         Args:
             folder: For metrics.jsonl, one line per step.
-            progress: Show a progress bar.
+            progress: Show progress, the values of `log`, and where the time of each rank goes: in a terminal
+                or a notebook in place, elsewhere as plain lines.
             tensorboard: Write to `folder`/tensorboard.
             loggers: Such as `paceline.WandB(project="...")`, or your own; see `Logger`.
 
@@ -523,7 +524,7 @@ class Training:
             total = epochs * self.batches.steps_per_epoch
         if until is not None:
             total = until if total is None else min(total, until)
-        self._report.begin(self.number, total, self._facts)
+        self._report.begin(self.number, total, self._facts, unit=context.count)
 
     def _facts(self) -> dict[str, Any]:
         """What describes this run, for reports and advice."""

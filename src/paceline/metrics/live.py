@@ -1,0 +1,115 @@
+"""Bars of where the time of each rank goes, for a terminal that is updated while a training runs.
+
+A bar is made of letters, so that it can be read without colours and copied from a terminal as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
+
+from paceline.clock.record import Window
+from paceline.clock.step_clock import WAITS
+
+# The parts of a bar: letter, name, style, and the phases of the clock that it shows.
+_PARTS = (
+    ("=", "compute", "green", ("forward", "backward", "optimizer")),
+    ("D", "wait for data", "yellow", ("data",)),
+    ("C", "communication", "magenta", WAITS),
+    (".", "other", "dim", ("copy", "checkpoint", "evaluation", "logging", "other")),
+)
+_MOST_ROWS = 8  # with more ranks: the slowest ones and the quantiles
+_SLOWEST = 3
+_QUANTILES = (0.75, 0.5, 0.25, 0.0)
+_LONGEST_BAR, _SHORTEST_BAR = 50, 10  # letters
+
+
+class RankBars:
+    """A row for each rank, or for some of many, and a line that explains the letters. A renderable of rich.
+
+    Args:
+        window: The steps that it shows.
+        device: Where they ran: "cpu", "cuda", ...; it tells what `window.busy` means.
+    """
+
+    def __init__(self, window: Window, device: str) -> None:
+        self._window, self._device = window, device
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """The lines, each cut to the width of the terminal."""
+        width = options.max_width
+        rows = [
+            (label, rank, self._usage(rank)) for label, rank in choose_ranks(self._own_times())
+        ]
+        labels = max(len(label) for label, *_ in rows)
+        usages = max(len(usage) for *_, usage in rows)
+        length = width - labels - usages - 3
+        if length < _SHORTEST_BAR:  # the bar is worth more than what follows it
+            length = max(_SHORTEST_BAR, width - labels - 1)
+        length = min(_LONGEST_BAR, length)
+        for label, rank, usage in rows:
+            line = Text(f"{label:{labels}} ", no_wrap=True, overflow="crop", end="")
+            for (letter, _, style, _), count in zip(
+                _PARTS, letters(self._shares(rank), length), strict=True
+            ):
+                line.append(letter * count, style)
+            line.append(f"  {usage}\n")
+            yield line
+        legend = Text(no_wrap=True, overflow="crop", end="")
+        for letter, name, style, _ in _PARTS:
+            legend.append(letter, style).append(f" {name}  ")
+        yield legend
+
+    def _own_times(self) -> list[float]:
+        """By rank, the seconds in which it did not wait for others."""
+        waits = [self._window.spent_s[phase] for phase in WAITS]
+        return [
+            wall - sum(phase[rank] for phase in waits)
+            for rank, wall in enumerate(self._window.wall_s)
+        ]
+
+    def _shares(self, rank: int) -> list[float]:
+        spent = self._window.spent_s
+        return [sum(spent[phase][rank] for phase in phases) for *_, phases in _PARTS]
+
+    def _usage(self, rank: int) -> str:
+        window = self._window
+        busy = window.busy[rank]
+        if self._device == "cpu":
+            used = f"{busy:.1f} cores"
+        else:
+            used = f"{busy:4.0%} busy" if busy >= 0 else ""
+        return f"{window.memory_bytes[rank] / 1e9:5.1f} GB  {used}".rstrip()
+
+
+def choose_ranks(own_s: Sequence[float]) -> list[tuple[str, int]]:
+    """The ranks that are shown, each with a label: all of a few, or else the slowest and the quantiles.
+
+    Args:
+        own_s: By rank, the seconds of its own work: those in which it did not wait for other ranks.
+    """
+    digits = len(str(len(own_s) - 1))
+    if len(own_s) <= _MOST_ROWS:
+        return [(f"rank {rank}", rank) for rank in range(len(own_s))]
+    slowest_first = sorted(range(len(own_s)), key=lambda rank: -own_s[rank])
+    rows = [(f"slowest rank {rank:{digits}}", rank) for rank in slowest_first[:_SLOWEST]]
+    for quantile in _QUANTILES:
+        rank = slowest_first[round((1 - quantile) * (len(own_s) - 1))]
+        name = {0.5: "median", 0.0: "fastest"}.get(quantile, f"{quantile:.0%}")
+        rows.append((f"{name:7} rank {rank:{digits}}", rank))
+    return rows
+
+
+def letters(shares: Sequence[float], length: int) -> list[int]:
+    """How many of `length` letters each share gets; they add up to `length`, with the largest remainders."""
+    total = sum(shares)
+    if total <= 0:
+        return [0] * (len(shares) - 1) + [length]
+    exact = [share / total * length for share in shares]
+    counts = [int(number) for number in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: length - sum(counts)]:
+        counts[i] += 1
+    return counts
