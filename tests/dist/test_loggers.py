@@ -367,9 +367,9 @@ def test_the_rate_counts_the_samples_of_all_steps(monkeypatch: pytest.MonkeyPatc
             if step == 3:
                 report.note(step, 0, {"value": 1}, "rank0")
             report.write([StepTotal(step=step, loss_sum=1.0, count=4)], reduce=False)
-    rates = [(step, epoch, rate) for step, epoch, _, rate in shown]
+    rates = [(step, epoch, rate) for step, epoch, _, rate, _ in shown]
     assert rates[1:] == [(step, step // 4, 8.0) for step in range(2, 7)]  # 4 samples in 0.5 s
-    assert [values for _, _, values, _ in shown] == [{}] * 2 + [{"value": 1}] * 4
+    assert [values for _, _, values, *_ in shown] == [{}] * 2 + [{"value": 1}] * 4
 
 
 def _differ(job: Any, kind: str) -> None:

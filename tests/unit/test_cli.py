@@ -28,6 +28,7 @@ USED_IN = {
     "run": ("errors.py", "job/", "launch/"),
     "verify": ("cli/verify.py", "verify/"),
     "report": ("cli/report.py",),
+    "top": ("cli/top.py",),
     "doctor": ("cli/doctor.py",),
     "explain": ("cli/explain.py",),
     "ckpt": ("cli/ckpt.py",),

@@ -66,6 +66,7 @@ MAY_DEFER = {
     "cli/doctor.py": "`paceline --help` without torch",
     "cli/main.py": "`paceline --help` without torch",
     "cli/report.py": "`paceline --help` without torch",
+    "cli/top.py": "`paceline --help` without rich",
     "cli/run.py": "`paceline --help` without torch",
     "cli/verify.py": "`paceline --help` without torch",
     "launch/__init__.py": "`paceline --help` without torch",

@@ -17,7 +17,18 @@ import paceline
 from paceline.command_line import CommandParser
 from paceline.exit_codes import ExitCode
 
-COMMANDS = ("init", "run", "verify", "report", "doctor", "explain", "ckpt", "job", "completion")
+COMMANDS = (
+    "init",
+    "run",
+    "verify",
+    "top",
+    "report",
+    "doctor",
+    "explain",
+    "ckpt",
+    "job",
+    "completion",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

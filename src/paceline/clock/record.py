@@ -44,6 +44,8 @@ class Window:
             workers; empty in files of an older version.
         spans: By rank, the phases of the first step: (phase, begin, seconds). `begin` is in seconds since the
             epoch. Only of the first ranks.
+        tokens: Over all ranks, with `Training(count="tokens")`; those of the last steps follow in the next
+            window. Otherwise 0.
     """
 
     step: int
@@ -57,6 +59,7 @@ class Window:
     cores: list[float] = field(default_factory=list)
     collate_s: list[float] = field(default_factory=list)
     spans: list[list[tuple[str, float, float]]] = field(default_factory=list)
+    tokens: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -188,6 +191,7 @@ def read_window(entry: Mapping[str, Any]) -> Window:
         steps=steps,
         time=float(entry["time"]),
         samples=int(entry["samples"]),
+        tokens=int(entry.get("tokens", 0)),
         wall_s=wall_s,
         spent_s=spent,
         memory_bytes=[float(b) for b in entry["memory_bytes"]],

@@ -40,9 +40,7 @@ class RankBars:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """The lines, each cut to the width of the terminal."""
         width = options.max_width
-        rows = [
-            (label, rank, self._usage(rank)) for label, rank in choose_ranks(self._own_times())
-        ]
+        rows = [(label, rank, self._usage(rank)) for label, rank in choose_ranks(self._own_times())]
         labels = max(len(label) for label, *_ in rows)
         usages = max(len(usage) for *_, usage in rows)
         length = width - labels - usages - 3
@@ -50,14 +48,14 @@ class RankBars:
             length = max(_SHORTEST_BAR, width - labels - 1)
         length = min(_LONGEST_BAR, length)
         for label, rank, usage in rows:
-            line = Text(f"{label:{labels}} ", no_wrap=True, overflow="crop", end="")
+            line = Text(f"{label:{labels}} ", no_wrap=True, overflow="crop")
             for (letter, _, style, _), count in zip(
                 _PARTS, letters(self._shares(rank), length), strict=True
             ):
                 line.append(letter * count, style)
-            line.append(f"  {usage}\n")
+            line.append(f"  {usage}")
             yield line
-        legend = Text(no_wrap=True, overflow="crop", end="")
+        legend = Text(no_wrap=True, overflow="crop")
         for letter, name, style, _ in _PARTS:
             legend.append(letter, style).append(f" {name}  ")
         yield legend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -42,9 +43,8 @@ class _Cell:
     """An output of a notebook's cell that shows a display as text. It needs no widgets."""
 
     def __init__(self) -> None:
-        from IPython.display import display
-
-        self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+        notebook = import_module("IPython.display")  # it is there in a notebook alone
+        self._handle = notebook.display({"text/plain": ""}, raw=True, display_id=True)
         self._shown_at = 0.0
 
     def show(self, display: _Display, *, now: bool = False) -> None:
@@ -52,14 +52,16 @@ class _Cell:
         if not now and time.monotonic() - self._shown_at < _CELL_INTERVAL_S:
             return
         self._shown_at = time.monotonic()
-        page = Console(file=io.StringIO(), width=_CELL_COLUMNS, force_jupyter=False, color_system=None)
+        page = Console(
+            file=io.StringIO(), width=_CELL_COLUMNS, force_jupyter=False, color_system=None
+        )
         with page.capture() as text:
             page.print(Group(*display.get_renderables()))
         self._handle.update({"text/plain": text.get()}, raw=True)
 
 
 class Progress:
-    """Shows the progress of a training on standard error, or in the cell of a notebook. Only rank 0 has one."""
+    """The progress of a training on standard error or in the cell of a notebook. Only rank 0 has one."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -101,7 +103,10 @@ class Progress:
     def show(
         self, step: int, epoch: int, values: Values, rate: float, unit: str = "samples"
     ) -> None:
-        """Show the newest step, its epoch (from 0), the values that were logged last, and `unit` per second."""
+        """Show the newest step, its epoch (from 0), the values that were logged last, and the rate.
+
+        `rate` is the number of `unit` per second.
+        """
         shown = [
             f"{name} {value}" if isinstance(value, str) else f"{name} {value:.4g}"
             for name, value in values.items()

@@ -63,6 +63,7 @@ class Report:
         self._clock_samples = self._measured_samples = (
             0  # of the steps since the last line, and in it
         )
+        self._clock_tokens = 0  # of the steps since the last line whose losses are known
         self._has_asked = False  # for the next line; `measure` answers
         self._usage = Usage(job.device)
         self._run: dict[str, Any] = {}  # the line in clock.jsonl that describes this run
@@ -134,7 +135,7 @@ class Report:
         self._pending.clear()
         self._reduced.clear()
         self._has_asked = False
-        self._clock_samples = 0
+        self._clock_samples = self._clock_tokens = 0
         if not self._active:
             return
         self.end()
@@ -198,7 +199,9 @@ class Report:
             for logger in self._loggers:
                 logger.log(total.step, line)
         if self._unit == "tokens":
-            self._window_count += sum(total.count for total in totals)
+            tokens = round(sum(total.count for total in totals))
+            self._window_count += tokens
+            self._clock_tokens += tokens
         elapsed = now - self._window_began
         if elapsed >= _RATE_WINDOW_S or not self._rate:
             self._rate = self._window_count / max(elapsed, 1e-9)
@@ -233,6 +236,8 @@ class Report:
         """Write where the time of the steps up to `step` went, from the rows of all ranks."""
         line = record.line_of(rows, time.time(), self._measured_samples)
         if line["steps"]:
+            if self._unit == "tokens":
+                line["tokens"], self._clock_tokens = self._clock_tokens, 0
             window = record.read_window({"step": step, **line})
             if self._progress is not None:
                 self._progress.show_ranks(window, self._job.device.type)

@@ -1,0 +1,121 @@
+"""`paceline top`: a live view of a run, from its folder. It only reads, so any launcher and host will do."""
+
+from __future__ import annotations
+
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from paceline.command_line import CommandParser
+from paceline.errors import ConfigError
+from paceline.exit_codes import ExitCode
+
+HELP = "show how far a running training is, and where its time goes"
+_EXAMPLES = {
+    "paceline top runs/a": "watch the run that reports to runs/a; q ends it",
+    "paceline top runs/a --once": "print the state and exit, for logs and scripts",
+}
+_EXIT_CODES: dict[ExitCode | str, str] = {
+    ExitCode.OK: "the state was shown",
+    ExitCode.USAGE: "the command line is wrong",
+    ExitCode.DATA: "the folder is not that of a run",
+}
+_INTERVAL_S = 1.0
+_MOST_WORK = 0.1  # share of the time in which files are read: those of long runs are large
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `paceline top` with these arguments."""
+    args = parser().parse_args(argv)
+    from rich.console import Console
+
+    from paceline.report import frame
+
+    console = Console(highlight=False)
+    try:
+        if args.once or not console.is_terminal:
+            console.print(frame.read(args.run, time.time()))
+            return ExitCode.OK
+        _watch(args.run)
+    except ConfigError as error:
+        print(f"paceline top: {error}", file=sys.stderr)
+        return ExitCode.DATA
+    return ExitCode.OK
+
+
+def parser() -> CommandParser:
+    """The options of `paceline top`."""
+    ours = CommandParser(
+        "paceline top",
+        description=HELP[0].upper() + HELP[1:] + ".",
+        examples=_EXAMPLES,
+        exit_codes=_EXIT_CODES,
+    )
+    ours.add_argument("run", metavar="RUN", help="folder of a run")
+    ours.add_argument(
+        "--once",
+        action="store_true",
+        help="print one frame and exit; the default without a terminal",
+    )
+    return ours
+
+
+def _watch(folder: str) -> None:
+    """Show the frame again and again, until q or Ctrl-C, and leave the last one on the terminal."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from paceline.report import frame
+
+    console = Console(highlight=False)
+    newest = frame.read(folder, time.time())
+    try:
+        with _keys(), Live(newest, console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                began = time.monotonic()
+                newest = frame.read(folder, time.time())
+                live.update(newest, refresh=True)
+                worked_s = time.monotonic() - began
+                if _quits(max(_INTERVAL_S, worked_s / _MOST_WORK)):
+                    break
+    except KeyboardInterrupt:
+        pass  # the usual end of such a display
+    console.print(newest)
+
+
+@contextmanager
+def _keys() -> Iterator[None]:
+    """Read single keys meanwhile, and restore the terminal, also after SIGTERM."""
+
+    def interrupt(number: int, at: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGTERM, interrupt)
+    is_terminal = sys.stdin.isatty()
+    modes = termios.tcgetattr(sys.stdin) if is_terminal else None
+    try:
+        if modes is not None:
+            tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        if modes is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, modes)
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _quits(timeout_s: float) -> bool:
+    """Wait for a key; whether it was q. After the end of the input, or without a terminal, it only waits."""
+    until = time.monotonic() + timeout_s
+    while (left_s := until - time.monotonic()) > 0:
+        if not sys.stdin.isatty():
+            time.sleep(left_s)
+        elif select.select([sys.stdin], [], [], left_s)[0]:
+            return sys.stdin.read(1) in ("q", "Q", "")
+    return False

@@ -1,0 +1,150 @@
+"""One frame of `paceline top`: how far a run is, how fast, and where the time of each rank goes."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from paceline.clock import record as clock_record
+from paceline.clock.record import Window
+from paceline.metrics.live import RankBars
+from paceline.report.run import METRICS, Run, load
+
+_RECENT = 10  # windows that the time left follows from
+# A run is said to be quiet after so many seconds, and so many times the usual interval of its lines.
+_QUIET_S, _QUIET_INTERVALS = 5.0, 3.0
+_OWN_NAMES = ("step", "epoch", "time_s")
+
+
+def frame(run: Run, silence_s: float, now: float) -> RenderableType:
+    """What is known of a run now.
+
+    Args:
+        silence_s: Seconds since the newest line was written.
+        now: Seconds since the epoch.
+    """
+    parts: list[RenderableType] = [_line(_title(run), "bold"), _progress(run, silence_s)]
+    if values := _values(run):
+        parts.append(_line(values))
+    window = _newest(run)
+    if window is not None:
+        parts.append(RankBars(window, str(run.record.run.get("device", "cpu"))))
+    parts += [_line(_events(run, now)), *(Text(sentence, "yellow") for sentence in run.missing)]
+    return Group(*parts)
+
+
+def newest_write(folder: Path) -> float:
+    """When a line was last written, in seconds since the epoch; 0 without a file of lines."""
+    times = [0.0]
+    for name in (METRICS, clock_record.FILE):
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:  # not written yet
+            continue
+    return max(times)
+
+
+def read(folder: str, now: float) -> RenderableType:
+    """The frame of a folder as it is now.
+
+    Raises:
+        ConfigError: it does not exist, or holds nothing that Paceline writes.
+    """
+    run = load(folder)
+    written = newest_write(Path(folder))
+    return frame(run, max(0.0, now - written) if written else 0.0, now)
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
+
+
+def _newest(run: Run) -> Window | None:
+    windows = run.record.windows
+    return windows[-1] if windows else None
+
+
+def _title(run: Run) -> str:
+    facts = run.record.run
+    words = []
+    if script := facts.get("script"):
+        words.append(str(script))
+    window = _newest(run)
+    ranks = facts.get("world_size", window.num_ranks if window else None)
+    if ranks is not None:
+        words.append(f"{ranks:,} rank{'' if ranks == 1 else 's'}")
+    for name in ("device", "launcher"):
+        if isinstance(facts.get(name), str):
+            words.append(str(facts[name]))
+    return "  ".join([*words, run.name])  # last, because it may be cut
+
+
+def _progress(run: Run, silence_s: float) -> RenderableType:
+    total = run.total_steps
+    row: list[RenderableType] = [_line(f"step {run.steps:,}" + (f"/{total:,}" if total else ""))]
+    if total:
+        row.append(ProgressBar(total=total, completed=run.steps, width=20))
+        row.append(_line(f"{min(1.0, run.steps / total):.0%}"))
+    row.append(_line(_state(run, silence_s)))
+    grid = Table.grid(padding=(0, 2))
+    for _ in row:
+        grid.add_column(no_wrap=True)
+    grid.add_row(*row)
+    return grid
+
+
+def _state(run: Run, silence_s: float) -> str:
+    if run.total_steps and run.steps >= run.total_steps:
+        return "finished"
+    windows = run.record.windows[-_RECENT:]
+    passed_s, steps = 0.0, 0
+    if len(windows) > 1:
+        passed_s = windows[-1].time - windows[0].time
+        steps = windows[-1].step - windows[0].step
+    usual_s = passed_s / (len(windows) - 1) if steps > 0 else 0.0
+    if silence_s > max(_QUIET_S, _QUIET_INTERVALS * usual_s):
+        return f"no new line for {silence_s:,.0f} s"
+    if not windows and run.record.runs:
+        return "starting"
+    if not run.total_steps or steps <= 0 or passed_s <= 0:
+        return ""
+    left_s = round((run.total_steps - run.steps) * passed_s / steps)
+    return f"{datetime.timedelta(seconds=left_s)} left"
+
+
+def _values(run: Run) -> str:
+    shown = []
+    if isinstance(epoch := run.last.get("epoch"), int):
+        shown.append(f"epoch {epoch + 1}")
+    for name, value in run.last.items():
+        if name not in _OWN_NAMES:
+            shown.append(f"{name} {_number(value)}")
+    window = _newest(run)
+    if window is not None and (wall_s := sum(window.wall_s) / window.num_ranks) > 0:
+        if window.tokens:
+            shown.append(f"{window.tokens / wall_s:,.0f} tokens/s")
+        else:
+            shown.append(f"{window.samples / wall_s:,.0f} samples/s")
+    return "  ".join(shown)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
+def _events(run: Run, now: float) -> str:
+    words = ["no checkpoint in this folder"]
+    if run.checkpoints:
+        step, _, saved = run.checkpoints[-1]
+        age = datetime.timedelta(seconds=max(0, round(now - saved)))
+        words = [f"checkpoint of step {step:,}, {age} ago"]
+    restarts = run.record.run.get("restarts")
+    if isinstance(restarts, int):
+        words.append(f"{restarts} restart{'' if restarts == 1 else 's'}")
+    return "  ".join(words)

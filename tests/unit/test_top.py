@@ -1,0 +1,168 @@
+"""Frames of `paceline top`, from synthetic runs: whole, torn, of many ranks, narrow, and not of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from paceline.cli import top as command
+from paceline.clock import record
+from paceline.clock.record import Window
+from paceline.clock.step_clock import BACKWARD, COMMUNICATION, DATA, PHASES, Times
+from paceline.exit_codes import ExitCode
+from paceline.metrics.json_lines import JSONLines
+from paceline.metrics.live import RankBars, choose_ranks, letters
+from paceline.report.frame import frame
+from paceline.report.run import load
+
+NOW = 1e9 + 21.0
+
+
+def _times(own: float, wait: float) -> Times:
+    spent = [0.0] * len(PHASES)
+    spent[DATA], spent[BACKWARD], spent[COMMUNICATION] = 0.1, own, wait
+    return Times(steps=5, spent_s=spent)
+
+
+def _write(folder: Path, *, ranks: int = 2, last: int = 20, **facts: Any) -> None:
+    """A run of 50 steps, 5 in each window of a second; the last rank is the slowest."""
+    clock, metrics = JSONLines(folder / record.FILE), JSONLines(folder / "metrics.jsonl")
+    known = {"time": 1e9, "total_steps": 50, "world_size": ranks, "device": "cpu", "restarts": 1}
+    clock.log(0, {"run": known | facts})
+    for step in range(5, last + 1, 5):
+        metrics.log(step, {"epoch": 1, "time_s": step / 5, "loss": 1 / step})
+        rows = []
+        for rank in range(ranks):
+            own = 0.3 + 0.5 * (rank + 1) / ranks
+            rows.append(record.pack(_times(own, 0.9 - own), rank, 2e9, 0.5, 0.5))
+        line = record.line_of(rows, 1e9 + step, 40) | {"tokens": facts.get("tokens", 0)}
+        clock.log(step, line)
+    clock.close()
+    metrics.close()
+
+
+def _shown(folder: Path, *, width: int = 100, silence_s: float = 1.0) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    with console.capture() as text:
+        console.print(frame(load(str(folder)), silence_s, NOW))
+    assert all(len(line) <= width for line in text.get().splitlines())
+    return text.get()
+
+
+def test_a_running_job(tmp_path: Path) -> None:
+    _write(tmp_path)
+    shown = _shown(tmp_path)
+    assert re.search(r"step 20/50 .*40%  0:00:30 left", shown)
+    assert "epoch 2  loss 0.05  40 samples/s" in shown
+    # 0.1 s wait for data, 0.55 s compute and 0.35 s communication; 0.1, 0.8 and 0.1 s on the other rank
+    first, second = re.findall(r"rank [01] (.*)", shown)
+    assert re.fullmatch(r"={27,28}D{5}C{17,18}    2\.0 GB  0\.5 cores", first)
+    assert re.fullmatch(r"={40}D{5}C{5}    2\.0 GB  0\.5 cores", second)
+    assert "= compute  D wait for data  C communication  . other" in shown
+    assert "2 ranks  cpu" in shown
+    assert "no checkpoint in this folder  1 restart" in shown
+
+
+def test_tokens_are_counted_where_the_run_counts_them(tmp_path: Path) -> None:
+    _write(tmp_path, tokens=5000)
+    assert "5,000 tokens/s" in _shown(tmp_path)
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 200])
+def test_lines_fit_the_terminal(tmp_path: Path, width: int) -> None:
+    _write(tmp_path, ranks=3, script="a_script_with_a_rather_long_name.py")
+    shown = _shown(tmp_path, width=width)
+    assert shown.count("\n") < 15
+    assert len(re.findall(r"^rank \d [=DC]{10,}", shown, re.MULTILINE)) == 3
+
+
+def test_of_many_ranks_the_slowest_and_the_quantiles_are_shown(tmp_path: Path) -> None:
+    _write(tmp_path, ranks=4096, last=10)
+    shown = _shown(tmp_path, width=60)
+    labels = re.findall(r"^(\w+%?) +rank +(\d+) ", shown, re.MULTILINE)
+    assert labels[:3] == [("slowest", str(rank)) for rank in (4095, 4094, 4093)]
+    assert [name for name, _ in labels[3:]] == ["75%", "median", "25%", "fastest"]
+    assert [int(rank) for _, rank in labels[3:]] == [3071, 2047, 1024, 0]
+    assert "4,096 ranks" in shown
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 9])
+def test_chosen_ranks(ranks: int) -> None:
+    rows = choose_ranks([float(rank) for rank in range(ranks)])
+    assert len(rows) == min(ranks, 8 if ranks <= 8 else 7)
+
+
+@pytest.mark.parametrize("shares", [[0, 0, 0], [1, 1, 1], [5e-9, 1, 0], [0.2, 0.3, 0.5]])
+def test_letters_add_up(shares: list[float]) -> None:
+    for length in range(1, 60):
+        counts = letters(shares, length)
+        assert sum(counts) == length
+        assert min(counts) >= 0
+
+
+def test_busy_gpus_and_those_that_do_not_tell() -> None:
+    none = [0.0, 0.0]
+    window = Window(
+        step=1,
+        steps=1,
+        time=0.0,
+        samples=1,
+        wall_s=none,
+        spent_s=dict.fromkeys(PHASES, none),
+        memory_bytes=none,
+        busy=[0.87, -1.0],
+    )
+    console = Console(file=io.StringIO(), width=90)
+    with console.capture() as text:
+        console.print(RankBars(window, "cuda"))
+    assert text.get().count("busy") == 1
+    assert "87% busy" in text.get()
+
+
+def test_silence_and_the_end(tmp_path: Path) -> None:
+    _write(tmp_path)
+    assert "no new line" not in _shown(tmp_path, silence_s=14)  # a line comes every 5 s
+    assert "no new line for 16 s" in _shown(tmp_path, silence_s=16)
+    (tmp_path / "end").mkdir()
+    _write(tmp_path / "end", last=50)
+    assert "finished" in _shown(tmp_path / "end", silence_s=1000)
+
+
+def test_torn_starting_and_older_runs(tmp_path: Path) -> None:
+    _write(tmp_path)
+    clock = tmp_path / record.FILE
+    with clock.open("ab") as file:
+        file.write(b'{"step": 25, "steps": 5, "ti')
+    assert "1 of the lines of clock.jsonl cannot be read" in _shown(tmp_path, width=200)
+    clock.write_text(json.dumps({"step": 0, "run": {"total_steps": 50, "world_size": 2}}) + "\n")
+    assert "step 20/50" in _shown(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    shown = _shown(tmp_path)
+    assert "starting" in shown
+    assert "No second of the run is measured yet." in shown
+    _write(tmp_path)
+    clock.unlink()
+    shown = _shown(tmp_path, width=200)
+    assert "loss 0.05" in shown
+    assert "made by an older version" in shown
+
+
+def test_folders_that_are_not_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, sentence in (
+        (tmp_path, "is not the folder of a run"),
+        (tmp_path / "none", "there is no folder"),
+    ):
+        assert command.main([str(folder), "--once"]) == ExitCode.DATA
+        assert sentence in capsys.readouterr().err
+    _write(tmp_path)
+    os.utime(tmp_path / record.FILE, (0, 0))
+    os.utime(tmp_path / "metrics.jsonl", (0, 0))
+    assert command.main([str(tmp_path), "--once"]) == ExitCode.OK
+    assert "step 20/50" in capsys.readouterr().out
