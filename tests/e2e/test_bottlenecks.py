@@ -48,15 +48,18 @@ def collate(rows):
 
 class Net(torch.nn.Sequential):
     def forward(self, x):
-        time.sleep(0.002 * len(x) if job.rank != 1 or kind != "straggler" else 0.005 * len(x))
+        slow = kind == "buckets" or (kind == "straggler" and job.rank == 1)
+        time.sleep((0.005 if slow else 0.002) * len(x))
         return super().forward(x)
 
 
 with paceline.join(timeout_s=60) as job:
     layers = [layer for _ in range(16) for layer in (torch.nn.Linear(64, 64), torch.nn.ReLU())]
+    if kind == "buckets":
+        layers = [torch.nn.Linear(64, 32), *(torch.nn.Linear(32, 32) for _ in range(20))]
     if kind == "accumulation":
         layers = [torch.nn.Linear(64, 2048), torch.nn.Linear(2048, 64)]
-    bucket_mb = 0.015 if kind == "buckets" else 25.0
+    bucket_mb = 0.004 if kind == "buckets" else 25.0
     model = paceline.ddp(job, Net(*layers), **({"bucket_mb": bucket_mb} | changes.get("ddp", {})))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     sizes = {"global_batch": 32, "micro_batch": 16} | changes.get("Batches", {})

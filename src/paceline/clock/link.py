@@ -7,9 +7,11 @@ import time
 import torch
 import torch.distributed as dist
 
-_MOST_BYTES = 4 * 2**20
+_LEAST_BYTES, _MOST_BYTES = 2**16, 4 * 2**20
+_GROWTH = 4  # from one size to the next
 _TIMES = 3  # measured so often; the fastest counts, because pauses only add
-_LONG_S = 0.05  # a transfer that takes longer is exact enough to be measured once
+_ONCE_S = 0.1  # what takes longer is exact enough, and is measured once
+_LONG_S = 0.05  # after an all-reduce that took longer no larger one is made
 
 
 def measure_link(
@@ -17,32 +19,35 @@ def measure_link(
 ) -> dict[str, float]:
     """Seconds that an all-reduce takes in addition to its transfer, and bytes per second of the transfer.
 
-    It takes milliseconds, and up to about 0.1 s where the connection is slow.
+    It takes milliseconds, and some tenths of a second where the connection is slow.
 
     Args:
         most_bytes: Of one all-reduce; the gradients of the training.
 
     Collective: all ranks of `group`.
     """
-    small_s = _all_reduce_s(group, device, 4)
-    size = min(_MOST_BYTES, max(most_bytes, 4))
-    # On a slow connection the largest size would take seconds.
-    size_bytes = 2**16
-    large_s = _all_reduce_s(group, device, min(size_bytes, size))
-    while size_bytes < size and large_s < _LONG_S:
-        size_bytes = min(4 * size_bytes, size)
-        large_s = _all_reduce_s(group, device, size_bytes)
-    size_bytes = min(size_bytes, size)
+    small_s = _all_reduce_s(group, device, 4, _TIMES)
+    # From small to large: on a slow connection the largest size would take seconds.
+    most_bytes = min(_MOST_BYTES, max(most_bytes, 8))
+    size_bytes, large_s = min(_LEAST_BYTES, most_bytes), 0.0
+    while True:
+        times = _TIMES if _GROWTH * large_s < _ONCE_S else 1
+        large_s = _all_reduce_s(group, device, size_bytes, times)
+        if size_bytes == most_bytes or large_s > _LONG_S:
+            break
+        size_bytes = min(_GROWTH * size_bytes, most_bytes)
     transfer_s = max(large_s - small_s, 1e-9)
     return {"latency_s": small_s, "bytes_per_s": size_bytes / transfer_s}
 
 
-def _all_reduce_s(group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> float:
+def _all_reduce_s(
+    group: dist.ProcessGroup, device: torch.device, size_bytes: int, times: int
+) -> float:
     """The fastest of some all-reduces; the longest of all ranks, so that they agree on it."""
     tensor = torch.zeros(size_bytes // 4, device=device)
     best_s = float("inf")
-    dist.all_reduce(tensor, group=group)  # the ranks arrive at different times
-    for _ in range(_TIMES):
+    dist.all_reduce(tensor, group=group)  # the first one of a size is slower
+    for _ in range(times):
         _synchronize(device)
         began = time.perf_counter()
         dist.all_reduce(tensor, group=group)
