@@ -31,6 +31,34 @@ _COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[\]]")
 _OVERWRITTEN = re.compile(rb"[^\r\n]*\r(?=[^\r\n])")
 _ERASE_LINE = b"\r\x1b[K"
+_LINE_UP = b"\x1b[1A"
+_CURSOR = re.compile(rb"\n|\x1b\[(\d*)A|\x1b\[\?25([lh])")
+
+
+class Drawing:
+    """How many lines are above the cursor in what a rank draws again and again, such as rich's `Live`.
+
+    Each time it moves the cursor up to the first line. The number is known from the first such move on.
+    """
+
+    def __init__(self) -> None:
+        self.lines = 0
+        self._ups = self._newlines = 0
+        self._is_hidden = False  # the cursor, as it is while something is drawn
+
+    def feed(self, data: bytes) -> None:
+        """Take what the rank wrote to its terminal."""
+        for found in _CURSOR.finditer(data):
+            if found[0] == b"\n":
+                self._newlines += 1
+            elif found[2]:
+                self._is_hidden = found[2] == b"l"
+                self._ups = self._newlines = 0
+            else:
+                if self._newlines:  # the first move of a frame
+                    self._ups = self._newlines = 0
+                self._ups += int(found[1] or 1)
+        self.lines = min(self._ups, self._newlines) if self._is_hidden else 0
 
 
 class Console:
@@ -51,6 +79,8 @@ class Console:
         self._holder: Stream | None = None
         self._written_at = 0.0
         self._mid_line = self._drawing = False
+        self._display = Drawing()  # of the stream without a prefix
+        self._moved_lines = 0  # of the display, above which other lines were written meanwhile
 
     def free_for(self, stream: Stream) -> bool:
         """Whether no other stream is in the middle of a line, or has paused there for too long."""
@@ -77,10 +107,21 @@ class Console:
         if not data or self.closed:
             return
         foreign = stream is None or (bool(stream.prefix) and self._holder is not stream)
-        if self._mid_line and foreign:
+        height = self._display.lines if self.is_terminal else 0
+        if foreign and self._mid_line and height:
+            # The rank draws it again below this line, and moves up by its height before.
+            erase = _ERASE_LINE + (_LINE_UP + _ERASE_LINE) * height
+            self._pending += erase if stream is not None else b"\n"
+            self._moved_lines, self._mid_line = height, False
+        elif self._mid_line and foreign:
             # The rank that draws a progress bar draws it again below this line.
             self._pending += _ERASE_LINE if self._drawing and stream is not None else b"\n"
             self._mid_line = False
+        if self.is_terminal and stream is not None and not stream.prefix:
+            if self._moved_lines and _LINE_UP in data:
+                self._pending += b"\n" * self._moved_lines
+            self._moved_lines = 0
+            self._display.feed(data)
         self._pending += data
         _, newline, rest = data.rpartition(b"\n")
         # Escape sequences, such as one that shows the cursor, begin no line.

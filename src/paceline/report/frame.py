@@ -79,9 +79,8 @@ def _title(run: Run) -> str:
     ranks = facts.get("world_size", window.num_ranks if window else None)
     if ranks is not None:
         words.append(f"{ranks:,} rank{'' if ranks == 1 else 's'}")
-    for name in ("device", "launcher"):
-        if isinstance(facts.get(name), str):
-            words.append(str(facts[name]))
+    if device := facts.get("device"):
+        words.append(str(device))
     return "  ".join([*words, run.name])  # last, because it may be cut
 
 
