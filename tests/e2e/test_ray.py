@@ -48,9 +48,11 @@ def train(config):
                     open(config["killed"], "w").close()
                     os._exit(3)
         found = [job.launcher, job.world_size, digest(paceline.unwrap(model).state_dict())]
-        if "out" in config:
-            with open(f"{config['out']}-{job.rank}", "w") as file:
-                json.dump(found, file)
+    with paceline.join(seed=2) as job:
+        found.append([job.launcher, job.world_size])
+    if "out" in config:
+        with open(f"{config['out']}-{job.rank}", "w") as file:
+            json.dump(found, file)
 
 if __name__ == "__main__":
     import ray
@@ -116,6 +118,7 @@ def test_workers_of_ray_train_are_the_ranks_of_a_job(tmp_path: Path) -> None:
     straight = _read(tmp_path, "straight")
     assert straight[0] == straight[1]
     assert straight[0][:2] == ["ray", 2]
+    assert straight[0][3] == ["ray", 2]  # of the second job of the same workers
     _run(tmp_path, "alone")
     alone = json.loads((tmp_path / "alone-0").read_text())
     assert straight[0][2] == alone[2]  # bit-equal to one process
