@@ -350,7 +350,10 @@ def test_a_damaged_file_of_metrics_stops_no_resume(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
-def test_the_rate_counts_the_samples_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("unit", "samples", "count"), [("samples", 4, 9), ("tokens", 1, 4)])
+def test_the_rate_counts_the_samples_or_tokens_of_all_steps(
+    unit: str, samples: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown: list[tuple[Any, ...]] = []
     now = 100.0
     monkeypatch.setattr("paceline.metrics.report.time.perf_counter", lambda: now)
@@ -360,13 +363,14 @@ def test_the_rate_counts_the_samples_of_all_steps(monkeypatch: pytest.MonkeyPatc
     with paceline.join() as job:
         report = Report(job)
         report.open(None, progress=True, tensorboard=False, loggers=[])
-        report.begin(0, None, dict)
+        report.begin(0, None, dict, unit=unit)
         for step in range(1, 7):
             now += 0.5
-            report.count(epoch=step // 4, num_samples=4)
+            report.count(epoch=step // 4, num_samples=samples)
             if step == 3:
                 report.note(step, 0, {"value": 1}, "rank0")
-            report.write([StepTotal(step=step, loss_sum=1.0, count=4)], reduce=False)
+            report.write([StepTotal(step=step, loss_sum=1.0, count=count)], reduce=False)
+    assert {each[-1] for each in shown} == {unit}
     rates = [(step, epoch, rate) for step, epoch, _, rate, _ in shown]
     assert rates[1:] == [(step, step // 4, 8.0) for step in range(2, 7)]  # 4 samples in 0.5 s
     assert [values for _, _, values, *_ in shown] == [{}] * 2 + [{"value": 1}] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import threading
 import time
@@ -162,3 +163,34 @@ def test_an_example_runs_unchanged_in_a_kernel_and_from_a_cell(
     assert len(losses[0]) > 20
     # The last step is smaller, so it is cut into other micro-batches, which draw other dropout masks.
     assert losses[0][:-1] == pytest.approx(losses[1][:-1], rel=1e-4)
+
+
+TRAINING = """
+import torch
+import paceline
+from torch.utils.data import TensorDataset
+
+with paceline.join() as job:
+    model = paceline.ddp(job, torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.ones(400, 2), torch.ones(400, 1))
+    training = paceline.Training(job, model, optimizer, paceline.Batches(job, data, global_batch=4))
+    training.report(progress=True)
+    for step in training.steps(epochs=1):
+        for x, y in step:
+            step.backward(torch.nn.functional.mse_loss(model(x), y), reduction="mean")
+        step.update()
+        training.log(loss=step.loss)
+"""
+
+
+def test_the_display_of_a_training_in_the_kernel_is_updated_in_place(kernel: Kernel) -> None:
+    cell = kernel.run(TRAINING)
+    shown = [o.data for o in cell.outputs if o.output_type == "display_data"]
+    assert len(shown) == 1, cell.outputs
+    text = shown[0]["text/plain"]
+    assert "100/100" in text
+    assert "samples/s" in text
+    assert re.search(r"rank 0 [=DC.]{10,}", text)
+    assert "\x1b" not in text
+    assert not [o for o in cell.outputs if o.output_type == "error"]
