@@ -57,7 +57,7 @@ class RankBars:
             yield line
         legend = Text(no_wrap=True, overflow="crop")
         for letter, name, style, _ in _PARTS:
-            legend.append(letter, style).append(f" {name}  ")
+            legend.append("  " if legend else "").append(letter, style).append(f" {name}")
         yield legend
 
     def _own_times(self) -> list[float]:
