@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import environment
+from launching import environment, finish, start
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed: pip install 'ray[train]'", allow_module_level=True)
@@ -100,7 +100,7 @@ def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
         env=environment() | {"RAY_TRAIN_V2_ENABLED": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -131,3 +131,56 @@ def test_workers_of_ray_train_are_the_ranks_of_a_job(tmp_path: Path) -> None:
     error = (tmp_path / "error").read_text()
     assert "ValueError: sample 17 is damaged" in error
     assert "PeerFailed: rank 1 failed first: ValueError: sample 17 is damaged" in error
+
+
+EXAMPLES = """
+import runpy, sys
+
+def train(config):
+    sys.argv = [config["script"], "--epochs=1", f"--folder={config['folder']}"]
+    sys.path.insert(0, config["script"].rpartition("/")[0])
+    runpy.run_path(config["script"], run_name="__main__")
+
+if __name__ == "__main__":
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    folder, *scripts = sys.argv[1:]
+    ray.init(num_cpus=3, include_dashboard=False)
+    for script in scripts:
+        for workers in (1, 2, 3):
+            name = script.rpartition("/")[2]
+            TorchTrainer(
+                train,
+                train_loop_config={"script": script, "folder": f"{folder}/{name}-{workers}"},
+                scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
+                run_config=RunConfig(storage_path=f"{folder}/ray"),
+            ).fit()
+    ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_examples_run_unchanged_and_equal_those_of_the_launcher(tmp_path: Path) -> None:
+    names = ("digits.py", "own_loop.py")
+    scripts = [str(Path(__file__).parents[2] / "examples" / name) for name in names]
+    (tmp_path / "train.py").write_text(EXAMPLES)
+    _run(tmp_path, *scripts)
+
+    def losses(folder: str) -> list[float]:
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+
+    for name, script in zip(names, scripts, strict=True):
+        for ranks in (1, 2, 3):
+            words = ["run", f"--nproc-per-node={ranks}", script, "--epochs=1"]
+            # Ray sets the threads to the CPUs of a worker; another number changes how sums round.
+            ended = finish(
+                start([*words, f"--folder=launched-{name}-{ranks}"], tmp_path, OMP_NUM_THREADS="1")
+            )
+            assert ended.code == 0, ended
+            expected = losses(f"launched-{name}-{ranks}")
+            assert len(expected) > 20
+            assert losses(f"{name}-{ranks}") == expected, (name, ranks)
