@@ -244,6 +244,19 @@ NAMES = (
         since="2.11",
         without="a restarted rank imports less before its script begins",
     ),
+    # profile
+    PrivateName(
+        "torch.cuda.memory._record_memory_history",
+        why="torch's documentation of memory snapshots gives this name; there is no public one",
+        since="2.11",
+        without="`paceline profile` writes no memory snapshots",
+    ),
+    PrivateName(
+        "torch.cuda.memory._dump_snapshot",
+        why="torch's documentation of memory snapshots gives this name; there is no public one",
+        since="2.11",
+        without="`paceline profile` writes no memory snapshots",
+    ),
     # audit
     PrivateName(
         "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",

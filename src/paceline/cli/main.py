@@ -23,6 +23,7 @@ COMMANDS = (
     "verify",
     "top",
     "report",
+    "profile",
     "doctor",
     "explain",
     "ckpt",

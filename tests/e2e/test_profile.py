@@ -1,0 +1,118 @@
+"""`paceline profile`: one trace of all ranks, the costliest operations, and what the step clock says too."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import finish, start
+
+from paceline.clock.record import read_record
+from paceline.profile.merge import RankProfile, merge, offsets_us, overlap
+
+SCRIPT = """
+import torch, paceline
+from paceline.clock.step_clock import clock
+
+class Costly(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(1000) / 1000)
+
+    def forward(self, x):
+        return (x @ self.weight @ self.weight).cosh()
+
+with paceline.join(backend="gloo") as job:
+    model = paceline.ddp(job, Costly(), bucket_mb=0.5)
+    data = torch.utils.data.TensorDataset(torch.randn(1600, 1000))
+    batches = paceline.Batches(job, data, global_batch=800)
+    training = paceline.Training(job, model, torch.optim.SGD(model.parameters(), 1e-4), batches)
+    training.report("run")
+    for step in training.steps(until=24):
+        for (x,) in step:
+            step.backward(model(x).sum(), count=len(x))
+        step.update()
+        if step.number == 4:
+            clock.take()  # the clock counts from here on, as the profiler does
+"""
+
+
+def test_a_trace_of_two_ranks_agrees_with_the_clock(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["profile", "--skip=4", "--steps=20", "--nproc-per-node=2", "train.py"]
+    done = finish(start(words, tmp_path))
+    assert done.code == 0, done.err
+    assert "20 steps on 2 ranks" in done.out
+    costliest = re.findall(r"^ +[\d.]+ +[\d.]+  (\S+)$", done.out, re.MULTILINE)
+    assert costliest[0] == "aten::mm"
+    hidden = re.findall(r"^ +[01] +[\d.]+ +[\d.]+ +[\d.]+ +(\d+) %$", done.out, re.MULTILINE)
+    assert len(hidden) == 2
+    trace = json.loads(gzip.decompress((tmp_path / "profile.json.gz").read_bytes()))
+    events = trace["traceEvents"]
+    names = [e["args"]["name"] for e in events if e.get("name") == "process_name"]
+    assert [name.split(" (")[0] for name in names] == ["rank 0", "rank 1"]
+    assert min(e["ts"] for e in events if "ts" in e and e["ph"] == "X") == 0
+
+    windows = read_record(tmp_path / "run").windows
+    for rank in range(2):
+        own = [e for e in events if e.get("ph") == "X" and e["pid"] == rank]
+        assert sum(e["name"] == "gloo:all_reduce" for e in own) >= 20
+        backward_s = (
+            sum(e["dur"] for e in own if e["name"].startswith("autograd::engine")) / 1e6 / 20
+        )
+        clock_s = sum(w.spent_s["backward"][rank] for w in windows if w.step > 4) / 20
+        assert clock_s == pytest.approx(backward_s, rel=0.05)
+    assert not list(tmp_path.glob("paceline-profile-*"))
+
+
+def test_too_few_steps_and_wrong_options_are_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch")
+    done = finish(start(["profile", "--nproc-per-node=1", "train.py"], tmp_path))
+    assert done.code == 65
+    assert "no step was recorded" in done.err
+    assert "choose a smaller --skip" in done.err
+    assert finish(start(["profile", "--steps=0", "train.py"], tmp_path)).code == 2
+    assert finish(start(["profile"], tmp_path)).code == 2
+
+
+def _event(name: str, begin: float, end: float, kind: str = "cpu_op") -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "ts": begin,
+        "dur": end - begin,
+        "pid": 1,
+        "tid": 1,
+    }
+
+
+def _rank(rank: int, host: str, late_us: float) -> RankProfile:
+    steps = [
+        _event("Optimizer.step#SGD.step", t + late_us, t + 5 + late_us, "user_annotation")
+        for t in (100, 200, 300)
+    ]
+    work = [
+        _event("aten::mm", 40 + late_us, 80 + late_us),
+        _event("gloo:all_reduce", 60 + late_us, 100 + late_us, "user_annotation"),
+    ]
+    return RankProfile(rank=rank, host=host, steps=1, events=[*work, *steps], names=[], totals={})
+
+
+def test_the_clocks_of_other_hosts_are_corrected() -> None:
+    ranks = [_rank(0, "a", 0.0), _rank(1, "a", 3.0), _rank(2, "b", 5e6)]
+    assert offsets_us(ranks) == {0: 0.0, 1: 0.0, 2: -5e6}
+    events = merge(ranks)["traceEvents"]
+    begins = {e["pid"]: e["ts"] for e in events if e["name"] == "aten::mm"}
+    assert begins == {0: 0.0, 1: 3.0, 2: 0.0}
+
+
+def test_half_of_the_communication_is_hidden() -> None:
+    _, computing_s, communication_s, hidden = overlap(_rank(0, "a", 0.0))
+    assert computing_s == pytest.approx(40e-6)
+    assert communication_s == pytest.approx(40e-6)
+    assert hidden == pytest.approx(0.5)
