@@ -28,11 +28,8 @@ USED_IN = {
     "run": ("errors.py", "job/", "launch/"),
     "verify": ("cli/verify.py", "verify/"),
     "report": ("cli/report.py",),
-<<<<<<< HEAD
     "top": ("cli/top.py",),
-=======
     "profile": ("cli/profile.py",),
->>>>>>> 6b51364 (paceline profile: some steps of all ranks under torch's profiler, as one trace)
     "doctor": ("cli/doctor.py",),
     "explain": ("cli/explain.py",),
     "ckpt": ("cli/ckpt.py",),
