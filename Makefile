@@ -76,6 +76,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/dp_vs_ddp.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/clock.py
 
 bench-all: bench
 	$(BIN)/python benchmarks/reproducible.py

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from small_gpt import GPT, make_tokens, token_loss, wrap
 import paceline
 from paceline import Mesh
 from paceline.checkpoint import reader
-from paceline.checkpoint.store import open_store, read_manifest
+from paceline.checkpoint.store import Store, open_store, read_manifest
+from paceline.checkpoint.writer import Staging
 from paceline.testing import digest, run_ranks
 
 LAYOUTS = {
@@ -31,6 +34,7 @@ LAYOUTS = {
 }
 STORED = ["1 rank", "ddp on 2", "fsdp on 4", "hsdp on 4", "tp x fsdp on 4", "pp on 2"]
 FAST = ["ddp on 2", "fsdp on 2", "tp on 2", "pp on 2"]
+REST = [name for name in LAYOUTS if name not in ("fsdp on 2", "pp on 2")]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in FAST]
 
 
@@ -136,6 +140,51 @@ def _copy(job: Any, sources: list[Path], targets: list[Path]) -> None:
         assert list(loaded.steps(until=2)) == []
         assert loaded.number == 2
         paceline.Checkpoints(target).save(job, 2, loaded.state_dict())
+
+
+def _save_while_training(job: Any, folder: Path, is_slow: bool) -> int:
+    """Train 4 steps, and save after 2 and 4. Returns the step that was last saved when step 3 ended.
+
+    Either the storage is slow, or the training waits for each save.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if is_slow:
+            patch.setattr(Staging, "_copy", _later(0.002, Staging._copy))
+            patch.setattr(Store, "write", _later(0.3, Store.write))
+        training = _training(job, torch.float32, folder)
+        assert training.checkpoints is not None
+        saved = 0
+        for step in training.steps(until=4):
+            if not is_slow:
+                training.checkpoints.finish(job)
+            _run(step, training)
+            step.update()
+            if step.number == 3:
+                saved = training.checkpoints.last_saved
+        training.checkpoints.finish(job)
+        return saved
+
+
+def _later(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        time.sleep(seconds)
+        return call(*args)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp on 2", "pp on 2", *(pytest.param(n, marks=pytest.mark.slow) for n in REST)]
+)
+def test_a_save_in_the_background_holds_the_weights_of_its_step(tmp_path: Path, name: str) -> None:
+    mesh = LAYOUTS[name]
+    waited, late = tmp_path / "waited", tmp_path / "late"
+    ranks = _ranks(mesh)
+    assert run_ranks(_save_while_training, waited, False, nproc=ranks, mesh=mesh)[0] == 2
+    assert run_ranks(_save_while_training, late, True, nproc=ranks, mesh=mesh)[0] == 0
+    for step in (2, 4):
+        assert digest(_stored(late, step)) == digest(_stored(waited, step))
+    assert digest(_stored(late, 2)) != digest(_stored(late, 4))
 
 
 @pytest.mark.slow

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from launching import environment
 
+from paceline.cli.main import COMMANDS
+
 COMMAND = f"{sys.executable} -m paceline completion"
 
 # A line, and what the shell offers to complete its last word.
 OFFERED = {
-    "paceline ": {"init", "run", "verify", "doctor", "explain", "ckpt", "job", "completion"},
+    "paceline ": set(COMMANDS),
     "paceline ver": {"verify"},
     "paceline run --on-h": {"--on-hang"},
     "paceline run --on-hang ": {"report", "end"},

@@ -268,12 +268,17 @@ _installed: ExceptHook | None = None
 def install_excepthook(peers: Peers) -> None:
     """End the process when an exception reaches the top, except in an interactive interpreter."""
     global _installed
-    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+    if hasattr(sys, "ps1") or _runs_in_a_notebook():
         return
     if _installed is None:
         _installed = ExceptHook(sys.excepthook)
         sys.excepthook = _installed
     _installed.peers = peers
+
+
+def _runs_in_a_notebook() -> bool:
+    kernel = sys.modules.get("ipykernel.kernelapp")  # also present where something only imported it
+    return kernel is not None and bool(kernel.IPKernelApp.initialized())
 
 
 def uninstall_excepthook() -> None:
