@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline import log
-from paceline.checkpoint.export import write_file
 from paceline.errors import (
     CheckpointError,
     CollectiveTimeout,
@@ -349,7 +348,7 @@ class ParameterServer:
         self._start(self._accept, self._listener)
         text = json.dumps({"host": host, "port": port, "key": self._key})
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        _write_private(self._file, text)
+        _replace(self._file, lambda path: path.write_text(text))
         return self
 
     def __exit__(
@@ -782,7 +781,11 @@ class ServerClient:
             CheckpointError: the file cannot be written; an existing one is unchanged.
         """
         content = self.snapshot(optimizer=True)
-        write_file(Path(path), content)
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            _replace(Path(path), lambda scratch: torch.save(content, scratch))
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            raise CheckpointError(f"{path} cannot be written: {error}", path=str(path)) from error
         return int(content["version"])
 
     def _merge(self, into: dict[str, Any], key: str, name: str, value: Any, shard: int) -> None:
@@ -1043,12 +1046,12 @@ def _refuse_optimizer(name: str, make: MakeOptimizer, table: Tensor) -> None:
             )
 
 
-def _write_private(path: Path, text: str) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file that only this user may read, whole or not at all."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     scratch = Path(name)
     try:
-        os.write(handle, text.encode())
+        write(scratch)
         os.fsync(handle)
         scratch.replace(path)
     except BaseException:
