@@ -116,3 +116,48 @@ def test_half_of_the_communication_is_hidden() -> None:
     assert computing_s == pytest.approx(40e-6)
     assert communication_s == pytest.approx(40e-6)
     assert hidden == pytest.approx(0.5)
+
+
+UNMODIFIED = """
+import time, torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100_000
+    def __getitem__(self, i):
+        time.sleep(0.005)
+        return torch.randn(64)
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step, x in enumerate(DataLoader(Slow(), batch_size=10)):
+    model(x).square().mean().backward()
+    optimizer.step()
+    if step == 70:
+        break
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_samples_show_where_the_time_of_any_script_goes(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "train.py").write_text(UNMODIFIED)
+    words = ["run", "--profile-steps", f"--nproc-per-node={ranks}", "train.py"]
+    done = finish(start(words, tmp_path))
+    assert done.code == 0, done.err
+    assert "the time of the steps, from samples of the stacks during " in done.err
+    shares = re.search(r"^  data +((?:\d+ % *)+)  train\.py:(\d+)$", done.err, re.MULTILINE)
+    assert shares, done.err
+    own = [int(share) for share in re.findall(r"(\d+) %", shares[1])]
+    assert len(own) == ranks
+    assert min(own) > 60
+    assert UNMODIFIED.splitlines()[int(shares[2]) - 1].strip() == "time.sleep(0.005)"
+    assert " % of the time goes to data: load its samples in worker processes" in done.err
+
+
+def test_samples_need_a_rank_of_python(tmp_path: Path) -> None:
+    done = finish(start(["run", "--profile-steps", "--no-python", "true"], tmp_path))
+    assert done.code == 2
+    assert "--profile-steps has no effect with --no-python" in done.err

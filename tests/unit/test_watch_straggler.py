@@ -20,7 +20,8 @@ import paceline
 from paceline.launch.straggler_watch import StragglerWatch
 from paceline.watch.probe import Probe
 from paceline.watch.processes import HostSample
-from paceline.watch.sampling import _PHASES, classify
+from paceline.watch.sampling import PHASES as SAMPLED
+from paceline.watch.sampling import classify
 from paceline.watch.straggler import (
     Arrivals,
     Key,
@@ -457,6 +458,6 @@ def test_a_garbage_collection_is_its_own_phase() -> None:
 
 def test_files_of_paceline_that_name_a_phase_exist() -> None:
     source = Path(paceline.__file__).parents[1]
-    own = [name for names in _PHASES.values() for name in names if name.startswith("paceline/")]
+    own = [name for names in SAMPLED.values() for name in names if name.startswith("paceline/")]
     assert own
     assert [name for name in own if not (source / name).exists()] == []

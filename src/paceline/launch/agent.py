@@ -42,6 +42,7 @@ from paceline.launch.nodes import NodeRendezvous
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import LogFile
 from paceline.launch.signals import Signals
+from paceline.launch.step_profile import StepProfile
 from paceline.machine import read_memory
 from paceline.watch.crash import FirstFailure, RankOutcome, find_first_failure
 from paceline.watch.rank_state import last_call
@@ -60,6 +61,7 @@ class Agent(LocalElasticAgent):
         verdict: The first failure of the last round that failed.
         interrupted_at: Where the first rank was that ended by KeyboardInterrupt; empty if there is none.
         preempted: Whether the ranks asked that the job be started again.
+        step_profile: None without --profile-steps.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Agent(LocalElasticAgent):
             args = options.args
             ends = args.on_hang == "end"
             self._watch = HangWatch(local_ranks, after_s=args.hang_after, ends=ends)
+        self.step_profile = StepProfile(local_ranks) if options.args.profile_steps else None
         self._exchange: NodeExchange | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -260,6 +263,9 @@ class Agent(LocalElasticAgent):
         self._signals.check()
         for number in self._signals.take_for_ranks():
             ranks.forward_signal(number)
+        if self.step_profile is not None:
+            alive = [rank for rank in ranks.ranks if rank.returncode is None]
+            self.step_profile.look(time.monotonic(), alive)
         if self._remaining_restarts > 0:
             ranks.kill_frozen()  # without restarts they are kept: the user may still resume them
             if os.environ.get("PACELINE_SPARES") != "0":

@@ -32,7 +32,7 @@ from paceline.exit_codes import ExitCode
 from paceline.job import slurm
 from paceline.job.network import is_loopback
 from paceline.launch.endpoint import Endpoint
-from paceline.launch.local_ranks import count_of
+from paceline.launch.local_ranks import count_of, has_probe
 from paceline.launch.rendezvous import C10D_PORT
 
 _GRACE_S = 5.0
@@ -197,6 +197,12 @@ def parser() -> CommandParser:
         choices=("report", "end"),
         default="report",
         help="whether a hang is only reported or also ends the ranks, as a failure does (default: report)",
+    )
+    ours.add_argument_group("speed").add_argument(
+        "--profile-steps",
+        action="store_true",
+        help="sample the stacks of the ranks while they train, and print at the end where the time of the "
+        "steps went on each rank of this node",
     )
     if "PET_MASTER_PORT" not in os.environ:
         # Older torch has a number here, which could not be distinguished from a port that the user chose.
@@ -371,6 +377,12 @@ def _check(args: Namespace) -> None:
     if args.hang_after == 0 and args.on_hang == "end":
         raise ConfigError(
             "--on-hang=end has no effect with --hang-after=0.", fix="leave one of them out."
+        )
+    if args.profile_steps and (args.no_python or not has_probe()):
+        raise ConfigError(
+            "--profile-steps has no effect with --no-python or PACELINE_PROBE=0.",
+            why="a thread in each rank takes the samples.",
+            fix="leave one of them out.",
         )
     if args.start_method != "spawn":
         raise ConfigError(

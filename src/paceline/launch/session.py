@@ -148,6 +148,8 @@ def _run_agent(
         events.record(agent.get_event_failed(), config.event_log_handler)
         return _rendezvous_failed(local_ranks, options, error)
     finally:
+        if agent.step_profile is not None:
+            local_ranks.say(f"paceline: {agent.step_profile.report(os.getcwd())}\n")
         if not stay_open:
             rendezvous.shutdown()
 

@@ -38,7 +38,7 @@ class Probe:
         fd: A file in memory that the launcher reads.
     """
 
-    REQUESTS = ("explain", "arrivals", "profile")
+    REQUESTS = ("explain", "arrivals", "profile", "phases")
 
     def __init__(self, fd: int) -> None:
         self.main = threading.main_thread().ident or 0
@@ -138,7 +138,7 @@ class Probe:
                 message["error"] = repr(error)
             send(message)
 
-        if request["do"] == "profile":
+        if request["do"] in ("profile", "phases"):  # they last for some time
             threading.Thread(target=answer, name=NAME, daemon=True).start()
         else:
             answer()
@@ -169,3 +169,6 @@ class Probe:
         begin_ns = time.time_ns()
         spent = profile(self.main, request["seconds"])
         return {"begin_ns": begin_ns, "spent": spent, **self._arrivals(request)}
+
+    def _phases(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"spent": profile(self.main, request["seconds"])}

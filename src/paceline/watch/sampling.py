@@ -15,7 +15,7 @@ from paceline.watch.stacks import place_of_frame
 
 _SAMPLES = 200  # of a profile
 # Files that show what a rank does. If several are in a stack, the first phase of this list counts.
-_PHASES = {
+PHASES = {
     "checkpoint": (
         *("torch/serialization.py", "torch/distributed/checkpoint/", "/safetensors/"),
         "paceline/checkpoint/",
@@ -28,7 +28,8 @@ _PHASES = {
     ),
     "forward": ("torch/nn/",),
 }
-_NO_PHASE = "the script"
+NO_PHASE = "the script"
+WAITING = "waiting"  # for other ranks
 _WAITS = (
     *("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"),
     "paceline/shm/",
@@ -72,17 +73,17 @@ def profile(thread: int, seconds: float) -> list[tuple[str, str, float]]:
 
 def _phase_of(frame: FrameType | None) -> tuple[str, str]:
     """The phase of a stack, and its line of the script."""
-    place, index, depth = place_of_frame(frame), len(_PHASES), 0
+    place, index, depth = place_of_frame(frame), len(PHASES), 0
     while frame is not None:
         waits, found = classify(frame.f_code.co_filename)
         if waits and depth < _WAITS_DEPTH:
-            return "waiting", place
+            return WAITING, place
         index, depth, frame = min(index, found), depth + 1, frame.f_back
-    return [*_PHASES, _NO_PHASE][index], place
+    return [*PHASES, NO_PHASE][index], place
 
 
 @functools.cache
 def classify(file: str) -> tuple[bool, int]:
     """Whether a file waits for other ranks, and the index of its phase."""
-    phases = [any(part in file for part in parts) for parts in _PHASES.values()]
+    phases = [any(part in file for part in parts) for parts in PHASES.values()]
     return any(part in file for part in _WAITS), [*phases, True].index(True)
