@@ -242,7 +242,7 @@ def _gans(job: Any, folder: str) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("nproc", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nproc", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_an_optimizer_is_skipped_in_some_steps(tmp_path: Path, nproc: int) -> None:
     want = run_ranks(_gans, str(tmp_path / "1"), nproc=1)[0]
     for got in run_ranks(_gans, str(tmp_path / str(nproc)), nproc=nproc):

@@ -170,19 +170,15 @@ def _check(tmp_path: Path, kind: str) -> None:
         assert "advice:" not in (cured / "err").read_text()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "straggler",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("data", "one worker", "collate")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["straggler", "data", "one worker", "collate"])
 def test_a_bottleneck_in_the_program(tmp_path: Path, kind: str) -> None:
     _check(tmp_path, kind)
 
 
+@pytest.mark.slow
 @needs_tc
-@pytest.mark.parametrize("kind", ["accumulation", pytest.param("buckets", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["accumulation", "buckets"])
 def test_a_bottleneck_in_the_network(tmp_path: Path, kind: str) -> None:
     _check(tmp_path, kind)
 

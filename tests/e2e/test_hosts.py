@@ -134,6 +134,7 @@ def test_packets_that_are_too_large_for_the_network_are_named(tmp_path: Path) ->
         finish(host)
 
 
+@pytest.mark.slow
 def test_nodes_that_differ_or_are_missing_are_named(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

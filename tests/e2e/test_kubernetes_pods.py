@@ -178,6 +178,7 @@ def pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         made.close()
 
 
+@pytest.mark.slow
 def test_a_preempted_job_goes_on_in_new_pods(tmp_path: Path, pods: Pods) -> None:
     second = pods.start(1)  # before the name of the first leads to an address
     assert second.stderr is not None

@@ -66,6 +66,7 @@ def test_the_port_logs_the_same_losses_on_one_and_two_ranks(tmp_path: Path) -> N
     )  # float32, and Adam divides by small numbers
 
 
+@pytest.mark.slow
 def test_the_port_resumes_when_a_rank_is_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_program("+", epochs=50))
     words = ["run", "--nproc-per-node=2", "--max-restarts=3", "train.py"]

@@ -71,6 +71,7 @@ def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
     code, facts = verify(tmp_path, "--bitwise", "--nproc", "1,2,3")
