@@ -88,6 +88,7 @@ bench-all: bench
 	$(BIN)/python benchmarks/verdicts.py
 	$(BIN)/python benchmarks/stragglers.py
 	$(BIN)/python benchmarks/probe.py
+	$(BIN)/python benchmarks/claims.py
 
 clean:
 	rm -rf $(VENV) runs dist build .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -151,6 +151,14 @@ TABLES: dict[str, dict[str, Cell]] = {
         "held": lambda row: f"{row['held_mb']:.1f} MiB",
         "part of DDP's": lambda row: f"{row['of_ddp']:.3f}",
     },
+    "claims": {
+        "figure": plain("what"),
+        "tutorials": plain("said"),
+        "measured": plain("measured"),
+        "": plain("verdict"),
+        "where": lambda row: f"{row['case']}{': ' + row['date'] if row['date'] else ''}",
+        "lesson": plain("lesson"),
+    },
     "mixed": {
         "fault": plain("kind"),
         "recovered": plain("recovered"),
@@ -173,6 +181,8 @@ def table(name: str) -> str:
     columns = TABLES[name]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in report["rows"]]
+    if "date" in report["rows"][0]:
+        return "\n".join(lines)  # each row has its own
     about = report["about"]
     machine = about.get("machine", "processor not recorded").replace("x86_64, ", "")
     facts = [about["date"], machine, f"{about['cores']} cores", f"torch {about['torch']}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import runpy
 import subprocess
@@ -62,3 +63,37 @@ def test_figures_in_the_documentation_are_those_of_the_results() -> None:
         assert figures["fill"](text) == text, path
         shown |= {found[2] for found in figures["BLOCK"].finditer(text)}
     assert shown == set(figures["TABLES"])
+
+
+def test_claims_are_those_of_the_newest_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python benchmarks/claims.py` writes them."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    claims = importlib.import_module("claims")
+    folder = ROOT / "benchmarks/results"
+    shown = json.loads((folder / "claims.json").read_text())["rows"]
+    for claim, row in zip(claims.CLAIMS, shown, strict=True):
+        path = folder / f"{claim.benchmark}.json"
+        report = json.loads(path.read_text()) if path.exists() else {"rows": None, "about": {}}
+        assert claims.row_of(claim, report["rows"], report["about"]) == row
+
+
+@pytest.mark.parametrize(
+    ("values", "high", "verdict"),
+    [
+        ([1.5, 3.0], 3.0, "holds"),
+        ([1.0, 2.0], 3.0, "in part"),
+        ([1.0, 1.4], 3.0, "less"),
+        ([3.5, 4.0], 3.0, "more"),
+        ([3.5, 4.0], None, "holds"),
+    ],
+)
+def test_the_verdict_of_a_claim(
+    monkeypatch: pytest.MonkeyPatch, values: list[float], high: float | None, verdict: str
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    claims = importlib.import_module("claims")
+    claim = claims.Claim("a", (1.5, high), "x", "b", "c", lambda rows: values, "d")
+    row = claims.row_of(claim, [], {"date": "2026-11-24", "machine": "x86_64, M"})
+    assert row["verdict"] == verdict
+    assert row["measured"] == f"{values[0]:.3g} to {values[1]:.3g}x"
+    assert row["date"] == "2026-11-24, M"
