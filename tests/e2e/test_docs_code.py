@@ -204,6 +204,11 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
             + IN_STEP
             + "step.update()"
         ),
+        Run(
+            "model, optimizer, batches, training = start(job)\n# block\n"
+            + IN_STEP
+            + "step.update()"
+        ),
     ],
     "howto/mpi.md": [
         NotRun("needs mpiexec: tests/dist/test_mpi.py starts jobs with it"),

@@ -100,18 +100,13 @@ class Progress:
         else:
             self._bar.start()
 
-    def show(
-        self, step: int, epoch: int, values: Values, rate: float, unit: str = "samples"
-    ) -> None:
-        """Show the newest step, its epoch (from 0), the values that were logged last, and the rate.
-
-        `rate` is the number of `unit` per second.
-        """
+    def show(self, step: int, epoch: int, values: Values, rate: str) -> None:
+        """Show the newest step, its epoch (from 0), the values that were logged last, and the rate."""
         shown = [
             f"{name} {value}" if isinstance(value, str) else f"{name} {value:.4g}"
             for name, value in values.items()
         ]
-        text = "  ".join([f"epoch {epoch + 1}", *shown, f"{rate:,.0f} {unit}/s"])
+        text = "  ".join([f"epoch {epoch + 1}", *shown, rate])
         if self._bar is not None:
             self._bar.update(self._task, completed=step, values=text)
             if self._cell is not None:

@@ -23,6 +23,7 @@ from paceline.clock.step_clock import clock
 from paceline.errors import ConfigError, refuse_different_values
 from paceline.job import collectives
 from paceline.job.job import Job
+from paceline.metrics import flops as model_flops
 from paceline.metrics.json_lines import JSONLines
 from paceline.metrics.logger import BackgroundLogger, Logger
 from paceline.metrics.progress import Progress
@@ -56,6 +57,7 @@ class Report:
         self._window_began = self._began
         self._window_count = 0
         self._rate = 0.0
+        self._flops: float | None = None
         self._unit = "samples"
         self._epoch = 0  # of the newest step
         self._newest: dict[str, Any] = {}  # the values that were written last
@@ -79,6 +81,7 @@ class Report:
         progress: bool,
         tensorboard: bool,
         loggers: Sequence[Logger],
+        flops: float | None = None,
     ) -> None:
         """Choose the destinations; see `Training.report`.
 
@@ -113,6 +116,7 @@ class Report:
         if progress:
             self._progress = Progress()
         self._loggers = [BackgroundLogger(logger) for logger in loggers]
+        self._flops = flops
         self._active = bool(self._lines or self._progress or self._loggers)
 
     def begin(
@@ -142,6 +146,7 @@ class Report:
         self._began = self._window_began = time.perf_counter()
         self._window_count = 0
         self._run = {"time": time.time(), "total_steps": total, **facts()}
+        self._run |= model_flops.facts(self._flops, self._job.device)
         self._windows.clear()
         if self._lines is not None:
             try:
@@ -207,7 +212,11 @@ class Report:
             self._rate = self._window_count / max(elapsed, 1e-9)
             self._window_began, self._window_count = now, 0
         if totals and self._progress is not None:
-            self._progress.show(totals[-1].step, self._epoch, self._newest, self._rate, self._unit)
+            rate = f"{self._rate:,.0f} {self._unit}/s"
+            used = model_flops.utilisation(self._run, self._rate)
+            self._progress.show(
+                totals[-1].step, self._epoch, self._newest, f"{rate}  {used}".rstrip()
+            )
 
     def asks_for_times(self, *, is_last: bool) -> bool:
         """Whether to ask all ranks now where their time went. Only rank 0 does."""

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from paceline.clock import record as clock_record
 from paceline.clock.record import Window
+from paceline.metrics.flops import utilisation
 from paceline.metrics.live import RankBars
 from paceline.report.run import METRICS, Run, load
 
@@ -126,10 +127,10 @@ def _values(run: Run) -> str:
             shown.append(f"{name} {_number(value)}")
     window = _newest(run)
     if window is not None and (wall_s := sum(window.wall_s) / window.num_ranks) > 0:
-        if window.tokens:
-            shown.append(f"{window.tokens / wall_s:,.0f} tokens/s")
-        else:
-            shown.append(f"{window.samples / wall_s:,.0f} samples/s")
+        unit = "tokens" if window.tokens else "samples"
+        rate = (window.tokens or window.samples) / wall_s
+        used = utilisation(run.record.run, rate)
+        shown += [f"{rate:,.0f} {unit}/s", *([used] if used else [])]
     return "  ".join(shown)
 
 

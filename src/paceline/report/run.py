@@ -15,6 +15,7 @@ from paceline.clock import record as clock_record
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES
 from paceline.errors import ConfigError, PacelineError
+from paceline.metrics.flops import utilisation
 
 METRICS = "metrics.jsonl"
 _POINTS = 600  # of a curve
@@ -64,6 +65,14 @@ class Run:
         """Samples per second of the median window; 0 if unknown."""
         rates = sorted(w.samples * w.num_ranks / sum(w.wall_s) for w in self.record.windows)
         return rates[len(rates) // 2] if rates else 0.0
+
+    @property
+    def utilisation(self) -> str:
+        """The MFU of the median window, see `metrics/flops.py`; empty if unknown."""
+        rates = sorted(
+            (w.tokens or w.samples) * w.num_ranks / sum(w.wall_s) for w in self.record.windows
+        )
+        return utilisation(self.record.run, rates[len(rates) // 2]) if rates else ""
 
     @property
     def restarts(self) -> list[dict[str, Any]]:

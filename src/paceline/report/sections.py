@@ -70,6 +70,11 @@ def _summary(runs: Sequence[Run]) -> Section:
         ("steps", _progress),
         ("time in the loop", lambda run: _duration(run.seconds)),
         ("samples per second", lambda run: _number(run.samples_per_s)),
+        *(
+            [("use of the devices", lambda run: run.utilisation or "unknown")]
+            if any(run.utilisation for run in runs)
+            else []
+        ),
         ("ranks", lambda run: str(run.record.run.get("world_size", "unknown"))),
         ("starts", lambda run: str(len(run.record.runs) or "unknown")),
         ("checkpoints", lambda run: str(len(run.checkpoints))),

@@ -149,6 +149,7 @@ class Trainer:
         desync_every: Number of steps between comparisons of the replicas; see `Training`.
         desync_also: Compared besides weights and optimizer state; see `Training`.
         loggers: Where metrics go besides `folder`/metrics.jsonl; see `Training.report`.
+        flops: Operations of one sample or token, to show the use of the devices; see `Training.report`.
         callbacks: Called on events, in this order; see `Callback`.
 
     Raises:
@@ -172,6 +173,7 @@ class Trainer:
     desync_every: int | None = None
     desync_also: Collection[str] = ()
     loggers: Sequence[Logger] = ()
+    flops: float | None = None
     callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
@@ -273,7 +275,10 @@ class Trainer:
         )
         training.keep(callbacks=self._callbacks)
         training.report(
-            None if folder is None else str(folder), progress=True, loggers=self.loggers
+            None if folder is None else str(folder),
+            progress=True,
+            loggers=self.loggers,
+            flops=self.flops,
         )
         return training
 

@@ -219,6 +219,7 @@ class Training:
         progress: bool = False,
         tensorboard: bool = False,
         loggers: Sequence[Logger] = (),
+        flops: float | None = None,
     ) -> None:
         """Choose where `log` writes.
 
@@ -228,13 +229,21 @@ class Training:
                 or a notebook in place, elsewhere as plain lines.
             tensorboard: Write to `folder`/tensorboard.
             loggers: Such as `paceline.WandB(project="...")`, or your own; see `Logger`.
+            flops: Floating-point operations of one sample (with `count="tokens"`, of one token), forward and
+                backward, such as 6 times the number of parameters of a transformer. Then the utilisation of
+                the devices (MFU) is shown, or the operations per second where their peak is not known.
 
         Raises:
-            ConfigError: the folder cannot be made, or something that is given is not a logger.
+            ConfigError: the folder cannot be made, something that is given is not a logger, or `flops` is
+                not above 0.
 
         Collective: none; only rank 0 writes, the other ranks may call it too.
         """
-        self._report.open(folder, progress=progress, tensorboard=tensorboard, loggers=loggers)
+        if flops is not None and not 0 < flops < math.inf:
+            raise ConfigError(f"flops must be a number above 0, got {flops!r}.")
+        self._report.open(
+            folder, progress=progress, tensorboard=tensorboard, loggers=loggers, flops=flops
+        )
 
     def steps(self, epochs: int | None = None, *, until: int | None = None) -> Iterator[Step]:
         """Resume from the newest checkpoint, then yield the optimizer steps that are left.
