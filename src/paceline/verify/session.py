@@ -1,11 +1,8 @@
-"""Runs the script with `paceline run` at each number of processes, then compares or audits the runs."""
+"""Runs the script at each number of processes, then compares or audits the runs."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +21,9 @@ from paceline.audit.rules.rule import FaultFound, NotJudged
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
 from paceline.verify.compare import compare
+from paceline.verify.forked_ranks import ForkedRanks, preload
 
 _POLL_S = 0.25
-# How long the launcher may take to end its ranks after SIGTERM.
-_END_S = 20.0
 # Waiting in a collective uses a little CPU time, but less than this.
 _BUSY_S = 1.0
 _OUTPUT_CHARS = 200_000
@@ -72,8 +68,10 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
         Refused: the script itself failed.
         ConfigError: an option has no effect on this script.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
-        folder = Path(name)
+    preload()
+    # Not TemporaryDirectory, which a fork of this process would delete at its own end.
+    folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
+    try:
 
         def run(plan: RunPlan) -> Run:
             announce(f"{plan.mode}, {plan.world_size} process{'es' * (plan.world_size > 1)} ...")
@@ -90,6 +88,8 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
             audits = [audit(solo, count, run, folder, options.steps) for count in counts]
             result = _result_of_audits(options, audits)
         return _with_compile_note(result, solo)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_comparison_options(options: VerifyOptions) -> None:
@@ -165,33 +165,24 @@ def _run(plan: RunPlan, options: VerifyOptions) -> Run:
         OSError: the launcher could not be started.
     """
     plan.folder.mkdir(parents=True)
-    environ = {**os.environ, **plan.to_environment(), "PACELINE_BEFORE": "paceline.verify.harness"}
-    # fmt: off
-    command = [
-        sys.executable, "-m", "paceline", "run", "--nproc-per-node", str(plan.world_size),
-        "--max-restarts", "0", *options.script,
-    ]
-    # fmt: on
     output = plan.folder / "output.txt"
-    with open(output, "wb") as file:
-        launcher = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
-        )
-        try:
-            end = _wait(launcher, plan, options)
-        finally:
-            _end(launcher)
+    output.touch()
+    ranks = ForkedRanks(plan.world_size, options.script, plan.to_environment(), output)
+    try:
+        end = _wait(ranks, plan, options)
+    finally:
+        ranks.end()
     text = output.read_text(errors="replace")[-_OUTPUT_CHARS:]
-    ranks = evidence.read(plan.folder, plan.world_size)
-    return Run(plan, ranks, launcher.returncode, text, end == "hung", end == "out of time")
+    logs = evidence.read(plan.folder, plan.world_size)
+    return Run(plan, logs, ranks.returncode, text, end == "hung", end == "out of time")
 
 
-def _wait(launcher: subprocess.Popen[bytes], plan: RunPlan, options: VerifyOptions) -> str:
-    """Wait until the launcher ends (returns ""), the run is "hung" or the run is "out of time"."""
+def _wait(ranks: ForkedRanks, plan: RunPlan, options: VerifyOptions) -> str:
+    """Wait until all ranks have ended (returns ""), the run is "hung" or the run is "out of time"."""
     started = progressed = time.monotonic()
     last_size = -1
     last_cpu_s: float | None = None
-    while launcher.poll() is None:
+    while not ranks.wait(_POLL_S):
         now = time.monotonic()
         if now - started > options.timeout_s:
             return "out of time"
@@ -200,32 +191,23 @@ def _wait(launcher: subprocess.Popen[bytes], plan: RunPlan, options: VerifyOptio
         if size != last_size or len(logs) < plan.world_size:
             last_size, last_cpu_s, progressed = size, None, now
         else:
-            cpu_s = _cpu_s(launcher.pid)
+            cpu_s = _cpu_s(ranks.pids)
             if last_cpu_s is None or abs(cpu_s - last_cpu_s) > _BUSY_S:
                 progressed = progressed if last_cpu_s is None else now
                 last_cpu_s = cpu_s
         if now - progressed > options.hang_after_s:
             return "hung"
-        time.sleep(_POLL_S)
     return ""
 
 
-def _cpu_s(launcher: int) -> float:
+def _cpu_s(ranks: Sequence[int]) -> float:
     """CPU time that the ranks and their loader workers have used."""
     total = 0.0
-    with suppress(psutil.Error):
-        for process in psutil.Process(launcher).children(recursive=True):
-            with suppress(psutil.Error):
-                used = process.cpu_times()
-                total += used.user + used.system
+    for pid in ranks:
+        with suppress(psutil.Error):
+            rank = psutil.Process(pid)
+            for process in (rank, *rank.children(recursive=True)):
+                with suppress(psutil.Error):
+                    used = process.cpu_times()
+                    total += used.user + used.system
     return total
-
-
-def _end(launcher: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends its ranks."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if launcher.poll() is not None:
-            return
-        launcher.send_signal(number)
-        with suppress(subprocess.TimeoutExpired):
-            launcher.wait(_END_S)

@@ -1,0 +1,74 @@
+"""The ranks of `paceline verify` are forks of its process, and behave as new interpreters do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+SCRIPT = """
+import atexit, json, multiprocessing, os, random, signal, subprocess, sys
+import numpy, torch
+
+rank = int(os.environ["RANK"])
+atexit.register(lambda: print("atexit", rank))
+facts = {
+    "rank": rank,
+    "random": random.random(),
+    "numpy": float(numpy.random.rand()),
+    "torch": float(torch.rand(())),
+    "argv": sys.argv[1:],
+    "name": __name__,
+    "main": sys.modules["__main__"].__file__ == os.path.abspath(__file__),
+    "first": multiprocessing.parent_process() is None,
+    "stdin": sys.stdin.read(),
+}
+print(json.dumps(facts))
+with open(f"new-{rank}", "w") as file:
+    file.write(str(subprocess.Popen(["sleep", "100"]).pid))
+os.rename(f"new-{rank}", f"child-{rank}")
+if rank == 1:
+    while not os.path.exists("child-0"):
+        pass
+    sys.exit(3)
+signal.pause()
+"""
+RUN = """
+import sys
+from pathlib import Path
+from paceline.audit.evidence import RunPlan
+from paceline.verify.forked_ranks import ForkedRanks, preload
+
+folder = Path.cwd()
+preload()
+plan = RunPlan(folder, "ordinary", 2, 3)
+ranks = ForkedRanks(2, ["script.py", "--lr", "1"], plan.to_environment(), folder / "output.txt")
+assert ranks.wait(60)
+print(ranks.returncode)
+"""
+
+
+def test_two_ranks_of_which_one_fails(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "3\n"  # and not twice: the ranks share no buffered output
+    lines = (tmp_path / "output.txt").read_text().splitlines()
+    facts = {each["rank"]: each for each in (json.loads(x) for x in lines if x.startswith("{"))}
+    # torch begins each process with the same seed, and the others do not.
+    assert facts[0]["torch"] == facts[1]["torch"]
+    assert all(facts[0][name] != facts[1][name] for name in ("random", "numpy"))
+    assert [each["argv"] for each in facts.values()] == [["--lr", "1"]] * 2
+    assert {each["name"] for each in facts.values()} == {"__main__"}
+    assert all(each["main"] and each["first"] and not each["stdin"] for each in facts.values())
+    assert "atexit 1" in lines  # rank 0 waits for ever, and was ended
+    for rank in range(2):
+        pid = int((tmp_path / f"child-{rank}").read_text())
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    events = [json.loads(line) for line in (tmp_path / "rank1.jsonl").read_text().splitlines()]
+    assert [each["k"] for each in events][:3] == ["start", "exit", "failed"]
+    assert events[-1]["k"] == "end"
