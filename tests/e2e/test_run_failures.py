@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launching import alive, finish, node_words, run, spawn, start
 
 CRASH = """
@@ -267,6 +268,35 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, number: str, trap: st
     if sent is signal.SIGINT:
         assert "train.py:7 in <module>" in done.err
         assert "Traceback" not in done.err
+
+
+INTERRUPTED = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise KeyboardInterrupt
+time.sleep(100)
+"""
+
+
+def test_a_keyboard_interrupt_of_one_rank_is_no_signal_to_the_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(INTERRUPTED)
+    done = finish(start(["run", "--nproc-per-node=2", "train.py"], tmp_path))
+    assert done.code == 130
+    assert "paceline: rank 1 of 2 failed: KeyboardInterrupt\n" in done.err
+    assert (
+        "train.py:4 in <module>\n  why:   the script raised it, or something sent SIGINT"
+        in done.err
+    )
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to bind to")
+def test_ranks_cannot_be_bound_to_the_cores_of_a_gpu_without_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = finish(start(["run", "--numa-binding=node", "train.py"], tmp_path))
+    assert done.code == 2
+    assert "paceline: --numa-binding needs NVIDIA GPUs, and torch sees none here." in done.err
+    assert "Traceback" not in done.err
 
 
 RESTARTS = """

@@ -294,7 +294,7 @@ class Rank:
 
     def outcome(self) -> RankOutcome:
         """How it ended, as far as known."""
-        error, exit_place, at, step = None, None, self.ended_at, 0
+        error, exit_place, interrupted_at, at, step = None, None, "", self.ended_at, 0
         for event in list(self.events):
             if event["event"] in ("raised", "failed"):
                 at, step = event["time"], event["step"]
@@ -302,6 +302,8 @@ class Rank:
                 error = Error(**fields | {"kinds": tuple(event["kinds"])})
             elif event["event"] == "exit":
                 exit_place = event["place"]
+            elif event["event"] == "interrupted":
+                interrupted_at = event["place"]
         abort = b""
         if self.returncode == -signal.SIGABRT:
             abort = self.streams[-1].tail.rpartition(b"terminate called")[2]
@@ -313,6 +315,7 @@ class Rank:
             returncode=self.returncode,
             error=error,
             exit_place=exit_place,
+            interrupted_at=interrupted_at,
             hung=self.hung,
             frozen_s=self.frozen_s,
             step=step,

@@ -85,10 +85,9 @@ def _later(verdict: FirstFailure, outcome: RankOutcome) -> str:
 def render_restart(verdict: FirstFailure, info: JobInfo) -> str:
     """One line: which rank failed and how, and that the ranks start again."""
     original = verdict.original
-    place = original.error.place if original.error is not None else original.exit_place
     return (
         f"paceline: {name_ranks(verdict.alike)} {'' if original.left else 'failed: '}{original.how}"
-        f"{f' at {place}' if place else ''} (host {original.host}, pid {original.pid}); "
+        f"{f' at {original.place}' if original.place else ''} (host {original.host}, pid {original.pid}); "
         f"restart {info.restarts + 1} of {info.max_restarts} begins\n"
     )
 
@@ -103,8 +102,7 @@ def _where(outcome: RankOutcome, *, several: bool) -> str:
     parts += [f"{'another node, ' * outcome.elsewhere}host {outcome.host}", f"pid {outcome.pid}"]
     if outcome.error is not None and outcome.returncode is not None and outcome.returncode > 0:
         parts.append(f"exit code {outcome.returncode}")
-    place = outcome.error.place if outcome.error is not None else outcome.exit_place
-    return ", ".join([*parts, place] if place else parts)
+    return ", ".join([*parts, outcome.place] if outcome.place else parts)
 
 
 def _known_cause(outcome: RankOutcome) -> Found | None:
@@ -149,6 +147,8 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
         )
     if outcome.error is not None and outcome.exit_place is not None:
         return f"the script caught the error and called sys.exit() at {outcome.exit_place}."
+    if outcome.error is None and outcome.interrupted_at:
+        return "the script raised it, or something sent SIGINT to this process alone."
     if outcome.error is not None or (outcome.returncode is not None and outcome.returncode < 0):
         return ""
     if outcome.exit_place is not None:

@@ -262,4 +262,10 @@ def _numa(config: LaunchConfig) -> Wrap | None:
             why="the function that builds the numactl command was renamed or removed.",
             fix="leave the option out, or start the script through numactl.",
         )
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--numa-binding needs NVIDIA GPUs, and torch sees none here.",
+            why="it binds each rank to the cores that are next to the rank's GPU.",
+            fix="leave it out; to bind ranks of a CPU job, start the script through numactl or taskset.",
+        )
     return lambda local_rank, command: bind(command, gpu_index=local_rank, numa_options=options)

@@ -101,6 +101,7 @@ class RankOutcome:
         time: When the error was raised, otherwise when the rank ended, in seconds since the epoch.
         returncode: As in subprocess: negative for a signal; None while it runs.
         exit_place: Where the script called sys.exit(); None if it did not.
+        interrupted_at: Where the script was at a KeyboardInterrupt; empty without one.
         stopped: The launcher stopped it, so its end is not a failure.
         hung: The launcher stopped it because it blocked the others.
         frozen_s: How long SIGSTOP had stopped it when the launcher killed it for that; otherwise 0.
@@ -117,6 +118,7 @@ class RankOutcome:
     returncode: int | None
     error: Error | None = None
     exit_place: str | None = None
+    interrupted_at: str = ""
     stopped: bool = False
     hung: bool = False
     frozen_s: float = 0.0
@@ -142,6 +144,13 @@ class RankOutcome:
         return not self.stopped and self.error is None and self.returncode == 0
 
     @property
+    def place(self) -> str:
+        """The line of the script where it ended; empty if unknown."""
+        return (
+            self.error.place if self.error is not None else self.exit_place or self.interrupted_at
+        )
+
+    @property
     def how(self) -> str:
         """The failure in a few words, equal for ranks that failed in the same way."""
         if self.hung:
@@ -153,6 +162,8 @@ class RankOutcome:
             return f"{self.error.type}: {text}" if text else self.error.type
         if self.frozen_s:
             return f"stopped by SIGSTOP, and killed after {self.frozen_s:.0f} s"
+        if self.interrupted_at:
+            return "KeyboardInterrupt"
         if self.returncode is not None and self.returncode < 0:
             return f"killed by {signal_name(-self.returncode)}"
         if self.returncode == 0:
