@@ -40,6 +40,32 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert done.err.startswith("paceline: 2 ranks on localhost, ")
 
 
+SETS_VARIABLES = """
+import os
+for name, value in {
+    "PYTORCH_JIT": "0",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+    "TORCH_LOGS": "dynamo",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync",
+}.items():
+    os.environ[name] = value
+import torch
+print(torch.jit._state._enabled.enabled)
+"""
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_variable_that_comes_too_late_for_torch_is_told(tmp_path: Path, known: bool) -> None:
+    more = {"PYTORCH_JIT": "0"} if known else {}
+    done = run("", SETS_VARIABLES, tmp_path, **more)
+    assert done.code == 0, done.err
+    assert done.out == f"{not known}\n"
+    told = [line.split()[1] for line in done.err.splitlines() if "has no effect here" in line]
+    late = ["PYTORCH_JIT", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_LOGS", "PYTORCH_ALLOC_CONF"]
+    assert told == late[known:]
+
+
 AS_ITSELF = """
 import atexit, multiprocessing, os, pickle, sys, threading
 os.environ["OMP_NUM_THREADS"] = "3"

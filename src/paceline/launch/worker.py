@@ -57,11 +57,16 @@ _load("watch", "flight_recorder")
 _load("watch", "sampling")
 _probe = _load("watch", "probe")
 
-# Read by native libraries when torch is imported, which is before the script begins.
+# Read when torch is imported, which is before the script begins.
 _READ_AT_IMPORT = frozenset(
-    {"TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "MKL_DYNAMIC", "KMP_AFFINITY", "KMP_BLOCKTIME"}
+    {"PYTORCH_JIT", "TORCH_SHOW_CPP_STACKTRACES"}
+    | {"TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "MKL_DYNAMIC", "KMP_AFFINITY", "KMP_BLOCKTIME"}
     | {"GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "OMP_DYNAMIC"}
 )
+
+
+# Read at the first use of a GPU, but for the choice of the allocator.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class Control:
@@ -430,7 +435,9 @@ def _apply_variable(name: str, value: str) -> None:
         sys.modules["torch"].set_num_threads(int(value))
     elif name == "TORCH_DISTRIBUTED_DEBUG":
         sys.modules["torch.distributed"].set_debug_level_from_env()
-    elif name in _READ_AT_IMPORT:
+    elif os.environ.get(name) == value:
+        return  # it was set before torch was imported
+    elif name in _READ_AT_IMPORT or (name in _ALLOCATOR and "backend:" in value):
         print(
             f"paceline: {name} has no effect here: torch reads it when it is imported, which under "
             "`paceline run` is before the script. Set it outside the script, or set PACELINE_PRELOAD=0",
