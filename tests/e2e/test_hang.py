@@ -36,7 +36,7 @@ def test_a_hang_is_explained(tmp_path: Path, name: str, world: int, ours: bool) 
 
 
 HEALTHY = """
-import os, time
+import os, socketserver, threading, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 def compute(seconds):
@@ -52,6 +52,9 @@ for epoch in range(2):
 if os.fork() == 0:
     raise SystemExit  # a child ends as an interpreter does
 assert os.wait()[1] == 0
+with socketserver.TCPServer(("127.0.0.1", 0), None) as server:
+    threading.Timer(4, server.shutdown).start()
+    server.serve_forever()  # idle, as a server is without requests
 print("done")
 """
 

@@ -155,8 +155,8 @@ def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None
     stuck = [state for state in alive if state.where.waits and not state.busy]
     if not alive or (world_size == 1 and not loading and alive[0].state not in "TD"):
         return None
-    if not stuck and any(state.busy for state in alive):
-        return None
+    if not stuck and any(state.busy or state.where.serves for state in alive):
+        return None  # a server without requests is idle, and so are those that wait for it
     rest = [state for state in alive if state not in stuck]
     lines = _grouped(
         stuck,

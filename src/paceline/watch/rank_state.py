@@ -23,6 +23,8 @@ _LOCKS = (
     *(f"multiprocessing/{name}.py" for name in ("queues", "synchronize", "connection")),
     "concurrent/futures/_base.py",
 )
+# Loops in which a server waits for requests; asyncio's is also that of uvicorn, aiohttp and grpc.aio.
+_SERVERS = ("/socketserver.py", "/asyncio/base_events.py", "/grpc/_server.py")
 
 Frame = tuple[str, int, str]
 
@@ -61,6 +63,7 @@ class StackSummary:
         gradients: Whether it is in a backward.
         loader: Whether it waits for the workers of a DataLoader.
         lock: Whether it waits for a lock, a queue or a process.
+        serves: Whether it is a server that waits for requests.
     """
 
     script: tuple[Frame, ...] = ()
@@ -68,6 +71,7 @@ class StackSummary:
     gradients: bool = False
     loader: bool = False
     lock: bool = False
+    serves: bool = False
 
     @property
     def place(self) -> str:
@@ -196,6 +200,7 @@ def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> StackSummary:
         gradients=any("torch/autograd/" in file for file in inner),
         loader=any(file.endswith(_LOADERS) for file in inner),
         lock=any(file.endswith(_LOCKS) for file in inner),
+        serves=any(file.endswith(_SERVERS) for file in inner),
     )
 
 
