@@ -40,6 +40,30 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert done.err.startswith("paceline: 2 ranks on localhost, ")
 
 
+EXECUTES_ITSELF = """
+import os, sys
+if "AGAIN" not in os.environ:
+    os.environ["AGAIN"] = "1"
+    os.execv(sys.executable, COMMAND)
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(total.item(), sys.argv[1:])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("command", ["sys.orig_argv", "[sys.executable, *sys.argv]"])
+@pytest.mark.parametrize("module", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_script_may_execute_itself_again(tmp_path: Path, command: str, module: bool) -> None:
+    (tmp_path / "train.py").write_text(EXECUTES_ITSELF.replace("COMMAND", command))
+    target = ["-m", "train"] if module else ["train.py"]
+    done = finish(start(["run", "--nproc-per-node=2", *target, "--lr", "1"], tmp_path))
+    assert done.code == 0, done.err
+    assert done.out.count("2.0 ['--lr', '1']") == 2
+
+
 SETS_VARIABLES = """
 import os
 for name, value in {

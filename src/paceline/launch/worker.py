@@ -168,11 +168,19 @@ def main() -> NoReturn:
     # A crash in native code shows its Python line.
     if not faulthandler.is_enabled():
         faulthandler.enable(all_threads=False)
+    sys.orig_argv = _orig_argv(script)
     sys.argv = script["argv"]
     if watcher := os.environ.pop("PACELINE_BEFORE", ""):
         importlib.import_module(watcher).install(control)
     _status = _run(script, control)
     sys.exit(_status)
+
+
+def _orig_argv(script: dict[str, Any]) -> list[str]:
+    """The command line that an interpreter for this script would have; some scripts start again with it."""
+    interpreter = sys.orig_argv[: sys.orig_argv.index(sys.argv[0])]  # with its options
+    target = ["-m", script["module"]] if script.get("module") else [script["script"]]
+    return [*interpreter, *target, *script["argv"][1:]]
 
 
 def _end() -> None:
