@@ -270,6 +270,32 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, number: str, trap: st
         assert "Traceback" not in done.err
 
 
+PACKAGE = """
+import torch, torch.distributed as dist
+def train():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        FAULT
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("fault", ["raise ValueError('bad')", "time.sleep(100)"])
+def test_the_line_of_an_installed_package_is_shown(tmp_path: Path, fault: str) -> None:
+    package = tmp_path / "site-packages" / "trainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("from trainer.loop import train\ntrain()\n")
+    (package / "loop.py").write_text("import time" + PACKAGE.replace("FAULT", fault))
+    words = ["run", "--nproc-per-node=2", "--hang-after=2", "--on-hang=end", "-m", "trainer"]
+    paths = [str(package.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    done = finish(start(words, tmp_path, PYTHONPATH=os.pathsep.join(paths).rstrip(os.pathsep)))
+    assert done.code == 1
+    where = "site-packages/trainer/loop.py:6"
+    said = f"{where} in train\n" if "raise" in fault else f"not entered it: train() at {where}"
+    assert said in done.err, done.err
+
+
 INTERRUPTED = """
 import os, time
 if os.environ["RANK"] == "1":

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.watch.stacks import is_script
+from paceline.watch.stacks import frames_of_script
 
 HELD_S = 1.2  # a beat this old means that no Python thread runs
 _DTYPES = {"Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Bool": "bool"}
@@ -183,16 +183,16 @@ def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> StackSummary:
     """Parse frames, innermost first. Files under `cwd` become relative."""
     inner: list[str] = []
     waits = ""
-    for file, _, function in stack:
-        if is_script(file):
+    frames = frames_of_script([(file, line, function) for file, line, function in stack])
+    for file, line, function in stack:
+        if frames and (file, line, function) == frames[0]:
             break
         inner.append(file)
         if "torch/distributed/" in file and function not in ("wrapper", "<module>"):
             waits = function
     script = tuple(
         (file.removeprefix(cwd.rstrip("/") + "/"), line, function)
-        for file, line, function in stack
-        if is_script(file)
+        for file, line, function in frames
     )
     return StackSummary(
         script=script,

@@ -28,31 +28,45 @@ def is_script(file: str) -> bool:
     return not file.startswith(_LIBRARIES) and "site-packages" not in file
 
 
+def frames_of_script(stack: Stack) -> Stack:
+    """The frames of the user's files. If there are none, as in an installed package that was started with
+    `-m`: the frames outside of Python's library, torch and Paceline."""
+    own = [frame for frame in stack if is_script(frame[0])]
+    return own or [
+        frame
+        for frame in stack
+        if not frame[0].startswith(_LIBRARIES) and "site-packages/torch/" not in frame[0]
+    ]
+
+
 def place_of_frame(frame: FrameType | None) -> str:
     """The innermost line of the script: `file:line in function`; empty if there is none."""
-    # In a forked child, the frames below `_bootstrap` belong to its parent.
-    while frame is not None and frame.f_code.co_name != "_bootstrap":
-        if is_script(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
+    return _place(stack_of(frame, to_bootstrap=True))
 
 
 def place_of_error(trace: TracebackType | None) -> str:
     """The innermost line of the script in a traceback: `file:line in function`; empty if there is none."""
-    place = ""
+    stack: Stack = []
     while trace is not None:
         code = trace.tb_frame.f_code
-        if is_script(code.co_filename):
-            place = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        stack.insert(0, (code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    return place
+    return _place(stack)
 
 
-def stack_of(frame: FrameType | None) -> Stack:
-    """File, line and function of each frame, innermost first."""
+def _place(stack: Stack) -> str:
+    frames = frames_of_script(stack)
+    return "{}:{} in {}".format(*frames[0]) if frames else ""
+
+
+def stack_of(frame: FrameType | None, *, to_bootstrap: bool = False) -> Stack:
+    """File, line and function of each frame, innermost first.
+
+    Args:
+        to_bootstrap: Leave out the frames below `_bootstrap`: in a forked child, they belong to its parent.
+    """
     stack: Stack = []
-    while frame is not None:
+    while frame is not None and not (to_bootstrap and frame.f_code.co_name == "_bootstrap"):
         stack.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
     return stack
@@ -70,7 +84,8 @@ def hash_of(frame: FrameType | None) -> int:
 def call_of(frame: FrameType | None) -> dict[str, Any]:
     """What the innermost line of the script calls, and the peer of a send or receive."""
     peer = None
-    while frame is not None and not is_script(frame.f_code.co_filename):
+    own = frames_of_script(stack_of(frame))
+    while frame is not None and own and frame.f_code.co_filename != own[0][0]:
         if frame.f_code.co_name in ("recv", "send"):
             arguments = frame.f_locals
             peer = arguments.get("src", arguments.get("dst", peer))
