@@ -221,6 +221,7 @@ def test_a_hang_is_printed_before_the_failure_of_another_node_ends_the_round(
         _remaining_restarts=0,
         _exchange=here,
         _watch=watch,
+        step_profile=None,
         _worker_group=worker_group,
     )
 
