@@ -59,9 +59,7 @@ def test_two_ranks_of_which_one_fails(tmp_path: Path) -> None:
     assert done.stdout == "3\n"  # and not twice: the ranks share no buffered output
     lines = (tmp_path / "output.txt").read_text().splitlines()
     facts = {each["rank"]: each for each in (json.loads(x) for x in lines if x.startswith("{"))}
-    # torch begins each process with the same seed, and the others do not.
-    assert facts[0]["torch"] == facts[1]["torch"]
-    assert all(facts[0][name] != facts[1][name] for name in ("random", "numpy"))
+    assert all(facts[0][name] != facts[1][name] for name in ("random", "numpy", "torch"))
     assert [each["argv"] for each in facts.values()] == [["--lr", "1"]] * 2
     assert {each["name"] for each in facts.values()} == {"__main__"}
     assert all(each["main"] and each["first"] and not each["stdin"] for each in facts.values())

@@ -156,6 +156,7 @@ def _become_rank(control: int, count: int, environ: Mapping[str, str], output: P
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else usable_cores())
     numpy.random.seed()
+    torch.seed()
     sys.modules["__main__"] = worker
     code: object = ExitCode.FAILED
     try:
