@@ -21,6 +21,7 @@ facts = {
     "numpy": float(numpy.random.rand()),
     "torch": float(torch.rand(())),
     "argv": sys.argv[1:],
+    "command": sys.orig_argv[1:],
     "name": __name__,
     "main": sys.modules["__main__"].__file__ == os.path.abspath(__file__),
     "first": multiprocessing.parent_process() is None,
@@ -61,6 +62,7 @@ def test_two_ranks_of_which_one_fails(tmp_path: Path) -> None:
     facts = {each["rank"]: each for each in (json.loads(x) for x in lines if x.startswith("{"))}
     assert all(facts[0][name] != facts[1][name] for name in ("random", "numpy", "torch"))
     assert [each["argv"] for each in facts.values()] == [["--lr", "1"]] * 2
+    assert facts[0]["command"] == ["script.py", "--lr", "1"]
     assert {each["name"] for each in facts.values()} == {"__main__"}
     assert all(each["main"] and each["first"] and not each["stdin"] for each in facts.values())
     assert "atexit 1" in lines  # rank 0 waits for ever, and was ended

@@ -29,7 +29,7 @@ import torch
 
 from paceline.exit_codes import ExitCode
 from paceline.job import rendezvous
-from paceline.launch.local_ranks import choose_threads, end_groups, environment_of_ranks
+from paceline.launch.local_ranks import WORKER, choose_threads, end_groups, environment_of_ranks
 from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
 from paceline.verify import harness
@@ -158,6 +158,8 @@ def _become_rank(control: int, count: int, environ: Mapping[str, str], output: P
     numpy.random.seed()
     torch.seed()
     sys.modules["__main__"] = worker
+    sys.argv = [str(WORKER)]
+    sys.orig_argv = [sys.executable, *sys.argv]
     code: object = ExitCode.FAILED
     try:
         worker.main()
