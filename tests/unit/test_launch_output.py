@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
 import select
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import rich.console
@@ -103,6 +106,47 @@ def test_lines_of_two_ranks_stay_whole(pump: Pump) -> None:
     for prefix, name in ((b"[0] ", b"a"), (b"[1] ", b"b")):
         lines = [line for line in shown.splitlines(keepends=True) if line.startswith(prefix)]
         assert b"".join(line.removeprefix(prefix) for line in lines) == data[name]
+
+
+@pytest.mark.parametrize("prefix", [b"", b"[0] "])
+def test_output_is_read_on_as_soon_as_the_console_has_room(
+    monkeypatch: pytest.MonkeyPatch, prefix: bytes
+) -> None:
+    monkeypatch.setattr("paceline.launch.output._IDLE_S", 1000.0)  # nothing waits for the next look
+    pump = Pump()
+    read, write = os.pipe()
+    console = Console(write)
+    theirs, stream = _stream(pump, console, prefix)
+    line = b"x" * 99 + b"\n"
+    writer = threading.Thread(target=_write_all, args=(theirs, line * 40_000))
+    writer.start()
+    deadline = time.monotonic() + 20
+    while not console.full and time.monotonic() < deadline:
+        time.sleep(0.001)
+    reader = Reader(read, write)
+    writer.join(20)
+    assert pump.finish([stream], stalled_s=10)
+    assert reader.close() == (prefix + line) * 40_000
+    pump.stop(timeout_s=10)
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_without_writes_that_never_block_it_writes_what_a_ready_pipe_takes(
+    pump: Pump, monkeypatch: pytest.MonkeyPatch, is_file: bool, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    data = b"".join(b"%d\n" % number for number in range(50_000))
+    if not is_file:
+        assert _pass(pump, [(b"", data)]) == data
+        return
+    with open(tmp_path / "log", "wb") as file:
+        theirs, stream = _stream(pump, Console(file.fileno()), b"")
+        _write_all(theirs, data)
+        assert pump.finish([stream], stalled_s=10)
+    assert (tmp_path / "log").read_bytes() == data
 
 
 def test_a_reader_that_does_not_read_blocks_the_writer(pump: Pump) -> None:

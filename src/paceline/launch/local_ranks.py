@@ -60,6 +60,7 @@ _EVENTS: dict[str, dict[str, Any]] = {
     **{answer: {"id": int} for answer in Probe.REQUESTS},
 }
 _NO_SIZE = bytes(8)
+_PIPE_BYTES = 1 << 18  # of an output: a rank that prints much wakes the launcher less often
 
 # Puts words before the command of a local rank, such as those of numactl.
 Wrap = Callable[[int, tuple[str, ...]], tuple[str, ...]]
@@ -152,6 +153,8 @@ class Rank:
             termios.tcsetattr(theirs, termios.TCSANOW, modes)
         else:
             ours, theirs = os.pipe2(os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # of a user who has too many pipes
+                fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.streams.append(Stream(ours, console, b"" if terminal else prefix, terminal=terminal))
         self.copy_window_size()
         return theirs

@@ -8,10 +8,12 @@ and nothing else waits.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
 import selectors
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +21,8 @@ from dataclasses import dataclass, field
 
 LINE_BYTES = 1 << 20  # a longer unfinished line is written in parts
 _TAIL_BYTES = 8192  # end of each stream, kept for the report of a failed job
-_READ_BYTES = 1 << 16
-_PENDING_BYTES = 1 << 16  # if a console has more to write, its streams are not read
+_READ_BYTES = 1 << 18
+_PENDING_BYTES = 1 << 18  # if a console has more to write, its streams are not read
 _TURN_S = 0.05
 _IDLE_S = 0.25
 # How long a line that is too long to keep may pause before another rank may write.
@@ -70,11 +72,17 @@ class Console:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.is_terminal = os.isatty(fd)
+        self._is_file = False
         try:
             status = os.fstat(fd)
             self.closed, self.identity = False, (status.st_dev, status.st_ino)
+            self._is_file = stat.S_ISREG(status.st_mode)
         except OSError:  # the launcher was started without it
             self.closed, self.identity = True, (-1, fd)
+        # With RWF_NOWAIT a file may refuse for ever what a usual write would do at once.
+        self._may_write_all = not self._is_file
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
         self._pending = bytearray()
         self._holder: Stream | None = None
         self._written_at = 0.0
@@ -134,17 +142,11 @@ class Console:
     def flush(self) -> int:
         """Write what can be written without blocking; the number of bytes."""
         written = 0
-        # PIPE_BUF: a pipe that is ready takes as much. O_NONBLOCK would also affect other programs that share
-        # our output.
-        poll = select.poll()
-        poll.register(self.fd, select.POLLOUT)
         while self._pending and not self.closed:
             try:
-                if not poll.poll(0):
-                    break
-                count = os.write(self.fd, self._pending[: select.PIPE_BUF])
+                count = self._write_some()
             except BlockingIOError:
-                break  # another program made our output non-blocking
+                break
             except OSError:  # the reader is gone; the job goes on without it
                 self.closed = True
                 self._pending.clear()
@@ -152,6 +154,28 @@ class Console:
             del self._pending[:count]
             written += count
         return written
+
+    def _write_some(self) -> int:
+        """Write some of what is pending; the number of bytes.
+
+        Raises:
+            BlockingIOError: nothing can be written now.
+        """
+        # O_NONBLOCK would also affect other programs that share our output, so each write has to ask for it.
+        if self._may_write_all:
+            try:
+                return os.pwritev(self.fd, [self._pending], -1, os.RWF_NOWAIT)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.ESPIPE, errno.EINVAL):
+                    raise
+                self._may_write_all = False  # a terminal, a file, or an older kernel
+        if not self._poll.poll(0):
+            raise BlockingIOError
+        # A pipe that is ready takes PIPE_BUF bytes; a file takes all, and never was ready or not.
+        size = len(self._pending) if self._is_file else select.PIPE_BUF
+        return os.write(self.fd, self._pending[:size])
 
 
 @dataclass(frozen=True)
@@ -447,10 +471,12 @@ class Pump:
         while not self._stopping:
             for key, _ in self._selector.select(self._timeout_s()):
                 key.data()
+            # First the consoles: a stream is not read while its console is full.
+            for console in self._consoles:
+                self._moved_bytes += console.flush()
             for stream in list(self._streams):
                 self._attend(stream)
             for console in self._consoles:
-                self._moved_bytes += console.flush()
                 self._wait_writable(console)
             if self.on_turn is not None:
                 self.on_turn()
