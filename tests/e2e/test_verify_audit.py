@@ -39,7 +39,7 @@ RULES = {
 # others are slow.
 QUICK: set[str] = set()
 QUICK_SOUND = {"04_validation_padded"}
-QUICK_REFUSED = {"exits_early_on_one_rank"}
+QUICK_REFUSED = {"exits_early_on_one_rank", "spawns_ranks"}
 
 
 def verify(*words: str, folder: Path, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
@@ -140,6 +140,10 @@ def test_every_fault_has_its_script_and_twin() -> None:
 
 
 SENTENCES = {
+    "exits_without_training": "never took an optimizer step",
+    "spawns_ranks": "the script starts its own ranks",
+    "starts_ranks": "the script starts its own ranks",
+    "wants_arguments": "the script does not accept its arguments",
     "exits_early": "every rank exits after 3 of 20 steps",
     "exits_early_at_once": "ended after 3 of 20 steps without an error",
     "exits_early_on_one_rank": "rank 1 exits after 3 of 20 steps",
@@ -162,6 +166,7 @@ def test_a_script_that_cannot_be_judged(script: Path, tmp_path: Path) -> None:
     code, facts = audit(script, "1,2", tmp_path)
     assert code == 3
     assert SENTENCES[script.stem] in facts["what"]
+    assert "called sys.exit() at" in facts["why"] or script.stem != "exits_without_training"
     assert facts["fix"] or script.stem in ("raises", "exits_early_at_once")
 
 

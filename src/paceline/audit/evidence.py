@@ -25,6 +25,7 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 #   start                   host, cores, cuda_devices
 #   init, ddp, join         init_process_group (backend), a model is wrapped in DDP, DDP's Join is entered
 #   compile, fork           torch.compile or os.fork is called
+#   spawns                  the script starts ranks of its own: call
 #   model                   the first call of a model: sharded, buffers (names)
 #   loader                  the first use of a DataLoader: loader (its name) and its settings
 #   iter, batch, pass-end   a pass over a loader: loader, pass_number, ids and content of each batch
@@ -207,7 +208,8 @@ def read(folder: Path, world_size: int) -> list[RankLog]:
         events = list(_events(folder / f"rank{rank}.jsonl"))
         fetches = [event for event in events if event["k"] == "fetch"]
         for path in sorted(folder.glob(f"child{rank}-*.jsonl")):
-            fetches += _events(path)
+            for event in _events(path):
+                (fetches if event["k"] == "fetch" else events).append(event)
         logs.append(RankLog(rank, events, fetches))
     return logs
 

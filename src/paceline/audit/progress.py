@@ -25,6 +25,7 @@ class Progress:
 
     Attributes:
         steps: Rounds of updates; one round is one update of each optimizer.
+        updates: Steps of all optimizers.
         training_loaders: The loaders whose batches were followed by a backward.
         ends_by_itself: Whether the script uses paceline, whose `Training` gets the number of steps.
         evaluations: The number of evaluations: forwards without gradient between two backwards.
@@ -39,7 +40,9 @@ class Progress:
         self._last_loader: str | None = None
         self._got_batch = False  # since the latest step
         self._evaluating = False
+        self.updates = 0
         self._round: set[int] = set()  # the optimizers that have stepped in this round
+        self._stepped: set[int] = set()  # the optimizers that have stepped
         self._evaluated_after = plan.folder / "evaluated-after"
         self._empty_passes = 0
 
@@ -80,7 +83,9 @@ class Progress:
 
     def step_number(self, optimizer: object) -> int:
         """The number, from 1, of this optimizer's next step."""
-        begins = not self._round or id(optimizer) in self._round
+        # All optimizers step in the first round; a later one is built in place of another.
+        is_new = self.steps > 1 and id(optimizer) not in self._stepped
+        begins = not self._round or id(optimizer) in self._round or is_new
         return self.steps + 1 if begins else self.steps
 
     def on_step(self, optimizer: object) -> None:
@@ -90,6 +95,8 @@ class Progress:
             Enough: the wanted steps are done, and there is no loader to end the loop.
         """
         number = self.step_number(optimizer)
+        self.updates += 1
+        self._stepped.add(id(optimizer))
         if number == self.steps:
             self._round.add(id(optimizer))
             return

@@ -30,7 +30,7 @@ class Recorder:
 
     def write(self, kind: str, **facts: Any) -> None:
         """Write one event."""
-        if os.getpid() != self._pid and kind != "fetch":
+        if os.getpid() != self._pid and kind not in ("fetch", "spawns"):
             return  # a fork of the rank, such as a loader worker
         self._file.write(json.dumps({"k": kind, **facts}, default=str) + "\n")
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
+from torch.multiprocessing import SpawnContext
 
 from paceline.audit.digests import leaves
 from paceline.audit.evidence import MAX_METRIC_VALUES
@@ -44,6 +48,7 @@ def install(progress: Progress) -> None:
     for name in _COLLECTIVES:
         intercept(name, hooks.collective, c10d, dist)
     intercept("init_process_group", hooks.init_process_group, c10d, dist)
+    intercept("start_processes", hooks.start_processes, sys.modules[SpawnContext.__module__], mp)
     intercept("__enter__", hooks.enter_join, Join)
 
 
@@ -80,8 +85,19 @@ class _Hooks:
     def init_process_group(
         self, initialise: Callable[..., Any], backend: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
+        if multiprocessing.parent_process() is not None and not dist.is_initialized():
+            self._end_spawning("init_process_group() in processes that it starts")
         self._recorder.write("init", at=user_line(), backend=backend)
         return initialise(backend, *args, **kwargs)
+
+    def start_processes(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not dist.is_initialized() and not self._progress.steps:
+            self._end_spawning("torch.multiprocessing.spawn()")
+        return start(*args, **kwargs)
+
+    def _end_spawning(self, call: str) -> None:
+        self._recorder.write("spawns", at=user_line(), call=call)
+        self._progress.end()
 
     def enter_join(self, enter: Callable[..., Any], join: Join) -> Any:
         self._recorder.write("join", at=user_line())

@@ -177,6 +177,7 @@ class _Hooks:
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             "iterable": iterable,
             "dataset": type(dataset).__name__,
+            "split": digest(list(dataset.indices)) if isinstance(dataset, Subset) else "",
             "samples": None if sized is None else len(sized),
             "root_samples": None if sized is None else len(_root(sized)[0]),
             "batches": batches,

@@ -44,7 +44,7 @@ class _Hooks:
         self._root: torch.nn.Module | None = None
         self._forward: dict[str, Any] = {}  # the facts of the current forward
         self._forwards = 0
-        self._digested_in: dict[int, int] = {}  # step of the latest digests, by model
+        self._digested_in: dict[int, int] = {}  # updates before the latest digests, by model
 
     def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._root is None and self._is_model(module):
@@ -91,8 +91,8 @@ class _Hooks:
         }
         if tensors:
             self._forward["rows"] = [digest(row) for row in tensors[0][:_MAX_ROWS]]
-        if trains and self._digested_in.get(number) != self._progress.steps:
-            self._digested_in[number] = self._progress.steps
+        if trains and self._digested_in.get(number) != self._progress.updates:
+            self._digested_in[number] = self._progress.updates
             self._forward["params"] = parameter_digests(unwrap(module))
             self._forward["devices"] = sorted({str(p.device) for p in module.parameters()})
             self._forward["cores"] = sorted(os.sched_getaffinity(0))

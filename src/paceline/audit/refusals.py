@@ -21,6 +21,16 @@ def refuse(run: Run) -> None:
         Refused: with the cause and a fix.
     """
     for log in run.ranks:
+        spawns = log.first("spawns")
+        if spawns is not None:
+            raise _refused(
+                run,
+                "the script starts its own ranks.",
+                where=f"{spawns['call']}, {spawns['at']}",
+                why="verify starts the ranks as torchrun does, and cannot watch those of the script.",
+                fix="let the script train in its own process if the variable RANK is set, so that it also "
+                "runs under torchrun.",
+            )
         fork = log.first("fork")
         if fork is not None:
             raise _refused(
@@ -112,6 +122,13 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
     kind, text = first.get("type", ""), str(first.get("message", "")).strip().splitlines()
     what = f"{kind}: {text[0] if text else ''}" if kind else f"sys.exit({first.get('code')})"
     where = first.get("place", "")
+    if (failed[0].first("exit") or {}).get("by") == "argparse":
+        return _refused(
+            run,
+            "the script does not accept its arguments.",
+            where=where,
+            fix="give the script's arguments after `--`: paceline verify train.py -- --lr 0.1",
+        )
     if kind == "EOFError":
         return _refused(
             run,
@@ -144,12 +161,13 @@ def _no_step(run: Run) -> Refused:
             why="it loaded a state there, which the previous run may have saved at its end.",
             fix="turn off resuming or saving during verification.",
         )
+    exit_ = none[0].first("exit")
+    called = exit_ is not None and exit_["at"]  # else the end of the rank itself
+    why = f"it called sys.exit() at {called}." if called else "it called no backward."
     return _refused(
         run,
         f"{who} never took an optimizer step in {run.name}.",
-        why="it called backward, but stepped no torch.optim.Optimizer."
-        if backwards
-        else "it called no backward.",
+        why="it called backward, but stepped no torch.optim.Optimizer." if backwards else why,
         fix="give `paceline verify` a script that trains, with its arguments after `--`.",
     )
 

@@ -95,7 +95,7 @@ def _record_end(recorder: Recorder, models: Models, control: object) -> None:
         return send_(event)
 
     def exit_script(exit_: Callable[..., NoReturn], *code: Any) -> NoReturn:
-        recorder.write("exit", at=user_line())
+        recorder.write("exit", at=user_line(), by=sys._getframe(2).f_globals.get("__name__"))
         exit_(*code)
 
     def at_exit() -> None:

@@ -90,6 +90,20 @@ def _fault(case: Case, each: list[list[Event]], number: int) -> FaultFound:
     ranks = _ranks_with_extra_call(each, calls, number)
     call = calls[ranks[0]]
     assert call is not None
+    unequal = _unequal_pass(case)
+    if unequal is not None:
+        short, loader, batches = unequal
+        return FaultFound(
+            what=f"{name_ranks(short, case.world_size)} got fewer batches than the others in one pass.",
+            at=loader["at"],
+            ranks=short,
+            step=call["s"] + 1,
+            why="each batch is a reduction over all ranks. A rank without a batch goes on to its next "
+            "collective, or ends, and the others wait for it.",
+            fix="give each rank the same number of batches (DistributedSampler does), or train inside "
+            "`with model.join():`.",
+            evidence=f"batches of the ranks in that pass: {', '.join(map(str, batches))}",
+        )
     others = [
         f"rank {rank} was in {other['op']} at {other['at']}"
         if other
@@ -137,3 +151,22 @@ def _ranks_with_extra_call(
 
 def _key(call: Event | None) -> tuple[str, ...] | None:
     return None if call is None else (call["op"], call.get("reduce", ""), call["at"])
+
+
+def _unequal_pass(case: Case) -> tuple[list[int], Event, list[int]] | None:
+    """The ranks whose pass over a training loader ended early, the loader, and the batches of each rank."""
+    for name, loader in case.ranks[0].loaders.items():
+        ends = [log.of("pass-end") for log in case.ranks]
+        for number in range(max(map(len, ends))):
+            key = {"loader": name, "pass_number": number}
+            batches = [
+                sum(key.items() <= event.items() for event in log.of("batch")) for log in case.ranks
+            ]
+            short = [
+                log.rank
+                for log, own in zip(case.ranks, batches, strict=True)
+                if own < max(batches) and any(key.items() <= e.items() for e in ends[log.rank])
+            ]
+            if short and name in case.ranks[0].training_loaders:
+                return short, loader, batches
+    return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+import math
+from itertools import combinations, takewhile
 
 import torch
 
@@ -96,10 +97,24 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
         what = f"the gradient is {count} times too large: it is summed over ranks and not averaged."
         fix = "divide by the number of ranks after the all_reduce, or let DDP take the mean."
     else:
-        what = (
-            f"the gradient is {count} times too small: it is divided by the number of ranks twice."
+        gather = _gather_without_gradient(case)
+        why, fix = (
+            "it is divided by the number of ranks twice.",
+            "do not divide the loss by the number of ranks: DDP already averages the gradients.",
         )
-        fix = "do not divide the loss by the number of ranks: DDP already averages the gradients."
+        if _divides_by_sum_over_ranks(case):
+            why = "the loss is divided by a sum over all ranks, and DDP divides the gradient again."
+            fix = "multiply the loss by the number of ranks."
+        elif gather is not None:
+            cause = gather
+            why = "what is gathered from other ranks has no gradient."
+            fix = (
+                "torch.distributed.nn.functional.all_gather sums the gradients of all ranks in its "
+                "backward; or multiply the loss by the number of ranks."
+            )
+        elif not log.of("ddp"):
+            fix = "divide it once."
+        what = f"the gradient is {count} times too small: {why}"
     return FaultFound(
         what=what,
         at=cause.get("at", ""),
@@ -108,6 +123,36 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
         fix=fix,
         evidence=figure,
     )
+
+
+def _before_first_backward(case: Case, *kinds: str) -> list[Event]:
+    """The events of rank 0 before its first backward, in the run that the gradient was seen in."""
+    events = (case.replay or case.ordinary).ranks[0].of("backward", *kinds)
+    return list(takewhile(lambda event: event["k"] != "backward", events))
+
+
+def _divides_by_sum_over_ranks(case: Case) -> bool:
+    """Whether the weight of a term in the loss is one divided by a sum that the script reduced."""
+    weight = ((case.replay or case.ordinary).ranks[0].first("backward") or {}).get("weight")
+    return weight is not None and any(
+        math.isclose(value * abs(weight["weight"]), 1.0, rel_tol=1e-4)
+        for event in _before_first_backward(case, "collective-end")
+        for value in event.get("values") or ()
+    )
+
+
+def _gather_without_gradient(case: Case) -> Event | None:
+    """An all_gather of rows before the first backward, if the loss itself is not divided; else None."""
+    totals = [
+        None if weight is None else weight["weight"] * weight["count"]
+        for run in (case.solo, case.replay or case.ordinary)
+        for weight in [(run.ranks[0].first("backward") or {}).get("weight")]
+    ]
+    one, other = totals
+    if one and other and not math.isclose(one, other, rel_tol=_EQUAL):
+        return None
+    gathers = _before_first_backward(case, "collective")
+    return next((e for e in gathers if "gather" in e["op"] and len(e["shape"]) > 1), None)
 
 
 def _first_update(log: RankLog) -> list[Event]:

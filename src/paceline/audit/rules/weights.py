@@ -39,7 +39,7 @@ class Mismatch:
 
 
 def _before_step(log: RankLog) -> Digests:
-    """Each parameter's digest in the first forward after step s."""
+    """Each parameter's digest in the first forward after its last update of step s."""
     found: Digests = {}
     for event in log.of("forward-end"):
         if "params" in event:
@@ -140,8 +140,12 @@ def loaded_on_one_rank(case: Case) -> Judgement:
         at=loads[0][1]["at"],
         ranks=ranks,
         step=step,
-        why="DDP makes weights equal only when it is built; the other ranks continue with other values.",
-        fix="load on every rank (map_location its own device), or before DDP is built.",
+        why="DDP makes weights equal only when it is built; the other ranks continue with other values."
+        if mismatch.outside
+        else "DDP makes the weights equal, and not the states of optimizers: from equal gradients, the "
+        "ranks compute different updates.",
+        fix="load on every rank (map_location its own device)"
+        + (", or before DDP is built." if mismatch.outside else "."),
         evidence=f"{mismatch.names[0]} differs between ranks {'before' if mismatch.outside else 'after'} "
         f"step {mismatch.step + mismatch.outside}",
     )
@@ -192,7 +196,7 @@ def drifting_weights(case: Case) -> Judgement:
             f"the ranks' weights differ after step {mismatch.step} and are equal again some steps later: the "
             "script averages them at intervals (local SGD)."
         )
-    steps = [next(e for e in log.of("step") if e["s"] == mismatch.step) for log in case.ranks]
+    steps = [_step_of(log, mismatch) for log in case.ranks]
     gradients = {step["grads"].get(mismatch.names[0], [None])[0] for step in steps}
     if len(gradients) > 1:
         why = "its gradient differs between ranks too: it was not reduced."
@@ -210,6 +214,12 @@ def drifting_weights(case: Case) -> Judgement:
         fix=fix,
         evidence=f"{len(mismatch.names)} parameters differ",
     )
+
+
+def _step_of(log: RankLog, mismatch: Mismatch) -> Event:
+    """The step of the optimizer that made the weights differ."""
+    steps = [event for event in log.of("step") if event["s"] == mismatch.step]
+    return next((event for event in steps if mismatch.names[0] in event["grads"]), steps[0])
 
 
 def _equal_later(case: Case, mismatch: Mismatch) -> bool:

@@ -1,0 +1,176 @@
+"""`paceline verify` names the right line, step and cure, where an earlier version named others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, random_split
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+draws = torch.Generator().manual_seed(1)
+x = torch.randn(300, 4, generator=draws)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+torch.manual_seed(0)
+"""
+LOADER = """
+sampler = DistributedSampler(data, shuffle=False)
+loader = DataLoader(data, batch_size=12, sampler=sampler)
+"""
+MODEL = """
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.05)
+"""
+LOOP = """
+number = 0
+for epoch in range(3):
+    for x, y in loader:
+        {begin}
+        loss = F.mse_loss(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        number += 1
+        {end}
+    dist.all_reduce(torch.ones(1))
+"""
+LOOP_ALONE = LOOP.format(begin="", end="")
+
+OPTIONS = ("--nproc", "2,3", "--hang-after", "8")
+# Of each script: the rule, the step, and words of the report. The line ends with "# here".
+CASES = {
+    "drift of the second optimizer": (
+        HEAD
+        + LOADER
+        + """
+gen, disc = DDP(nn.Linear(3, 4)), nn.Linear(4, 1)
+opt_gen = torch.optim.Adam(gen.parameters(), lr=0.01)
+opt_disc = torch.optim.Adam(disc.parameters(), lr=0.01)
+for epoch in range(3):
+    for real, _ in loader:
+        fake = gen(torch.ones(len(real), 3))
+        opt_gen.zero_grad()
+        F.softplus(-disc(fake)).mean().backward()
+        opt_gen.step()
+        opt_disc.zero_grad()
+        (F.softplus(-disc(real)) + F.softplus(disc(fake.detach()))).mean().backward()
+        opt_disc.step()  # here
+""",
+        ("weights drift apart", 1, "its gradient differs between ranks too: it was not reduced"),
+    ),
+    "mean over the tokens of all ranks": (
+        HEAD
+        + LOADER
+        + MODEL
+        + """
+for epoch in range(3):
+    for x, y in loader:
+        tokens = (x > 0).sum()
+        dist.all_reduce(tokens)
+        loss = F.mse_loss(model(x), y, reduction="sum") / tokens
+        opt.zero_grad()
+        loss.backward()  # here
+        opt.step()
+""",
+        ("gradient N times too large or small", 1, "multiply the loss by the number of ranks"),
+    ),
+    "gathered without gradient": (
+        HEAD
+        + LOADER
+        + MODEL.replace("nn.Linear(4, 1)", "nn.Linear(4, 3)")
+        + """
+def gather(own):
+    parts = [torch.zeros_like(own) for _ in range(world)]
+    dist.all_gather(parts, own.detach())  # here
+    parts[rank] = own
+    return torch.cat(parts)
+
+for epoch in range(3):
+    for x, y in loader:
+        features = gather(F.normalize(model(x), dim=1))
+        logits = features @ gather(F.normalize(model(x + 0.1), dim=1)).T
+        loss = F.cross_entropy(logits, torch.arange(len(logits)))
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+""",
+        ("gradient N times too large or small", 1, "gathered from other ranks has no gradient"),
+    ),
+    "the optimizer's state": (
+        HEAD
+        + LOADER
+        + MODEL.replace("SGD", "Adam")
+        + """
+if rank == 0:
+    state = opt.state_dict()
+    state["state"] = {k: {"step": torch.tensor(9.0), "exp_avg": torch.ones_like(p),
+                          "exp_avg_sq": torch.ones_like(p)} for k, p in enumerate(model.parameters())}
+    opt.load_state_dict(state)  # here
+"""
+        + LOOP_ALONE,
+        ("checkpoint loaded on one rank", 1, "and not the states of optimizers"),
+    ),
+    "random_split without a seed": (
+        HEAD
+        + "torch.manual_seed(rank)\ndata, validation = random_split(data, [240, 60])"
+        + LOADER
+        + MODEL
+        + LOOP_ALONE.replace("in loader:", "in loader:  # here"),
+        ("shards overlap", 1, "random_split(..., generator="),
+    ),
+    "an optimizer in place of another": (
+        HEAD
+        + LOADER
+        + MODEL
+        + LOOP.format(
+            begin="if number == 6: opt = torch.optim.Adam(model.parameters(), lr=0.01)",
+            end="if number == 8 and rank == 0: model.module.weight.data.clamp_(-0.1, 0.1)  # here",
+        ),
+        ("weights changed outside the optimizer", 9, "equal on all ranks after step 8"),
+    ),
+    "loaders of different lengths": (
+        HEAD
+        + """
+bounds = [12 * (3 * r + (r > 0)) for r in range(world + 1)]
+shard = Subset(data, range(bounds[rank], bounds[rank + 1]))
+loader = DataLoader(shard, batch_size=12, shuffle=True)
+"""
+        + MODEL
+        + LOOP_ALONE.replace("in loader:", "in loader:  # here"),
+        ("collective on some ranks only", 4, "got fewer batches than the others in one pass"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", CASES)
+def test_place_and_cure(name: str, tmp_path: Path) -> None:
+    source, (rule, step, words) = CASES[name]
+    (tmp_path / "train.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "verify", "--json", *OPTIONS, "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    line = 1 + source[: source.index("# here")].count("\n")
+    for each in json.loads(done.stdout)["audits"]:
+        (fault,) = each["faults"]
+        assert (fault["rule"], fault["step"]) == (rule, step), fault
+        assert fault["at"].split(" ")[0] == f"train.py:{line}", fault
+        assert words in " ".join(map(str, fault.values()))
