@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -35,6 +36,7 @@ from paceline.torch_private import COMPILER
 from paceline.verify import harness
 
 _POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
 # A rank that lost its peer may fail before the rank that caused it, and all have this time to report.
 _SETTLE_S = 0.5
 
@@ -146,6 +148,8 @@ def _become_rank(control: int, count: int, environ: Mapping[str, str], output: P
     from paceline.launch import worker
 
     os.setsid()
+    # If the parent is killed, so is this rank.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, fd in enumerate((os.open(os.devnull, os.O_RDONLY), file, file)):
         os.dup2(fd, number)

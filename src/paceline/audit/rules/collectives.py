@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from paceline.audit.evidence import BUFFER_BROADCAST, Event, RankLog
 from paceline.audit.rules.rule import (
     Case,
@@ -155,18 +157,14 @@ def _key(call: Event | None) -> tuple[str, ...] | None:
 
 def _unequal_pass(case: Case) -> tuple[list[int], Event, list[int]] | None:
     """The ranks whose pass over a training loader ended early, the loader, and the batches of each rank."""
-    for name, loader in case.ranks[0].loaders.items():
-        ends = [log.of("pass-end") for log in case.ranks]
-        for number in range(max(map(len, ends))):
-            key = {"loader": name, "pass_number": number}
-            batches = [
-                sum(key.items() <= event.items() for event in log.of("batch")) for log in case.ranks
-            ]
-            short = [
-                log.rank
-                for log, own in zip(case.ranks, batches, strict=True)
-                if own < max(batches) and any(key.items() <= e.items() for e in ends[log.rank])
-            ]
-            if short and name in case.ranks[0].training_loaders:
-                return short, loader, batches
+    batches = [
+        Counter((e["loader"], e["pass_number"]) for e in log.of("batch")) for log in case.ranks
+    ]
+    for log in case.ranks:
+        for end in log.of("pass-end"):
+            given = [each[end["loader"], end["pass_number"]] for each in batches]
+            own = given[log.rank]
+            if own < max(given) and end["loader"] in log.training_loaders:
+                short = [rank for rank, number in enumerate(given) if number == own]
+                return short, log.loaders[end["loader"]], given
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations, takewhile
+from itertools import combinations
 
 import torch
 
@@ -97,23 +97,8 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
         what = f"the gradient is {count} times too large: it is summed over ranks and not averaged."
         fix = "divide by the number of ranks after the all_reduce, or let DDP take the mean."
     else:
-        gather = _gather_without_gradient(case)
-        why, fix = (
-            "it is divided by the number of ranks twice.",
-            "do not divide the loss by the number of ranks: DDP already averages the gradients.",
-        )
-        if _divides_by_sum_over_ranks(case):
-            why = "the loss is divided by a sum over all ranks, and DDP divides the gradient again."
-            fix = "multiply the loss by the number of ranks."
-        elif gather is not None:
-            cause = gather
-            why = "what is gathered from other ranks has no gradient."
-            fix = (
-                "torch.distributed.nn.functional.all_gather sums the gradients of all ranks in its "
-                "backward; or multiply the loss by the number of ranks."
-            )
-        elif not log.of("ddp"):
-            fix = "divide it once."
+        why, fix, gather = _cause_of_small(case)
+        cause = gather or cause
         what = f"the gradient is {count} times too small: {why}"
     return FaultFound(
         what=what,
@@ -125,34 +110,30 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
     )
 
 
-def _before_first_backward(case: Case, *kinds: str) -> list[Event]:
-    """The events of rank 0 before its first backward, in the run that the gradient was seen in."""
-    events = (case.replay or case.ordinary).ranks[0].of("backward", *kinds)
-    return list(takewhile(lambda event: event["k"] != "backward", events))
-
-
-def _divides_by_sum_over_ranks(case: Case) -> bool:
-    """Whether the weight of a term in the loss is one divided by a sum that the script reduced."""
-    weight = ((case.replay or case.ordinary).ranks[0].first("backward") or {}).get("weight")
-    return weight is not None and any(
-        math.isclose(value * abs(weight["weight"]), 1.0, rel_tol=1e-4)
-        for event in _before_first_backward(case, "collective-end")
-        for value in event.get("values") or ()
+def _cause_of_small(case: Case) -> tuple[str, str, Event | None]:
+    """Why the gradient is N times too small, the fix, and the line if it is not that of the backward."""
+    run = case.replay or case.ordinary
+    log = run.ranks[0]
+    one, other = (
+        (each.ranks[0].first("backward") or {}).get("weight") or {"weight": 0.0, "count": 0.0}
+        for each in (case.solo, run)
     )
-
-
-def _gather_without_gradient(case: Case) -> Event | None:
-    """An all_gather of rows before the first backward, if the loss itself is not divided; else None."""
-    totals = [
-        None if weight is None else weight["weight"] * weight["count"]
-        for run in (case.solo, case.replay or case.ordinary)
-        for weight in [(run.ranks[0].first("backward") or {}).get("weight")]
-    ]
-    one, other = totals
-    if one and other and not math.isclose(one, other, rel_tol=_EQUAL):
-        return None
-    gathers = _before_first_backward(case, "collective")
-    return next((e for e in gathers if "gather" in e["op"] and len(e["shape"]) > 1), None)
+    scale = other["weight"]
+    divided = 0 < scale * other["count"] < one["weight"] * one["count"] / 1.5
+    for event in log.of("backward", "collective", "collective-end"):
+        if event["k"] == "backward":
+            break
+        # The weight of a term in the loss is one divided by a number that all ranks have summed.
+        if any(math.isclose(x * scale, 1.0, rel_tol=1e-4) for x in event.get("values") or ()):
+            why = "the loss is divided by a sum over all ranks, and the mean over ranks divides again."
+            return why, "multiply the loss by the number of ranks.", None
+        if "gather" in event.get("op", "") and len(event["shape"]) > 1 and not divided:
+            why = "what is gathered from other ranks has no gradient."
+            fix = "gather with torch.distributed.nn.functional.all_gather, whose backward sums the gradients "
+            return why, fix + "of all ranks, or multiply the loss by their number.", event
+    fix = "do not divide the loss by the number of ranks: DDP already averages the gradients."
+    why = "it is divided by the number of ranks twice."
+    return why, fix if log.of("ddp") else "divide it once.", None
 
 
 def _first_update(log: RankLog) -> list[Event]:
