@@ -150,6 +150,19 @@ def test_another_collective() -> None:
     ]
 
 
+@pytest.mark.parametrize("by_hand", [0, 1])
+def test_of_two_ranks_the_one_that_called_by_hand_is_named(by_hand: int) -> None:
+    in_backward = rank(1 - by_hand, call(), where=StackSummary(script=TRAIN, gradients=True))
+    found = verdict(in_backward, rank(by_hand, call(kind="f32[]")), world=2)
+    assert found.culprits == (by_hand,)
+
+
+def test_of_two_ranks_that_both_called_by_hand_none_is_named() -> None:
+    found = verdict(rank(0, call()), rank(1, call(name="barrier", kind="")), world=2)
+    assert found.culprits == (0, 1)
+    assert "different collectives" in found.text
+
+
 def test_another_collective_that_was_over_at_once() -> None:
     stuck = rank(0, call(kind="f32[5]"))
     gone_on = rank(1, call(name="broadcast", over=True), call(4108, name="barrier", kind=""))

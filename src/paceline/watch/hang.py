@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import name_ranks
@@ -144,8 +144,29 @@ def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Ha
         why = f"the ranks called different collectives as number {number} of this group."
     else:
         why = "the ranks called the same collective with different tensors."
-    minority = largest_first[-1][1]
-    return _hang(True, minority, lines, why, _SAME_ORDER, (number, *sorted(names)))
+    culprits = _differing_ranks([members for _, members in largest_first], calls)
+    return _hang(True, culprits, lines, why, _SAME_ORDER, (number, *sorted(names)))
+
+
+def _differing_ranks(
+    groups: Sequence[list[RankState]], calls: Mapping[int, Call]
+) -> Sequence[RankState]:
+    """Of groups of ranks that each made another call, largest first: those that differ from the others.
+
+    Two equally large groups: those who wait in a backward make the calls of every step, so the others made
+    one more, by hand; and who has come back from its call did not wait for the others. Otherwise all ranks.
+    """
+    smallest = [members for members in groups if len(members) == len(groups[-1])]
+    for is_usual in (
+        lambda state: state.where.gradients,
+        lambda state: not calls[state.rank].over,
+    ):
+        unusual = [members for members in smallest if not any(map(is_usual, members))]
+        if 0 < len(unusual) < len(smallest):
+            smallest = unusual
+    if len(smallest) == 1:
+        return smallest[0]
+    return [state for members in groups for state in members]
 
 
 def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None:
