@@ -445,7 +445,7 @@ def _apply_variable(name: str, value: str) -> None:
         sys.modules["torch.distributed"].set_debug_level_from_env()
     elif os.environ.get(name) == value:
         return  # it was set before torch was imported
-    elif name == "MASTER_PORT" and os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None):
+    elif name == "MASTER_PORT" and os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", ""):
         # With it, rank 0 would connect to that port, where the launcher has opened no store.
         print(
             f"paceline: the script sets MASTER_PORT={value}, so its ranks meet there and not at the store of "
