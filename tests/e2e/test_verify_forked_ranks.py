@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,16 @@ def test_two_ranks_of_which_one_fails(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (tmp_path / "rank1.jsonl").read_text().splitlines()]
     assert [each["k"] for each in events][:3] == ["start", "exit", "failed"]
     assert events[-1]["k"] == "end"
+
+
+def test_killed_with_its_ranks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import signal\nsignal.pause()\n")
+    kill = "print(*ranks.pids, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    source = "import os, signal" + RUN[: RUN.index("assert")] + kill
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    ranks = [psutil.Process(int(pid)) for pid in done.stdout.split() if psutil.pid_exists(int(pid))]
+    _, left = psutil.wait_procs(ranks, timeout=30)
+    assert not left

@@ -36,7 +36,7 @@ from paceline.torch_private import COMPILER
 from paceline.verify import harness
 
 _POLL_S = 0.02
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # a signal for the ranks when this process is killed
 # A rank that lost its peer may fail before the rank that caused it, and all have this time to report.
 _SETTLE_S = 0.5
 
@@ -70,6 +70,7 @@ class ForkedRanks:
         sys.stdout.flush()
         ours: list[socket.socket] = []
         self.pids: list[int] = []
+        parent = os.getpid()
         for _ in range(count):
             end, theirs = socket.socketpair()
             ours.append(end)
@@ -77,7 +78,10 @@ class ForkedRanks:
             if pid == 0:
                 for each in ours:
                     each.close()
-                _become_rank(theirs.detach(), count, environ, output)
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != parent:
+                    os._exit(ExitCode.FAILED)  # it was killed before this call
+                _become_rank(theirs.detach(), environ, output)
             theirs.close()
             self.pids.append(pid)
         self._running = list(self.pids)
@@ -143,13 +147,11 @@ def _variables(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
-def _become_rank(control: int, count: int, environ: Mapping[str, str], output: Path) -> NoReturn:
+def _become_rank(control: int, environ: Mapping[str, str], output: Path) -> NoReturn:
     """Run `launch/worker.py` in this fork, as an interpreter would."""
     from paceline.launch import worker
 
     os.setsid()
-    # If the parent is killed, so is this rank.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, fd in enumerate((os.open(os.devnull, os.O_RDONLY), file, file)):
         os.dup2(fd, number)
