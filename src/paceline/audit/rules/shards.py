@@ -83,26 +83,20 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
     loaders = [log.loaders[name] for log in case.ranks]
     step = next((e["s"] + 1 for e in case.ranks[0].of("batch") if e["loader"] == name), 1)
     evidence = f"{common} of {seen} samples of the first pass were read by more than one rank"
-    if len({each["split"] for each in loaders}) > 1:
-        return FaultFound(
-            what="the ranks split the dataset differently, so their shards overlap.",
-            at=loaders[0]["at"],
-            step=step,
-            why="each rank drew its own indices, as random_split does without a common seed. Some samples "
-            "are trained on twice, and a rank validates on training samples of others.",
-            fix="random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks.",
-            evidence=evidence,
-        )
     if sharded:
         seeds = [str(each["sharding"].get("seed")) for each in loaders]
+        cause = f": their seeds are {', '.join(seeds)}" if len(set(seeds)) > 1 else ""
+        fix = "give the sampler the same seed on every rank; only its rank must differ."
+        if not cause and len({each["split"] for each in loaders}) > 1:
+            cause = ": each rank has split the dataset in another way"
+            fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
         return FaultFound(
-            what="the ranks' shards overlap"
-            + (f": their seeds are {', '.join(seeds)}." if len(set(seeds)) > 1 else "."),
+            what=f"the ranks' shards overlap{cause}.",
             at=loaders[0]["at"],
             step=step,
             why="each rank cuts its shard from another order, so some samples are trained on twice and "
             "others never.",
-            fix="give the sampler the same seed on every rank; only its rank must differ.",
+            fix=fix,
             evidence=evidence,
         )
     iterable = loaders[0]["iterable"]
