@@ -52,6 +52,10 @@ def test_missing_scripts_and_modules(tmp_path: Path) -> None:
         check_script(str(tmp_path / "no.py"), module=False)
     with pytest.raises(ConfigError, match="is a directory"):
         check_script(str(tmp_path), module=False)
+    notebook = tmp_path / "train.ipynb"
+    notebook.write_text("{}")  # valid Python too
+    with pytest.raises(ConfigError, match="is a notebook"):
+        check_script(str(notebook), module=False)
     with pytest.raises(ConfigError, match="there is no module"):
         check_script("no_such_module_at_all", module=True)
     (tmp_path / "__main__.py").touch()

@@ -40,7 +40,7 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 #   unreduced               a trained parameter that DDP does not reduce: name, frozen
 #   changed                 this line changed weights outside of an optimizer
 #   enough                  verification ended the script after the wanted steps
-#   exit, failed, end       sys.exit, an error of the script, the end of the process (buffers)
+#   exit, failed, end       sys.exit (by: module, code), an error, the end of the process (buffers)
 #   training, paceline-start, paceline-step, evaluated   of scripts that use paceline: see `record_paceline`
 Event = dict[str, Any]
 

@@ -120,9 +120,10 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
     if first is None:
         return _refused(run, f"the script failed in {run.name} (exit code {run.returncode}).")
     kind, text = first.get("type", ""), str(first.get("message", "")).strip().splitlines()
-    what = f"{kind}: {text[0] if text else ''}" if kind else f"sys.exit({first.get('code')})"
+    exit_ = failed[0].first("exit") or first
+    what = f"{kind}: {text[0] if text else ''}" if kind else f"sys.exit({exit_.get('code')!r})"
     where = first.get("place", "")
-    if (failed[0].first("exit") or {}).get("by") == "argparse":
+    if exit_.get("by") == "argparse":
         return _refused(
             run,
             "the script does not accept its arguments.",
@@ -164,6 +165,8 @@ def _no_step(run: Run) -> Refused:
     exit_ = none[0].first("exit")
     called = exit_ is not None and exit_["at"]  # else the end of the rank itself
     why = f"it called sys.exit() at {called}." if called else "it called no backward."
+    if not none[0].ended:
+        why = "it called os._exit(), or another program took its place (os.exec)."
     return _refused(
         run,
         f"{who} never took an optimizer step in {run.name}.",

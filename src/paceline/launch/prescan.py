@@ -73,6 +73,10 @@ def check_script(script: str, *, module: bool) -> None:
                 f"{script!r} is a directory without a __main__.py.", fix="name the script in it."
             )
         return
+    if script.endswith(".ipynb"):
+        raise ConfigError(
+            f"{script!r} is a notebook.", fix="jupyter nbconvert --to script makes a script of it."
+        )
     if not os.path.isfile(script):
         return  # if it is a pipe, reading it here would leave nothing for the rank
     try:

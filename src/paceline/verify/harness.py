@@ -95,7 +95,8 @@ def _record_end(recorder: Recorder, models: Models, control: object) -> None:
         return send_(event)
 
     def exit_script(exit_: Callable[..., NoReturn], *code: Any) -> NoReturn:
-        recorder.write("exit", at=user_line(), by=sys._getframe(2).f_globals.get("__name__"))
+        by = sys._getframe(2).f_globals.get("__name__")
+        recorder.write("exit", at=user_line(), by=by, code=code[0] if code else None)
         exit_(*code)
 
     def at_exit() -> None:
