@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, or says here why not; every command is one that exists.
+"""Every Python block of the documentation runs, or says here why not; test_cli.py parses the commands.
 
 The chapters of Learn are run by test_learn.py, and the README by test_readme.py.
 """

@@ -98,6 +98,36 @@ def test_examples_parse(parser: CommandParser) -> None:
             of_line.parse_args(rest)
 
 
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def _commands_of(page: Path) -> Iterator[list[str]]:
+    """The commands `paceline` in the shell blocks of a page, also those that srun or docker starts."""
+    # Blocks of every language are matched, otherwise the end of one would be the beginning of another.
+    blocks = re.findall(r"^ *``` ?([^\n]*)\n(.*?)^ *```$", page.read_text(), re.M | re.S)
+    for block in (text for language, text in blocks if language in ("", "bash", "console")):
+        for line in block.replace("\\\n", " ").splitlines():
+            at = re.search(rf"(?<!\S)paceline (?:{'|'.join(cli.COMMANDS)})(?!\S)", line)
+            if at is not None:
+                # `#` begins a comment, and the quotes of a comment need no end.
+                yield from _commands(re.sub(r"\s#\s.*", "", line[at.start() :]))
+
+
+def test_commands_of_the_pages_parse() -> None:
+    wrong, number = [], 0
+    for page in PAGES:
+        for words in _commands_of(page):
+            number += 1
+            try:
+                of_line, rest = _parser_of(words)
+                of_line.parse_args(rest)
+            except SystemExit as error:
+                if error.code:
+                    wrong.append((page.name, shlex.join(words)))
+    assert not wrong
+    assert number > 80, number
+
+
 def _codes_in(files: tuple[str, ...]) -> set[str]:
     """The names of exit codes in the code of files, except in parsers and tables, which describe them."""
     names = set()
