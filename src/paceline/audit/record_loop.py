@@ -30,7 +30,7 @@ def install(progress: Progress, models: Models, tracer: WeightTracer) -> None:
     """Record forwards and backwards."""
     hooks = _Hooks(progress, models, tracer)
     register_module_forward_pre_hook(hooks.before_forward)
-    register_module_forward_hook(hooks.after_forward, always_call=True)
+    register_module_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True)
     intercept("__init__", hooks.build_ddp, DistributedDataParallel)
     intercept("backward", hooks.backward, torch.autograd)
 
@@ -55,9 +55,11 @@ class _Hooks:
             # Inside DDP's forward, after its broadcast of the buffers.
             self._forward["buffers"] = buffer_digests(module)
 
-    def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def after_forward(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if module is not self._root:
             return
+        if "rows" not in self._forward:  # torch gives keyword arguments to this hook only
+            self._forward |= _samples(kwargs)
         self._root = None
         self._pause.close()
         drew = [k for k, v in random_states().items() if v != self._forward["random"].get(k)]
@@ -78,19 +80,16 @@ class _Hooks:
         if trains and self._sets_seed():
             torch.manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
-        tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
         self._forward = {
             "model": number,
             "at": user_line(),
             "s": self._progress.steps,
             "trains": trains,
             "evaluation": None if torch.is_grad_enabled() else self._progress.evaluation,
-            "samples": len(tensors[0]) if tensors else None,
             "sync": None if wrapper is None else wrapper.require_backward_grad_sync,
             "random": random_states(),
+            **_samples(inputs),
         }
-        if tensors:
-            self._forward["rows"] = [digest(row) for row in tensors[0][:_MAX_ROWS]]
         if trains and self._digested_in.get(number) != self._progress.updates:
             self._digested_in[number] = self._progress.updates
             self._forward["params"] = parameter_digests(unwrap(module))
@@ -137,3 +136,11 @@ class _Hooks:
             # Before the script itself reduces them over the ranks.
             path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
             torch.save(self._models.gradients(), path)
+
+
+def _samples(inputs: Any) -> dict[str, Any]:
+    """The number of samples in a forward's inputs and the digest of each, by its first tensor."""
+    tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
+    if not tensors:
+        return {"samples": None}
+    return {"samples": len(tensors[0]), "rows": [digest(row) for row in tensors[0][:_MAX_ROWS]]}

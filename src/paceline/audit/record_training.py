@@ -93,7 +93,7 @@ class _Hooks:
             "clip",
             at=user_line(),
             norm=None if result is None else float(result),
-            scale=self._scale_left({id(parameter) for parameter in parameters}),
+            scale=self._scale_left({id(p) for p in parameters if p.grad is not None}),
         )
         return result
 
@@ -101,12 +101,14 @@ class _Hooks:
         """The loss scale that the gradients of these parameters still contain."""
         if self._scaler is None:
             return 1.0
-        owners = {
-            id(optimizer)
-            for optimizer in self._optimizers
-            if any(id(p) in parameters for p in owned_parameters(optimizer))
-        }
-        if self._unscaled & (owners or self._unscaled):
+        owned, unscaled = set[int](), set[int]()
+        for optimizer in self._optimizers:
+            own = {id(p) for p in owned_parameters(optimizer)}
+            owned |= own
+            if id(optimizer) in self._unscaled:
+                unscaled |= own
+        clipped = parameters & owned
+        if clipped <= unscaled and (clipped or self._unscaled):
             return 1.0
         return self._scaler.get_scale()
 

@@ -10,6 +10,8 @@ from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJ
 
 # Rates between two steps are interpolated linearly, so equal rates differ by up to 2 %.
 _close = partial(math.isclose, rel_tol=0.02)
+# A rate is the expected one if it is this much nearer to it than to the other one.
+_NEAR = 0.25
 # A fault needs at least this many steps with the rate of a later part of the epoch.
 _MIN_EARLY = 3
 # A fault needs at least this many times the calls per update of one process.
@@ -19,14 +21,7 @@ _MORE_CALLS = 1.5
 def fast_schedule(case: Case) -> Judgement:
     """The learning rate of N ranks at step s is that of one process at step N * s."""
     solo, log = case.solo.ranks[0], case.ranks[0]
-    if not log.of("schedule"):
-        return NoFault("no schedule was stepped.")
     solo_calls, calls = (_calls(each) / max(each.steps, 1) for each in (solo, log))
-    if calls < _MORE_CALLS * max(solo_calls, 1e-9):
-        return NoFault(
-            f"the schedule was stepped {calls:.3g} times per update, and {solo_calls:.3g} times with one "
-            "process."
-        )
     lengths = [
         next((each.loaders[name]["batches"] for name in each.training_loaders), None)
         for each in (solo, log)
@@ -35,7 +30,14 @@ def fast_schedule(case: Case) -> Judgement:
         return NotJudged(
             "the length of an epoch is unknown, and with it the expected learning rate."
         )
+    sizes = {
+        each.loaders[name]["batch_size"] for each in (solo, log) for name in each.training_loaders
+    }
+    if lengths[0] == lengths[1] and len(sizes) == 1:
+        return NotJudged("the ranks get no shards, so their part of an epoch is unknown.")
     solo_rates = _rates(solo)
+    if len(set(solo_rates)) < 2:
+        return NoFault("the learning rate of one process did not change in the watched steps.")
     early = agree = 0
     for step, rate in enumerate(_rates(log)):
         position = step * lengths[0] / lengths[1]
@@ -44,17 +46,24 @@ def fast_schedule(case: Case) -> Judgement:
             _interpolate(solo_rates, position * case.world_size),
         )
         if here is not None and ahead is not None and not _close(here, ahead):
-            agree += _close(here, rate)
-            early += _close(ahead, rate) and not _close(here, rate)
+            agree += abs(rate - here) < _NEAR * abs(ahead - here)
+            early += abs(rate - ahead) < _NEAR * abs(ahead - here)
     if early < _MIN_EARLY or agree >= early:
         return NoFault("the learning rate is that of one process at the same part of an epoch.")
+    if calls > _MORE_CALLS * solo_calls > 0:
+        why = f"it is stepped {calls:.3g} times per update, and {solo_calls:.3g} times with one process."
+        fix = "step it once for each optimizer step."
+    elif _MORE_CALLS * lengths[1] < lengths[0]:
+        why, fix = "its length is divided by the number of ranks twice.", "divide it once."
+    else:
+        why = "its length is divided by the number of ranks, but each rank makes as many updates as one "
+        why, fix = why + "process.", "compute its length from the number of optimizer steps."
     return FaultFound(
         what=f"the schedule runs {case.world_size} times too fast.",
-        at=log.of("schedule")[0]["at"],
+        at=(log.first("schedule") or log.of("step")[0])["at"],
         step=1,
-        why=f"it is stepped {calls:.3g} times per update, and {solo_calls:.3g} times with one process, but "
-        "its length is the number of updates of one rank.",
-        fix="step it once for each optimizer step.",
+        why=why,
+        fix=fix,
         evidence=f"in {early} steps the learning rate was that of one process at {case.world_size} times "
         "the position in the epoch",
     )
@@ -72,8 +81,10 @@ def _rates(log: RankLog) -> list[float]:
 
     The absolute rate may depend on the number of processes (linear scaling).
     """
+    first = next((event["lrs"][0] for event in log.of("step")), 0.0)
     rates = {
-        event["s"]: float(event["lrs"][0]) / (event["base"] or 1.0) for event in log.of("step")
+        event["s"]: float(event["lrs"][0]) / (event["base"] or first or 1.0)
+        for event in log.of("step")
     }
     return [rates[step] for step in sorted(rates)]
 

@@ -10,6 +10,8 @@ from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJ
 
 # The padding of a sampler causes a smaller share of common samples.
 _OVERLAP = 0.1
+# Ranks that read the same stream have at least this share of their samples in common.
+_WHOLE = 0.9
 # Fewer common samples may be due to chance or to padding.
 _MIN_COMMON = 3
 # A loop without loaders is judged only if each rank ran at least this many forwards.
@@ -64,6 +66,8 @@ def _overlap_in_loader(case: Case, name: str, *, sharded: bool) -> Judgement:
     is_shard = all(_is_sharded(log.loaders[name], case.world_size) for log in case.ranks)
     seen = Counter(key for each in read for key in set(each))
     common = sum(times > 1 for times in seen.values())
+    if case.ranks[0].loaders[name]["iterable"]:
+        is_shard = common < _WHOLE * min(len(set(each)) for each in read)
     # Samplers pad the end of a pass with samples of its beginning, which are then read twice.
     shared = common > max(case.world_size * 2, _OVERLAP * len(seen))
     if is_shard == sharded and (shared or (sharded and _seeds_differ(case, name))):
@@ -90,11 +94,15 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
         if not cause and len({each["split"] for each in loaders}) > 1:
             cause = ": each rank has split the dataset in another way"
             fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
+        if loaders[0]["iterable"]:
+            fix = "cut the stream by rank, such as islice(samples, rank, None, world_size)."
         return FaultFound(
             what=f"the ranks' shards overlap{cause}.",
             at=loaders[0]["at"],
             step=step,
-            why="each rank cuts its shard from another order, so some samples are trained on twice and "
+            why="some samples are trained on twice, and others may never be."
+            if loaders[0]["iterable"]
+            else "each rank cuts its shard from another order, so some samples are trained on twice and "
             "others never.",
             fix=fix,
             evidence=evidence,
@@ -201,14 +209,23 @@ def _inputs_without_loader(case: Case) -> Judgement:
         return NotJudged(
             "no DataLoader gave the samples, and too few inputs of the model were seen."
         )
-    distinct = {row for each in rows[0] for row in each}
-    if all(each[:count] == rows[0][:count] for each in rows) and len(distinct) > _MIN_FORWARDS:
+    sets = [{row for each in own[:count] for row in each} for own in rows]
+    common = set.intersection(*sets)
+    # Sets, because the ranks may read the same batches in another order. In small data, such as states of a
+    # game, rows repeat by chance.
+    repeat = any(
+        2 * len(own) < sum(map(len, each[:count])) for own, each in zip(sets, rows, strict=True)
+    )
+    same = all(each[:count] == rows[0][:count] for each in rows)
+    shifted = len(common) >= _WHOLE * max(map(len, sets)) and not repeat
+    if (same or shifted) and len(common) > _MIN_FORWARDS:
         return FaultFound(
             what="every rank trains on the same samples.",
             at=case.ranks[0].training_forwards[0]["at"],
             step=1,
             why=f"{case.world_size} processes repeat the work of one.",
             fix="give each rank its own part, such as indices[rank::world_size].",
-            evidence=f"the model's inputs were equal on all ranks in {count} forwards",
+            evidence=f"{len(common)} of {len(sets[0])} inputs of the model in {count} forwards were those of "
+            "all ranks",
         )
     return NoFault(f"the model's inputs differed between ranks in {count} forwards.")

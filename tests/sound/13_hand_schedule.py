@@ -1,0 +1,31 @@
+"""Right: a schedule by hand ends with the last step."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(640, 10)
+y = (x.sum(1) > 0).long()
+net = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2))
+data = TensorDataset(x, y)
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sampler = DistributedSampler(data, seed=1)
+loader = DataLoader(data, batch_size=16 // world_size, sampler=sampler)
+total = 2 * len(loader)
+step = 0
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for a, b in loader:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * max(0.0, 1 - step / total)
+        optimizer.zero_grad()
+        F.cross_entropy(model(a), b).backward()
+        optimizer.step()
+        step += 1
