@@ -34,6 +34,7 @@ RULES = {
     "18": "checkpoint loaded on one rank",
     "19": "metric averaged per rank",
     "20": "same device for all ranks",
+    "21": "weights drift apart",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations
+from itertools import combinations, takewhile
 
 import torch
 
@@ -16,6 +16,9 @@ _EQUAL = 0.02
 _NEAR_FACTOR = 0.05
 # Below this cosine the two gradients differ by more than a factor.
 _SAME_DIRECTION = 0.98
+# Above this cosine a gradient is a multiple of the other one, if it has enough values to tell.
+_MULTIPLE = 0.9999
+_MIN_VALUES = 8
 # Two losses whose total weights differ by less, relatively, have the same weight.
 _SAME_WEIGHT = 0.01
 
@@ -30,7 +33,10 @@ def scaled_gradient(case: Case) -> Judgement:
     if ratio is None:
         return NotJudged("the gradient of step 1 was 0, or belonged to other parameters.")
     figure = f"the gradient of step 1 was {ratio:.4g} times that of one process on the same samples"
-    return _judge_ratio(case, ratio, figure, same_direction=cosine > _SAME_DIRECTION)
+    judgement = _judge_ratio(case, ratio, figure, same_direction=cosine > _SAME_DIRECTION)
+    if isinstance(judgement, FaultFound) or run.plan.mode != "mirrored":
+        return judgement  # a part of a batch may have another gradient, as with BatchNorm
+    return _wrong_multiple(case, run) or judgement
 
 
 def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool) -> Judgement:
@@ -41,6 +47,42 @@ def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool)
         if abs(ratio / factor - 1) < _NEAR_FACTOR and same_direction:
             return _scale_fault(case, factor > 1, figure)
     return NotJudged(f"{figure}, which is neither {count} nor 1/{count}.")
+
+
+def _wrong_multiple(case: Case, run: Run) -> FaultFound | None:
+    """Some gradients are wrong multiples of those of one process, and all are multiples of them.
+
+    Random numbers and other samples do not only scale a gradient.
+    """
+    log = run.ranks[0]
+    before = takewhile(lambda event: event["k"] != "backward", log.of("collective", "backward"))
+    clipped = any(event["k"] == "clip" for event in _first_update(log))
+    if clipped or any("gather" in event["op"] for event in before):
+        return None
+    gradients: list[dict[str, torch.Tensor]] = [{}, {}]
+    for own, each in zip(gradients, (case.solo, run), strict=True):
+        for path in each.plan.folder.glob("gradients-*.pt"):
+            own.update(torch.load(path, weights_only=True))
+    factors = {}
+    for name, gradient in gradients[0].items():
+        a, b = (each.double().flatten() for each in (gradient, gradients[1][name]))
+        norms = float(a.norm()), float(b.norm())
+        if len(a) >= _MIN_VALUES and all(norms):
+            if float(a @ b) < _MULTIPLE * norms[0] * norms[1]:
+                return None
+            factors[name] = norms[1] / norms[0]
+    wrong = {name: factor for name, factor in factors.items() if abs(factor - 1) > _NEAR_FACTOR}
+    if not wrong:
+        return None
+    name, factor = max(wrong.items(), key=lambda each: abs(math.log(each[1])))
+    return FaultFound(
+        what=f"the gradient of {name} is {factor:.4g} times that of one process.",
+        at=(_manual_reduction(log) or log.of("backward")[0])["at"],
+        step=1,
+        why="the ranks had the samples of one process, so the mean over the ranks is its gradient.",
+        fix="take the mean over the ranks of every gradient, and do not scale the loss by their number.",
+        evidence=f"{len(wrong)} of {len(factors)} gradients are those of one process times another number",
+    )
 
 
 def _scale_by_weight(case: Case, why: str) -> Judgement:

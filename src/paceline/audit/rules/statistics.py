@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from paceline.audit.evidence import Event
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.audit.rules.weights import find_mismatch
 
 
 def different_buffers(case: Case) -> Judgement:
     """Buffers differ between ranks in an evaluation, else in training and at the end."""
     if not any(event["buffers"] for log in case.ranks for event in log.of("model")):
         return NoFault("the model has no buffers.")
+    log = case.ranks[0]
+    unwrapped = not log.of("ddp") and not any(event["sharded"] for event in log.of("model"))
+    mismatch = find_mismatch(case) if unwrapped else None
+    if mismatch is not None and not mismatch.outside:
+        return NotJudged("the ranks' weights differ, and with them their statistics.")
     evaluations = [
         _first_by("evaluation", [e for e in log.of("forward-end") if e["evaluation"] is not None])
         for log in case.ranks
