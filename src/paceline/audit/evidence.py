@@ -29,7 +29,7 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 #   model                   the first call of a model: sharded, buffers (names)
 #   loader                  the first use of a DataLoader: loader (its name) and its settings
 #   iter, batch, pass-end   a pass over a loader: loader, pass_number, ids and content of each batch
-#   pass-left               the script left a pass before its end
+#   pass-left, pass-cut     the script, or the audit, left a pass before its end
 #   fetch                   samples are loaded: contents, labels, random (generators before), drew (after)
 #   forward, forward-end    model, trains, evaluation, samples, rows, sync (DDP), buffers, params, drew
 #   backward, backward-end  forwards, weight (of a sample in the loss), sync (DDP)

@@ -47,6 +47,11 @@ class Progress:
         self._empty_passes = 0
 
     @property
+    def is_at_half(self) -> bool:
+        """Whether half of the wanted steps are done, and the next batch begins a step."""
+        return self.steps >= self.plan.steps // 2 and not self._got_batch
+
+    @property
     def is_over(self) -> bool:
         """Whether the wanted steps are done."""
         return self.steps >= self.plan.steps

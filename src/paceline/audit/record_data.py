@@ -6,7 +6,7 @@ import dis
 import re
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -58,6 +58,8 @@ class _Hooks:
         self._of_dataset: dict[int, str] = {}
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
+        self._long: set[str] = set()  # loaders whose first pass may be cut
+        self._may_cut = progress.plan.solo is None  # not in a replay
         self._replayed = replay.replayed_loaders(progress.plan)
 
     def begin_pass(self, begin: Callable[[Any], Iterator[Any]], loader: DataLoader[Any]) -> Any:
@@ -103,14 +105,36 @@ class _Hooks:
             replay.keep_batch(self._progress, of.name, of.number, of.num_batches, batch)
 
     def record_end(self, of: _RecordedPass, kind: str) -> None:
-        """Record the end of a pass ("pass-end"), or that the script left it before ("pass-left")."""
+        """Record the end of a pass ("pass-end"), or that it was left before ("pass-left", "pass-cut")."""
         self._recorder.write(kind, loader=of.name, pass_number=of.number)
 
     def end_unless_in_loop(self, frame: FrameType) -> None:
         """End a script that calls `next()`: only a loop handles StopIteration."""
-        instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if not instruction.startswith(("FOR_ITER", "YIELD", "SEND")):
+        if not _is_in_loop(frame):
             self._progress.end()
+
+    def cuts_pass(self, of: _RecordedPass, frame: FrameType) -> bool:
+        """Whether to end the first pass here, since too few steps are left to see the second one begin.
+
+        Only where the order of the second depends on `set_epoch`, and after the same step in all runs; a
+        replay ends where the run of one process ended.
+        """
+        cuts = (
+            of.name in self._long
+            and of.name in self._progress.training_loaders
+            and self._progress.is_at_half
+            and _is_in_loop(frame)
+        )
+        if cuts:
+            self._long.clear()  # also for loaders that the script makes in each epoch
+            self._may_cut = False
+        return cuts
+
+    def _is_long_and_ordered_by_epoch(self, described: Mapping[str, Any]) -> bool:
+        sharding = described["sharding"]
+        by_epoch = "epoch" in sharding or described["takes_epoch"]
+        is_long = (described["batches"] or 0) > self._progress.plan.steps
+        return bool(is_long and by_epoch and sharding.get("shuffle", True))
 
     def is_over(self, name: str) -> bool:
         """Whether this is a training loader, and the wanted steps are done."""
@@ -158,7 +182,10 @@ class _Hooks:
             self._places[at] += 1
             self._named[id(loader)] = name, loader
             self._of_dataset[id(loader.dataset)] = name
-            self._recorder.write("loader", loader=name, at=at, **self._describe(loader))
+            described = self._describe(loader)
+            if self._may_cut and self._is_long_and_ordered_by_epoch(described):
+                self._long.add(name)
+            self._recorder.write("loader", loader=name, at=at, **described)
         return self._named[id(loader)][0]
 
     def _describe(self, loader: DataLoader[Any]) -> dict[str, Any]:
@@ -209,6 +236,10 @@ class _RecordedPass:
         return self
 
     def __next__(self) -> Any:
+        if self._hooks.cuts_pass(self, sys._getframe(1)):
+            self._ended = True
+            self._hooks.record_end(self, "pass-cut")
+            raise StopIteration
         try:
             if self._hooks.is_over(self.name):
                 self._hooks.end_unless_in_loop(sys._getframe(1))
@@ -228,6 +259,12 @@ class _RecordedPass:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_batches"], name)
+
+
+def _is_in_loop(frame: FrameType) -> bool:
+    """Whether the next item is asked for by a loop, which handles StopIteration."""
+    instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return instruction.startswith(("FOR_ITER", "YIELD", "SEND"))
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:

@@ -7,7 +7,7 @@ from paceline.audit.rules.rule import Case
 from paceline.errors import PacelineError
 
 _TAIL_LINES = 30
-_PASSES = ("iter", "pass-end", "pass-left")
+_PASSES = ("iter", "pass-end", "pass-left", "pass-cut")
 
 
 class Refused(PacelineError):

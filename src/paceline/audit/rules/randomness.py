@@ -31,7 +31,8 @@ def same_order_each_epoch(case: Case) -> Judgement:
             if same or (same is None and has_epoch and before["epoch"] == after["epoch"]):
                 return _same_epoch(loader, before, after, has_epoch=has_epoch, seen=bool(same))
     if judged:
-        return NoFault("each pass had another order.")
+        cut = " The first one was cut short, to see the second." if log.of("pass-cut") else ""
+        return NoFault(f"each pass had another order.{cut}")
     return NoFault("no sampler of the training data needs the epoch.")
 
 
