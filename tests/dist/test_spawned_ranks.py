@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline import Job
-from paceline.errors import LaunchFailed
+from paceline.errors import ConfigError, LaunchFailed
 
 
 def _stand_about() -> None:
@@ -64,3 +65,23 @@ def _assert_shown(error: BaseException, sleeper: int) -> None:
     (note,) = [note for note in notes if note.startswith(f"on rank {sleeper}:")]
     assert "in _one_sleeps" in note
     assert "in _stand_about" in note  # of its loader worker
+
+
+def _exits(job: Job, code: object) -> None:
+    if job.rank == job.world_size - 1:
+        sys.exit(code)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("nproc", "code"), [(1, 0), (2, 5)])
+def test_an_exit_of_a_rank_is_an_error_and_does_not_end_the_caller(nproc: int, code: int) -> None:
+    with pytest.raises(
+        LaunchFailed, match=rf"rank {nproc - 1} called sys\.exit\({code}\)"
+    ) as caught:
+        paceline.spawn(_exits, code, nproc=nproc)
+    assert "in _exits" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("option", ["timeout_s", "deadline_s"])
+def test_a_time_that_is_not_positive_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} must be more than 0, got -1"):
+        paceline.spawn(_exits, 0, nproc=1, **{option: -1})

@@ -36,7 +36,9 @@ def train(config):
         training = paceline.Training(
             job, model, optimizer, batches, reproducible=True, checkpoints=checkpoints
         )
-        for step in training.steps(until=12):
+        if config.get("run"):
+            training.report(config["run"])
+        for step in training.steps(until=config.get("until", 12)):
             for x, y in step:
                 loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
                 step.backward(loss, count=len(y))
@@ -64,11 +66,11 @@ if __name__ == "__main__":
         train({"out": f"{folder}/alone"})
         sys.exit()
 
-    def fit(**config):
+    def fit(workers=2, **config):
         trainer = TorchTrainer(
             train,
             train_loop_config=config,
-            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+            scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
             run_config=RunConfig(
                 storage_path=f"{folder}/ray",
                 failure_config=FailureConfig(max_failures=int("kill" in config)),
@@ -78,9 +80,12 @@ if __name__ == "__main__":
 
     ray.init(num_cpus=2, include_dashboard=False)
     fit(out=f"{folder}/straight")
+    run = f"{folder}/run"
+    fit(workers=1, checkpoints=run, run=run, until=5)
     fit(
         out=f"{folder}/restarted",
-        checkpoints=f"{folder}/checkpoints",
+        checkpoints=run,
+        run=run,
         kill=7,
         killed=f"{folder}/killed",
     )
@@ -123,10 +128,17 @@ def test_workers_of_ray_train_are_the_ranks_of_a_job(tmp_path: Path) -> None:
     alone = json.loads((tmp_path / "alone-0").read_text())
     assert straight[0][2] == alone[2]  # bit-equal to one process
 
-    # Ray starts the workers again, and the training goes on from its own checkpoint.
+    # A run of one worker goes on with two. Then Ray starts these again, from their own checkpoint.
     assert (tmp_path / "killed").exists()
     assert _read(tmp_path, "restarted") == straight
-    assert "resumed after step" in done.stdout + done.stderr
+    assert "resumed after step 5 " in done.stdout + done.stderr
+    assert "resumed after step 6 " in done.stdout + done.stderr
+    top = finish(start(["top", "run", "--once"], tmp_path))
+    assert "step 12/12" in top.out
+    assert "rank 1 " in top.out
+    report = finish(start(["report", "run", "--md"], tmp_path))
+    assert "| steps | 12 of 12 |" in report.out
+    assert "| starts | 3 |" in report.out
 
     error = (tmp_path / "error").read_text()
     assert "ValueError: sample 17 is damaged" in error

@@ -257,9 +257,8 @@ class RemoteStore(Store):
 
     def abort_uploads(self, path: str) -> None:
         with self._call("list the unfinished uploads of", path) as (fs, full):
-            if hasattr(
-                fs, "abort_mpu"
-            ):  # S3 keeps the parts of multipart uploads of killed processes
+            # S3 keeps the parts of multipart uploads of killed processes.
+            if hasattr(fs, "abort_mpu"):
                 bucket, prefix, _ = fs.split_path(full)
                 found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
                 for upload in found.get("Uploads", ()):

@@ -262,9 +262,8 @@ class Batches:
                         self._audited = True
                         break
             finally:
-                if (
-                    self._loader.epoch_audit is audit
-                ):  # this iteration may be freed late, in a later one
+                # This iteration may be freed late, in a later one.
+                if self._loader.epoch_audit is audit:
                     self._loader.epoch_audit = None
         yield from steps
 

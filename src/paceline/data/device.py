@@ -65,9 +65,8 @@ def _map_leaves(value: Any, move: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
         return _map_custom_mapping(value, move)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        moved = copy.copy(
-            value
-        )  # not `replace`, which wants the InitVars and runs `__post_init__` again
+        # Not `replace`, which wants the InitVars and runs `__post_init__` again.
+        moved = copy.copy(value)
         for field in dataclasses.fields(value):
             # Also of a frozen class.
             object.__setattr__(moved, field.name, _map_leaves(getattr(value, field.name), move))

@@ -398,9 +398,8 @@ def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta) -> None:
     world, own_rank = job.world_size, job.rank
     names = [name for name, size in mesh.axes.items() if size > 1]
     if "dp_replicate" in names and "dp_shard" not in names:
-        names.insert(
-            names.index("dp_replicate") + 1, "dp_shard"
-        )  # for `fully_shard`, which needs both
+        # For `fully_shard`, which needs both.
+        names.insert(names.index("dp_replicate") + 1, "dp_shard")
 
     def group_of(
         lists: list[list[int]], axis: str, backend: str | None = None

@@ -79,14 +79,16 @@ def spawn(
     """Call `function(job, *args)` on `nproc` new ranks of this host; their results in rank order.
 
     Args:
+        nproc: Number of ranks.
+        seed, device, mesh: See `join`.
         timeout_s: How long a collective may wait, in seconds.
         deadline_s: When to end all ranks, in seconds from now; None: never.
-        mesh: See `join`.
 
     Raises:
         The first original error of a rank, with the rank's traceback as a note.
-        LaunchFailed: a rank was killed, or the deadline passed; with the stacks of running ranks.
-        ConfigError: `nproc` is less than 1.
+        LaunchFailed: a rank was killed or called `sys.exit`, or the deadline passed; with the stacks of
+            running ranks.
+        ConfigError: `nproc` is less than 1, or a time is not more than 0.
 
     Collective: none.
     """
@@ -102,10 +104,19 @@ def spawn(
     )
     failed = [o for o in outcomes if o.error is not None]
     if failed:
-        verdict = find_first_failure(o.ended for o in failed if o.ended is not None)
-        # Without a verdict no rank failed by itself: the deadline has passed.
-        first = failed[0] if verdict is None else outcomes[verdict.original.rank]
+        crash = find_first_failure(o.ended for o in failed if o.ended is not None)
+        # Without a crash no rank failed by itself: the deadline has passed.
+        first = failed[0] if crash is None else outcomes[crash.original.rank]
         assert first.error is not None
+        if type(first.error) is SystemExit:  # raised here, it would end the caller's process
+            code = first.error.code
+            first.error = LaunchFailed(
+                f"rank {first.rank} called sys.exit({'' if code is None else repr(code)}).",
+                where=f"rank {first.rank}",
+                fix="return from the function instead.",
+                rank=first.rank,
+                exit_code=code,
+            )
         # A rank with a timeout may have waited for one that did not end: its stacks show why.
         for outcome in failed:
             if outcome.text and (outcome is first or isinstance(outcome.error, LaunchFailed)):
@@ -132,6 +143,9 @@ def run_outcomes(
     """
     if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
         raise ConfigError(f"nproc must be at least 1, got {nproc!r}.")
+    for name, value in (("timeout_s", timeout_s), ("deadline_s", deadline_s)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} must be more than 0, got {value}.")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     if store is None:

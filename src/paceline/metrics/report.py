@@ -62,9 +62,8 @@ class Report:
         self._epoch = 0  # of the newest step
         self._newest: dict[str, Any] = {}  # the values that were written last
         self._clock_lines: JSONLines | None = None
-        self._clock_samples = self._measured_samples = (
-            0  # of the steps since the last line, and in it
-        )
+        # Of the steps since the last line, and of the steps in it.
+        self._clock_samples = self._measured_samples = 0
         self._clock_tokens = 0  # of the steps since the last line whose losses are known
         self._has_asked = False  # for the next line; `measure` answers
         self._usage = Usage(job.device)

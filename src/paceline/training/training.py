@@ -637,9 +637,8 @@ class Training:
 
     def _finish(self) -> None:
         """Exchange what is left and save the last step, after a loop that ran to its end."""
-        self._context.control.measure = (
-            self._report.measure
-        )  # without the link: it would be too late
+        # Without the link: it would be too late.
+        self._context.control.measure = self._report.measure
         for word in self._context.control.flush(self.number):
             self._apply(word)
         checkpoints = self.checkpoints
