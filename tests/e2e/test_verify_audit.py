@@ -184,9 +184,10 @@ def test_the_report_as_text(tmp_path: Path) -> None:
     done = verify(str(script), folder=tmp_path)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("FAULT  the gradient is 2 times too small"), done.stderr
-    assert [line.split(":")[0].strip() for line in lines[1:6]] == [
+    assert [line.split(":")[0].strip() for line in lines[1:7]] == [
         "rule",
         "where",
+        "effect",
         "why",
         "shown",
         "fix",

@@ -8,7 +8,7 @@ ordinary run shows the script's own shards, order and coverage, and whether its 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,12 +33,23 @@ class AuditResult:
         """The judgements of one kind, by the name of the rule."""
         return {name: each for name, each in self.judgements.items() if isinstance(each, kind)}
 
+    @property
+    def faults(self) -> dict[str, FaultFound]:
+        """The findings that are faults, by the name of the rule."""
+        return {name: each for name, each in self.of(FaultFound).items() if not each.is_note}
+
+    @property
+    def notes(self) -> dict[str, FaultFound]:
+        """The findings whose effect is too small for a fault, by the name of the rule."""
+        return {name: each for name, each in self.of(FaultFound).items() if each.is_note}
+
     def facts(self) -> dict[str, Any]:
         """The result as JSON."""
         count = self.case.world_size
         return {
             "nproc": count,
-            "faults": [{"rule": n, **each.facts(count)} for n, each in self.of(FaultFound).items()],
+            "faults": [{"rule": n, **each.facts(count)} for n, each in self.faults.items()],
+            "notes": [{"rule": n, **each.facts(count)} for n, each in self.notes.items()],
             "sound": [{"rule": n, "evidence": e.evidence} for n, e in self.of(NoFault).items()],
             "unknown": [
                 {"rule": name, "why": each.why} for name, each in self.of(NotJudged).items()
@@ -49,13 +60,14 @@ class AuditResult:
         """The result as text."""
         count = self.case.world_size
         lines = []
-        for name, fault in self.of(FaultFound).items():
+        for name, fault in (self.faults | self.notes).items():
             ranks = name_ranks(fault.ranks or range(count), count)
             step = f", step {fault.step}" if fault.step is not None else ""
             lines += [
-                f"FAULT  {fault.what}",
+                f"{'NOTE ' if fault.is_note else 'FAULT'}  {fault.what}",
                 f"  rule:  {name}",
                 f"  where: {fault.at}, {ranks}{step}",
+                f"  effect: {fault.effect}",
                 f"  why:   {fault.why}",
                 f"  shown: {fault.evidence}",
                 f"  fix:   {fault.fix}",
@@ -73,13 +85,16 @@ class AuditResult:
         return lines
 
 
-def audit(solo: Run, world_size: int, execute: Execute, folder: Path, steps: int) -> AuditResult:
+def audit(
+    solo: Run, world_size: int, execute: Execute, folder: Path, *, steps: int, strict: bool = False
+) -> AuditResult:
     """Judge a script on `world_size` processes.
 
     Args:
         solo: The run of one process.
         execute: Runs the script as planned.
         folder: Where the runs write.
+        strict: Whether notes are faults.
 
     Raises:
         Refused: a run of the script failed, and no rule found a fault.
@@ -98,21 +113,25 @@ def audit(solo: Run, world_size: int, execute: Execute, folder: Path, steps: int
         else:
             replay = run
     case = Case(solo, ordinary, replay, why)
-    result = AuditResult(case, judge(case))
-    if not result.of(FaultFound):
+    result = AuditResult(case, judge(case, strict=strict))
+    if not result.faults:
         refuse(ordinary)
         refuse_other_steps(case)
     return result
 
 
-def judge(case: Case) -> dict[str, Judgement]:
-    """The judgement of each rule."""
+def judge(case: Case, *, strict: bool = False) -> dict[str, Judgement]:
+    """The judgement of each rule; with `strict`, notes become faults."""
     found = {rule.name: _judge(rule, case) for rule in RULES if not rule.is_last}
+    if strict:
+        for name, each in found.items():
+            if isinstance(each, FaultFound):
+                found[name] = replace(each, is_note=False)
     for rule in RULES:
         fault = found.get(rule.name)
         if isinstance(fault, FaultFound) and isinstance(found.get(rule.consequence_of), FaultFound):
             found[rule.name] = NotJudged(f"it may be a consequence of: {rule.consequence_of}.")
-    if not any(isinstance(each, FaultFound) for each in found.values()):
+    if not any(isinstance(each, FaultFound) and not each.is_note for each in found.values()):
         found |= {rule.name: _judge(rule, case) for rule in RULES if rule.is_last}
     return found
 
@@ -120,6 +139,10 @@ def judge(case: Case) -> dict[str, Judgement]:
 def _judge(rule: Rule, case: Case) -> Judgement:
     if not rule.works_with_join and any(log.first("join") for log in case.ranks):
         return NotJudged("ranks without batches repeat the collectives of the others (Join).")
+    if (rule.needs_replicas or rule.compares_weights) and case.splits_model:
+        return NotJudged(
+            "the ranks may hold parts of one model (tensor parallelism), which get equal samples."
+        )
     sharded = any(event["sharded"] for log in case.ranks for event in log.of("model"))
     if sharded and rule.compares_weights:
         return NotJudged("parameters are sharded over the ranks, so each rank holds another part.")

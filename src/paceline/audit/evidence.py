@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,16 +24,17 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 # "k" is the kind of event, "at" the line of the user's source that caused it, and "s" the number of completed
 # steps; in "step" and "stepped", "s" is the number of the step itself. Kinds and further entries:
 #   start                   host, cores, cuda_devices
-#   init, ddp, join         init_process_group (backend), a model is wrapped in DDP, DDP's Join is entered
+#   init, ddp, join         init_process_group (backend), DDP (ranks: how many), the entry of DDP's Join
 #   compile, fork           torch.compile or os.fork is called
 #   spawns                  the script starts ranks of its own: call
-#   model                   the first call of a model: sharded, buffers (names)
+#   model                   the first call of a model: sharded, buffers (names), layout of its DTensors:
+#                           "data" for FSDP, "parts" for all others
 #   loader                  the first use of a DataLoader: loader (its name) and its settings
 #   iter, batch, pass-end   a pass over a loader: loader, pass_number, ids and content of each batch
 #   pass-left, pass-cut     the script, or the audit, left a pass before its end
 #   fetch                   samples are loaded: contents, labels, random (generators before), drew (after)
 #   forward, forward-end    model, trains, evaluation, samples, rows, sync (DDP), buffers, params, drew
-#   backward, backward-end  forwards, weight (of a sample in the loss), sync (DDP)
+#   backward, backward-end  forwards, weight (of a sample in the loss), sync (DDP), loaders (of this step)
 #   collective, collective-end   op, group, reduce, shape, items, values, evaluation
 #   zero, clip, scaler-unscale, scaler-step   zero_grad, clipping (norm, scale), the GradScaler (scale)
 #   step, stepped           before an optimizer step: lrs, base, grads, state; after it: params
@@ -126,6 +128,18 @@ class RankLog:
             else:
                 inside.append(None)  # such a forward waits for no other rank
         return inside[-1]
+
+    @property
+    def exchanges_activations(self) -> bool:
+        """Whether the script enters collectives inside the forward of a model."""
+        events = self.of("forward", "collective", "forward-end")
+        return any((a["k"], b["k"]) == ("forward", "collective") for a, b in pairwise(events))
+
+    @property
+    def ended_in_step(self) -> bool:
+        """Whether verification ended this rank after its last step, and not at the end of a loop."""
+        last = self.of("stepped", "iter", "enough")[-2:]
+        return [event["k"] for event in last] == ["stepped", "enough"]
 
     @property
     def training_forwards(self) -> list[Event]:

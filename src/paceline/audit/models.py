@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -100,10 +102,15 @@ class Models:
                     self._recorder.write("unreduced", name=name, at=at, frozen=frozen)
 
     def _record_model(self, inner: torch.nn.Module) -> None:
+        meshes = [p.device_mesh for p in inner.parameters() if isinstance(p, DTensor)]
+        is_fsdp = any(isinstance(m, FSDPModule) for m in inner.modules())
+        is_data = is_fsdp and all(mesh.ndim == 1 for mesh in meshes)
+        layout = ("data" if is_data else "parts") if meshes else ""
         self._recorder.write(
             "model",
             at=user_line(),
-            sharded=any(hasattr(p, "to_local") for p in inner.parameters()),
+            sharded=bool(meshes),
+            layout=layout,
             buffers=[name for name, buffer in inner.named_buffers() if buffer.is_floating_point()],
         )
 

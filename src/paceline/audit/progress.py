@@ -28,6 +28,7 @@ class Progress:
         updates: Steps of all optimizers.
         training_loaders: The loaders whose batches were followed by a backward.
         ends_by_itself: Whether the script uses paceline, whose `Training` gets the number of steps.
+        loaders_of_step: The loaders that gave a batch since the latest step.
         evaluations: The number of evaluations: forwards without gradient between two backwards.
     """
 
@@ -37,8 +38,8 @@ class Progress:
         self.evaluations = 0
         self.ends_by_itself = False
         self.training_loaders: set[str] = set()
+        self.loaders_of_step: set[str] = set()
         self._last_loader: str | None = None
-        self._got_batch = False  # since the latest step
         self._evaluating = False
         self.updates = 0
         self._round: set[int] = set()  # the optimizers that have stepped in this round
@@ -49,7 +50,7 @@ class Progress:
     @property
     def is_at_half(self) -> bool:
         """Whether half of the wanted steps are done, and the next batch begins a step."""
-        return self.steps >= self.plan.steps // 2 and not self._got_batch
+        return self.steps >= self.plan.steps // 2 and not self.loaders_of_step
 
     @property
     def is_over(self) -> bool:
@@ -58,7 +59,8 @@ class Progress:
 
     def on_batch(self, loader: str) -> None:
         """Note that a loader has given a batch to the script."""
-        self._last_loader, self._got_batch = loader, True
+        self._last_loader = loader
+        self.loaders_of_step.add(loader)
 
     def on_backward(self) -> None:
         """Note a backward: the latest batch is used for training."""
@@ -106,10 +108,10 @@ class Progress:
             self._round.add(id(optimizer))
             return
         self.steps, self._round = number, {id(optimizer)}
-        must_end = not self._got_batch or self.steps > self.plan.steps + _GRACE_STEPS
+        must_end = not self.loaders_of_step or self.steps > self.plan.steps + _GRACE_STEPS
         if self.is_over and must_end and not self.ends_by_itself:
             self.end()
-        self._got_batch = False
+        self.loaders_of_step.clear()
 
     def on_empty_pass(self) -> None:
         """Note that the script starts another pass over a training loader after the wanted steps.

@@ -110,7 +110,7 @@ class _Hooks:
     ) -> None:
         with self._building_ddp:
             init(model, *args, **kwargs)
-        self._recorder.write("ddp", at=user_line())
+        self._recorder.write("ddp", at=user_line(), ranks=model.process_group.size())
         self._models.add_ddp(model)
         self._tracer.start()
 
@@ -126,6 +126,7 @@ class _Hooks:
                 at=user_line(),
                 s=self._progress.steps,
                 forwards=self._forwards,
+                loaders=sorted(self._progress.loaders_of_step),
                 weight=asdict(weight) if weight else None,
                 sync=[model.require_backward_grad_sync for model in self._models.ddp],
             ),

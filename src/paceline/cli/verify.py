@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
         script=[*(["-m"] if given.module else []), given.script, *script],
         counts=counts,
         steps=given.steps,
+        strict=given.strict,
         bitwise=given.bitwise,
         rtol=given.rtol,
         hang_after_s=given.hang_after,
@@ -145,6 +146,9 @@ def parser() -> CommandParser:
         default=600.0,
         metavar="S",
         help="longest time for each run, in seconds (600)",
+    )
+    ours.add_argument(
+        "--strict", action="store_true", help="faults with a small effect (notes) count as faults"
     )
     ours.add_argument("--json", action="store_true", help="print the result as JSON")
     return ours

@@ -17,7 +17,7 @@ from paceline.audit import evidence
 from paceline.audit.audit import AuditResult, audit
 from paceline.audit.evidence import Run, RunPlan
 from paceline.audit.refusals import refuse, refuse_early_exit
-from paceline.audit.rules.rule import FaultFound, NotJudged
+from paceline.audit.rules.rule import NotJudged
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
 from paceline.verify.compare import compare
@@ -37,6 +37,7 @@ class VerifyOptions:
         script: The script and its arguments, or "-m", a module and its arguments.
         counts: Numbers of processes; the first is 1.
         steps: Optimizer steps to watch.
+        strict: Whether the notes of an audit are faults.
         bitwise: Whether paceline's reproducible mode is turned on and bits are compared.
         rtol: Relative difference that is allowed otherwise; None for the default of `compare`.
         hang_after_s: A run is hung if for this time no rank records an event or uses the CPU.
@@ -46,6 +47,7 @@ class VerifyOptions:
     script: Sequence[str]
     counts: Sequence[int]
     steps: int
+    strict: bool
     bitwise: bool
     rtol: float | None
     hang_after_s: float
@@ -85,7 +87,10 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
             result = _compare(options, solo, counts, run, folder)
         else:
             _refuse_comparison_options(options)
-            audits = [audit(solo, count, run, folder, options.steps) for count in counts]
+            audits = [
+                audit(solo, count, run, folder, steps=options.steps, strict=options.strict)
+                for count in counts
+            ]
             result = _result_of_audits(options, audits)
         return _with_compile_note(result, solo)
     finally:
@@ -128,17 +133,20 @@ def _result_of_audits(options: VerifyOptions, audits: list[AuditResult]) -> Veri
     """The result for a script that does not use paceline: one audit for each number of processes."""
     lines: list[str] = []
     faults: set[str] = set()
+    notes: set[str] = set()
     not_judged: set[str] = set()
     for each in audits:
         if len(audits) > 1:
             lines.append(f"--- {each.case.world_size} processes ---")
         lines += each.lines()
-        faults |= each.of(FaultFound).keys()
+        faults |= each.faults.keys()
+        notes |= each.notes.keys()
         not_judged |= each.of(NotJudged).keys()
     if faults:
         last = f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {', '.join(sorted(faults))}"
     else:
         last = "sound: no fault found"
+        last += f"; notes: {', '.join(sorted(notes))}" if notes else ""
         last += f"; {len(not_judged)} rules could not judge" if not_judged else ""
     facts = {"kind": "audit", "steps": options.steps, "audits": [each.facts() for each in audits]}
     return VerifyResult(ExitCode.FAILED if faults else ExitCode.OK, [*lines, last], facts)

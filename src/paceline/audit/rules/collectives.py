@@ -29,6 +29,8 @@ def unmatched_collective(case: Case) -> Judgement:
         if len(set(kinds)) == 1:
             continue
         absent = [log for log, call in zip(case.ranks, calls, strict=True) if call is None]
+        if any(log.ended_in_step for log in absent):
+            return NoFault(f"up to the last step, all ranks entered the same {number} collectives.")
         if case.ordinary.hung and any(_is_busy(log) for log in absent):
             return NotJudged("a rank was still computing when the run was stopped.")
         failed = [log for log in case.ranks if log.first("failed")]
@@ -105,6 +107,7 @@ def _fault(case: Case, each: list[list[Event]], number: int) -> FaultFound:
             fix="give each rank the same number of batches (DistributedSampler does), or train inside "
             "`with model.join():`.",
             evidence=f"batches of the ranks in that pass: {', '.join(map(str, batches))}",
+            effect="all ranks wait for ever",
         )
     others = [
         f"rank {rank} was in {other['op']} at {other['at']}"
@@ -123,6 +126,7 @@ def _fault(case: Case, each: list[list[Event]], number: int) -> FaultFound:
         fix="call it on every rank, and keep only code without collectives inside the branch.",
         evidence=f"collective number {number + 1}: {', '.join(others)}"
         + ("; the run hung" if case.ordinary.hung else ""),
+        effect=f"{len(ranks)} of {case.world_size} ranks wait for the others in this call",
     )
 
 

@@ -31,6 +31,7 @@ def shared_device(case: Case) -> Judgement:
             why="no line of the script moves the model to a GPU.",
             fix='model.to(torch.device("cuda", int(os.environ["LOCAL_RANK"]))).',
             evidence="all parameters are on the CPU",
+            effect=f"{gpus} of {gpus} GPUs are not used",
         )
     else:
         fault = _shared_cores(case, starts, firsts)
@@ -50,6 +51,7 @@ def _shared_device(
         why="all ranks of a host use the same device number.",
         fix='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])), and move the model to that device.',
         evidence=", ".join(f"rank {rank}: {each[1][0]}" for rank, each in enumerate(used)),
+        effect=f"{len(sharing)} of {case.world_size} ranks share a device",
     )
 
 
@@ -66,4 +68,5 @@ def _shared_cores(case: Case, starts: list[Event], firsts: list[Event]) -> Fault
         why="the script binds every rank to the same cores, so the ranks run one after the other.",
         fix="bind each rank to other cores by LOCAL_RANK, or do not bind.",
         evidence=", ".join(f"rank {rank}: {each}" for rank, each in enumerate(cores)),
+        effect=f"{len(union)} of {len(starts[0]['cores'])} cores are used",
     )

@@ -12,6 +12,8 @@ from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJ
 
 # Equal values of a metric differ by rounding only.
 _close = partial(math.isclose, rel_tol=1e-4, abs_tol=1e-16)
+# Samples that count twice are a note up to this share: a metric with three digits hardly shows them.
+_SMALL_SHARE = 1e-3
 _REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 
 # One call that reduces small values: in the run of one process, and in the replay.
@@ -94,6 +96,8 @@ def _padding_fault(first: Event, evaluated: list[int], distinct: int, surplus: i
         "surplus after gathering.",
         evidence=f"the ranks evaluated {' + '.join(map(str, evaluated))} samples, "
         f"{distinct} of them different",
+        effect=f"{surplus / total:.2%} of the evaluated samples count twice",
+        is_note=surplus <= _SMALL_SHARE * total,
     )
 
 
@@ -242,6 +246,7 @@ def _metric_fault(case: Case, pair: Pair) -> FaultFound:
     count, value = case.world_size, _sums(pair)[0]
     solo, replay = pair
     mean = value if replay["reduce"] == "AVG" else value / count
+    change = abs(mean / solo["results"][0] - 1) if solo["results"][0] else math.inf
     return FaultFound(
         what="a metric depends on the number of processes: each rank takes the mean of its own samples.",
         at=replay["at"],
@@ -251,4 +256,5 @@ def _metric_fault(case: Case, pair: Pair) -> FaultFound:
         fix="all_reduce the sum and the number of samples, then divide.",
         evidence=f"with the same weights and samples: {solo['results'][0]:.6g} on one process, {mean:.6g} "
         f"as the mean over {count}",
+        effect=f"the metric changes by {change:.2%}",
     )

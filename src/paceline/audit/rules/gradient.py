@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import combinations, takewhile
 
 import torch
@@ -19,8 +20,10 @@ _SAME_DIRECTION = 0.98
 # Above this cosine a gradient is a multiple of the other one, if it has enough values to tell.
 _MULTIPLE = 0.9999
 _MIN_VALUES = 8
-# Two losses whose total weights differ by less, relatively, have the same weight.
-_SAME_WEIGHT = 0.01
+# Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
+_SAME_TOTAL = 0.1
+# Weights of samples that differ by less are a note.
+_SMALL_FACTOR = 1.01
 
 
 def scaled_gradient(case: Case) -> Judgement:
@@ -82,6 +85,7 @@ def _wrong_multiple(case: Case, run: Run) -> FaultFound | None:
         why="the ranks had the samples of one process, so the mean over the ranks is its gradient.",
         fix="take the mean over the ranks of every gradient, and do not scale the loss by their number.",
         evidence=f"{len(wrong)} of {len(factors)} gradients are those of one process times another number",
+        effect=f"the gradient of {name} is off by a factor of {factor:.3g}",
     )
 
 
@@ -149,6 +153,7 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
         why="the effective learning rate depends on the number of processes.",
         fix=fix,
         evidence=figure,
+        effect=f"the gradient is off by a factor of {count if larger else 1 / count:.3g}",
     )
 
 
@@ -245,58 +250,114 @@ def _norm_at_clip(log: RankLog) -> float | None:
 
 def mean_of_means(case: Case) -> Judgement:
     """Means over micro-batches of different sizes are added with equal weight."""
-    known = 0
+    known = steps = 0
+    found: list[_Unequal] = []
     for run in (case.solo, case.ordinary):
         for log in run.ranks:
+            lasts = _lasts_of_passes(log)
+            by_design = not log.loaders and _have_fixed_sizes(log)
             for number, update in enumerate(log.updates, 1):
                 backwards = [event for event in update if event["k"] == "backward"]
                 known += sum(event["weight"] is not None for event in backwards)
-                pair = _unequal(backwards)
+                steps += 1
+                pair = None if by_design else _unequal(backwards)
                 if pair is not None:
-                    return _mean_fault(pair, [log.rank] if log.rank else [], number)
+                    is_last = any(event in lasts for event in pair)
+                    found.append(_Unequal(pair, [log.rank] if log.rank else [], number, is_last))
     for number, updates in enumerate(zip(*(log.updates for log in case.ranks), strict=False), 1):
         firsts = [update[0] for update in updates if update[0]["k"] == "backward"]
         pair = _unequal(firsts, across_ranks=True) if _batches_differ(case, number) else None
-        if pair is not None:
-            return _mean_fault(pair, [], number)
+        if pair is not None and not found:
+            is_last = any(pair[0] in _lasts_of_passes(log) for log in case.ranks)
+            found.append(_Unequal(pair, [], number, is_last))
+    if found:
+        return _mean_fault(found, steps)
     if not known:
         return NotJudged("the loss is not a scaled sum or mean whose weight its graph shows.")
     return NoFault(f"in {known} backwards, all samples of a step had the same weight.")
 
 
+@dataclass(frozen=True)
+class _Unequal:
+    """Two backwards of a step whose samples have different weights; `is_last`: at the end of a pass."""
+
+    pair: tuple[Event, Event]
+    ranks: list[int]
+    step: int
+    is_last: bool
+
+    @property
+    def factor(self) -> float:
+        """The weight of a term of the shorter part, relative to one of the longer."""
+        counts = [event["weight"]["count"] for event in self.pair]
+        return float(max(counts) / min(counts))
+
+
+def _have_fixed_sizes(log: RankLog) -> bool:
+    """Whether each micro-batch has the size that it has in every step, such as tasks with fixed weights."""
+    sizes = {
+        tuple(e["weight"] and e["weight"]["count"] for e in update if e["k"] == "backward")
+        for update in log.updates
+    }
+    return len(sizes) == 1
+
+
+def _lasts_of_passes(log: RankLog) -> list[Event]:
+    """The backwards on the last batches of passes that ended by themselves."""
+    found: list[Event] = []
+    ends = {(e["loader"], e["pass_number"]): None for e in log.of("pass-end")}
+    lasts = {(e["loader"], e["pass_number"]): e for e in log.of("batch")}
+    last_batch: Event | None = None
+    for event in log.of("batch", "backward"):
+        if event["k"] == "batch":
+            last_batch = event
+        elif any(last_batch is lasts.get(each) for each in ends):
+            found.append(event)
+    return found
+
+
 def _batches_differ(case: Case, number: int) -> bool:
-    """Whether the ranks' first micro-batches of a step had different numbers of samples."""
+    """Whether the ranks got different numbers of samples for a step; False if they have no indices."""
     sizes = set()
     for log in case.ranks:
-        sizes.add(next((e["samples"] for e in log.training_forwards if e["s"] == number - 1), None))
-    return len(sizes) > 1
+        of_step = (e for e in log.of("batch") if e["s"] == number - 1)
+        batch = next((e for e in of_step if e["loader"] in log.training_loaders), {})
+        sizes.add(len(batch.get("ids") or ()))
+    return len(sizes) > 1 and 0 not in sizes
 
 
 def _unequal(backwards: list[Event], *, across_ranks: bool = False) -> tuple[Event, Event] | None:
     """Two backwards with the same total weight and different numbers of terms."""
+    if len({name for event in backwards for name in event.get("loaders", ())}) > 1:
+        return None  # tasks with data of their own, whose weights are the script's choice
     known = [event for event in backwards if event["weight"] is not None]
     for one, other in combinations(known, 2):
         a, b = one["weight"], other["weight"]
-        same_total = abs(a["weight"] * a["count"] / (b["weight"] * b["count"]) - 1) < _SAME_WEIGHT
+        totals = a["weight"] * a["count"] - b["weight"] * b["count"]
+        terms = (a["weight"] - b["weight"]) * b["count"]
         # Two losses of one forward belong to one micro-batch.
         apart = across_ranks or one["forwards"] != other["forwards"]
         same_loss = a["kind"] == b["kind"] and one["at"] == other["at"]
-        if a["count"] != b["count"] and same_total and same_loss and apart:
+        if abs(totals) < _SAME_TOTAL * abs(terms) and same_loss and apart:
             return one, other
     return None
 
 
-def _mean_fault(pair: tuple[Event, Event], ranks: list[int], step: int) -> FaultFound:
-    larger, smaller = sorted((event["weight"] for event in pair), key=lambda w: -float(w["count"]))
+def _mean_fault(found: list[_Unequal], steps: int) -> FaultFound:
+    first = found[0]
+    larger, smaller = sorted((e["weight"] for e in first.pair), key=lambda w: -float(w["count"]))
+    factor = max(each.factor for each in found)
     return FaultFound(
         what=f"a mean over {smaller['count']:g} terms has the same weight as one over "
         f"{larger['count']:g}.",
-        at=pair[0]["at"],
-        ranks=ranks,
-        step=step,
-        why="the mean of means is the mean only if all parts have the same length; here a sample of the "
-        f"shorter part has {larger['count'] / smaller['count']:.3g} times the weight.",
+        at=first.pair[0]["at"],
+        ranks=first.ranks,
+        step=first.step,
+        why="the mean of means is the mean only if all parts have the same length.",
         fix="sum the losses, and divide by the number of samples of the whole step.",
-        evidence=f"weights of one term in step {step}: {larger['weight']:.4g} and "
+        evidence=f"weights of one term in step {first.step}: {larger['weight']:.4g} and "
         f"{smaller['weight']:.4g}",
+        effect=f"a sample of the shorter part has up to {factor:.3g} times the weight, in {len(found)} of "
+        f"{steps} steps",
+        is_note=factor < _SMALL_FACTOR or all(each.is_last for each in found),
     )

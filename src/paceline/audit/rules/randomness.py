@@ -52,6 +52,7 @@ def _same_epoch(
         evidence=f"{passes} gave the same samples in the same order"
         if seen
         else f"{passes} both began with epoch {after['epoch']}",
+        effect="100 % of the pass is a repetition of the order before",
     )
 
 
@@ -121,6 +122,7 @@ def same_augmentation(case: Case) -> Judgement:
                 fix="seed by rank and worker: torch.manual_seed(seed + rank) before the loader is built, "
                 "and torch.utils.data.get_worker_info().seed for a generator of the dataset.",
                 evidence=f"{same[0]} state {first['random'][same[0]][:8]} in both",
+                effect=f"2 of {len(firsts)} sources of samples draw the same numbers",
             )
     return NoFault(
         f"{len(firsts)} worker{'s' * (len(firsts) != 1)} drew from different random states."
@@ -137,14 +139,15 @@ def same_dropout(case: Case) -> Judgement:
     firsts = [log.training_forwards[:_FORWARDS] for log in case.ranks]
     if not all(firsts):
         return NotJudged("not every rank ran a forward of training.")
-    drawing = [event for each in firsts for event in each if event["drew"]]
-    if not drawing:
-        return NoFault("the forward draws no random numbers.")
+    # Dropout draws from torch. Python's `random` decides what must be alike on all ranks, such as LayerDrop.
+    used = [k for k in ("torch", "cuda") if any(k in e["drew"] for each in firsts for e in each)]
+    if not used:
+        return NoFault("the forward draws no random numbers from torch.")
     for rank in range(1, case.world_size):
         pairs = list(zip(firsts[0], firsts[rank], strict=False))
         same = [
             generator
-            for generator in drawing[0]["drew"]
+            for generator in used
             if all(a["random"].get(generator) == b["random"].get(generator) for a, b in pairs)
         ]
         if same:
@@ -157,5 +160,6 @@ def same_dropout(case: Case) -> Judgement:
                 "noise does not average out over the ranks.",
                 fix="seed by rank after the model is built: torch.manual_seed(seed + rank).",
                 evidence=f"equal states in {len(pairs)} forwards",
+                effect=f"the masks of 2 of {case.world_size} ranks are equal",
             )
     return NoFault("the ranks' forwards drew from different random states.")

@@ -25,6 +25,7 @@ def no_sync_on_last(case: Case) -> Judgement:
                         "each rank steps with its own gradients.",
                         fix="leave `no_sync` for the last micro-batch of each step.",
                         evidence=f"the ranks' gradients of step {event['s']} differ",
+                        effect="0 of the gradients of the step are reduced over the ranks",
                     )
     if not seen:
         return NoFault("the model is not wrapped in DDP, so there is no `no_sync`.")
@@ -61,6 +62,7 @@ def no_sync_around_backward(case: Case) -> Judgement:
         fix="put the forward inside `with model.no_sync():` too.",
         evidence=f"{len(late)} of {len(log.of('backward'))} backwards ran under `no_sync` and still "
         "reduced the gradients",
+        effect=f"{len(late)} reductions too many; the gradient is right",
     )
 
 
@@ -83,6 +85,7 @@ def added_parameter(case: Case) -> Judgement:
                 if frozen
                 else "build the whole model first, then wrap it.",
                 evidence="the optimizer has the parameter, and DDP does not reduce it",
+                effect=f"{len(log.of('unreduced'))} of {len(trained)} trained parameters are not reduced",
             )
     if not log.of("ddp"):
         return NoFault("the model is not wrapped in DDP.")

@@ -35,6 +35,16 @@ class Case:
         """The number of ranks of the ordinary run."""
         return self.ordinary.plan.world_size
 
+    @property
+    def splits_model(self) -> bool:
+        """Whether the ranks may hold parts of one model, so that equal samples are right."""
+        log = self.ranks[0]
+        groups = [event["ranks"] for event in log.of("ddp")]
+        layouts = {event["layout"] for event in log.of("model")}
+        if groups or "data" in layouts:
+            return any(ranks != self.world_size for ranks in groups)
+        return "parts" in layouts or log.exchanges_activations
+
 
 @dataclass(frozen=True, kw_only=True)
 class FaultFound:
@@ -44,7 +54,9 @@ class FaultFound:
         what: The fault, one sentence.
         at: The line of the script.
         step: The first optimizer step with wrong results, from 1; None if the fault is in no single step.
+        effect: How large the fault is, with a number.
         ranks: The ranks that behave wrongly; empty for all ranks.
+        is_note: Whether the effect is so small that the finding is a note, not a fault.
     """
 
     what: str
@@ -52,8 +64,10 @@ class FaultFound:
     why: str
     fix: str
     evidence: str
+    effect: str
     step: int | None = None
     ranks: Sequence[int] = ()
+    is_note: bool = False
 
     def facts(self, world_size: int) -> dict[str, Any]:
         """The fault as JSON."""
@@ -85,6 +99,7 @@ class Rule:
         works_with_join: Whether the rule works under DDP's Join, where a rank without batches enters the
             collectives of the others.
         compares_weights: Whether the rule compares the ranks' weights, so that it cannot judge sharded ones.
+        needs_replicas: Whether the rule looks for what is right if the ranks hold parts of one model.
         consequence_of: The name of a rule. A fault of that rule also causes what this rule looks for.
         is_last: Whether the rule is judged only if no rule before it found a fault.
     """
@@ -93,6 +108,7 @@ class Rule:
     judge: Callable[[Case], Judgement]
     works_with_join: bool = True
     compares_weights: bool = False
+    needs_replicas: bool = False
     consequence_of: str = ""
     is_last: bool = False
 

@@ -66,6 +66,7 @@ def fast_schedule(case: Case) -> Judgement:
         fix=fix,
         evidence=f"in {early} steps the learning rate was that of one process at {case.world_size} times "
         "the position in the epoch",
+        effect=f"the learning rate changes {case.world_size} times too fast",
     )
 
 

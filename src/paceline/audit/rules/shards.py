@@ -56,11 +56,10 @@ def _overlap_in_loader(case: Case, name: str, *, sharded: bool) -> Judgement:
         return NotJudged(
             "the samples change at random, so it is unknown which of them the ranks read."
         )
-    repeated = sum(len(each) - len(set(each)) for each in read)
-    if repeated > case.world_size and any(each != read[0] for each in read):
-        return NotJudged(
-            f"samples are drawn with replacement: the ranks read {repeated} of theirs again."
-        )
+    if any(map(_is_resampled, read)) and any(each != read[0] for each in read):
+        return NotJudged("samples are drawn with replacement, so the ranks share some by chance.")
+    if case.ranks[0].loaders[name]["iterable"]:
+        read = [_up_to_first_repeated(each) for each in read]
     if _is_different_data(read):
         return NoFault("each rank reads its own data")
     is_shard = all(_is_sharded(log.loaders[name], case.world_size) for log in case.ranks)
@@ -87,6 +86,7 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
     loaders = [log.loaders[name] for log in case.ranks]
     step = next((e["s"] + 1 for e in case.ranks[0].of("batch") if e["loader"] == name), 1)
     evidence = f"{common} of {seen} samples of the first pass were read by more than one rank"
+    effect = f"{common / max(seen, 1):.0%} of the samples are seen by more than one rank"
     if sharded:
         seeds = [str(each["sharding"].get("seed")) for each in loaders]
         cause = f": their seeds are {', '.join(seeds)}" if len(set(seeds)) > 1 else ""
@@ -106,6 +106,7 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
             "others never.",
             fix=fix,
             evidence=evidence,
+            effect=effect,
         )
     iterable = loaders[0]["iterable"]
     return FaultFound(
@@ -118,6 +119,7 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
         if iterable
         else "give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch.",
         evidence=evidence,
+        effect=effect,
     )
 
 
@@ -171,8 +173,7 @@ def _samples_read(log: RankLog, name: str, world_size: int) -> list[Any]:
         first_pass = [
             p for event, p in zip(fetches, parts, strict=True) if event["pass_number"] == 0
         ]
-        found = [part for each in first_pass for part in each if part]
-        return found if drew else _up_to_first_repeated(found)
+        return [part for each in first_pass for part in each if part]
     contents: dict[Any, str] = {}
     for event, each in zip(fetches, parts, strict=True):
         if event["ids"] and len(event["ids"]) == len(each):
@@ -186,9 +187,14 @@ def _samples_read(log: RankLog, name: str, world_size: int) -> list[Any]:
     return [(i, contents[i]) for ids in given for i in ids if i in contents][:share]
 
 
-def _up_to_first_repeated(parts: list[str]) -> list[str]:
+def _is_resampled(read: list[Any]) -> bool:
+    """Whether new samples follow a repeated one. A stream that begins again has read all before."""
+    return len(set(read)) > len(_up_to_first_repeated(read))
+
+
+def _up_to_first_repeated(parts: list[Any]) -> list[Any]:
     """The samples before the first repeated one, where an endless iterable begins again."""
-    seen: set[str] = set()
+    seen: set[Any] = set()
     for number, part in enumerate(parts):
         if part in seen:
             return parts[:number]
@@ -227,5 +233,6 @@ def _inputs_without_loader(case: Case) -> Judgement:
             fix="give each rank its own part, such as indices[rank::world_size].",
             evidence=f"{len(common)} of {len(sets[0])} inputs of the model in {count} forwards were those of "
             "all ranks",
+            effect=f"{len(common) / len(sets[0]):.0%} of the samples are seen by all ranks",
         )
     return NoFault(f"the model's inputs differed between ranks in {count} forwards.")

@@ -53,6 +53,7 @@ def _difference(firsts: list[dict[int, Event]], when: str) -> FaultFound | None:
                 why="each rank updates its buffers from its own samples, so each rank has another model.",
                 fix="use SyncBatchNorm, or make the buffers equal (all_reduce or broadcast them) before "
                 "the model is used.",
-                evidence=f"{len(names)} of {len(first)} buffers differ after step {step}",
+                evidence=f"equal names, other values, after step {step}",
+                effect=f"{len(names)} of {len(first)} buffers differ between ranks",
             )
     return None

@@ -33,6 +33,7 @@ def clip_before_unscale(case: Case) -> Judgement:
                         evidence=f"the norm at the clip was {event['norm']:.4g}, scale included"
                         if event["norm"] is not None
                         else f"the scale at the clip was {event['scale']:g}",
+                        effect=f"gradients are clipped at a norm {event['scale']:g} times too small",
                     )
     if not clips:
         return NoFault("torch's clipping was not called.")
@@ -63,6 +64,7 @@ def update_on_one_rank(case: Case) -> Judgement:
             evidence="; ".join(
                 f"rank {r}: {' '.join(k) or 'nothing'}" for r, k in enumerate(kinds)
             ),
+            effect=f"{len(minority)} of {case.world_size} ranks update differently",
         )
     return NoFault("all ranks unscaled, clipped and stepped in the same way.")
 

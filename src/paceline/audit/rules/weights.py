@@ -37,6 +37,11 @@ class Mismatch:
     names: list[str]
     ranks: list[int]
 
+    @property
+    def effect(self) -> str:
+        """The size of the difference."""
+        return f"{len(self.names)} parameters differ between ranks from step {self.step + self.outside} on"
+
 
 def _before_step(log: RankLog) -> Digests:
     """Each parameter's digest in the first forward after its last update of step s."""
@@ -148,6 +153,7 @@ def loaded_on_one_rank(case: Case) -> Judgement:
         + (", or before DDP is built." if mismatch.outside else "."),
         evidence=f"{mismatch.names[0]} differs between ranks {'before' if mismatch.outside else 'after'} "
         f"step {mismatch.step + mismatch.outside}",
+        effect=mismatch.effect,
     )
 
 
@@ -169,7 +175,8 @@ def changed_outside(case: Case) -> Judgement:
             step=1,
             why=f"{mismatch.names[0]} differs before the first step, and the script does not make it equal.",
             fix="broadcast the weights from rank 0, or wrap the model in DDP, which does.",
-            evidence=f"{len(mismatch.names)} parameters differ before step 1",
+            evidence="the digests of the weights before step 1",
+            effect=mismatch.effect,
         )
     changes = [e["at"] for e in log.of("changed") if e["s"] == mismatch.step]
     return FaultFound(
@@ -182,7 +189,8 @@ def changed_outside(case: Case) -> Judgement:
         fix="make the same change on every rank, or broadcast the weights after it.",
         evidence=f"equal on all ranks after step {mismatch.step}, different before step {mismatch.step + 1}"
         if mismatch.step
-        else f"{len(mismatch.names)} parameters differ before step 1, although DDP made them equal",
+        else "the weights differ before step 1, although DDP made them equal",
+        effect=mismatch.effect,
     )
 
 
@@ -212,7 +220,8 @@ def drifting_weights(case: Case) -> Judgement:
         step=mismatch.step,
         why=why,
         fix=fix,
-        evidence=f"{len(mismatch.names)} parameters differ",
+        evidence=f"the digests of the weights after step {mismatch.step}",
+        effect=mismatch.effect,
     )
 
 
