@@ -157,7 +157,7 @@ SENTENCES = {
     "never_steps": "never took an optimizer step",
     "raises": "RuntimeError: no disk for rank 0",
     "reads_stdin": "the script reads its standard input",
-    "steps_by_world_size": "takes 20 steps with 1 process and 12 with 2",
+    "steps_by_world_size": "takes 20 steps with 1 process and 6 with 2",
 }
 
 

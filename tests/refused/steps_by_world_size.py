@@ -1,4 +1,4 @@
-"""By design it takes 24 // world_size steps, so each process count takes another number."""
+"""By design it takes 24 // world_size**2 steps, so each process count takes another number."""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ def main():
     y = x.sum(1, keepdim=True)
     model = DDP(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    total_steps = 24 // world_size
+    total_steps = 24 // world_size**2
     for step in range(total_steps):
         first = 10 * (step * world_size + rank)
         optimizer.zero_grad()

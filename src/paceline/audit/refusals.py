@@ -96,7 +96,7 @@ def refuse_early_exit(run: Run) -> None:
 def refuse_other_steps(case: Case) -> None:
     """Raise if the number of steps depends on the number of processes.
 
-    Shards are shorter on more processes, so only a replay or a script without loaders can show this.
+    Shards are shorter on more processes, so without a replay only still fewer steps show this.
 
     Raises:
         Refused: with both numbers.
@@ -104,7 +104,8 @@ def refuse_other_steps(case: Case) -> None:
     wanted = case.solo.plan.steps  # a loader that is built later may cause one more step
     solo_steps = min(wanted, case.solo.steps)
     steps = min(wanted, (case.replay or case.ordinary).steps)
-    if solo_steps != steps and (case.replay is not None or not case.ranks[0].training_loaders):
+    shorter = not case.replay and (case.ranks[0].training_loaders or steps * case.world_size >= solo_steps)
+    if solo_steps != steps and not shorter:
         raise Refused(
             f"the script takes {solo_steps} steps with 1 process and {steps} with {case.world_size}.",
             where=case.solo.ranks[0].of("step")[-1]["at"],
