@@ -104,7 +104,9 @@ def refuse_other_steps(case: Case) -> None:
     wanted = case.solo.plan.steps  # a loader that is built later may cause one more step
     solo_steps = min(wanted, case.solo.steps)
     steps = min(wanted, (case.replay or case.ordinary).steps)
-    shorter = not case.replay and (case.ranks[0].training_loaders or steps * case.world_size >= solo_steps)
+    shorter = not case.replay and (
+        case.ranks[0].training_loaders or steps * case.world_size >= solo_steps
+    )
     if solo_steps != steps and not shorter:
         raise Refused(
             f"the script takes {solo_steps} steps with 1 process and {steps} with {case.world_size}.",
