@@ -53,6 +53,13 @@ NAMES = (
         since="2.11",
         without="paceline.join refuses the process group of Ray Train",
     ),
+    # audit
+    PrivateName(
+        "torch._C._are_functorch_transforms_active",
+        why="torch.func has no public way to tell that a forward runs inside vmap or grad",
+        since="2.11",
+        without="paceline verify cannot watch a model that is called inside torch.func",
+    ),
     # shm
     PrivateName(
         "torch.distributed.ProcessGroup._allgather_base",

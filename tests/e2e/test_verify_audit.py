@@ -35,6 +35,7 @@ RULES = {
     "19": "metric averaged per rank",
     "20": "same device for all ranks",
     "21": "weights drift apart",
+    "61": "clipping before reduction",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from paceline import torch_private
 from paceline.audit import evidence, record_data
 from paceline.audit.audit import judge
-from paceline.audit.digests import digest, exact_parts
-from paceline.audit.evidence import RankLog, Run, RunPlan
+from paceline.audit.digests import digest, exact_parts, numbers_drawn
+from paceline.audit.evidence import RankLog, Run, RunPlan, TrainingLoaders
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder
@@ -24,6 +24,7 @@ from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, outliers
+from paceline.audit.rules.schedule import fast_schedule
 
 
 def run(mode: Any, *ranks: list[dict[str, Any]], hung: bool = False) -> Run:
@@ -166,6 +167,56 @@ def test_digests_tell_values_shapes_and_types_apart() -> None:
     assert digest(torch.ones(4, 2).T[0]) == digest(ones)
     assert exact_parts((torch.rand(3), 5)) == exact_parts((torch.rand(3), 5)) != ""
     assert exact_parts(torch.rand(3)) == ""
+
+
+@pytest.mark.parametrize("already_used", [0, 600])
+@pytest.mark.parametrize("count", [0, 1, 16, 300])
+def test_the_numbers_that_a_generator_gave_are_counted(already_used: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    torch.rand(already_used, generator=generator)
+    before = generator.get_state()
+    torch.rand(count, generator=generator)
+    assert numbers_drawn(before, generator.get_state()) == count
+
+
+def test_loaders_whose_batches_are_used_together_are_training_loaders() -> None:
+    found = TrainingLoaders()
+    for first in ("example", "a"):  # a batch of "example" is taken once, to see its shape
+        found.on_batch(first)
+        found.on_batch("b")
+        found.on_forward()
+        found.on_backward()
+    assert list(found.names) == ["b"]
+    found.on_batch("validation")
+    found.on_forward()
+    found.on_batch("a")
+    found.on_batch("b")
+    found.on_forward()
+    found.on_backward()
+    assert list(found.names) == ["b", "a"]
+
+
+def test_a_difference_that_may_be_right_is_not_called_sound() -> None:
+    rates = [(0.1, "solo"), (0.07, "ordinary")]
+    runs = []
+    for decay, mode in rates:
+        events: list[dict[str, Any]] = [
+            {
+                "k": "loader",
+                "loader": "x",
+                "batches": 30 if mode == "solo" else 15,
+                "batch_size": 4,
+            },
+            {"k": "batch", "loader": "x"},
+            {"k": "backward"},
+        ]
+        for step in range(1, 15):
+            lr = 1 - decay * (step - 1) if mode == "solo" else (1 - decay) ** (3 * step)
+            events.append({"k": "step", "s": step, "lrs": [lr], "base": 1.0, "at": "t.py:1"})
+        runs.append(run(mode, *[events] * (1 if mode == "solo" else 2)))
+    judged = fast_schedule(Case(runs[0], runs[1]))
+    assert isinstance(judged, NotJudged)
+    assert judged.differs
 
 
 def test_without_private_names_of_torch_loaders_still_work(

@@ -52,7 +52,8 @@ class AuditResult:
             "notes": [{"rule": n, **each.facts(count)} for n, each in self.notes.items()],
             "sound": [{"rule": n, "evidence": e.evidence} for n, e in self.of(NoFault).items()],
             "unknown": [
-                {"rule": name, "why": each.why} for name, each in self.of(NotJudged).items()
+                {"rule": name, "why": each.why, "differs": each.differs}
+                for name, each in self.of(NotJudged).items()
             ],
         }
 

@@ -14,6 +14,7 @@ import torch
 
 # Attributes of a dataset are searched for random generators up to this depth.
 _MAX_DEPTH = 3
+_MT_WORDS = 624
 
 
 def digest(value: Any) -> str:
@@ -79,6 +80,19 @@ def random_states(holder: Any = None) -> dict[str, str]:
         states["cuda"] = digest(torch.cuda.get_rng_state())
     states.update(_states_inside(holder, "dataset", 0))
     return states
+
+
+def numbers_drawn(before: torch.Tensor, after: torch.Tensor) -> int:
+    """How many 32-bit numbers, at least, torch's CPU generator gave between two of its states.
+
+    A state holds the 624 words of a Mersenne Twister, and at bytes 16 to 24 how many of them are used
+    (`CPUGeneratorImplStateLegacy` in ATen). When all are used, new ones replace them.
+    """
+    words = slice(24, 24 + 8 * _MT_WORDS)
+    used = [int(state[16:24].view(torch.int64)) for state in (before, after)]
+    renewed = not torch.equal(before[words], after[words])
+    # After a seed none of the words are used, and the first number renews them.
+    return used[1] - used[0] + (_MT_WORDS if renewed and used[0] else 0)
 
 
 def _states_inside(holder: Any, name: str, depth: int) -> dict[str, str]:

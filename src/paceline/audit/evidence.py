@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -82,6 +83,41 @@ class RunPlan:
         for name in ("folder", "solo"):
             facts[name] = Path(facts[name]) if facts[name] else None
         return cls(**facts)
+
+
+class TrainingLoaders:
+    """Finds the loaders whose batches the script trains on.
+
+    Attributes:
+        names: Loaders whose batch was the latest before a backward, and those that twice gave one with it,
+            as in `for a, b in zip(one, other)`. A dict, for its order.
+        last: The loader of the latest batch.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+        self.last: str | None = None
+        self._together: list[str] = []  # the loaders of the batches since the latest forward
+        self._used = False
+        self._times: Counter[str] = Counter()
+
+    def on_batch(self, loader: str) -> None:
+        """Note a batch."""
+        if self._used:
+            self._together, self._used = [], False
+        self._together.append(loader)
+        self.last = loader
+
+    def on_forward(self) -> None:
+        """Note a forward: the batches before it are used."""
+        self._used = True
+
+    def on_backward(self) -> None:
+        """Note a backward."""
+        self._times.update(set(self._together))
+        for name in self._together:
+            if name == self.last or self._times[name] > 1:
+                self.names[name] = None
 
 
 @dataclass(frozen=True)
@@ -173,15 +209,16 @@ class RankLog:
 
     @cached_property
     def training_loaders(self) -> list[str]:
-        """The loaders whose batches were followed by a backward."""
-        found: dict[str, None] = {}
-        last = None
-        for event in self.of("batch", "backward"):
+        """The loaders whose batches the script trains on."""
+        found = TrainingLoaders()
+        for event in self.of("batch", "forward", "backward"):
             if event["k"] == "batch":
-                last = event["loader"]
-            elif last is not None:
-                found[last] = None
-        return list(found)
+                found.on_batch(event["loader"])
+            elif event["k"] == "forward":
+                found.on_forward()
+            else:
+                found.on_backward()
+        return list(found.names)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,11 @@ optimizer step.
 
 from __future__ import annotations
 
-from paceline.audit.evidence import RunPlan
+from collections.abc import Collection
+
+import torch
+
+from paceline.audit.evidence import RunPlan, TrainingLoaders
 from paceline.audit.record import Recorder
 
 # A loop that ignores the end of its loader is ended after this many further steps.
@@ -26,9 +30,10 @@ class Progress:
     Attributes:
         steps: Rounds of updates; one round is one update of each optimizer.
         updates: Steps of all optimizers.
-        training_loaders: The loaders whose batches were followed by a backward.
         ends_by_itself: Whether the script uses paceline, whose `Training` gets the number of steps.
         loaders_of_step: The loaders that gave a batch since the latest step.
+        random_at_batch: The state of torch's generator when the script got the latest batch; None after the
+            next forward.
         evaluations: The number of evaluations: forwards without gradient between two backwards.
     """
 
@@ -36,10 +41,10 @@ class Progress:
         self.plan, self.recorder, self.rank = plan, recorder, rank
         self.steps = 0
         self.evaluations = 0
+        self.random_at_batch: torch.Tensor | None = None
         self.ends_by_itself = False
-        self.training_loaders: set[str] = set()
+        self._loaders = TrainingLoaders()
         self.loaders_of_step: set[str] = set()
-        self._last_loader: str | None = None
         self._evaluating = False
         self.updates = 0
         self._round: set[int] = set()  # the optimizers that have stepped in this round
@@ -59,26 +64,35 @@ class Progress:
 
     def on_batch(self, loader: str) -> None:
         """Note that a loader has given a batch to the script."""
-        self._last_loader = loader
+        self._loaders.on_batch(loader)
         self.loaders_of_step.add(loader)
+        self.random_at_batch = torch.get_rng_state()
 
     def on_backward(self) -> None:
         """Note a backward: the latest batch is used for training."""
         self._evaluating = False
-        if self._last_loader is not None:
-            self.training_loaders.add(self._last_loader)
+        self._loaders.on_backward()
+
+    @property
+    def training_loaders(self) -> Collection[str]:
+        """The loaders whose batches the script trains on."""
+        return self._loaders.names.keys()
 
     @property
     def evaluation(self) -> int | None:
         """The number of the current evaluation; None in training."""
         return self.evaluations if self._evaluating else None
 
+    def on_forward(self) -> None:
+        """Note a forward of a model."""
+        self._loaders.on_forward()
+
     def on_no_grad_forward(self, *, of_trained: bool) -> bool:
         """Note a forward without gradient, and return whether it begins an evaluation.
 
         A forward of a model that is not trained (a teacher) on a training batch belongs to the training.
         """
-        if not of_trained and not self._evaluating and self._last_loader in self.training_loaders:
+        if not of_trained and not self._evaluating and self._loaders.last in self.training_loaders:
             return False
         begins = not self._evaluating
         self._evaluating = True

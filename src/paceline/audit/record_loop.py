@@ -12,8 +12,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline import torch_private
 from paceline.audit import replay
-from paceline.audit.digests import digest, leaves, random_states
+from paceline.audit.digests import digest, leaves, numbers_drawn, random_states
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.models import Models, buffer_digests, ddp_of, parameter_digests
 from paceline.audit.progress import Progress
@@ -39,6 +40,7 @@ class _Hooks:
     def __init__(self, progress: Progress, models: Models, tracer: WeightTracer) -> None:
         self._progress, self._models, self._tracer = progress, models, tracer
         self._pause = ExitStack()
+        self._in_transform = torch_private.find("torch._C._are_functorch_transforms_active")
         self._recorder = progress.recorder
         self._building_ddp = Nesting()
         self._root: torch.nn.Module | None = None
@@ -66,12 +68,15 @@ class _Hooks:
         self._recorder.write("forward-end", drew=drew, **self._forward)
 
     def _is_model(self, module: torch.nn.Module) -> bool:
+        if self._in_transform is not None and self._in_transform():
+            return False  # the tensors of torch.func have no values
         if getattr(module, "is_stage", False):
             return False  # of `paceline.pipeline`, which seeds it; its layers are recorded
         return not self._building_ddp.depth and next(module.parameters(), None) is not None
 
     def _begin(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         trains = torch.is_grad_enabled() and module.training
+        self._progress.on_forward()
         number = self._models.on_call(module, trains=trains)
         wrapper = ddp_of(module)
         of_trained = self._models.is_trained(number)
@@ -80,6 +85,7 @@ class _Hooks:
         if trains and self._sets_seed():
             torch.manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
+        drawn_from, self._progress.random_at_batch = self._progress.random_at_batch, None
         self._forward = {
             "model": number,
             "at": user_line(),
@@ -88,6 +94,9 @@ class _Hooks:
             "evaluation": None if torch.is_grad_enabled() else self._progress.evaluation,
             "sync": None if wrapper is None else wrapper.require_backward_grad_sync,
             "random": random_states(),
+            "draws": None
+            if drawn_from is None
+            else numbers_drawn(drawn_from, torch.get_rng_state()),
             **_samples(inputs),
         }
         if trains and self._digested_in.get(number) != self._progress.updates:

@@ -135,6 +135,7 @@ def _result_of_audits(options: VerifyOptions, audits: list[AuditResult]) -> Veri
     faults: set[str] = set()
     notes: set[str] = set()
     not_judged: set[str] = set()
+    unexplained: set[str] = set()
     for each in audits:
         if len(audits) > 1:
             lines.append(f"--- {each.case.world_size} processes ---")
@@ -142,14 +143,20 @@ def _result_of_audits(options: VerifyOptions, audits: list[AuditResult]) -> Veri
         faults |= each.faults.keys()
         notes |= each.notes.keys()
         not_judged |= each.of(NotJudged).keys()
+        unexplained |= {name for name, why in each.of(NotJudged).items() if why.differs}
     if faults:
         last = f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {', '.join(sorted(faults))}"
+    elif unexplained:
+        last = (
+            f"not judged: a difference that may be right or wrong: {', '.join(sorted(unexplained))}"
+        )
     else:
         last = "sound: no fault found"
         last += f"; notes: {', '.join(sorted(notes))}" if notes else ""
         last += f"; {len(not_judged)} rules could not judge" if not_judged else ""
     facts = {"kind": "audit", "steps": options.steps, "audits": [each.facts() for each in audits]}
-    return VerifyResult(ExitCode.FAILED if faults else ExitCode.OK, [*lines, last], facts)
+    code = ExitCode.FAILED if faults else ExitCode.NOT_JUDGED if unexplained else ExitCode.OK
+    return VerifyResult(code, [*lines, last], facts)
 
 
 def _with_compile_note(result: VerifyResult, solo: Run) -> VerifyResult:

@@ -17,6 +17,7 @@ from paceline.audit.rules import (
 )
 from paceline.audit.rules.rule import Rule
 
+_CLIPPED_TOO_EARLY = "clipping before reduction"
 _STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
 
 # Faults are reported in this order. To add a rule, write its function and add a line.
@@ -33,12 +34,18 @@ RULES = (
     Rule("set_epoch forgotten", randomness.same_order_each_epoch),
     Rule("same augmentation in workers", randomness.same_augmentation),
     Rule("same dropout mask on ranks", randomness.same_dropout, needs_replicas=True),
-    Rule("gradient N times too large or small", gradient.scaled_gradient, needs_replicas=True),
+    Rule(
+        "gradient N times too large or small",
+        gradient.scaled_gradient,
+        needs_replicas=True,
+        consequence_of=_CLIPPED_TOO_EARLY,
+    ),
     Rule("mean of means", gradient.mean_of_means),
     Rule("no_sync on the last micro-batch", reduction.no_sync_on_last),
     Rule("no_sync around backward only", reduction.no_sync_around_backward),
     Rule("parameter added after wrapping", reduction.added_parameter),
     Rule("clipping before unscaling", update.clip_before_unscale),
+    Rule(_CLIPPED_TOO_EARLY, update.clip_before_reduction, works_with_join=False),
     Rule(_STEPPED_ON_ONE_RANK, update.update_on_one_rank, works_with_join=False),
     Rule(
         "checkpoint loaded on one rank",

@@ -10,6 +10,8 @@ from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJ
 
 # The first forwards of each rank, whose random states are compared.
 _FORWARDS = 3
+# More numbers than this for each sample of a batch are noise.
+_DRAWS_PER_SAMPLE = 2
 
 
 def same_order_each_epoch(case: Case) -> Judgement:
@@ -17,6 +19,8 @@ def same_order_each_epoch(case: Case) -> Judgement:
     log = case.ranks[0]
     judged = False
     for name in log.training_loaders:
+        if (fault := _other_epoch_on_a_rank(case, name)) is not None:
+            return fault
         loader = log.loaders[name]
         sampler = loader["sharding"]
         has_epoch = "epoch" in sampler and sampler.get("shuffle", True)
@@ -34,6 +38,29 @@ def same_order_each_epoch(case: Case) -> Judgement:
         cut = " The first one was cut short, to see the second." if log.of("pass-cut") else ""
         return NoFault(f"each pass had another order.{cut}")
     return NoFault("no sampler of the training data needs the epoch.")
+
+
+def _other_epoch_on_a_rank(case: Case, name: str) -> FaultFound | None:
+    """In one pass, the samplers of the ranks have different epochs."""
+    passes = [_training_passes(log, name) if name in log.loaders else [] for log in case.ranks]
+    for number, of_ranks in enumerate(zip(*passes, strict=False), 1):
+        epochs = [event["epoch"] for event in of_ranks]
+        if len(set(epochs)) > 1:
+            ranks = [rank for rank, epoch in enumerate(epochs) if epoch != max(epochs)]
+            return FaultFound(
+                what=f"in pass {number}, the samplers of the ranks have different epochs: "
+                f"{', '.join(map(str, epochs))}.",
+                at=of_ranks[ranks[0]]["at"],
+                ranks=ranks,
+                step=of_ranks[0]["s"] + 1,
+                why="the epoch decides the order of the whole dataset, and each rank takes its part of that "
+                "order. Parts of different orders overlap.",
+                fix="call sampler.set_epoch(epoch) on every rank, outside of branches such as "
+                "`if rank == 0`.",
+                evidence=f"epochs of the ranks in pass {number}: {', '.join(map(str, epochs))}",
+                effect=f"{len(ranks)} of {case.world_size} ranks take their part of another order",
+            )
+    return None
 
 
 def _same_epoch(
@@ -134,11 +161,40 @@ def _worker(which: tuple[int, int | None]) -> str:
     return f"rank {rank}" if worker is None else f"worker {worker} of rank {rank}"
 
 
+def _same_noise(case: Case, firsts: list[list[Event]]) -> FaultFound | None:
+    """Between the batch and the forward, two ranks draw the same noise.
+
+    Fewer numbers may be a choice that all ranks share, or a permutation of the batch.
+    """
+    for rank in range(1, case.world_size):
+        pairs = list(zip(firsts[0], firsts[rank], strict=False))
+        if all(
+            a["random"]["torch"] == b["random"]["torch"]
+            and (a["draws"] or 0) > _DRAWS_PER_SAMPLE * (a["samples"] or 1)
+            for a, b in pairs
+        ):
+            return FaultFound(
+                what=f"ranks 0 and {rank} draw the same random numbers for their batches.",
+                at=firsts[0][0]["at"],
+                ranks=[0, rank],
+                step=1,
+                why="the script draws from torch's generator between the batch and the forward, and its "
+                "state is the same on both ranks, so the noise does not average out over the ranks.",
+                fix="seed by rank after the model is built: torch.manual_seed(seed + rank).",
+                evidence=f"equal states before {len(pairs)} forwards; at least {firsts[0][0]['draws']} "
+                f"numbers for {firsts[0][0]['samples']} samples",
+                effect=f"the noise of 2 of {case.world_size} ranks is equal",
+            )
+    return None
+
+
 def same_dropout(case: Case) -> Judgement:
     """The forwards of two ranks draw the same random numbers, so their dropout masks are equal."""
     firsts = [log.training_forwards[:_FORWARDS] for log in case.ranks]
     if not all(firsts):
         return NotJudged("not every rank ran a forward of training.")
+    if (fault := _same_noise(case, firsts)) is not None:
+        return fault
     # Dropout draws from torch. Python's `random` decides what must be alike on all ranks, such as LayerDrop.
     used = [k for k in ("torch", "cuda") if any(k in e["drew"] for each in firsts for e in each)]
     if not used:

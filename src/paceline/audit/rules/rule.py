@@ -83,9 +83,14 @@ class NoFault:
 
 @dataclass(frozen=True)
 class NotJudged:
-    """The rule could not judge the script."""
+    """The rule could not judge the script.
+
+    Attributes:
+        differs: Whether the rule saw a difference between the runs, and does not know whether it is a fault.
+    """
 
     why: str
+    differs: bool = False
 
 
 Judgement = FaultFound | NoFault | NotJudged

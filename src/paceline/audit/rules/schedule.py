@@ -38,17 +38,28 @@ def fast_schedule(case: Case) -> Judgement:
     solo_rates = _rates(solo)
     if len(set(solo_rates)) < 2:
         return NoFault("the learning rate of one process did not change in the watched steps.")
-    early = agree = 0
+    early = agree = other = 0
     for step, rate in enumerate(_rates(log)):
         position = step * lengths[0] / lengths[1]
         here, ahead = (
             _interpolate(solo_rates, position),
             _interpolate(solo_rates, position * case.world_size),
         )
+        at_step = _interpolate(solo_rates, step)
+        if here is not None and at_step is not None:
+            other += not _close(rate, here) and not _close(rate, at_step)
         if here is not None and ahead is not None and not _close(here, ahead):
             agree += abs(rate - here) < _NEAR * abs(ahead - here)
             early += abs(rate - ahead) < _NEAR * abs(ahead - here)
     if early < _MIN_EARLY or agree >= early:
+        if other >= _MIN_EARLY and calls > _MORE_CALLS * solo_calls > 0:
+            return _fast_length(case, calls, solo_calls, other)
+        if other >= _MIN_EARLY:
+            return NotJudged(
+                f"in {other} steps the learning rate was neither that of one process at the same step nor "
+                "at the same part of an epoch.",
+                differs=True,
+            )
         return NoFault("the learning rate is that of one process at the same part of an epoch.")
     if calls > _MORE_CALLS * solo_calls > 0:
         why = f"it is stepped {calls:.3g} times per update, and {solo_calls:.3g} times with one process."
@@ -67,6 +78,23 @@ def fast_schedule(case: Case) -> Judgement:
         evidence=f"in {early} steps the learning rate was that of one process at {case.world_size} times "
         "the position in the epoch",
         effect=f"the learning rate changes {case.world_size} times too fast",
+    )
+
+
+def _fast_length(case: Case, calls: float, solo_calls: float, other: int) -> FaultFound:
+    """The calls of the schedule follow the samples, as with Accelerate, and its length does not."""
+    log = case.ranks[0]
+    return FaultFound(
+        what="the length of the schedule is divided by the number of ranks, and its steps are not.",
+        at=(log.first("schedule") or log.of("step")[0])["at"],
+        step=1,
+        why=f"it is stepped {calls:.3g} times per update, and {solo_calls:.3g} times with one process, so "
+        "its length must count the batches of all ranks.",
+        fix="compute its length before the loader is prepared or sharded, or multiply it by the number of "
+        "ranks.",
+        evidence=f"in {other} steps the learning rate was neither that of one process at the same step nor "
+        "at the same part of an epoch",
+        effect=f"the schedule ends {case.world_size} times too early",
     )
 
 

@@ -225,6 +225,12 @@ def _inputs_without_loader(case: Case) -> Judgement:
     same = all(each[:count] == rows[0][:count] for each in rows)
     shifted = len(common) >= _WHOLE * max(map(len, sets)) and not repeat
     if (same or shifted) and len(common) > _MIN_FORWARDS:
+        if not case.ranks[0].of("ddp", "collective"):
+            return NotJudged(
+                "each rank trained alone on the same samples, as all ranks do for a teacher. To watch what "
+                "follows, give more --steps.",
+                differs=True,
+            )
         return FaultFound(
             what="every rank trains on the same samples.",
             at=case.ranks[0].training_forwards[0]["at"],

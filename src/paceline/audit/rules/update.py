@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 from paceline.audit.evidence import Event, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, outliers
 from paceline.errors import name_ranks
 
+# Norms of equal gradients may differ by rounding.
+_close = partial(math.isclose, rel_tol=1e-3)
 _WORDS = {
     "clip": ("clipped", "did not clip"),
     "scaler-unscale": ("unscaled", "did not unscale"),
@@ -38,6 +43,38 @@ def clip_before_unscale(case: Case) -> Judgement:
     if not clips:
         return NoFault("torch's clipping was not called.")
     return NoFault(f"{clips} clips, all of unscaled gradients.")
+
+
+def clip_before_reduction(case: Case) -> Judgement:
+    """Each rank clips its own gradients, which are reduced after that."""
+    each = [
+        [(update, event) for update in log.updates for event in update if event["k"] == "clip"]
+        for log in case.ranks
+    ]
+    if not all(each):
+        return NoFault("not every rank clipped gradients.")
+    for number, clips in enumerate(zip(*each, strict=False), 1):
+        norms = [event["norm"] for _, event in clips]
+        steps = [next((e for e in update if e["k"] == "step"), None) for update, _ in clips]
+        if None in norms or None in steps or _close(min(norms), max(norms)):
+            continue
+        used = [{n: d[0] for n, d in step["grads"].items()} for step in steps if step is not None]
+        if all(own == used[0] for own in used):
+            event = clips[0][1]
+            return FaultFound(
+                what="each rank clips its own gradients before they are reduced.",
+                at=event["at"],
+                step=number,
+                why="the norm of one rank's gradients is not that of the mean over the ranks, so the result "
+                "depends on the number of processes.",
+                fix="clip after the all_reduce, when all ranks have the same gradients.",
+                evidence=f"norms of the ranks at the clip: {', '.join(f'{n:.4g}' for n in norms)}; the "
+                "optimizer then got equal gradients",
+                effect=f"the norms at the clip differ by a factor of {max(norms) / min(norms):.3g}"
+                if min(norms)
+                else "the norm at the clip is 0 on a rank",
+            )
+    return NoFault(f"{min(map(len, each))} clips, of gradients with equal norms on all ranks.")
 
 
 def update_on_one_rank(case: Case) -> Judgement:
