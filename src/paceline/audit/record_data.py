@@ -59,6 +59,7 @@ class _Hooks:
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
         self._long: set[str] = set()  # loaders whose first pass may be cut
+        self._cut_at: int | None = None  # the step in which they were cut
         self._may_cut = progress.plan.solo is None  # not in a replay
         self._replayed = replay.replayed_loaders(progress.plan)
 
@@ -123,11 +124,14 @@ class _Hooks:
             of.name in self._long
             and of.name in self._progress.training_loaders
             and self._progress.is_at_half
+            and self._cut_at in (None, self._progress.steps)
             and _is_in_loop(frame)
         )
         if cuts:
-            self._long.clear()  # also for loaders that the script makes in each epoch
-            self._may_cut = False
+            # Another loader of the same step, as in `zip(one, other)`, is cut too; later ones are not.
+            self._cut_at = self._progress.steps
+            self._long.discard(of.name)
+            self._may_cut = False  # also for loaders that the script makes in each epoch
         return cuts
 
     def _is_long_and_ordered_by_epoch(self, described: Mapping[str, Any]) -> bool:

@@ -149,7 +149,10 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
             f"the script needs a GPU, at {init['at'] if needs_nccl else where}, and this host has none.",
             fix="use a host with a GPU, or choose the device with torch.cuda.is_available().",
         )
-    return _refused(run, f"the script failed in {run.name}: {what}", where=where)
+    fix = ""
+    if "Lightning" in what and "does not match the world size" in what:
+        fix = 'pass the number of processes: Trainer(devices=int(os.environ["WORLD_SIZE"]), num_nodes=1).'
+    return _refused(run, f"the script failed in {run.name}: {what}", where=where, fix=fix)
 
 
 def _no_step(run: Run) -> Refused:

@@ -141,6 +141,11 @@ def averaged_metric(case: Case) -> Judgement:
     if case.replay is None:
         return NotJudged(case.why_no_replay)
     solo, replay = _reductions(case.solo.ranks[0]), _reductions(case.replay.ranks[0])
+    if replay and not solo:
+        at = next(iter(replay.values()))[0]["at"]
+        return NotJudged(
+            f"one process does not enter the reduction at {at}, so there is nothing to compare."
+        )
     judged = with_counts = 0
     unclear: Event | None = None
     for number in sorted(solo.keys() & replay.keys()):

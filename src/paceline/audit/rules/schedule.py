@@ -45,9 +45,7 @@ def fast_schedule(case: Case) -> Judgement:
             _interpolate(solo_rates, position),
             _interpolate(solo_rates, position * case.world_size),
         )
-        at_step = _interpolate(solo_rates, step)
-        if here is not None and at_step is not None:
-            other += not _close(rate, here) and not _close(rate, at_step)
+        other += not any(_is_near(solo_rates, each, rate) for each in (position, step))
         if here is not None and ahead is not None and not _close(here, ahead):
             agree += abs(rate - here) < _NEAR * abs(ahead - here)
             early += abs(rate - ahead) < _NEAR * abs(ahead - here)
@@ -116,6 +114,18 @@ def _rates(log: RankLog) -> list[float]:
         for event in log.of("step")
     }
     return [rates[step] for step in sorted(rates)]
+
+
+def _is_near(rates: list[float], position: float, rate: float) -> bool:
+    """Whether a rate is that of a position or of the steps beside it, or the position is unknown.
+
+    A schedule with fewer steps reaches its turning points up to one step earlier or later.
+    """
+    around = [_interpolate(rates, max(0, position + shift)) for shift in (-1, 0, 1)]
+    known = [each for each in around if each is not None]
+    if len(known) < len(around):
+        return True
+    return min(known) <= rate <= max(known) or any(_close(rate, each) for each in known)
 
 
 def _interpolate(rates: list[float], position: float) -> float | None:
