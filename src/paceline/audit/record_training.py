@@ -55,8 +55,29 @@ class _Hooks:
         self._loading = Nesting()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._tracer.stop()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._record_step(optimizer)
+            return None
+        is_first = True
+
+        def recorded() -> Any:
+            # The closure computes the gradients. L-BFGS calls it several times; the first call counts.
+            nonlocal is_first
+            loss = closure()
+            if is_first:
+                is_first = False
+                self._record_step(optimizer)
+            return loss
+
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, recorded, *args[2:]), others
+
+    def _record_step(self, optimizer: Optimizer) -> None:
         self._models.report_unreduced()
         gradients = {
             self._models.name_of(p): p.grad
