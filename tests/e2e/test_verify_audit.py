@@ -121,6 +121,15 @@ def test_no_fault_is_found_in_a_sound_script(script: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_a_script_without_a_seed_is_seeded_and_the_report_says_so(tmp_path: Path) -> None:
+    code, facts = audit(TESTS / "sound" / "64_no_seed.py", "1,2", tmp_path)
+    assert code == 0
+    assert "calls no torch.manual_seed" in facts["notes"][0]
+    judged = {each["rule"]: each["evidence"] for each in facts["audits"][0]["sound"]}
+    assert "1 times that of one process" in judged["gradient N times too large or small"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_faults_at_three_processes(name: str, tmp_path: Path) -> None:

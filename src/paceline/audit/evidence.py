@@ -26,6 +26,7 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 # steps; in "step" and "stepped", "s" is the number of the step itself. Kinds and further entries:
 #   start                   host, cores, cuda_devices
 #   init, ddp, join         init_process_group (backend), DDP (ranks: how many), the entry of DDP's Join
+#   seed                    torch.manual_seed is called
 #   compile, fork           torch.compile or os.fork is called
 #   spawns                  the script starts ranks of its own: call
 #   model                   the first call of a model: sharded, buffers (names), layout of its DTensors:

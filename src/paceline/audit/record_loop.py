@@ -25,6 +25,7 @@ from paceline.parallel.modules import unwrap
 # Set before each forward of the solo run and of its replay, so that their dropout is the same.
 _FORWARD_SEED = 7_000_003
 _MAX_ROWS = 512
+_manual_seed = torch.manual_seed  # not the recording one that replaces it
 
 
 def install(progress: Progress, models: Models, tracer: WeightTracer) -> None:
@@ -83,7 +84,7 @@ class _Hooks:
         if not torch.is_grad_enabled() and self._progress.on_no_grad_forward(of_trained=of_trained):
             replay.keep_or_load_weights(self._progress, self._models)
         if trains and self._sets_seed():
-            torch.manual_seed(_FORWARD_SEED + self._forwards)
+            _manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
         drawn_from, self._progress.random_at_batch = self._progress.random_at_batch, None
         self._forward = {

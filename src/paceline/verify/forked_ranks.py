@@ -25,7 +25,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-import numpy
 import torch
 
 from paceline.exit_codes import ExitCode
@@ -158,11 +157,9 @@ def _become_rank(control: int, environ: Mapping[str, str], output: Path) -> NoRe
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(environ, PACELINE_CONTROL_FD=str(control), PACELINE_BEFORE=harness.__name__)
-    # torch has read the variable in the parent. What is random in each new process must differ here too.
+    # torch has read the variable in the parent.
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else usable_cores())
-    numpy.random.seed()
-    torch.seed()
     sys.modules["__main__"] = worker
     sys.argv = [str(WORKER)]
     sys.orig_argv = [sys.executable, *sys.argv]

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import numpy
 import torch
 
 from paceline.audit import record_collectives, record_data, record_loop, record_training
@@ -44,9 +45,7 @@ def install(control: object) -> None:
         cores=sorted(os.sched_getaffinity(0)),
         cuda_devices=torch.cuda.device_count(),
     )
-    if plan.mode != "ordinary":
-        # A loop that shuffles with `random` without a seed must shuffle in the same way in these runs.
-        random.seed(_SEED)
+    _seed(recorder, _SEED + (rank if plan.mode == "ordinary" else 0))
     _disable_compilation(recorder)
     progress = Progress(plan, recorder, rank)
     models = Models(recorder)
@@ -58,6 +57,22 @@ def install(control: object) -> None:
     record_paceline.install(progress)
     os.register_at_fork(before=lambda: _record_fork(recorder))
     _record_end(recorder, models, control)
+
+
+def _seed(recorder: Recorder, seed: int) -> None:
+    """Seed a script that sets no seed itself, so that its runs can be compared; record if it sets one.
+
+    In the ordinary run each rank has its own seed, as it would have without `verify`.
+    """
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+
+    def set_seed(seed_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        recorder.write("seed")
+        return seed_(*args, **kwargs)
+
+    intercept("manual_seed", set_seed, torch, torch.random)
 
 
 def _disable_compilation(recorder: Recorder) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
                 for count in counts
             ]
             result = _result_of_audits(options, audits)
-        return _with_compile_note(result, solo)
+        return _with_notes(result, solo)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -159,18 +160,27 @@ def _result_of_audits(options: VerifyOptions, audits: list[AuditResult]) -> Veri
     return VerifyResult(code, [*lines, last], facts)
 
 
-def _with_compile_note(result: VerifyResult, solo: Run) -> VerifyResult:
-    """Add a note before the last line of the report if torch.compile was turned off."""
-    compiled = solo.ranks[0].first("compile")
-    if compiled is None:
+def _with_notes(result: VerifyResult, solo: Run) -> VerifyResult:
+    """Add what verification changed in the script, before the last line of the report."""
+    log = solo.ranks[0]
+    notes = []
+    compiled = log.first("compile")
+    if compiled is not None:
+        notes.append(
+            f"torch.compile was turned off during verification (first call: {compiled['at']}); the "
+            "compiled code itself is not verified."
+        )
+    before = takewhile(lambda event: event["k"] != "forward", log.events)
+    if not log.of("training") and not any(event["k"] == "seed" for event in before):
+        notes.append(
+            "the script calls no torch.manual_seed before its first forward, so verification set a seed: "
+            "in the ordinary run another one on each rank, else one for all."
+        )
+    if not notes:
         return result
-    note = (
-        f"torch.compile was turned off during verification (first call: {compiled['at']}); the "
-        "compiled code itself is not verified."
-    )
     *lines, last = result.lines
-    lines = [*lines, f"note: {note}", last]
-    return replace(result, lines=lines, facts=result.facts | {"notes": [note]})
+    lines = [*lines, *(f"note: {note}" for note in notes), last]
+    return replace(result, lines=lines, facts=result.facts | {"notes": notes})
 
 
 def _run(plan: RunPlan, options: VerifyOptions) -> Run:
