@@ -23,7 +23,7 @@ OFFERED = {
     "paceline run --on-h": {"--on-hang"},
     "paceline run --on-hang ": {"report", "end"},
     "paceline run --nproc-per-node 2 tr": {"train.py"},
-    "paceline verify --st": {"--steps"},
+    "paceline verify --ste": {"--steps"},
     "paceline ckpt ": {"ls", "show", "check", "export", "rm"},
     "paceline ckpt rm runs/a --st": {"--step"},
     "paceline job k8s tr": {"train.py"},
