@@ -193,6 +193,8 @@ def same_dropout(case: Case) -> Judgement:
     firsts = [log.training_forwards[:_FORWARDS] for log in case.ranks]
     if not all(firsts):
         return NotJudged("not every rank ran a forward of training.")
+    if not case.trains_together:
+        return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
     if (fault := _same_noise(case, firsts)) is not None:
         return fault
     # Dropout draws from torch. Python's `random` decides what must be alike on all ranks, such as LayerDrop.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from paceline.audit.evidence import RankLog, Run
@@ -34,6 +35,17 @@ class Case:
     def world_size(self) -> int:
         """The number of ranks of the ordinary run."""
         return self.ordinary.plan.world_size
+
+    @property
+    def trains_together(self) -> bool:
+        """Whether the ranks exchange gradients, or parts of the model, in the watched steps."""
+        log = self.ranks[0]
+        if any(event["layout"] for event in log.of("model")):
+            return True
+        if any(event["sync"] is not None for event in log.training_forwards):
+            return True
+        events = log.of("backward", "collective", "step")
+        return any((a["k"], b["k"]) == ("backward", "collective") for a, b in pairwise(events))
 
     @property
     def splits_model(self) -> bool:

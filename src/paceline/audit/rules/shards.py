@@ -18,9 +18,18 @@ _MIN_COMMON = 3
 _MIN_FORWARDS = 3
 
 
+_ALONE = NotJudged(
+    "each rank trained alone on the same samples: the reduction of the gradients was forgotten, or all ranks "
+    "prepare something alike, such as a teacher. To watch what follows, give more --steps.",
+    differs=True,
+)
+
+
 def whole_dataset(case: Case) -> Judgement:
     """Every rank draws from the whole dataset: N ranks repeat the work of one."""
-    return _overlap(case, sharded=False)
+    judgement = _overlap(case, sharded=False)
+    is_alone = isinstance(judgement, FaultFound) and not case.trains_together
+    return _ALONE if is_alone else judgement
 
 
 def overlapping_shards(case: Case) -> Judgement:
@@ -225,12 +234,6 @@ def _inputs_without_loader(case: Case) -> Judgement:
     same = all(each[:count] == rows[0][:count] for each in rows)
     shifted = len(common) >= _WHOLE * max(map(len, sets)) and not repeat
     if (same or shifted) and len(common) > _MIN_FORWARDS:
-        if not case.ranks[0].of("ddp", "collective"):
-            return NotJudged(
-                "each rank trained alone on the same samples, as all ranks do for a teacher. To watch what "
-                "follows, give more --steps.",
-                differs=True,
-            )
         return FaultFound(
             what="every rank trains on the same samples.",
             at=case.ranks[0].training_forwards[0]["at"],
