@@ -203,6 +203,7 @@ class _Hooks:
             batches = None  # an iterable dataset
         return {
             "sampler": type(sampler).__name__,
+            "sampler_id": id(sampler),  # of one sampler only, because its loader is kept
             "sharding": {n: getattr(sampler, n) for n in settings if hasattr(sampler, n)},
             "takes_epoch": hasattr(dataset, "set_epoch") or hasattr(sampler, "set_epoch"),
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),

@@ -31,7 +31,7 @@ def same_order_each_epoch(case: Case) -> Judgement:
             return NotJudged("the script made one pass over its training data.")
         judged = True
         for before, after in pairwise(passes):
-            same = _same_order(log, name, before["pass_number"], after["pass_number"])
+            same = _same_order(log, before, after)
             if same or (same is None and has_epoch and before["epoch"] == after["epoch"]):
                 return _same_epoch(loader, before, after, has_epoch=has_epoch, seen=bool(same))
     if judged:
@@ -67,6 +67,8 @@ def _same_epoch(
     loader: Event, before: Event, after: Event, *, has_epoch: bool, seen: bool
 ) -> FaultFound:
     passes = f"passes {before['pass_number'] + 1} and {after['pass_number'] + 1}"
+    if before["loader"] != after["loader"]:
+        passes = "two passes over the sampler"
     return FaultFound(
         what="every epoch has the same order"
         + (f": the sampler's epoch stays {after['epoch']}." if has_epoch else "."),
@@ -83,12 +85,16 @@ def _same_epoch(
     )
 
 
-def _same_order(log: RankLog, name: str, one: int, other: int) -> bool | None:
+def _same_order(log: RankLog, one: Event, other: Event) -> bool | None:
     """Whether two passes began with the same samples in the same order; None if too few were seen."""
-    batches = [event for event in log.of("batch") if event["loader"] == name]
+    keys = [(each["loader"], each["pass_number"]) for each in (one, other)]
     a, b = (
-        [e["ids"] or e["content"] for e in batches if e["pass_number"] == number]
-        for number in (one, other)
+        [
+            e["ids"] or e["content"]
+            for e in log.of("batch")
+            if (e["loader"], e["pass_number"]) == key
+        ]
+        for key in keys
     )
     common = min(len(a), len(b))
     if common < 2:
@@ -99,24 +105,25 @@ def _same_order(log: RankLog, name: str, one: int, other: int) -> bool | None:
 
 
 def _training_passes(log: RankLog, name: str) -> list[Event]:
-    """The passes over a loader with a backward, except passes that were left after one batch."""
-    batches: Counter[int] = Counter()
-    trained: set[int] = set()
-    last: Event | None = None
+    """The passes with a backward over the loaders of one sampler, except those left after one batch."""
+    sampler = log.loaders[name]["sampler_id"]
+    batches: Counter[tuple[str, int]] = Counter()
+    trained: set[tuple[str, int]] = set()
+    last: tuple[str, int] | None = None
     for event in log.of("batch", "backward"):
         if event["k"] == "batch":
-            last = event
-            batches[event["pass_number"]] += event["loader"] == name
-        elif last is not None and last["loader"] == name:
-            trained.add(last["pass_number"])
-    ended = {event["pass_number"] for event in log.of("pass-end") if event["loader"] == name}
-    return [
-        event
-        for event in log.of("iter")
-        if event["loader"] == name
-        and event["pass_number"] in trained
-        and (batches[event["pass_number"]] > 1 or event["pass_number"] in ended)
-    ]
+            last = event["loader"], event["pass_number"]
+            batches[last] += 1
+        elif last is not None:
+            trained.add(last)
+    ended = {(event["loader"], event["pass_number"]) for event in log.of("pass-end")}
+    found = []
+    for event in log.of("iter"):
+        key = event["loader"], event["pass_number"]
+        is_own = log.loaders[event["loader"]]["sampler_id"] == sampler
+        if is_own and key in trained and (batches[key] > 1 or key in ended):
+            found.append(event)
+    return found
 
 
 def same_augmentation(case: Case) -> Judgement:
