@@ -1,0 +1,125 @@
+"""The documentation site: it builds without a warning, and every page opens in a browser without an error."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+]
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Serves the site, and lets the browser write each request to another host to its console."""
+
+    def end_headers(self) -> None:
+        """Add the policy to each answer."""
+        allowed = "'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
+        self.send_header("Content-Security-Policy", f"default-src {allowed}")
+        super().end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the log empty."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site; built in a copy, as `make docs` does in the repository."""
+    copy = tmp_path_factory.mktemp("site") / "repository"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
+    helps = copy / "build" / "help"
+    helps.mkdir(parents=True)
+    for command in COMMANDS:
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", command, "--help"],
+            env=os.environ | {"COLUMNS": "100"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        (helps / f"{command}.txt").write_text(done.stdout)
+    zensical = Path(sys.executable).with_name("zensical")
+    built = subprocess.run(
+        [str(zensical), "build", "--strict", "--clean"],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return copy / "build" / "site"
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[str]:
+    """The address of a folder on a free port of loopback."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def console(url: str, profile: Path) -> str:
+    """What a page writes to the browser's console."""
+    done = subprocess.run(
+        [
+            *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu"),
+            *("--enable-logging=stderr", f"--user-data-dir={profile}"),
+            *("--virtual-time-budget=4000", "--dump-dom", url),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "</html>" in done.stdout, url
+    return "".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def test_every_page_opens_without_an_error_or_a_request_to_another_host(
+    site: Path, tmp_path: Path
+) -> None:
+    pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
+    assert len(pages) >= len(list((ROOT / "docs").rglob("*.md")))
+    with serve(site) as address, ThreadPoolExecutor(2) as pool:
+        said = pool.map(
+            lambda page: console(f"{address}/{page}", tmp_path / page.replace("/", "-")), pages
+        )
+        errors = {page: text for page, text in zip(pages, said, strict=True) if text}
+    assert errors == {}
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("<script src='https://example.com/x.js'></script>", "Content Security Policy"),
+        ("<script>nothing()</script>", "nothing is not defined"),
+    ],
+)
+def test_an_error_of_a_page_is_seen(script: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(f"<html>{script}</html>")
+    with serve(tmp_path) as address:
+        assert message in console(f"{address}/page.html", tmp_path / "profile")
