@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -116,6 +117,18 @@ def test_rules_without_evidence_find_no_fault() -> None:
         judged = rule.judge(case(empty, empty))
         assert isinstance(judged, NoFault | NotJudged), rule.name
         assert (judged.evidence if isinstance(judged, NoFault) else judged.why)[-1] == "."
+
+
+def test_the_pages_name_the_number_of_rules() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    named = {
+        page.name: int(number)
+        for page in sorted(docs.rglob("*.md"))
+        for number in re.findall(r"(\d\d)\s(?:rules|known\s+faults|条)", page.read_text())
+        if "decisions" not in page.parts
+    }
+    assert set(named) >= {"verify.md", "3-ddp.md", "4-ten-mistakes.md", "8-next.md"}
+    assert set(named.values()) == {len(RULES)}
 
 
 def test_outliers() -> None:

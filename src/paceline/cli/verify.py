@@ -96,7 +96,7 @@ def parser() -> CommandParser:
         "paceline verify",
         usage="paceline verify [options] SCRIPT [-- ARGUMENTS]",
         description="Run a training script on 1 and on several processes. A script that uses paceline must "
-        "train the same on all; any other script is checked for 21 known faults of distributed training.",
+        "train the same on all; any other script is checked for 22 known faults of distributed training.",
         examples={
             "paceline verify train.py -- --lr 0.1": "1 and 2 processes, 20 steps; --lr is the script's",
             "paceline verify --nproc 1,2,3 --steps 50 train.py": "three runs of 50 steps",
