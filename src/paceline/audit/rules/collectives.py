@@ -116,23 +116,16 @@ def _fault(case: Case, each: list[list[Event]], number: int) -> FaultFound:
         for rank, other in enumerate(calls)
         if rank not in ranks
     ]
-    entered = [other for rank, other in enumerate(calls) if rank not in ranks and other]
     return FaultFound(
         what=f"only {name_ranks(ranks, case.world_size)} entered {call['op']} at {call['at']}.",
         at=call["at"],
         ranks=ranks,
         step=call["s"] + 1,
-        why="every rank must enter every collective, in the same order. "
-        + (
-            "The ranks took different ways, as after a `break` or a branch on a value that is not the same "
-            "on all ranks, so this call waits for ever or meets another collective."
-            if entered
-            else "A branch such as `if rank == 0` kept the other ranks out, so this call waits for ever or "
-            "meets another collective."
-        ),
-        fix="let all ranks take the same way: decide on a value that is reduced over the ranks."
-        if entered
-        else "call it on every rank, and keep only code without collectives inside the branch.",
+        why="every rank must enter every collective, in the same order. The ranks took different ways, as "
+        "under `if rank == 0`, or after a `break` on a value that is not the same on all ranks. So this call "
+        "waits for ever or meets another collective.",
+        fix="call it on every rank; a condition around it, or one that ends a loop, must be the same on all "
+        "ranks.",
         evidence=f"collective number {number + 1}: {', '.join(others)}"
         + ("; the run hung" if case.ordinary.hung else ""),
         effect=f"{len(ranks)} of {case.world_size} ranks wait for the others in this call",
