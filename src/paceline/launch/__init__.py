@@ -56,7 +56,12 @@ def run(argv: Sequence[str]) -> int:
             local_ranks.close()
 
 
+_received: list[int] = []  # signals that came while torch was imported
+
+
 def _end(number: int, frame: FrameType | None) -> NoReturn:
+    # In a callback of the import itself, Python prints this error and goes on; so `_launch` looks again.
+    _received.append(number)
     raise SystemExit(128 + number)
 
 
@@ -75,4 +80,6 @@ def _launch(argv: Sequence[str], local_ranks: LocalRanks) -> int:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
         if collects_garbage:
             gc.enable()
+    if _received:
+        raise SystemExit(128 + _received[0])
     return launch(argv, local_ranks)
