@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 import shutil
@@ -55,22 +56,30 @@ def run_mpi_ranks(
     """
     words, variables = mpi_command(kind, nproc)
     (folder / "payload").write_bytes(cloudpickle.dumps((function, args, timeout_s, nproc)))
-    done = subprocess.run(
-        [*words, sys.executable, __file__, str(folder)],
-        env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-    )
+    try:
+        done = subprocess.run(
+            [*words, sys.executable, __file__, str(folder), str(deadline_s)],
+            env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        ended = sorted(path.name for path in folder.glob("rank-*"))
+        told = (error.stderr or b"").decode(errors="replace")
+        pytest.fail(f"not ended after {deadline_s} s; results: {ended}\n{told}")
     paths = [folder / f"rank-{rank}" for rank in range(nproc)]
     assert all(path.exists() for path in paths), done.stdout + done.stderr
     return [cloudpickle.loads(path.read_bytes()) for path in paths]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, deadline_s: float) -> None:
     """Run as one rank: write the result, and wait for those of the others, since MPI would end them."""
     import paceline
 
+    faulthandler.dump_traceback_later(
+        deadline_s - 5
+    )  # the test that fails shows where each rank is
     function, args, timeout_s, nproc = cloudpickle.loads((folder / "payload").read_bytes())
     number = None
     try:
@@ -90,4 +99,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), float(sys.argv[2]))

@@ -36,6 +36,7 @@ RULES = {
     "20": "same device for all ranks",
     "21": "weights drift apart",
     "61": "clipping before reduction",
+    "65": "gathered in another order",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

@@ -38,6 +38,7 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 #   forward, forward-end    model, trains, evaluation, samples, rows, sync (DDP), buffers, params, drew
 #   backward, backward-end  forwards, weight (of a sample in the loss), sync (DDP), loaders (of this step)
 #   collective, collective-end   op, group, reduce, shape, items, values, evaluation
+#   read                    the script takes the number of a tensor in an evaluation: at, value, evaluation
 #   zero, clip, scaler-unscale, scaler-step   zero_grad, clipping (norm, scale), the GradScaler (scale)
 #   step, stepped           before an optimizer step: lrs, base, grads, state; after it: params
 #   schedule, load          a schedule is stepped, a state is loaded (what)

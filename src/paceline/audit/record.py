@@ -97,6 +97,17 @@ def user_line() -> str:
     return next((line_of(frame) for frame in frames() if is_user_code(frame)), "")
 
 
+def calling_line() -> str:
+    """The user's line that called a method of a tensor; empty if a library did."""
+    for frame in frames():
+        if is_user_code(frame):
+            return line_of(frame)
+        # The hooks; and `format` of a tensor, which calls `item`.
+        if not frame.f_globals.get("__name__", "").startswith(("paceline.audit.", "torch._tensor")):
+            return ""
+    return ""
+
+
 def line_of(frame: FrameType, line: int | None = None) -> str:
     """The line of a frame, such as `train.py:57 in main()`."""
     name = os.path.relpath(frame.f_code.co_filename)

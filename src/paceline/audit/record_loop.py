@@ -1,4 +1,4 @@
-"""Records the loop: forwards, backwards, and whether DDP reduces the gradients."""
+"""Records the loop: forwards, backwards, whether DDP reduces the gradients, results of evaluations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.audit.digests import digest, leaves, numbers_drawn, random_states
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.models import Models, buffer_digests, ddp_of, parameter_digests
 from paceline.audit.progress import Progress
-from paceline.audit.record import Nesting, intercept, user_line
+from paceline.audit.record import Nesting, calling_line, intercept, user_line
 from paceline.audit.weight_tracer import WeightTracer
 from paceline.parallel.modules import unwrap
 
@@ -35,6 +35,8 @@ def install(progress: Progress, models: Models, tracer: WeightTracer) -> None:
     register_module_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True)
     intercept("__init__", hooks.build_ddp, DistributedDataParallel)
     intercept("backward", hooks.backward, torch.autograd)
+    for name in ("item", "__float__", "__int__"):
+        intercept(name, hooks.read, torch.Tensor)
 
 
 class _Hooks:
@@ -147,6 +149,14 @@ class _Hooks:
             # Before the script itself reduces them over the ranks.
             path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
             torch.save(self._models.gradients(), path)
+
+    def read(self, read: Callable[..., Any], tensor: torch.Tensor) -> Any:
+        value = read(tensor)
+        evaluation = self._progress.evaluation
+        is_result = evaluation is not None and not tensor.requires_grad
+        if is_result and isinstance(value, int | float) and (at := calling_line()):
+            self._recorder.write("read", at=at, value=value, evaluation=evaluation)
+        return value
 
 
 def _samples(inputs: Any) -> dict[str, Any]:

@@ -68,6 +68,11 @@ RULES = (
         consequence_of="evaluated twice",
     ),
     Rule(
+        "gathered in another order",
+        evaluation.misordered_gather,
+        consequence_of="metric averaged per rank",
+    ),
+    Rule(
         "weights drift apart",
         weights.drifting_weights,
         works_with_join=False,

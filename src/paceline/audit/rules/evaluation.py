@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,10 @@ from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJ
 _close = partial(math.isclose, rel_tol=1e-4, abs_tol=1e-16)
 # Samples that count twice are a note up to this share: a metric with three digits hardly shows them.
 _SMALL_SHARE = 1e-3
+# A number of samples that was computed in float32 differs by less from an integer.
+_ROUNDING = 1e-2
+# A metric that changes by more is computed from predictions that do not belong to their labels.
+_LARGE_CHANGE = 0.05
 _REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 
 # One call that reduces small values: in the run of one process, and in the replay.
@@ -43,7 +48,7 @@ def _padded(case: Case) -> Judgement:
     solo, ordinary = (_evaluated(run.ranks) for run in (case.solo, case.ordinary))
     if not solo or not ordinary:
         return NotJudged("the script evaluated nothing in the watched steps.")
-    unclear = False
+    unclear = removed = False
     for key in sorted(ordinary):
         number, loader, _ = key
         each = [rows for rows in ordinary[key] if rows]
@@ -63,17 +68,24 @@ def _padded(case: Case) -> Judgement:
             surplus -= len(of_one) - len(distinct)
         if surplus <= 0:
             continue
-        if _gathers(case.ranks[0], number):
-            return NotJudged(
-                f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
-                "predictions, and may remove the surplus."
-            )
         first = next(e for e in case.ranks[0].of("forward-end") if e["evaluation"] == number)
+        if _gathers(case.ranks[0], number):
+            results = _results_of_gathers(case)
+            if results and all(result.is_equal for result in results):
+                removed = True
+                continue
+            if not any(result.counts_padding for result in results):
+                return NotJudged(
+                    f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
+                    "predictions, and may remove the surplus."
+                )
         return _padding_fault(first, list(map(len, each)), len(distinct), surplus)
     if unclear:
         return NotJudged(
             "the samples that the models were given without gradient cannot be identified."
         )
+    if removed:
+        return NoFault("the surplus of the padded shards was removed after gathering.")
     return NoFault("the ranks together evaluated each sample once, or each rank all of them.")
 
 
@@ -133,6 +145,152 @@ def _gathers(log: RankLog, evaluation: int) -> bool:
         and "gather" in event["op"]
         and max(event["items"], math.prod(event["shape"])) > MAX_METRIC_VALUES
         for event in log.of("collective")
+    )
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A number that all ranks computed from what they had gathered, and that of one process.
+
+    Attributes:
+        gather: The line of a gather before it.
+        at: The line where the script took it.
+        step: The steps before it.
+        solo, value: The number; if the script took several at this line, their sum.
+        is_sum: Whether it is such a sum.
+        total: How many samples were evaluated.
+        distinct: How many of them were different.
+    """
+
+    gather: str
+    at: str
+    step: int
+    solo: float
+    value: float
+    is_sum: bool
+    total: int
+    distinct: int
+
+    @property
+    def is_equal(self) -> bool:
+        return _close(self.solo, self.value)
+
+    @property
+    def surplus_counted(self) -> float | None:
+        """How many samples more than by one process it counts; None if it is not known to count samples.
+
+        A share of the samples is such a number, and a sum of integers. A time is not, nor a mean loss.
+        """
+        counts = [self.value, self.solo]
+        if not self.is_sum:
+            counts = [self.value * self.total, self.solo * self.distinct]
+        if any(not 0 <= x <= self.total or abs(x - round(x)) > _ROUNDING for x in counts):
+            return None
+        return counts[0] - counts[1]
+
+    @property
+    def counts_padding(self) -> bool:
+        """Whether it counts samples twice that pad the shards."""
+        counted, surplus = self.surplus_counted, self.total - self.distinct
+        return not self.is_equal and counted is not None and -_ROUNDING <= counted <= surplus
+
+
+def _results_of_gathers(case: Case) -> list[_Result]:
+    """What all ranks computed in each evaluation of the replay after a gather."""
+    if case.replay is None:
+        return []
+    results = []
+    solo_rows, rows = (_rows_of_evaluations(run.ranks) for run in (case.solo, case.replay))
+    gathers = {
+        event["evaluation"]: event
+        for event in case.replay.ranks[0].of("collective")
+        if "gather" in event["op"]
+    }
+    for number in sorted(gathers.keys() & rows.keys()):
+        if set(rows[number]) != set(solo_rows.get(number, ())):
+            continue  # another part of the data
+        solo = _numbers_read(case.solo.ranks[0], number)
+        each = [_numbers_read(log, number) for log in case.replay.ranks]
+        gather = gathers[number]
+        for at, numbers in each[0].items():
+            if at in solo and all(own.get(at) == numbers for own in each):
+                results.append(
+                    _Result(
+                        gather=gather["at"],
+                        at=at,
+                        step=gather["s"],
+                        solo=sum(solo[at]),
+                        value=sum(numbers),
+                        is_sum=max(len(solo[at]), len(numbers)) > 1,
+                        total=len(rows[number]),
+                        distinct=len(set(rows[number])),
+                    )
+                )
+    return results
+
+
+def _rows_of_evaluations(ranks: list[RankLog]) -> dict[int, list[Any]]:
+    """What the ranks together evaluated, by evaluation."""
+    found: dict[int, list[Any]] = {}
+    for key, of_ranks in _evaluated(ranks).items():
+        found.setdefault(key[0], []).extend(row for each in of_ranks for row in each)
+    return found
+
+
+def _numbers_read(log: RankLog, evaluation: int) -> dict[str, list[float]]:
+    """By line, the numbers that the script took; if it gathers, only those after the first gather."""
+    found: dict[str, list[float]] = {}
+    gathered = False
+    for event in log.of("read", "collective"):
+        if event["evaluation"] == evaluation:
+            if event["k"] == "read":
+                found.setdefault(event["at"], []).append(event["value"])
+            elif "gather" in event["op"] and not gathered:
+                gathered = True
+                found.clear()
+    return found
+
+
+def misordered_gather(case: Case) -> Judgement:
+    """Gathered predictions are compared with labels in another order."""
+    if case.replay is None:
+        return NotJudged(case.why_no_replay)
+    forwards = case.replay.ranks[0].of("forward-end")
+    if any(event["drew"] for event in forwards if event["evaluation"] is not None):
+        return NotJudged("the evaluation draws random numbers.")
+    results = _results_of_gathers(case)
+    for result in results:
+        change = abs(result.value - result.solo)
+        if result.is_sum or result.counts_padding or change <= _LARGE_CHANGE * abs(result.solo):
+            continue
+        if result.surplus_counted is None:
+            return NotJudged(
+                f"{result.at} reads {result.solo:.6g} on one process and {result.value:.6g} on "
+                f"{case.world_size}, after a gather. It may be a time, or a metric that is wrong.",
+                differs=True,
+            )
+        return _order_fault(case, result)
+    if not results:
+        return NoFault("no number was computed from gathered values while evaluating.")
+    return NoFault(
+        f"{len(results)} numbers that were computed from gathered values are those of one process, "
+        f"or differ by at most {_LARGE_CHANGE:.0%}."
+    )
+
+
+def _order_fault(case: Case, result: _Result) -> FaultFound:
+    return FaultFound(
+        what="a metric of gathered predictions depends on the number of processes.",
+        at=result.gather,
+        step=result.step or None,
+        why="a gather puts the values of rank 1 after those of rank 0. The dataset has another order: a "
+        "DistributedSampler gives its samples to the ranks in turn.",
+        fix="gather the labels, or the indices of the samples, together with the predictions.",
+        evidence=f"with the same weights and samples, {result.at} reads {result.solo:.6g} on one process and "
+        f"{result.value:.6g} on {case.world_size}",
+        effect=f"the metric changes by {abs(result.value / result.solo - 1):.2%}"
+        if result.solo
+        else f"the metric is {result.value:.3g} in place of 0",
     )
 
 
