@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import functools
 import gc
 import importlib.machinery
 import io
@@ -164,7 +165,8 @@ def main() -> NoReturn:
     if "command" in script:
         _exec(script["command"])
     if "torch" in sys.modules:
-        _watch_environment()
+        watch_environment(_apply_variable)
+        _watch_spawned_processes()
     # A crash in native code shows its Python line.
     if not faulthandler.is_enabled():
         faulthandler.enable(all_threads=False)
@@ -423,8 +425,8 @@ def _drop_script() -> None:
     gc.collect()
 
 
-def _watch_environment() -> None:
-    """Apply variables that a script sets before its own `import torch`, although torch is imported already.
+def watch_environment(apply: Callable[[str, str], None]) -> None:
+    """Call `apply(name, value)` for each variable that the script sets.
 
     Wraps os.putenv, which os.environ calls; an audit hook would slow down every id() of the program.
     """
@@ -432,12 +434,27 @@ def _watch_environment() -> None:
 
     def watched(name: Any, value: Any) -> None:
         putenv(name, value)
-        _apply_variable(os.fsdecode(name), os.fsdecode(value))
+        apply(os.fsdecode(name), os.fsdecode(value))
 
     os.putenv = watched
 
 
+def _watch_spawned_processes() -> None:
+    """Watch for a port that processes of `torch.multiprocessing.spawn` set: see `spawned`."""
+    spawn: Any = sys.modules["torch.multiprocessing.spawn"]
+    start = spawn.start_processes
+
+    def start_watched(function: Any, *args: Any, **options: Any) -> Any:
+        from paceline.launch import spawned
+
+        return start(functools.partial(spawned.run, function), *args, **options)
+
+    package: Any = sys.modules["torch.multiprocessing"]
+    spawn.start_processes = package.start_processes = start_watched
+
+
 def _apply_variable(name: str, value: str) -> None:
+    """Apply a variable that a script sets before its own `import torch`: torch is imported already."""
     if name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") and value.isdigit() and int(value) > 0:
         os.environ.pop("PACELINE_THREADS", None)
         sys.modules["torch"].set_num_threads(int(value))
@@ -445,17 +462,23 @@ def _apply_variable(name: str, value: str) -> None:
         sys.modules["torch.distributed"].set_debug_level_from_env()
     elif os.environ.get(name) == value:
         return  # it was set before torch was imported
-    elif name == "MASTER_PORT" and os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", ""):
-        # With it, rank 0 would connect to that port, where the launcher has opened no store.
-        print(
-            f"paceline: the script sets MASTER_PORT={value}, so its ranks meet there and not at the store of "
-            "the launcher (TORCHELASTIC_USE_AGENT_STORE is removed)",
-            file=sys.stderr,
-        )
+    elif name == "MASTER_PORT":
+        meet_at_port(name, value)
     elif name in _READ_AT_IMPORT or (name in _ALLOCATOR and "backend:" in value):
         print(
             f"paceline: {name} has no effect here: torch reads it when it is imported, which under "
             "`paceline run` is before the script. Set it outside the script, or set PACELINE_PRELOAD=0",
+            file=sys.stderr,
+        )
+
+
+def meet_at_port(name: str, value: str) -> None:
+    """If a script sets MASTER_PORT, its ranks do not meet at the store of the launcher."""
+    # With this variable, rank 0 would connect to that port, where the launcher has opened no store.
+    if name == "MASTER_PORT" and os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", ""):
+        print(
+            f"paceline: the script sets MASTER_PORT={value}, so its ranks meet there and not at the store of "
+            "the launcher (TORCHELASTIC_USE_AGENT_STORE is removed)",
             file=sys.stderr,
         )
 

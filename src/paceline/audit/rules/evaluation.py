@@ -240,14 +240,19 @@ def _rows_of_evaluations(ranks: list[RankLog]) -> dict[int, list[Any]]:
 def _numbers_read(log: RankLog, evaluation: int) -> dict[str, list[float]]:
     """By line, the numbers that the script took; if it gathers, only those after the first gather."""
     found: dict[str, list[float]] = {}
-    gathered = False
-    for event in log.of("read", "collective"):
-        if event["evaluation"] == evaluation:
-            if event["k"] == "read":
-                found.setdefault(event["at"], []).append(event["value"])
-            elif "gather" in event["op"] and not gathered:
-                gathered = True
-                found.clear()
+    gathered = trains = False
+    for event in log.of("read", "collective", "batch", "forward-end"):
+        if event["k"] == "batch":
+            trains = event["loader"] in log.training_loaders
+        elif event["evaluation"] != evaluation:
+            continue
+        elif event["k"] == "forward-end":
+            trains = False
+        elif event["k"] == "read" and not trains:
+            found.setdefault(event["at"], []).append(event["value"])
+        elif event["k"] == "collective" and "gather" in event["op"] and not gathered:
+            gathered = True
+            found.clear()
     return found
 
 
@@ -264,6 +269,8 @@ def misordered_gather(case: Case) -> Judgement:
         if result.is_sum or result.counts_padding or change <= _LARGE_CHANGE * abs(result.solo):
             continue
         if result.surplus_counted is None:
+            if result.value == round(result.value):
+                continue  # such as a number of batches
             return NotJudged(
                 f"{result.at} reads {result.solo:.6g} on one process and {result.value:.6g} on "
                 f"{case.world_size}, after a gather. It may be a time, or a metric that is wrong.",
