@@ -51,7 +51,7 @@ def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
     failure = LaunchFailed(
         f"{ranks} {original.how}"
         if original.left
-        else f"{ranks} of {info.world_size} failed: {original.how}",
+        else f"{ranks} of {info.world_size} failed: {_how(verdict, info)}",
         where=_where(original, several=len(verdict.alike) > 1),
         why=_why(verdict, info, known),
         fix=_fix(original, info, known),
@@ -76,6 +76,14 @@ def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _how(verdict: FirstFailure, info: JobInfo) -> str:
+    original = verdict.original
+    # If all have hung, none of them is known as the cause.
+    if original.hung and len(verdict.alike) == info.world_size > 1:
+        return "waited for each other, as reported above"
+    return original.how
+
+
 def _later(verdict: FirstFailure, outcome: RankOutcome) -> str:
     if verdict.is_certainly_before(outcome):
         return f"later: {outcome.how}"
@@ -86,7 +94,7 @@ def render_restart(verdict: FirstFailure, info: JobInfo) -> str:
     """One line: which rank failed and how, and that the ranks start again."""
     original = verdict.original
     return (
-        f"paceline: {name_ranks(verdict.alike)} {'' if original.left else 'failed: '}{original.how}"
+        f"paceline: {name_ranks(verdict.alike)} {'' if original.left else 'failed: '}{_how(verdict, info)}"
         f"{f' at {original.place}' if original.place else ''} (host {original.host}, pid {original.pid}); "
         f"restart {info.restarts + 1} of {info.max_restarts} begins\n"
     )
