@@ -37,6 +37,9 @@ RULES = {
     "21": "weights drift apart",
     "61": "clipping before reduction",
     "65": "gathered in another order",
+    "66": "loss depends on the rank",
+    "67": "datasets differ between ranks",
+    "68": "evaluated models differ",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.
@@ -128,6 +131,18 @@ def test_a_script_without_a_seed_is_seeded_and_the_report_says_so(tmp_path: Path
     assert "calls no torch.manual_seed" in facts["notes"][0]
     judged = {each["rule"]: each["evidence"] for each in facts["audits"][0]["sound"]}
     assert "1 times that of one process" in judged["gradient N times too large or small"]
+
+
+@pytest.mark.slow
+def test_a_metric_of_one_rank_is_a_note(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = (TESTS / "sound" / "67_normalised.py").read_text()
+    script.write_text(text.replace("        dist.all_reduce(counts)\n", ""))
+    code, facts = audit(script, "1,2", tmp_path)
+    notes = facts["audits"][0]["notes"]
+    assert [note["rule"] for note in notes] == ["metric of one rank"]
+    assert notes[0]["effect"] == "50% of the samples are in the metric"
+    assert code == 0
 
 
 @pytest.mark.slow

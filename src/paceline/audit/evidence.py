@@ -35,8 +35,9 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 #   iter, batch, pass-end   a pass over a loader: loader, pass_number, ids and content of each batch
 #   pass-left, pass-cut     the script, or the audit, left a pass before its end
 #   fetch                   samples are loaded: contents, labels, random (generators before), drew (after)
-#   forward, forward-end    model, trains, evaluation, samples, rows, sync (DDP), buffers, params, drew
-#   backward, backward-end  forwards, weight (of a sample in the loss), sync (DDP), loaders (of this step)
+#   forward, forward-end    model, trains, evaluation, samples, rows, sync (DDP), buffers, params (or
+#                           other_params, of a model that is not trained), drew
+#   backward, backward-end  forwards, loss, weight (of a sample in it), sync (DDP), loaders (of this step)
 #   collective, collective-end   op, group, reduce, shape, items, values, evaluation
 #   read                    the script takes the number of a tensor in an evaluation: at, value, evaluation
 #   zero, clip, scaler-unscale, scaler-step   zero_grad, clipping (norm, scale), the GradScaler (scale)

@@ -98,14 +98,13 @@ def user_line() -> str:
 
 
 def calling_line() -> str:
-    """The user's line that called a method of a tensor; empty if a library did."""
-    for frame in frames():
-        if is_user_code(frame):
-            return line_of(frame)
-        # The hooks; and `format` of a tensor, which calls `item`.
-        if not frame.f_globals.get("__name__", "").startswith(("paceline.audit.", "torch._tensor")):
-            return ""
-    return ""
+    """For a handler of a tensor's method: the user's line that called the method; empty if a library did."""
+    frame: FrameType | None = sys._getframe(
+        3
+    )  # the caller of `intercepted`, which called the handler
+    while frame is not None and frame.f_globals.get("__name__") == "torch._tensor":
+        frame = frame.f_back  # `format` of a tensor calls `item`
+    return line_of(frame) if frame is not None and is_user_code(frame) else ""
 
 
 def line_of(frame: FrameType, line: int | None = None) -> str:

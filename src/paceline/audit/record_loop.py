@@ -49,7 +49,8 @@ class _Hooks:
         self._root: torch.nn.Module | None = None
         self._forward: dict[str, Any] = {}  # the facts of the current forward
         self._forwards = 0
-        self._digested_in: dict[int, int] = {}  # updates before the latest digests, by model
+        # By model, the updates before the latest digests; of a model that is not trained, the evaluations.
+        self._digested_in: dict[int, int] = {}
 
     def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._root is None and self._is_model(module):
@@ -107,6 +108,13 @@ class _Hooks:
             self._forward["params"] = parameter_digests(unwrap(module))
             self._forward["devices"] = sorted({str(p.device) for p in module.parameters()})
             self._forward["cores"] = sorted(os.sched_getaffinity(0))
+        elif (
+            not of_trained
+            and self._forward["evaluation"] is not None
+            and self._digested_in.get(number) != self._progress.evaluations
+        ):
+            self._digested_in[number] = self._progress.evaluations
+            self._forward["other_params"] = parameter_digests(unwrap(module))
         self._recorder.write(
             "forward",
             at=self._forward["at"],
@@ -140,6 +148,7 @@ class _Hooks:
                 forwards=self._forwards,
                 loaders=sorted(self._progress.loaders_of_step),
                 weight=asdict(weight) if weight else None,
+                loss=losses[0].item() if len(losses) == 1 and losses[0].numel() == 1 else None,
                 sync=[model.require_backward_grad_sync for model in self._models.ddp],
             ),
             self._tracer.paused(),

@@ -31,6 +31,7 @@ RULES = (
     ),
     Rule("no shards", shards.whole_dataset, needs_replicas=True),
     Rule("shards overlap", shards.overlapping_shards, needs_replicas=True),
+    Rule("datasets differ between ranks", shards.different_datasets, needs_replicas=True),
     Rule("set_epoch forgotten", randomness.same_order_each_epoch),
     Rule("same augmentation in workers", randomness.same_augmentation),
     Rule("same dropout mask on ranks", randomness.same_dropout, needs_replicas=True),
@@ -40,6 +41,7 @@ RULES = (
         needs_replicas=True,
         consequence_of=_CLIPPED_TOO_EARLY,
     ),
+    Rule("loss depends on the rank", gradient.loss_of_rank, needs_replicas=True),
     Rule("mean of means", gradient.mean_of_means),
     Rule("no_sync on the last micro-batch", reduction.no_sync_on_last),
     Rule("no_sync around backward only", reduction.no_sync_around_backward),
@@ -60,6 +62,12 @@ RULES = (
         compares_weights=True,
     ),
     Rule("statistics drift apart", statistics.different_buffers),
+    Rule(
+        "evaluated models differ",
+        statistics.different_untrained_models,
+        needs_replicas=True,
+        compares_weights=True,
+    ),
     Rule("schedule N times too fast", schedule.fast_schedule),
     Rule("evaluated twice", evaluation.evaluated_twice),
     Rule(
@@ -67,6 +75,7 @@ RULES = (
         evaluation.averaged_metric,
         consequence_of="evaluated twice",
     ),
+    Rule("metric of one rank", evaluation.metric_of_one_rank, needs_replicas=True),
     Rule(
         "gathered in another order",
         evaluation.misordered_gather,

@@ -57,6 +57,8 @@ def _padded(case: Case) -> Judgement:
         distinct = {row for rows in each for row in rows}
         total = sum(map(len, each))
         surplus = total - len(distinct)
+        if not surplus:
+            continue
         if not any(e["loader"] == loader and e["ids"] for e in case.ranks[0].of("batch")):
             # Known by content only: the data may contain equal samples, as the solo run shows.
             of_one = next(
@@ -120,14 +122,17 @@ def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any
     """
     found: dict[tuple[int, str, int], list[list[Any]]] = {}
     for rank, log in enumerate(ranks):
-        batch: Event = {"loader": "", "pass_number": 0, "ids": None}
-        model: int | None = None
+        trained = {row for event in log.training_forwards for row in event.get("rows", ())}
+        no_batch: Event = {"loader": "", "pass_number": 0, "ids": None}
+        batch, model = no_batch, None
         for event in log.of("batch", "forward-end"):
             if event["k"] == "batch":
                 batch, model = event, None
-            elif batch["loader"] in log.training_loaders:
-                continue  # a teacher's forward, or a metric on training samples
             elif event["evaluation"] is not None and event.get("rows"):
+                if batch["loader"] in log.training_loaders:
+                    if trained.intersection(event["rows"]):
+                        continue  # a teacher's forward, or a metric on training samples
+                    batch = no_batch
                 if batch["loader"] and model not in (None, event["model"]):
                     continue  # another model on the same batch
                 if batch["ids"] and model is not None:
@@ -342,6 +347,30 @@ def averaged_metric(case: Case) -> Judgement:
     if not parts:
         return NotJudged("no small value was reduced over ranks while evaluating.")
     return NoFault(f"{'; '.join(parts)}.")
+
+
+def metric_of_one_rank(case: Case) -> Judgement:
+    """Each rank evaluates a part of the samples, and rank 0 takes a metric of its own part."""
+    log = case.ranks[0]
+    reduced = (e for e in log.of("collective") if e["evaluation"] is not None)
+    if any("reduce" in event["op"] or "gather" in event["op"] for event in reduced):
+        return NoFault("results of evaluations are reduced or gathered over the ranks.")
+    for (number, _, _), of_ranks in sorted(_evaluated(case.ranks).items()):
+        numbers = _numbers_read(log, number)
+        own, others = set(of_ranks[0]), set().union(*map(set, of_ranks[1:]))
+        if not numbers or not own or not others or own & others:
+            continue
+        return FaultFound(
+            what="rank 0 takes a metric of its own part of the evaluated samples.",
+            at=next(reversed(numbers)),
+            ranks=[0],
+            why="each rank evaluates another part, and the script reduces no result.",
+            fix="all_reduce the sum and the number of samples before the number is printed or compared.",
+            evidence=f"the ranks evaluated {' + '.join(str(len(each)) for each in of_ranks)} samples",
+            effect=f"{len(own) / (len(own) + len(others)):.0%} of the samples are in the metric",
+            is_note=True,
+        )
+    return NoFault("no rank took a metric of its own part of the evaluated samples.")
 
 
 def _is_mean_of_own_samples(run: Run, number: int, index: int, expected: list[float]) -> bool:

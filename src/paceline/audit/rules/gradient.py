@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import combinations, takewhile
+from typing import Any
 
 import torch
 
@@ -20,6 +21,9 @@ _SAME_DIRECTION = 0.98
 # Above this cosine a gradient is a multiple of the other one, if it has enough values to tell.
 _MULTIPLE = 0.9999
 _MIN_VALUES = 8
+# Losses of one batch that differ by less differ by rounding.
+_SAME_LOSS = 1e-3
+_INPUTS = {"params": "weights", "rows": "inputs", "random": "states of the random generators"}
 # Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
 _SAME_TOTAL = 0.1
 # Weights of samples that differ by less are a note.
@@ -246,6 +250,35 @@ def _ratio(solo: Run, replay: Run) -> tuple[float | None, float]:
 def _norm_at_clip(log: RankLog) -> float | None:
     """The norm before clipping in the first update."""
     return next((event["norm"] for event in _first_update(log) if event["k"] == "clip"), None)
+
+
+def loss_of_rank(case: Case) -> Judgement:
+    """The ranks compute different losses from the same batch with the same weights."""
+    run = case.replay
+    if run is None or run.plan.mode != "mirrored":
+        return NotJudged(case.why_no_replay or "the ranks cannot be given the same batches.")
+    firsts = [next(iter(log.training_forwards), {}) for log in run.ranks]
+    backwards = [log.first("backward") or {} for log in run.ranks]
+    losses: list[Any] = [event.get("loss") for event in backwards]
+    if None in losses:
+        return NotJudged("the loss of step 1 is not one number.")
+    for key in ("params", "rows", "random"):
+        if any(first.get(key) != firsts[0].get(key) for first in firsts):
+            return NotJudged(f"the ranks began step 1 with different {_INPUTS[key]}.")
+    if math.isclose(min(losses), max(losses), rel_tol=_SAME_LOSS):
+        return NoFault("in step 1, all ranks computed the same loss from the same batch.")
+    return FaultFound(
+        what="the loss depends on the rank: from the same batch and weights, the ranks compute others.",
+        at=backwards[0]["at"],
+        step=1,
+        why="the mean over the ranks is then not the gradient of one loss. Often a weight in the loss was "
+        "computed from one rank's part of the data.",
+        fix="compute what the loss contains from the whole dataset, or alike on all ranks.",
+        evidence=f"losses of the ranks: {', '.join(f'{loss:.6g}' for loss in losses)}",
+        effect=f"the losses differ by {abs(max(losses) / min(losses) - 1):.2%}"
+        if min(losses)
+        else f"the losses differ by {max(losses):.3g}",
+    )
 
 
 def mean_of_means(case: Case) -> Judgement:

@@ -132,6 +132,54 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
     )
 
 
+def different_datasets(case: Case) -> Judgement:
+    """A sampler divides one dataset over the ranks, and the ranks have different datasets."""
+    compared = 0
+    for name in case.ranks[0].training_loaders:
+        loaders = [log.loaders.get(name) for log in case.ranks]
+        if not all(loader and loader["sharding"].get("num_replicas", 1) > 1 for loader in loaders):
+            continue
+        each = [_contents_by_index(log, name) for log in case.ranks]
+        if None in each:
+            return NotJudged("samples change at random, so those of the ranks cannot be compared.")
+        known = Counter(i for own in each for i in own or ())
+        shared = [i for i, times in known.items() if times > 1]
+        differing = [i for i in shared if len({own[i] for own in each if own and i in own}) > 1]
+        compared += len(shared)
+        if len(differing) >= _MIN_COMMON:
+            return FaultFound(
+                what="the ranks have different datasets, which one sampler divides.",
+                at=case.ranks[0].loaders[name]["at"],
+                why="the sampler gives each index to one rank. If the ranks number, select or normalise the "
+                "samples in different ways, some samples are never used, or are used with other values.",
+                fix="build the dataset alike on all ranks, with one seed and from all samples; the sampler "
+                "then divides it.",
+                evidence=f"sample {differing[0]} is not the same on all ranks that read it",
+                effect=f"{len(differing)} of {len(shared)} samples that several ranks read differ between "
+                "them",
+            )
+    if not compared:
+        return NoFault("no sample was read by several ranks from one dataset.")
+    return NoFault(f"{compared} samples that several ranks read are the same on all of them.")
+
+
+def _contents_by_index(log: RankLog, name: str) -> dict[Any, str] | None:
+    """The content of each sample that a rank has read; None if it is not always the same.
+
+    Samples that were read only once may be random, so they are left out unless others were read again.
+    """
+    found: dict[Any, str] = {}
+    again = False
+    for event in log.fetches:
+        if event["loader"] != name or len(event["ids"] or ()) != len(event["contents"]):
+            continue
+        for index, content in zip(event["ids"], event["contents"], strict=True):
+            again |= index in found
+            if found.setdefault(index, content) != content:
+                return None
+    return found if again else {}
+
+
 def _seeds_differ(case: Case, name: str) -> bool:
     """Whether a sampler that cuts shards from a shuffled order has different seeds on the ranks."""
     samplers = [log.loaders[name]["sharding"] for log in case.ranks]

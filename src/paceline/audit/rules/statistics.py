@@ -33,6 +33,35 @@ def different_buffers(case: Case) -> Judgement:
     return NoFault("the buffers were equal on all ranks in training, or made equal at its end.")
 
 
+def different_untrained_models(case: Case) -> Judgement:
+    """The ranks evaluate a model that is not trained, such as a mean of the weights, with other weights."""
+    each = [
+        {(e["evaluation"], e["model"]): e for e in log.of("forward-end") if "other_params" in e}
+        for log in case.ranks
+    ]
+    shared = sorted(set.intersection(*map(set, each)))
+    for key in shared:
+        events = [own[key] for own in each]
+        first = events[0]["other_params"]
+        names = [n for n in first if len({e["other_params"].get(n) for e in events}) > 1]
+        if names:
+            return FaultFound(
+                what=f"the ranks evaluate a model with different weights: {names[0]}.",
+                at=events[0]["at"],
+                step=events[0]["s"] or None,
+                why="no optimizer trains this model, so the script has to keep it equal: a mean of "
+                "the weights (EMA) that only one rank updates is not.",
+                fix="update it on every rank, or broadcast it before the evaluation.",
+                evidence=f"the digests of {names[0]} in the evaluation after step {events[0]['s']}",
+                effect=f"{len(names)} of {len(first)} parameters differ between ranks",
+            )
+    if not shared:
+        return NoFault("all models that were evaluated are trained.")
+    return NoFault(
+        f"in {len(shared)} evaluations, a model that is not trained was equal on all ranks."
+    )
+
+
 def _first_by(key: str, events: list[Event]) -> dict[int, Event]:
     """The first event for each value of a key."""
     return {event[key]: event for event in reversed(events)}
