@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,10 @@ def _stop_early(job: Any, folder: str) -> dict[str, Any]:
         "patience": {"patience": 2},
         "delta": {"patience": 2, "min_delta": 0.1},
         "max": {"patience": 2, "mode": "max"},
+        "nan": {"patience": 2},
     }.items():
-        values, stop = Values(list(losses)), paceline.EarlyStopping(**options)
+        own = [math.nan, 5.0, 4.0, math.nan, 4.5] if kind == "nan" else losses
+        values, stop = Values(list(own)), paceline.EarlyStopping(**options)
         result = _trainer(values, stop, validation=_validation(every_steps=2)).fit(9)
         found[kind] = (result.steps, [step for step, _ in values.seen], stop.num_bad)
     # Interrupted after the first epoch of 4 steps, in which two evaluations were made.
@@ -87,6 +90,7 @@ def test_early_stopping_ends_at_the_same_step_and_resumes(nproc: int, tmp_path: 
     assert results[0]["patience"] == (12, [2, 4, 6, 8, 10, 12], 2)
     assert results[0]["delta"] == (8, [2, 4, 6, 8], 2)
     assert results[0]["max"] == (6, [2, 4, 6], 2)
+    assert results[0]["nan"] == (10, [2, 4, 6, 8, 10], 2)
     assert results[0]["resumed"] == (8, [(6, 4.5), (8, 3.95)], 2)
     # Each of these had the best loss so far.
     manifests = (tmp_path / "checkpoints").glob("step-*/manifest.json")

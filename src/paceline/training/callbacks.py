@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -206,6 +207,8 @@ class _Best:
     def improves(self, evaluation: Evaluation) -> bool:
         """Whether the metric of this evaluation is better than the best by more than `min_delta`."""
         value = number_of(evaluation, self.metric)
+        if math.isnan(value):
+            return False
         better = self.value is None or self._sign * (value - self.value) > self._min_delta
         if better:
             self.value = value
@@ -245,8 +248,9 @@ class EarlyStopping(Callback):
         self.num_bad = 0 if self._best.improves(event.evaluation) else self.num_bad + 1
         if self.num_bad >= self.patience:
             log.logger.info(
-                "stopping after step %d: %s has not improved in %d evaluations; the best was %g.",
-                *(event.step.number, self._best.metric, self.num_bad, self._best.value),
+                "stopping after step %d: %s has not improved in %d evaluations; the best was %s.",
+                *(event.step.number, self._best.metric, self.num_bad),
+                "no number" if self._best.value is None else f"{self._best.value:g}",
             )
             event.step.stop(now=True)
 

@@ -21,14 +21,16 @@ class TrainedOptimizer:
     """An optimizer of a training.
 
     Attributes:
-        models: The models that hold parameters of the optimizer.
+        models: The models that hold parameters of the optimizer, by their number in the training.
+        has_others: Whether the training has further models, so that names begin with the number.
         token_divisor: With count="tokens", what losses of the current step are divided by; 0 before the
             first step.
         sample_length: With count="samples", the targets of each sample, as the first losses show.
     """
 
     optimizer: Optimizer
-    models: list[torch.nn.Module]
+    models: dict[int, torch.nn.Module]
+    has_others: bool
     schedule: TrainedSchedule
     token_divisor: float = 0.0
     sample_length: SampleLength = field(default_factory=SampleLength)
@@ -40,8 +42,8 @@ class TrainedOptimizer:
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         owned = {id(p) for p in self.parameters}
         return [
-            (name, p)
-            for model in self.models
+            (f"{number}.{name}" if self.has_others else name, p)
+            for number, model in self.models.items()
             for name, p in unwrap(model).named_parameters()
             if id(p) in owned
         ]
@@ -80,8 +82,12 @@ def trained_optimizers(
     for optimizer, each in zip(optimizers, trained_schedules(schedule, optimizers), strict=True):
         _refuse_closure(optimizer)
         owned = {id(p) for p in owned_parameters(optimizer)}
-        own_models = [m for m in models if any(id(p) in owned for p in m.parameters())]
-        trained.append(TrainedOptimizer(optimizer, own_models, each))
+        own_models = {
+            number: model
+            for number, model in enumerate(models)
+            if any(id(p) in owned for p in model.parameters())
+        }
+        trained.append(TrainedOptimizer(optimizer, own_models, len(models) > 1, each))
     return trained
 
 

@@ -62,6 +62,11 @@ class TrainedSchedule:
         self._epochs_without_metric = 0
         self._had_metric = False
 
+    @property
+    def type(self) -> str:
+        """The type of torch's scheduler; empty if the learning rate is constant."""
+        return "" if self.scheduler is None else type(self.scheduler).__name__
+
     def begin(self) -> None:
         """A loop over steps begins."""
         self._epochs_without_metric = 0

@@ -39,6 +39,7 @@ def save(models: Models, optimizers: Optimizers) -> dict[str, Any]:
         "version": _VERSION,
         "models": [_state_of(model) for model in models],
         "optimizers": [_named(optimizer, names) for optimizer in optimizers],
+        "optimizer_types": [type(optimizer).__name__ for optimizer in optimizers],
     }
 
 
@@ -82,6 +83,15 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
             )
     for model, values in zip(models, saved["models"], strict=True):
         _check_shapes(model, values)
+    ours_and_theirs = zip(optimizers, saved.get("optimizer_types", ()), strict=False)
+    for number, (optimizer, other) in enumerate(
+        ours_and_theirs
+    ):  # older releases do not name the types
+        if (own_type := type(optimizer).__name__) != other:
+            raise CheckpointError(
+                f"optimizer {number} is {own_type}, the checkpoint was trained with {other}.",
+                fix="build the same optimizer as the run that saved it, or resume='never'.",
+            )
     names = _parameter_names(models)
     for number, (optimizer, values) in enumerate(zip(optimizers, saved["optimizers"], strict=True)):
         ours = _group_names(optimizer, names)

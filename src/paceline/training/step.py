@@ -8,6 +8,7 @@ apply the counts, clip, check, step the optimizer, update the scaler, step the s
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from paceline.clock.step_clock import (
     clock,
 )
 from paceline.data.plan import MicroBatch, PlannedStep
-from paceline.errors import NonFinite, StepError, listed
+from paceline.errors import CountError, NonFinite, StepError, listed
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
 from paceline.metrics.step_loss import StepLoss
@@ -101,9 +102,11 @@ class Step:
         epoch: Counted from 0.
         num_samples: Samples of this step over all ranks.
         ends_epoch: Whether this is the last step of its epoch.
-        grad_norm: After an `update` that clips: the norm of the gradient before that, shape (), else None.
+        grad_norm: After an `update` that clips: the norm of its optimizer's gradient before that, shape ();
+            else None.
         grad_norms: After `update(grad_norms=True)`: the norm of each parameter's gradient before clipping,
-            by the parameter's name, each of shape (); else empty.
+            by the parameter's name, each of shape (); else empty. With several models the name begins with
+            the number of the model, such as "1.weight".
 
     Collective: see the methods.
     """
@@ -386,6 +389,15 @@ class Step:
         context = self._context
         if count is None:
             count = weight.default_count(micro.count, context.count, reduction, self._where)
+        elif not isinstance(count, torch.Tensor):
+            try:
+                count = operator.index(count)  # numpy's integers too
+            except TypeError:
+                raise CountError(
+                    f"count must be an integer or a tensor of shape (), got {count!r}.",
+                    where=self._where(),
+                    fix="pass the number of samples, or of tokens, that the loss is a sum over.",
+                ) from None
         if self.number < context.check_losses_until:
             known = isinstance(count, int) or count.device.type == "cpu"
             length = record.trained.sample_length if context.count == "samples" else None
@@ -456,6 +468,7 @@ class Step:
     def _scale_and_clip(self, record: _Record, clipping: Clipping | None, norms: bool) -> None:
         """Multiply the gradients by `_factor` and clip them, in one pass."""
         factor = self._factor(record)
+        self.grad_norm = None
         if norms:
             self.grad_norms |= self._norms(record, factor)
         if factor is None and clipping is None:

@@ -342,6 +342,7 @@ class Training:
             "step": self.number,
             "position": [at.seed, at.epoch, at.offset],
             "schedules": [trained.schedule.state_dict() for trained in context.optimizers],
+            "schedule_types": [trained.schedule.type for trained in context.optimizers],
             "divisors": [trained.token_divisor for trained in context.optimizers],
             "scaler": context.precision.scaler.state_dict(),
             "strategy": context.strategy.state_dict(),
@@ -400,6 +401,21 @@ class Training:
                 f"the checkpoint was trained with seed {seed}, this job has {self.job.seed}.",
                 fix="join with the same seed, or start a new training with resume='never'.",
             )
+        schedules = [trained.schedule for trained in self._context.optimizers]
+        # Checkpoints of older releases do not name the types.
+        theirs = saved.get("schedule_types") or [
+            own.type if values else ""
+            for own, values in zip(schedules, saved["schedules"], strict=True)
+        ]
+        for own, other in zip(schedules, theirs, strict=True):
+            if own.type != other:
+                raise CheckpointError(
+                    f"the checkpoint was trained with {other or 'no schedule'}, this training has "
+                    f"{own.type or 'none'}.",
+                    why="a schedule continues from its own state, so the learning rates would be others.",
+                    fix="give the schedule of the run that saved it; for another training start with "
+                    "paceline.load_weights and resume='never'.",
+                )
         differing = sorted(set(self._kept) ^ set(saved["kept"]))
         if differing:
             raise CheckpointError(
@@ -456,7 +472,7 @@ class Training:
                 "this training has no checkpoints.",
                 fix="Training(..., checkpoints=paceline.Checkpoints(folder)).",
             )
-        if self._open is None:
+        if self._open is None or not self._is_in_loop:
             raise StepError(
                 "`training.save` was called outside the loop over `training.steps`.",
                 where=self.job.where(),
@@ -503,6 +519,8 @@ class Training:
                 # `job.settle` reports it.
                 self._is_in_loop = False
                 self.job.left_loop = (step.number, step.is_done)
+                if step.is_done:  # the weights are those of this step, so the next one follows it
+                    self.number, self._last = step.number, planned
                 _left_early = self
                 raise
             self._open, self._is_in_loop = None, False
