@@ -208,6 +208,10 @@ def test_another_model_or_optimizer_is_refused() -> None:
             r"0\.bias: the model has shape \[4\], the checkpoint has shape \[3\]",
         ),
     ]
+    groups = [{"params": net[0].parameters()}, {"params": net[2].parameters()}]
+    cases.append(
+        ([net], [sgd(groups)], "optimizer 0 is SGD, the checkpoint was trained with AdamW")
+    )
     for models, optimizers, text in cases:
         with pytest.raises(CheckpointError, match=text):
             state.check(models, optimizers, saved)

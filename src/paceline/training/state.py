@@ -83,15 +83,6 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
             )
     for model, values in zip(models, saved["models"], strict=True):
         _check_shapes(model, values)
-    ours_and_theirs = zip(optimizers, saved.get("optimizer_types", ()), strict=False)
-    for number, (optimizer, other) in enumerate(
-        ours_and_theirs
-    ):  # older releases do not name the types
-        if (own_type := type(optimizer).__name__) != other:
-            raise CheckpointError(
-                f"optimizer {number} is {own_type}, the checkpoint was trained with {other}.",
-                fix="build the same optimizer as the run that saved it, or resume='never'.",
-            )
     names = _parameter_names(models)
     for number, (optimizer, values) in enumerate(zip(optimizers, saved["optimizers"], strict=True)):
         ours = _group_names(optimizer, names)
@@ -109,6 +100,14 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
                     fix="build the same optimizer as the run that saved it, or resume='never'.",
                     parameter=differing[0],
                 )
+    types = [type(optimizer).__name__ for optimizer in optimizers]
+    saved_types = saved.get("optimizer_types", types)  # older releases do not save them
+    for number, (own_type, other) in enumerate(zip(types, saved_types, strict=True)):
+        if own_type != other:
+            raise CheckpointError(
+                f"optimizer {number} is {own_type}, the checkpoint was trained with {other}.",
+                fix="build the same optimizer as the run that saved it, or resume='never'.",
+            )
 
 
 def templates(models: Models, optimizers: Optimizers) -> Callable[[str], torch.Tensor | None]:
