@@ -91,8 +91,10 @@ class Progress:
         """Note a forward without gradient, and return whether it begins an evaluation.
 
         A forward of a model that is not trained (a teacher) on a training batch belongs to the training.
+        After the step, and before the next batch, it is an evaluation.
         """
-        if not of_trained and not self._evaluating and self._loaders.last in self.training_loaders:
+        is_on_training_batch = self._loaders.last in self.training_loaders and self.loaders_of_step
+        if not of_trained and not self._evaluating and is_on_training_batch:
             return False
         begins = not self._evaluating
         self._evaluating = True

@@ -256,7 +256,9 @@ def loss_of_rank(case: Case) -> Judgement:
     """The ranks compute different losses from the same batch with the same weights."""
     run = case.replay
     if run is None or run.plan.mode != "mirrored":
-        return NotJudged(case.why_no_replay or "the ranks cannot be given the same batches.")
+        return NotJudged(
+            case.why_no_replay or "the ranks divide each batch, so they cannot be given the same."
+        )
     firsts = [next(iter(log.training_forwards), {}) for log in run.ranks]
     backwards = [log.first("backward") or {} for log in run.ranks]
     losses: list[Any] = [event.get("loss") for event in backwards]
