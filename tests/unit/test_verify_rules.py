@@ -24,8 +24,12 @@ from paceline.audit.record import Recorder
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
+from paceline.audit.rules.evaluation import metric_of_one_rank, misordered_gather
+from paceline.audit.rules.gradient import loss_of_rank
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, outliers
 from paceline.audit.rules.schedule import fast_schedule
+from paceline.audit.rules.shards import different_datasets
+from paceline.audit.rules.statistics import different_untrained_models
 
 
 def run(mode: Any, *ranks: list[dict[str, Any]], hung: bool = False) -> Run:
@@ -109,6 +113,113 @@ def test_collectives_of_some_ranks_are_ignored() -> None:
     pair = {**call("all_reduce", 2), "group": [0, 1]}
     usual = [call("barrier", 9, 3)]
     assert isinstance(unmatched_collective(case([pair, *usual], [pair, *usual], usual)), NoFault)
+
+
+@pytest.mark.parametrize(
+    ("losses", "found"),
+    [
+        ([0.7, 0.7], NoFault),
+        ([0.7, 0.7004], NoFault),
+        ([0.7, 0.72], FaultFound),
+        ([2e-9, -3e-9], NoFault),  # rounding of a difference that is 0
+        ([float("nan"), float("nan")], NotJudged),
+        ([None, None], NotJudged),
+    ],
+)
+def test_ranks_compute_one_loss_from_one_batch(losses: list[Any], found: type) -> None:
+    first = {**forward("cpu", [0]), "params": {}, "rows": ["a"], "random": {}}
+    ranks = [[first, {"k": "backward", "at": "t.py:3", "loss": loss}] for loss in losses]
+    mirrored = Case(run("solo", ranks[0]), run("ordinary", *ranks), run("mirrored", *ranks))
+    assert isinstance(loss_of_rank(mirrored), found)
+    others = [[{**first, "rows": [str(rank)]}, *events[1:]] for rank, events in enumerate(ranks)]
+    replay = run("mirrored", *others)
+    assert isinstance(loss_of_rank(Case(mirrored.solo, mirrored.ordinary, replay)), NotJudged)
+
+
+def _read_by(rank: int, contents: list[dict[int, str]], *, seeds: bool = True) -> RankLog:
+    """The log of a rank that read these samples, by index, in passes over one loader."""
+    loader = {"k": "loader", "loader": "a", "at": "t.py:1", "sharding": {"num_replicas": 2}}
+    batch = {"k": "batch", "loader": "a", "pass_number": 0, "ids": [], "s": 0}
+    events = [{"k": "seed"}] * seeds + [loader, batch, {"k": "backward"}]
+    fetches = [{"loader": "a", "ids": [*each], "contents": [*each.values()]} for each in contents]
+    return RankLog(rank, events, fetches)
+
+
+SAMPLES = {index: f"sample {index}" for index in range(8)}
+OTHERS = {index: f"other {index}" for index in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("passes", "seeds", "found"),
+    [
+        ([[SAMPLES, SAMPLES], [SAMPLES, SAMPLES]], True, NoFault),
+        ([[SAMPLES, SAMPLES], [OTHERS, OTHERS]], True, FaultFound),
+        ([[SAMPLES, SAMPLES], [OTHERS, OTHERS]], False, NotJudged),  # samples of each rank's own
+        ([[SAMPLES], [OTHERS]], True, NoFault),  # they may be augmented at random
+        ([[SAMPLES, OTHERS], [SAMPLES, SAMPLES]], True, NotJudged),  # they are
+    ],
+)
+def test_ranks_divide_one_dataset(
+    passes: list[list[dict[int, str]]], seeds: bool, found: type
+) -> None:
+    logs = [_read_by(rank, own, seeds=seeds) for rank, own in enumerate(passes)]
+    plan = RunPlan(Path("x"), "ordinary", 2, 20)
+    judged = different_datasets(Case(Run(plan, logs[:1], 0), Run(plan, logs, 0)))
+    assert isinstance(judged, found)
+
+
+def _evaluation(rows: str, *after: dict[str, Any]) -> list[dict[str, Any]]:
+    end = {"k": "forward-end", "at": "t.py:7", "s": 3, "evaluation": 1, "trains": False, "model": 0}
+    return [end | {"rows": list(rows), "drew": [], "samples": len(rows)}, *after]
+
+
+def _read(value: float, line: int = 9) -> dict[str, Any]:
+    return {"k": "read", "at": f"t.py:{line}", "value": value, "evaluation": 1}
+
+
+def test_a_metric_of_one_rank_is_a_note() -> None:
+    parts = [_evaluation("abc", _read(1 / 3)), _evaluation("de")]
+    judged = metric_of_one_rank(case(*parts))
+    assert isinstance(judged, FaultFound)
+    assert judged.is_note
+    assert (judged.at, judged.effect) == ("t.py:9", "60% of the samples are in the metric")
+    reduced = [_evaluation(r, {**call("all_reduce", 8), "evaluation": 1}) for r in ("abc", "de")]
+    assert isinstance(metric_of_one_rank(case(*reduced)), NoFault)
+    assert isinstance(metric_of_one_rank(case(parts[0], _evaluation("abc"))), NoFault)
+
+
+@pytest.mark.parametrize(
+    ("solo", "value", "found"),
+    [
+        (0.8, 0.8, NoFault),
+        (0.8, 0.4, FaultFound),  # 4 and 2 of 5 samples
+        (0.8, 0.83, NoFault),  # a small difference
+        (0.8123, 0.4321, NotJudged),  # no share of 5 samples: it may be a time
+        (8, 4, NoFault),  # such as a number of batches
+    ],
+)
+def test_numbers_after_a_gather_are_those_of_one_process(
+    solo: float, value: float, found: type
+) -> None:
+    gather = {**call("all_gather", 8), "evaluation": 1, "shape": [3], "items": 0}
+    parts = [_evaluation(rows, gather, _read(value)) for rows in ("abc", "de")]
+    whole = _evaluation("abcde", _read(solo))
+    judged = misordered_gather(
+        Case(run("solo", whole), run("ordinary", *parts), run("mirrored", *parts))
+    )
+    assert isinstance(judged, found)
+    if isinstance(judged, FaultFound):
+        assert judged.effect == "the metric changes by 50.00%"
+
+
+def test_a_mean_of_weights_that_one_rank_updates() -> None:
+    def ranks(*digests: str) -> list[list[dict[str, Any]]]:
+        return [[_evaluation("ab")[0] | {"other_params": {"w": each}}] for each in digests]
+
+    assert isinstance(different_untrained_models(case(*ranks("1", "1"))), NoFault)
+    judged = different_untrained_models(case(*ranks("1", "2")))
+    assert isinstance(judged, FaultFound)
+    assert judged.effect == "1 of 1 parameters differ between ranks"
 
 
 def test_rules_without_evidence_find_no_fault() -> None:

@@ -57,6 +57,7 @@ _crash_facts = _load("watch", "crash")
 _load("watch", "flight_recorder")
 _load("watch", "sampling")
 _probe = _load("watch", "probe")
+_variables = _load("launch", "variables")
 
 # Read when torch is imported, which is before the script begins.
 _READ_AT_IMPORT = frozenset(
@@ -165,7 +166,7 @@ def main() -> NoReturn:
     if "command" in script:
         _exec(script["command"])
     if "torch" in sys.modules:
-        watch_environment(_apply_variable)
+        _variables.watch(_apply_variable)
         _watch_spawned_processes()
     # A crash in native code shows its Python line.
     if not faulthandler.is_enabled():
@@ -425,29 +426,13 @@ def _drop_script() -> None:
     gc.collect()
 
 
-def watch_environment(apply: Callable[[str, str], None]) -> None:
-    """Call `apply(name, value)` for each variable that the script sets.
-
-    Wraps os.putenv, which os.environ calls; an audit hook would slow down every id() of the program.
-    """
-    putenv = os.putenv
-
-    def watched(name: Any, value: Any) -> None:
-        putenv(name, value)
-        apply(os.fsdecode(name), os.fsdecode(value))
-
-    os.putenv = watched
-
-
 def _watch_spawned_processes() -> None:
-    """Watch for a port that processes of `torch.multiprocessing.spawn` set: see `spawned`."""
+    """Watch for a port that processes of `torch.multiprocessing.spawn` set."""
     spawn: Any = sys.modules["torch.multiprocessing.spawn"]
     start = spawn.start_processes
 
     def start_watched(function: Any, *args: Any, **options: Any) -> Any:
-        from paceline.launch import spawned
-
-        return start(functools.partial(spawned.run, function), *args, **options)
+        return start(functools.partial(_variables.run_spawned, function), *args, **options)
 
     package: Any = sys.modules["torch.multiprocessing"]
     spawn.start_processes = package.start_processes = start_watched
@@ -463,22 +448,11 @@ def _apply_variable(name: str, value: str) -> None:
     elif os.environ.get(name) == value:
         return  # it was set before torch was imported
     elif name == "MASTER_PORT":
-        meet_at_port(name, value)
+        _variables.meet_at_port(name, value)
     elif name in _READ_AT_IMPORT or (name in _ALLOCATOR and "backend:" in value):
         print(
             f"paceline: {name} has no effect here: torch reads it when it is imported, which under "
             "`paceline run` is before the script. Set it outside the script, or set PACELINE_PRELOAD=0",
-            file=sys.stderr,
-        )
-
-
-def meet_at_port(name: str, value: str) -> None:
-    """If a script sets MASTER_PORT, its ranks do not meet at the store of the launcher."""
-    # With this variable, rank 0 would connect to that port, where the launcher has opened no store.
-    if name == "MASTER_PORT" and os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", ""):
-        print(
-            f"paceline: the script sets MASTER_PORT={value}, so its ranks meet there and not at the store of "
-            "the launcher (TORCHELASTIC_USE_AGENT_STORE is removed)",
             file=sys.stderr,
         )
 

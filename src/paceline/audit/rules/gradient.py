@@ -22,7 +22,7 @@ _SAME_DIRECTION = 0.98
 _MULTIPLE = 0.9999
 _MIN_VALUES = 8
 # Losses of one batch that differ by less differ by rounding.
-_SAME_LOSS = 1e-3
+_SAME_LOSS, _ZERO_LOSS = 1e-3, 1e-6
 _INPUTS = {"params": "weights", "rows": "inputs", "random": "states of the random generators"}
 # Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
 _SAME_TOTAL = 0.1
@@ -262,12 +262,12 @@ def loss_of_rank(case: Case) -> Judgement:
     firsts = [next(iter(log.training_forwards), {}) for log in run.ranks]
     backwards = [log.first("backward") or {} for log in run.ranks]
     losses: list[Any] = [event.get("loss") for event in backwards]
-    if None in losses:
-        return NotJudged("the loss of step 1 is not one number.")
+    if any(loss is None or not math.isfinite(loss) for loss in losses):
+        return NotJudged("the loss of step 1 is not one finite number.")
     for key in ("params", "rows", "random"):
         if any(first.get(key) != firsts[0].get(key) for first in firsts):
             return NotJudged(f"the ranks began step 1 with different {_INPUTS[key]}.")
-    if math.isclose(min(losses), max(losses), rel_tol=_SAME_LOSS):
+    if math.isclose(min(losses), max(losses), rel_tol=_SAME_LOSS, abs_tol=_ZERO_LOSS):
         return NoFault("in step 1, all ranks computed the same loss from the same batch.")
     return FaultFound(
         what="the loss depends on the rank: from the same batch and weights, the ranks compute others.",
