@@ -101,8 +101,8 @@ def calling_line() -> str:
     """For a handler of a tensor's method: the user's line that called the method; empty if a library did."""
     # The caller of `intercepted`, which called the handler.
     frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_globals.get("__name__") == "torch._tensor":
-        frame = frame.f_back  # `format` of a tensor calls `item`
+    if frame is not None and frame.f_code.co_name == "__format__":
+        frame = frame.f_back  # of a tensor; it calls `item`
     return line_of(frame) if frame is not None and is_user_code(frame) else ""
 
 
