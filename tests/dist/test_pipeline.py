@@ -300,7 +300,10 @@ def _read_own(job: Any, folder: str) -> tuple[list[str], list[str]]:
     optimizer = torch.optim.AdamW(model.parameters())
     batches = paceline.Batches(job, make_tokens(9), global_batch=4, micro_batch=1)
     checkpoints = paceline.Checkpoints(f"{folder}/checkpoints", resume="must")
-    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    training = paceline.Training(
+        job, model, optimizer, batches, schedule=schedule, checkpoints=checkpoints
+    )
     assert list(training.steps(until=2)) == []
     layout.plan_reads = actual
     return read, [name for name, _ in model.named_parameters()]
