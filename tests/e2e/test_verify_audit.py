@@ -35,11 +35,14 @@ RULES = {
     "19": "metric averaged per rank",
     "20": "same device for all ranks",
     "21": "weights drift apart",
+    "23": "mean of means",
     "61": "clipping before reduction",
     "65": "gathered in another order",
     "66": "loss depends on the rank",
     "67": "datasets differ between ranks",
     "68": "evaluated models differ",
+    "69": "mean of means",
+    "70": "schedule follows one rank",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.
@@ -142,6 +145,23 @@ def test_a_metric_of_one_rank_is_a_note(tmp_path: Path) -> None:
     notes = facts["audits"][0]["notes"]
     assert [note["rule"] for note in notes] == ["metric of one rank"]
     assert notes[0]["effect"] == "50% of the samples are in the metric"
+    assert code == 0
+
+
+@pytest.mark.slow
+def test_a_perplexity_that_is_averaged_over_ranks_is_a_note(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = (TESTS / "sound" / "70_plateau.py").read_text()
+    whole = "    dist.all_reduce(sums)\n    return (sums[0] / sums[1]).item()"
+    assert whole in text
+    own = (
+        "    mean = (sums[0] / sums[1]).exp() / dist.get_world_size()\n    dist.all_reduce(mean)\n"
+    )
+    script.write_text(text.replace(whole, own + "    return mean.item()"))
+    code, facts = audit(script, "1,3", tmp_path)
+    notes = facts["audits"][0]["notes"]
+    assert [note["rule"] for note in notes] == ["metric averaged per rank"]
+    assert "perplexity" in notes[0]["why"]
     assert code == 0
 
 

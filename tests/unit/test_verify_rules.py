@@ -24,10 +24,10 @@ from paceline.audit.record import Recorder
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
-from paceline.audit.rules.evaluation import metric_of_one_rank, misordered_gather
-from paceline.audit.rules.gradient import loss_of_rank
+from paceline.audit.rules.evaluation import averaged_metric, metric_of_one_rank, misordered_gather
+from paceline.audit.rules.gradient import loss_of_rank, mean_of_means
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, outliers
-from paceline.audit.rules.schedule import fast_schedule
+from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
 from paceline.audit.rules.shards import different_datasets
 from paceline.audit.rules.statistics import different_untrained_models
 
@@ -222,6 +222,79 @@ def test_a_mean_of_weights_that_one_rank_updates() -> None:
     assert judged.effect == "1 of 1 parameters differ between ranks"
 
 
+def _step_on(terms: int, weight: float) -> list[dict[str, Any]]:
+    """An update by a rank whose loss has so many terms of this weight."""
+    known = {"weight": weight, "count": terms, "kind": "NllLossBackward0"}
+    backward = {"k": "backward", "at": "t.py:5", "s": 0, "forwards": 1, "weight": known}
+    return [{"k": "ddp", "ranks": 2}, backward, {"k": "step"}]
+
+
+@pytest.mark.parametrize(
+    ("weights", "found"),
+    [
+        ((1 / 20, 1 / 50), "fault"),
+        ((1 / 48, 1 / 50), "note"),  # about as many terms, such as masked tokens
+        ((2 / 70, 2 / 70), ""),  # divided by the terms of all ranks
+    ],
+)
+def test_means_over_the_terms_of_each_rank(weights: tuple[float, float], found: str) -> None:
+    counts = [20 if found == "fault" else 48, 50]
+    ranks = [_step_on(n, weight) for n, weight in zip(counts, weights, strict=True)]
+    judged = mean_of_means(case(*ranks))
+    assert isinstance(judged, FaultFound) == bool(found)
+    if isinstance(judged, FaultFound):
+        assert judged.is_note == (found == "note")
+        assert "in 1 of 1 steps" in judged.effect
+
+
+def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
+    gradients = [{"w": torch.randn(9)} for _ in range(2)]
+    ranks = [_step_on(20, 1 / 20)[1:], _step_on(50, 1 / 50)[1:]]
+    stepped = [{"k": "stepped", "s": 1, "params": {}}]
+    logs = [RankLog(rank, events + stepped, []) for rank, events in enumerate(ranks)]
+    for rank, own in enumerate(gradients):
+        torch.save(own, tmp_path / f"local-{rank}.pt")
+    for factors, found in (((0.5, 0.5), FaultFound), ((2 / 7, 5 / 7), NoFault)):
+        total = sum(factor * own["w"] for factor, own in zip(factors, gradients, strict=True))
+        torch.save({"w": total}, tmp_path / "gradients-SGD.pt")
+        ordinary = Run(RunPlan(tmp_path, "ordinary", 2, 20), logs, 0)
+        assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), found)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [((0.5, 0.5), NoFault), ((0.5, 0.6), FaultFound), ((None, None), NoFault)],
+)
+def test_a_schedule_that_follows_a_metric_of_each_rank(metrics: Any, found: type) -> None:
+    calls = [[{"k": "schedule", "at": "t.py:8", "s": 4, "metric": metric}] for metric in metrics]
+    judged = schedule_of_rank(case(*calls))
+    assert isinstance(judged, found)
+    if isinstance(judged, FaultFound):
+        assert judged.effect == "the metric differs between ranks by 16.67%"
+
+
+@pytest.mark.parametrize(
+    ("solo", "each", "found"),
+    [(8.0, (9.0, 9.0), FaultFound), (8.0, (8.004, 8.004), NotJudged), (8.0, (8.0, 8.0), NoFault)],
+)
+def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found: type) -> None:
+    def ranks(own: list[tuple[float, float]]) -> list[list[dict[str, Any]]]:
+        reduced = {**call("all_reduce", 8), "evaluation": 1, "reduce": "AVG"}
+        return [
+            _evaluation("abc", {**reduced, "values": [value]}, {**end, "values": [result]})
+            for value, result in own
+        ]
+
+    end = {"k": "collective-end"}
+    parts = ranks([(7.9, each[0]), (8.1, each[1])])
+    whole = run("solo", *ranks([(solo, solo)]))
+    judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
+    assert isinstance(judged, found)
+    if isinstance(judged, FaultFound):
+        assert judged.is_note
+        assert judged.effect == "the value changes by 12.50%"
+
+
 def test_rules_without_evidence_find_no_fault() -> None:
     empty: list[dict[str, Any]] = []
     for rule in RULES:
@@ -335,7 +408,7 @@ def test_a_difference_that_may_be_right_is_not_called_sound() -> None:
             {"k": "backward"},
         ]
         for step in range(1, 15):
-            lr = 1 - decay * (step - 1) if mode == "solo" else (1 - decay) ** (3 * step)
+            lr = 1 - decay * (step - 1) if mode == "solo" else (1 - decay) ** (5 * step)
             events.append({"k": "step", "s": step, "lrs": [lr], "base": 1.0, "at": "t.py:1"})
         runs.append(run(mode, *[events] * (1 if mode == "solo" else 2)))
     judged = fast_schedule(Case(runs[0], runs[1]))

@@ -42,7 +42,8 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 #   read                    the script takes the number of a tensor in an evaluation: at, value, evaluation
 #   zero, clip, scaler-unscale, scaler-step   zero_grad, clipping (norm, scale), the GradScaler (scale)
 #   step, stepped           before an optimizer step: lrs, base, grads, state; after it: params
-#   schedule, load          a schedule is stepped, a state is loaded (what)
+#   schedule                a schedule is stepped: metric (of ReduceLROnPlateau)
+#   load                    a state is loaded: what
 #   unreduced               a trained parameter that DDP does not reduce: name, frozen
 #   changed                 this line changed weights outside of an optimizer
 #   enough                  verification ended the script after the wanted steps

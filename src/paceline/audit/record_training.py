@@ -39,7 +39,8 @@ def install(progress: Progress, models: Models, tracer: WeightTracer) -> None:
         intercept(name, hooks.scaler_method, GradScaler)
     intercept("__init__", hooks.build_optimizer, Optimizer)
     intercept("__init__", hooks.build_schedule, lr_scheduler.LRScheduler)
-    intercept("step", hooks.step_schedule, lr_scheduler.LRScheduler)
+    for schedule in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
+        intercept("step", hooks.step_schedule, schedule)
     for owner, what in ((torch.nn.Module, "model"), (Optimizer, "optimizer")):
         intercept("load_state_dict", partial(hooks.load, what), owner)
         intercept("zero_grad", hooks.zero_grad, owner)
@@ -160,10 +161,15 @@ class _Hooks:
         with self._building_schedule:
             init(*args, **kwargs)  # it calls step()
 
-    def step_schedule(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
+    def step_schedule(
+        self, step: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = step(schedule, *args, **kwargs)
         if not self._building_schedule.depth:
-            self._recorder.write("schedule", at=user_line())
+            metric = None
+            if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
+                metric = float(args[0] if args else kwargs["metrics"])
+            self._recorder.write("schedule", at=user_line(), s=self._progress.steps, metric=metric)
         return result
 
     def zero_grad(self, zero: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -69,6 +69,7 @@ RULES = (
         compares_weights=True,
     ),
     Rule("schedule N times too fast", schedule.fast_schedule),
+    Rule("schedule follows one rank", schedule.schedule_of_rank, needs_replicas=True),
     Rule("evaluated twice", evaluation.evaluated_twice),
     Rule(
         "metric averaged per rank",

@@ -317,7 +317,7 @@ def averaged_metric(case: Case) -> Judgement:
             f"one process does not enter the reduction at {at}, so there is nothing to compare."
         )
     judged = with_counts = 0
-    unclear: Event | None = None
+    unclear: Pair | None = None
     for number in sorted(solo.keys() & replay.keys()):
         if len(solo[number]) != len(replay[number]):
             return NotJudged("the runs reduced different numbers of values while evaluating.")
@@ -333,12 +333,9 @@ def averaged_metric(case: Case) -> Judgement:
             if _differs(pair, pairs, case.world_size):
                 if _is_mean_of_own_samples(case.replay, number, index, pair[0]["results"]):
                     return _metric_fault(case, pair)
-                unclear = pair[1]
+                unclear = unclear or pair
     if unclear is not None:
-        return NotJudged(
-            f"the value that is reduced at {unclear['at']} is neither that of one process nor a mean over "
-            "each rank's samples. It may be a time, a random number, or a mean of the means of batches."
-        )
+        return _nonlinear_metric(case, unclear)
     parts = []
     if judged:
         parts.append(f"{judged} values that were reduced while evaluating are those of one process")
@@ -442,18 +439,49 @@ def _sums(pair: Pair) -> list[float]:
 
 
 def _metric_fault(case: Case, pair: Pair) -> FaultFound:
-    count, value = case.world_size, _sums(pair)[0]
-    solo, replay = pair
-    mean = value if replay["reduce"] == "AVG" else value / count
-    change = abs(mean / solo["results"][0] - 1) if solo["results"][0] else math.inf
+    evidence, change = _largest_change(case, pair)
     return FaultFound(
         what="a metric depends on the number of processes: each rank takes the mean of its own samples.",
-        at=replay["at"],
-        step=replay["s"] or None,
+        at=pair[1]["at"],
+        step=pair[1]["s"] or None,
         why="the ranks have different numbers of samples, and the mean of their means gives each rank the "
         "same weight.",
         fix="all_reduce the sum and the number of samples, then divide.",
-        evidence=f"with the same weights and samples: {solo['results'][0]:.6g} on one process, {mean:.6g} "
-        f"as the mean over {count}",
+        evidence=evidence,
         effect=f"the metric changes by {change:.2%}",
     )
+
+
+def _nonlinear_metric(case: Case, pair: Pair) -> Judgement:
+    """A value that differs and is no mean over the ranks' samples: a note, because it may be a time."""
+    evidence, change = _largest_change(case, pair)
+    if change < _SMALL_SHARE:
+        return NotJudged(
+            f"the value that is reduced at {pair[1]['at']} is neither that of one process nor a mean over "
+            f"each rank's samples. It differs by {change:.2%}."
+        )
+    return FaultFound(
+        what="a value that is reduced while evaluating depends on the number of processes.",
+        at=pair[1]["at"],
+        step=pair[1]["s"] or None,
+        why="it is no mean over each rank's samples. The mean over ranks is wrong for an F1 score, a "
+        "perplexity or an AUC, and for means of batches of different sizes.",
+        fix="reduce the counts and sums from which the metric is computed, then compute it. If the value is "
+        "a time, it may differ.",
+        evidence=evidence,
+        effect=f"the value changes by {change:.2%}",
+        is_note=True,
+    )
+
+
+def _largest_change(case: Case, pair: Pair) -> tuple[str, float]:
+    """The value of a reduction that changes most: a sentence with both values, and the relative change."""
+    count = case.world_size
+    changes = []
+    for solo, value in _results(pair):
+        means = [value] if pair[1]["reduce"] == "AVG" else [value / count, value]
+        mean = min(means, key=lambda each: abs(each - solo))
+        changes.append((abs(mean / solo - 1) if solo else math.inf if mean else 0.0, solo, mean))
+    change, solo, mean = max(changes)
+    figures = f"{solo:.6g} on one process, {mean:.6g} as the mean over {count}"
+    return f"with the same weights and samples: {figures}", change

@@ -28,6 +28,8 @@ _INPUTS = {"params": "weights", "rows": "inputs", "random": "states of the rando
 _SAME_TOTAL = 0.1
 # Weights of samples that differ by less are a note.
 _SMALL_FACTOR = 1.01
+# The same if ranks have equally many samples: masked tokens, for one, differ in number by chance.
+_SMALL_CHANCE = 1.5
 
 
 def scaled_gradient(case: Case) -> Judgement:
@@ -120,6 +122,14 @@ def _total_weight(run: Run) -> float | None:
 
 def _manual_factor(run: Run) -> float | None:
     """The factor by which the script multiplies the sum of the ranks' gradients: 1/N for a mean."""
+    factors = _manual_factors(run)
+    if not factors or any(event["k"] == "clip" for event in _first_update(run.ranks[0])):
+        return None
+    return sum(factors) / len(factors) if _all_equal(factors) else None
+
+
+def _manual_factors(run: Run) -> list[float] | None:
+    """The factor by which the script multiplies each rank's gradient of step 1 before it adds them."""
     folder = run.plan.folder
     paths = [folder / f"local-{log.rank}.pt" for log in run.ranks]
     used = sorted(folder.glob("gradients-*.pt"))
@@ -127,16 +137,26 @@ def _manual_factor(run: Run) -> float | None:
         return None
     final = torch.load(used[0], weights_only=True)
     each = [torch.load(path, weights_only=True) for path in paths]
-    dot = square = 0.0
-    for name, gradient in final.items():
-        if not all(name in own for own in each):
-            return None
-        summed = torch.stack([own[name].double() for own in each]).sum(0)
-        dot += float((gradient.double() * summed).sum())
-        square += float((summed * summed).sum())
-    if not square or any(event["k"] == "clip" for event in _first_update(run.ranks[0])):
+    if not final or not all(final.keys() <= own.keys() for own in each):
         return None
-    return dot / square
+    columns = [torch.cat([own[name].double().flatten() for name in final]) for own in each]
+    target = torch.cat([gradient.double().flatten() for gradient in final.values()])
+    matrix = torch.stack(columns)
+    # Least squares; for equal gradients, the pseudo-inverse gives equal factors.
+    factors: list[float] = (torch.linalg.pinv(matrix @ matrix.T) @ (matrix @ target)).tolist()
+    return factors if any(factors) else None
+
+
+def _all_equal(factors: list[float]) -> bool:
+    return max(factors) - min(factors) < _EQUAL * max(map(abs, factors))
+
+
+def _averages_ranks(run: Run) -> bool:
+    """Whether the gradients of all ranks have the same weight."""
+    if run.ranks[0].of("ddp"):
+        return True
+    factors = _manual_factors(run)
+    return factors is not None and _all_equal(factors)
 
 
 def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
@@ -287,6 +307,7 @@ def mean_of_means(case: Case) -> Judgement:
     """Means over micro-batches of different sizes are added with equal weight."""
     known = steps = 0
     found: list[_Unequal] = []
+    across: list[_Unequal] = []
     for run in (case.solo, case.ordinary):
         for log in run.ranks:
             lasts = _lasts_of_passes(log)
@@ -299,14 +320,21 @@ def mean_of_means(case: Case) -> Judgement:
                 if pair is not None:
                     is_last = any(event in lasts for event in pair)
                     found.append(_Unequal(pair, [log.rank] if log.rank else [], number, is_last))
-    for number, updates in enumerate(zip(*(log.updates for log in case.ranks), strict=False), 1):
+    same_weight = _averages_ranks(case.ordinary)
+    together = list(zip(*(log.updates for log in case.ranks), strict=False)) if same_weight else []
+    for number, updates in enumerate(together, 1):
         firsts = [update[0] for update in updates if update[0]["k"] == "backward"]
-        pair = _unequal(firsts, across_ranks=True) if _batches_differ(case, number) else None
-        if pair is not None and not found:
+        pair = _unequal(firsts, across_ranks=True)
+        if pair is not None:
             is_last = any(pair[0] in _lasts_of_passes(log) for log in case.ranks)
-            found.append(_Unequal(pair, [], number, is_last))
+            by_chance = not _batches_differ(case, number)
+            across.append(_Unequal(pair, [], number, is_last, by_chance))
     if found:
-        return _mean_fault(found, steps)
+        fix = "sum the losses, and divide by the number of terms of the whole step."
+        return _mean_fault(found, steps, fix)
+    if across:
+        fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by the "
+        return _mean_fault(across, len(together), fix + "number of ranks, since it takes the mean.")
     if not known:
         return NotJudged("the loss is not a scaled sum or mean whose weight its graph shows.")
     return NoFault(f"in {known} backwards, all samples of a step had the same weight.")
@@ -314,18 +342,29 @@ def mean_of_means(case: Case) -> Judgement:
 
 @dataclass(frozen=True)
 class _Unequal:
-    """Two backwards of a step whose samples have different weights; `is_last`: at the end of a pass."""
+    """Two backwards of a step whose samples have different weights.
+
+    Attributes:
+        ranks: The rank that has both; empty for rank 0, or if each is of another rank.
+        is_last: Whether one is on the last batch of a pass.
+        by_chance: Whether ranks have equally many samples, with different numbers of terms, such as tokens.
+    """
 
     pair: tuple[Event, Event]
     ranks: list[int]
     step: int
     is_last: bool
+    by_chance: bool = False
 
     @property
     def factor(self) -> float:
         """The weight of a term of the shorter part, relative to one of the longer."""
         counts = [event["weight"]["count"] for event in self.pair]
         return float(max(counts) / min(counts))
+
+    @property
+    def is_small(self) -> bool:
+        return self.is_last or self.factor < (_SMALL_CHANCE if self.by_chance else _SMALL_FACTOR)
 
 
 def _have_fixed_sizes(log: RankLog) -> bool:
@@ -378,7 +417,7 @@ def _unequal(backwards: list[Event], *, across_ranks: bool = False) -> tuple[Eve
     return None
 
 
-def _mean_fault(found: list[_Unequal], steps: int) -> FaultFound:
+def _mean_fault(found: list[_Unequal], steps: int, fix: str) -> FaultFound:
     first = found[0]
     larger, smaller = sorted((e["weight"] for e in first.pair), key=lambda w: -float(w["count"]))
     factor = max(each.factor for each in found)
@@ -389,10 +428,10 @@ def _mean_fault(found: list[_Unequal], steps: int) -> FaultFound:
         ranks=first.ranks,
         step=first.step,
         why="the mean of means is the mean only if all parts have the same length.",
-        fix="sum the losses, and divide by the number of samples of the whole step.",
+        fix=fix,
         evidence=f"weights of one term in step {first.step}: {larger['weight']:.4g} and "
         f"{smaller['weight']:.4g}",
         effect=f"a sample of the shorter part has up to {factor:.3g} times the weight, in {len(found)} of "
         f"{steps} steps",
-        is_note=factor < _SMALL_FACTOR or all(each.is_last for each in found),
+        is_note=all(each.is_small for each in found),
     )

@@ -1,4 +1,4 @@
-"""Learning rate schedules that run N times too fast."""
+"""Learning rate schedules that run N times too fast, or differ between ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJ
 _close = partial(math.isclose, rel_tol=0.02)
 # A rate is the expected one if it is this much nearer to it than to the other one.
 _NEAR = 0.25
+# Metrics that differ by less differ by rounding.
+_SAME_METRIC = 1e-6
 # A fault needs at least this many steps with the rate of a later part of the epoch.
 _MIN_EARLY = 3
 # A fault needs at least this many times the calls per update of one process.
@@ -45,7 +47,8 @@ def fast_schedule(case: Case) -> Judgement:
             _interpolate(solo_rates, position),
             _interpolate(solo_rates, position * case.world_size),
         )
-        other += not any(_is_near(solo_rates, each, rate) for each in (position, step))
+        reach = max(1, lengths[0] / lengths[1])
+        other += not any(_is_near(solo_rates, each, rate, reach) for each in (position, step))
         if here is not None and ahead is not None and not _close(here, ahead):
             agree += abs(rate - here) < _NEAR * abs(ahead - here)
             early += abs(rate - ahead) < _NEAR * abs(ahead - here)
@@ -77,6 +80,29 @@ def fast_schedule(case: Case) -> Judgement:
         "the position in the epoch",
         effect=f"the learning rate changes {case.world_size} times too fast",
     )
+
+
+def schedule_of_rank(case: Case) -> Judgement:
+    """`ReduceLROnPlateau` is stepped with a metric of each rank, so it lowers the rates at other times."""
+    each = [[e for e in log.of("schedule") if e["metric"] is not None] for log in case.ranks]
+    for events in zip(*each, strict=False):
+        metrics = [float(event["metric"]) for event in events]
+        least, most = min(metrics), max(metrics)
+        if not all(map(math.isfinite, metrics)) or math.isclose(least, most, rel_tol=_SAME_METRIC):
+            continue
+        return FaultFound(
+            what="ReduceLROnPlateau is given another metric on each rank.",
+            at=events[0]["at"],
+            step=events[0]["s"] or None,
+            why="each rank decides by its own metric when to lower the learning rate. From then on the "
+            "ranks make different updates, and their weights drift apart.",
+            fix="reduce the metric over all ranks before the step of the schedule.",
+            evidence=f"metrics of the ranks: {', '.join(f'{metric:.6g}' for metric in metrics)}",
+            effect=f"the metric differs between ranks by {(most - least) / max(abs(least), abs(most)):.2%}",
+        )
+    if not any(each):
+        return NoFault("no schedule follows a metric.")
+    return NoFault("schedules that follow a metric were given the same one on all ranks.")
 
 
 def _fast_length(case: Case, calls: float, solo_calls: float, other: int) -> FaultFound:
@@ -116,12 +142,15 @@ def _rates(log: RankLog) -> list[float]:
     return [rates[step] for step in sorted(rates)]
 
 
-def _is_near(rates: list[float], position: float, rate: float) -> bool:
-    """Whether a rate is that of a position or of the steps beside it, or the position is unknown.
+def _is_near(rates: list[float], position: float, rate: float, reach: float) -> bool:
+    """Whether a rate is that of a position or of those beside it, or the position is unknown.
 
-    A schedule with fewer steps reaches its turning points up to one step earlier or later.
+    A schedule with fewer steps reaches its turning points up to one of its steps earlier or later.
+
+    Args:
+        reach: The steps of one process in a step of the N ranks.
     """
-    around = [_interpolate(rates, max(0, position + shift)) for shift in (-1, 0, 1)]
+    around = [_interpolate(rates, max(0, position + shift * reach)) for shift in (-1, 0, 1)]
     known = [each for each in around if each is not None]
     if len(known) < len(around):
         return True
