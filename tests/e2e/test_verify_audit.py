@@ -43,6 +43,7 @@ RULES = {
     "68": "evaluated models differ",
     "69": "mean of means",
     "70": "schedule follows one rank",
+    "71": "gradient N times too large or small",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

@@ -164,7 +164,9 @@ def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
     if solo_size is None or None in each:
         return None, "no DataLoader gave batches that could be given to all ranks."
     if all(size == solo_size for size in each):
-        return "mirrored", ""
+        # A loss that compares the samples of all ranks must get each sample once.
+        is_divided = ordinary.ranks[0].gather_for_loss and not solo_size % len(each)
+        return "divided" if is_divided else "mirrored", ""
     if sum(size or 0 for size in each) == solo_size:
         if batch.get("ids") and len(batch["ids"]) != batch["size"]:
             return None, "the first dimension of a batch is not its samples."

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,6 +174,17 @@ class RankLog:
         """Whether the script enters collectives inside the forward of a model."""
         events = self.of("forward", "collective", "forward-end")
         return any((a["k"], b["k"]) == ("forward", "collective") for a, b in pairwise(events))
+
+    @property
+    def gather_for_loss(self) -> Event | None:
+        """The first gather of features for the loss of the first step: it comes before the first backward."""
+        before = takewhile(
+            lambda e: e["k"] != "backward", self.of("forward", "collective", "backward")
+        )
+        events = dropwhile(lambda e: e["k"] != "forward", before)
+        return next(
+            (e for e in events if "gather" in e.get("op", "") and len(e["shape"]) > 1), None
+        )
 
     @property
     def ended_in_step(self) -> bool:

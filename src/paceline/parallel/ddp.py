@@ -279,6 +279,7 @@ class _CallHooks(torch.autograd.Function):
 class DDPStrategy(Strategy):
     """Gradients are averaged by torch's DDP in the last backward of a step."""
 
+    reduces_gradients = True
     reduces_in_backward = True
 
     def _prepare(self, batches: Batches) -> None:

@@ -56,6 +56,8 @@ class Strategy:
         is_reproducible: Whether the result is bit for bit equal on any number of ranks.
         runs_micro_batches: Whether `run_micro_batches` runs all forwards and backwards of a step, instead of
             the loop over its micro-batches. Then there is one optimizer.
+        reduces_gradients: Whether ranks add whole gradients. The speed of their connection is then measured,
+            for the advice about bottlenecks.
         keeps_token_divisor: Whether gradients of all steps must have one unit. With count="tokens" they
             are then divided by the same number in each step until `update`.
     """
@@ -63,6 +65,7 @@ class Strategy:
     divisor = 1
     repeats_steps = False
     is_reproducible = False
+    reduces_gradients = False
     keeps_token_divisor = False
     runs_micro_batches = False
 

@@ -586,8 +586,7 @@ class Training:
     def _measure(self) -> list[float]:
         """This rank's row about where its time went. All ranks call it after the same step."""
         group = self.job.data.group
-        reduces = isinstance(self._context.strategy, PackedStrategy | DDPStrategy)
-        if self._link is None and group is not None and reduces:
+        if self._link is None and group is not None and self._context.strategy.reduces_gradients:
             gradient_bytes = sum(p.nbytes for t in self._context.optimizers for p in t.parameters)
             try:
                 with clock.during(LOGGING):

@@ -43,9 +43,16 @@ def scaled_gradient(case: Case) -> Judgement:
         return NotJudged("the gradient of step 1 was 0, or belonged to other parameters.")
     figure = f"the gradient of step 1 was {ratio:.4g} times that of one process on the same samples"
     judgement = _judge_ratio(case, ratio, figure, same_direction=cosine > _SAME_DIRECTION)
-    if isinstance(judgement, FaultFound) or run.plan.mode != "mirrored":
-        return judgement  # a part of a batch may have another gradient, as with BatchNorm
-    return _wrong_multiple(case, run) or judgement
+    if isinstance(judgement, FaultFound):
+        return judgement
+    if run.plan.mode == "mirrored":
+        return _wrong_multiple(case, run) or judgement
+    # Of a part of a batch, other gradients may be right, as with BatchNorm.
+    is_equal = isinstance(judgement, NoFault) and cosine > _SAME_DIRECTION
+    gather = run.ranks[0].gather_for_loss
+    if is_equal or gather is None or _depends_on_parts(run.ranks[0]):
+        return judgement
+    return _gather_fault(gather, f"{figure}, and the cosine between both {cosine:.3f}")
 
 
 def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool) -> Judgement:
@@ -56,6 +63,27 @@ def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool)
         if abs(ratio / factor - 1) < _NEAR_FACTOR and same_direction:
             return _scale_fault(case, factor > 1, figure)
     return NotJudged(f"{figure}, which is neither {count} nor 1/{count}.", differs=True)
+
+
+def _depends_on_parts(log: RankLog) -> bool:
+    """Whether the first forward depends on how a batch is divided: by BatchNorm or random numbers."""
+    first = next(iter(log.training_forwards), {})
+    return bool(first.get("buffers") or first.get("drew"))
+
+
+def _gather_fault(gather: Event, figure: str) -> FaultFound:
+    """A loss of the values of all ranks, whose gradient is not that of one process."""
+    return FaultFound(
+        what="the gradient of a loss of gathered values differs from that of one process.",
+        at=gather["at"],
+        step=1,
+        why="the ranks had the parts of one batch, and together gathered all of it. Often the labels lack "
+        "the offset of the rank, or the gather passes no gradient to the other ranks.",
+        fix="label by the place among the gathered values (`torch.arange(n) + rank * n`), and gather with "
+        "torch.distributed.nn.functional.all_gather.",
+        evidence=figure,
+        effect=figure,
+    )
 
 
 def _wrong_multiple(case: Case, run: Run) -> FaultFound | None:
