@@ -343,6 +343,7 @@ TARGETS = torch.tensor([0, 1, 2, -100, 1, -100])
         (lambda: (LOGITS**2).sum() / 4 / 2, 1 / 8, 18),
         (lambda: F.binary_cross_entropy_with_logits(LOGITS, torch.zeros(6, 3)), 1 / 18, 18),
         (lambda: F.nll_loss(F.log_softmax(LOGITS, 1), TARGETS.clamp(0)) + (LOGITS**2).sum(), 1 / 6, 6),
+        (lambda: F.cross_entropy(LOGITS, TARGETS, label_smoothing=0.2), 0.8 / 4, 4),
     ],
 )  # fmt: skip
 def test_the_weight_of_one_term(loss: Any, weight: float, count: float) -> None:

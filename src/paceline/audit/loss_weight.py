@@ -48,6 +48,9 @@ def _walk(node: Any, factor: float) -> LossWeight | None:
             if other is None or other.numel() != 1 or node.next_functions[1][0] is not None:
                 return None
             factor = factor / float(other) if name == "DivBackward0" else factor * float(other)
+        elif name in ("MulBackward1", "DivBackward1"):  # by a number, as with label smoothing
+            other = float(node._saved_other)
+            factor = factor * other if name == "MulBackward1" else factor / other
         elif name == "NegBackward0":
             factor = -factor
         elif name == "AddBackward0":

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from paceline.audit.evidence import Event, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
-# The first forwards of each rank, whose random states are compared.
+# The first forwards of each rank, whose noise is compared; and how many with equal states are a fault.
 _FORWARDS = 3
 # More numbers than this for each sample of a batch are noise.
 _DRAWS_PER_SAMPLE = 2
@@ -197,34 +197,38 @@ def _same_noise(case: Case, firsts: list[list[Event]]) -> FaultFound | None:
 
 def same_dropout(case: Case) -> Judgement:
     """The forwards of two ranks draw the same random numbers, so their dropout masks are equal."""
-    firsts = [log.training_forwards[:_FORWARDS] for log in case.ranks]
-    if not all(firsts):
+    forwards = [log.training_forwards for log in case.ranks]
+    if not all(forwards):
         return NotJudged("not every rank ran a forward of training.")
     if not case.trains_together:
         return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
-    if (fault := _same_noise(case, firsts)) is not None:
+    if (fault := _same_noise(case, [each[:_FORWARDS] for each in forwards])) is not None:
         return fault
     # Dropout draws from torch. Python's `random` decides what must be alike on all ranks, such as LayerDrop.
-    used = [k for k in ("torch", "cuda") if any(k in e["drew"] for each in firsts for e in each)]
+    used = [k for k in ("torch", "cuda") if any(k in e["drew"] for each in forwards for e in each)]
     if not used:
         return NoFault("the forward draws no random numbers from torch.")
     for rank in range(1, case.world_size):
-        pairs = list(zip(firsts[0], firsts[rank], strict=False))
-        same = [
-            generator
-            for generator in used
-            if all(a["random"].get(generator) == b["random"].get(generator) for a, b in pairs)
-        ]
-        if same:
+        for name in used:
+            pairs = [
+                (a, b)
+                for a, b in zip(forwards[0], forwards[rank], strict=False)
+                if name in a["drew"]
+            ]
+            same = [a for a, b in pairs if a["random"].get(name) == b["random"].get(name)]
+            if not same or len(same) < min(_FORWARDS, len(pairs)):
+                continue
             return FaultFound(
                 what=f"ranks 0 and {rank} draw the same dropout masks.",
-                at=firsts[0][0]["at"],
+                at=same[0]["at"],
                 ranks=[0, rank],
-                step=1,
-                why=f"the generator '{same[0]}' has the same state on both before each forward, so the "
-                "noise does not average out over the ranks.",
-                fix="seed by rank after the model is built: torch.manual_seed(seed + rank).",
-                evidence=f"equal states in {len(pairs)} forwards",
+                step=same[0]["s"] + 1,
+                why=f"the generator '{name}' has the same state on both before the forward, so the noise "
+                "does not average out over the ranks.",
+                fix="seed by rank after the model is built: torch.manual_seed(seed + rank)."
+                if len(same) == len(pairs)
+                else "do not give all ranks one seed, or the random state of one rank, during the training.",
+                evidence=f"equal states in {len(same)} of {len(pairs)} forwards",
                 effect=f"the masks of 2 of {case.world_size} ranks are equal",
             )
     return NoFault("the ranks' forwards drew from different random states.")
