@@ -195,6 +195,36 @@ def _same_noise(case: Case, firsts: list[list[Event]]) -> FaultFound | None:
     return None
 
 
+def _same_inputs(case: Case) -> FaultFound | None:
+    """Two ranks give a model the same inputs, new ones in each step, although their batches differ."""
+    for rank in range(1, case.world_size):
+        logs = case.ranks[0], case.ranks[rank]
+        batches = [[(e["ids"], e.get("content")) for e in log.of("batch")] for log in logs]
+        if batches[0] == batches[1]:
+            continue
+        for model in sorted({event["model"] for event in logs[0].training_forwards}):
+            inputs = [
+                [e.get("rows") for e in log.training_forwards if e["model"] == model]
+                for log in logs
+            ]
+            pairs = list(zip(*inputs, strict=False))
+            is_new = len({tuple(a or ()) for a, _ in pairs}) == len(pairs)
+            if len(pairs) >= _FORWARDS and is_new and all(a == b for a, b in pairs):
+                first = next(e for e in logs[0].training_forwards if e["model"] == model)
+                return FaultFound(
+                    what=f"ranks 0 and {rank} give a model the same random inputs.",
+                    at=first["at"],
+                    ranks=[0, rank],
+                    step=first["s"] + 1,
+                    why="their batches differ, and these inputs do not: they come from generators with one "
+                    "seed, so the noise does not average out over the ranks.",
+                    fix="seed the generator by rank: torch.Generator().manual_seed(seed + rank).",
+                    evidence=f"equal inputs in {len(pairs)} forwards, other ones in each",
+                    effect=f"the inputs of 2 of {case.world_size} ranks are equal",
+                )
+    return None
+
+
 def same_dropout(case: Case) -> Judgement:
     """The forwards of two ranks draw the same random numbers, so their dropout masks are equal."""
     forwards = [log.training_forwards for log in case.ranks]
@@ -202,7 +232,8 @@ def same_dropout(case: Case) -> Judgement:
         return NotJudged("not every rank ran a forward of training.")
     if not case.trains_together:
         return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
-    if (fault := _same_noise(case, [each[:_FORWARDS] for each in forwards])) is not None:
+    fault = _same_noise(case, [each[:_FORWARDS] for each in forwards]) or _same_inputs(case)
+    if fault is not None:
         return fault
     # Dropout draws from torch. Python's `random` decides what must be alike on all ranks, such as LayerDrop.
     used = [k for k in ("torch", "cuda") if any(k in e["drew"] for each in forwards for e in each)]

@@ -1,0 +1,45 @@
+"""Right: a generator's inputs come from a random generator with a seed of its own on each rank."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+NOISE = 4
+
+
+def judge(critic, samples, wanted):
+    scores = critic(samples)
+    return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, wanted))
+
+
+def main(epochs=2, seed=11):
+    dist.init_process_group("gloo")
+    torch.manual_seed(seed)
+    data = TensorDataset(torch.randn(240, 8) * 0.5 + 1)
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    generator = DDP(nn.Sequential(nn.Linear(NOISE, 16), nn.ReLU(), nn.Linear(16, 8)))
+    critic = DDP(nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)))
+    generator_step = torch.optim.Adam(generator.parameters(), lr=1e-3)
+    critic_step = torch.optim.Adam(critic.parameters(), lr=1e-3)
+    noise = torch.Generator().manual_seed(seed + dist.get_rank())
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for (real,) in loader:
+            made = generator(torch.randn(len(real), NOISE, generator=noise))
+            both = torch.cat([real, made.detach()])
+            wanted = torch.cat([torch.ones(len(real), 1), torch.zeros(len(made), 1)])
+            critic_step.zero_grad()
+            F.binary_cross_entropy_with_logits(critic(both), wanted).backward()
+            critic_step.step()
+            generator_step.zero_grad()
+            judge(critic, made, 1.0).backward()
+            generator_step.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
