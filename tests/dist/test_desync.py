@@ -217,3 +217,14 @@ def test_each_byte_counts(dtype: torch.dtype, size: int) -> None:
 def test_a_tensor_that_is_not_contiguous_counts_as_its_copy() -> None:
     tensor = torch.arange(12.0).reshape(3, 4).t()
     assert int(_sum(tensor)) == int(_sum(tensor.contiguous()))
+
+
+@pytest.mark.parametrize("shape", [(50, 4), (3000, 4), (5000, 3), (7, 5)])
+def test_rows_that_change_places_are_seen(shape: tuple[int, int]) -> None:
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    seen = {int(_sum(weights))}
+    for first, second in ((0, 1), (0, 6), (2, shape[0] - 1)):
+        order = torch.arange(shape[0])
+        order[first], order[second] = second, first
+        seen.add(int(_sum(weights[order])))
+    assert len(seen) == 4

@@ -14,6 +14,7 @@ from launching import finish, run, spawn, start
 PLAIN = """
 import os, sys
 import torch, torch.distributed as dist
+assert "paceline" not in sys.modules  # only a script that imports it gets it
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)

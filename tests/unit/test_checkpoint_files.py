@@ -23,7 +23,7 @@ import torch
 
 import paceline
 from paceline.checkpoint import codec
-from paceline.checkpoint.export import write_file
+from paceline.checkpoint.export import read_weights, write_file
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import Store, committed, open_store, read_manifest, verify
 from paceline.checkpoint.writer import Staging
@@ -595,6 +595,39 @@ def test_exported_weights_load_again(job: Job, tmp_path: Path, name: str) -> Non
         found = torch.load(tmp_path / name, weights_only=True)
         torch.save({f"module.{key}": value for key, value in found.items()}, tmp_path / name)
         paceline.load_weights(model, tmp_path / name)
+
+
+def test_a_step_is_read_with_a_slash_and_of_a_model_that_exists(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(job, tmp_path / "a", 1)
+    monkeypatch.chdir(tmp_path / "a")
+    assert set(read_weights("step-1/")) == set(read_weights("step-1")) == {"weight", "short"}
+    for number in (-1, 1):
+        with pytest.raises(CheckpointError, match=f"holds 1 models, so there is no model {number}"):
+            read_weights("step-1", number)
+
+
+def test_all_prefixes_of_wrappers_are_removed(tmp_path: Path) -> None:
+    weights = {f"_orig_mod.module.{name}": torch.ones(2) for name in "ab"}
+    torch.save(weights, tmp_path / "w.pth")
+    assert set(read_weights(tmp_path / "w.pth")) == {"a", "b"}
+    torch.save({1: torch.ones(2)}, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match="holds no plain state_dict"):
+        read_weights(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
+def test_tied_weights_are_written(tmp_path: Path, name: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6, bias=False))
+    model[1].weight = model[0].weight
+    write_file(tmp_path / name, model.state_dict())
+    wanted = model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    paceline.load_weights(model, tmp_path / name)
+    assert model[1].weight is model[0].weight
+    assert torch.equal(model[0].weight, wanted)
 
 
 @pytest.mark.parametrize(

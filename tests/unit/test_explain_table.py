@@ -6,12 +6,14 @@ import io
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from paceline.cli import explain
 from paceline.explain import reading
+from paceline.explain.facts import facts
 from paceline.explain.reading import KINDS, causes, read, recognise
 from paceline.machine import format_bytes, owner_of_port
 
@@ -125,7 +127,14 @@ def test_the_owner_of_a_port_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["port: {}, useIpv6: false", "on [::]:{} (errno: 98", "0.0.0.0:{}"]
+    "text",
+    [
+        "port: {}, useIpv6: false",
+        "on [::]:{} (errno: 98",
+        "0.0.0.0:{}",
+        "at 22:22:33, socket.cpp:1759: port {}",
+        "at 22:22:33, socket.cpp:1759: node7:{}",
+    ],
 )
 def test_the_port_is_found_in_the_message(
     text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -135,6 +144,29 @@ def test_the_port_is_found_in_the_message(
         log.write_text(f"address already in use {text.format(listener.getsockname()[1])}\n")
         assert explain.main([str(log)]) == 0
     assert f"is now used by pid {os.getpid()} (" in capsys.readouterr().out
+
+
+def test_lines_of_an_earlier_entry_are_read_once() -> None:
+    line = "[rank3]: ncclRemoteError: A call failed: Connection closed by remote peer, x\n"
+    began = time.perf_counter()
+    few = read(io.BytesIO((line * 2_000).encode()))
+    few_s = time.perf_counter() - began
+    began = time.perf_counter()
+    many = read(io.BytesIO((line * 10_000).encode()))
+    assert time.perf_counter() - began < 15 * few_s  # 5 times as many lines; 25 times if quadratic
+    assert [hit.cause.name for hit in many.found] == [hit.cause.name for hit in few.found]
+
+
+@pytest.mark.parametrize("name", ["struct.error", "socket.gaierror", "package.sub.lower"])
+def test_an_exception_with_a_lower_case_name_is_seen(name: str) -> None:
+    text = f'Traceback (most recent call last):\n  File "a.py", line 1\n    f()\n{name}: bad\nEpoch: 3\n'
+    assert read(io.BytesIO(text.encode())).unknown == (4, f"{name}: bad")
+
+
+def test_a_time_and_a_line_of_a_file_are_no_ports() -> None:
+    assert facts("port_owner", "[22:22:33] socket.cpp:1759: Address already in use") == ""
+    told = facts("port_owner", "[22:22:33] Address already in use: port 1")
+    assert told == "On this host, no process listens on port 1 now."
 
 
 def test_bytes_have_units() -> None:

@@ -229,6 +229,9 @@ def test_a_missing_package_is_named_with_its_extra(
         f"storage_options={{'account_key': '{SECRET}'}}",
         f"password={SECRET}",
         f"the session {SECRET} has ended",  # a value of the environment
+        f"aws_secret_access_key = {SECRET}",
+        f"secret: {SECRET}",
+        f"Authorization: SharedKey account:{SECRET}",
     ],
 )
 def test_errors_hold_no_credentials(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +256,8 @@ def test_errors_hold_no_credentials(text: str, monkeypatch: pytest.MonkeyPatch) 
         ("s3://b/a", FileNotFoundError("The specified bucket does not exist"), "create the bucket"),
         ("s3://b/a", PermissionError("Access Denied"), "list, read, write and delete"),
         ("gs://b/a", RuntimeError("429 Too Many Requests"), "rate of requests"),
+        ("gs://b/a", RuntimeError("HTTP error (503)"), "rate of requests"),
+        ("s3://b/a", RuntimeError("status=403"), "list, read, write and delete"),
         ("s3://b/a", OSError("Could not connect to the endpoint URL"), "the network"),
     ],
 )
@@ -260,6 +265,12 @@ def test_errors_name_the_fix(address: str, error: Exception, fix: str) -> None:
     found = as_storage_error(error, "write", address)
     assert fix in found.fix
     assert isinstance(found, ObjectMissing) == isinstance(error, FileNotFoundError)
+
+
+@pytest.mark.parametrize("number", [401, 403, 404, 429, 503])
+def test_the_number_of_a_step_is_no_error_code(number: int) -> None:
+    text = f"disk error at bucket/parts/step-{number}-ab12-0/rank-0 of step-{number}"
+    assert as_storage_error(OSError(text), "write", "s3://bucket/run").fix == ""
 
 
 def test_no_traceback_shows_the_cause(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

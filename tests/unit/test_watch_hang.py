@@ -103,6 +103,7 @@ CAUSES = [
     ({"busy": True, "held": True}, "holding the GIL, busy", "native code holds the GIL"),
     ({"held": True}, "holding the GIL", "does not return"),
     ({"state": "T"}, "stopped (state T) at train.py:31", "with `kill -CONT 811`."),
+    ({"state": "t"}, "stopped (state t) at train.py:31", "detach the debugger"),
     ({"state": "D", "kernel": "nfs"}, "(state D, nfs) at train.py:31", "network file"),
     ({"state": "Z"}, "other threads run on (state Z)", "its main thread has ended"),
     ({"state": "", "returncode": 0}, "ended with exit code 0", "while the others still run"),
@@ -290,16 +291,17 @@ def test_dtypes_of_both_recorders(dtype: str, kind: str) -> None:
     assert found.kind == kind
 
 
-TORCH = "/v/site-packages/torch/"
-
-
-def test_stacks() -> None:
+@pytest.mark.parametrize(
+    "packages", ["/v/lib/python3.12/site-packages/", "/usr/local/lib/python3.12/dist-packages/"]
+)
+def test_stacks(packages: str) -> None:
+    torch = packages + "torch/"
     found = read_stack(
         [
-            (TORCH + "distributed/distributed_c10d.py", 3252, "recv"),
-            (TORCH + "distributed/c10d_logger.py", 83, "wrapper"),
+            (torch + "distributed/distributed_c10d.py", 3252, "recv"),
+            (torch + "distributed/c10d_logger.py", 83, "wrapper"),
             ("/home/me/run/train.py", 9, "exchange"),
-            ("/v/site-packages/other/loop.py", 1, "call"),
+            (packages + "other/loop.py", 1, "call"),
             ("/elsewhere/tool.py", 2, "<module>"),
         ],
         "/home/me/run",
@@ -307,10 +309,14 @@ def test_stacks() -> None:
     assert found == StackSummary(
         script=(("train.py", 9, "exchange"), ("/elsewhere/tool.py", 2, "<module>")), waits="recv"
     )
-    backward = read_stack([(TORCH + "autograd/graph.py", 1, "_engine"), ("/a.py", 2, "f")], "/")
+    package = read_stack(
+        [(torch + "distributed/distributed_c10d.py", 7, "recv"), (packages + "a/b.py", 3, "f")], "/"
+    )
+    assert package == StackSummary(script=((packages[1:] + "a/b.py", 3, "f"),), waits="recv")
+    backward = read_stack([(torch + "autograd/graph.py", 1, "_engine"), ("/a.py", 2, "f")], "/")
     assert backward.gradients
     assert not backward.waits
-    queue = [(threading.__file__, 1, "wait"), (TORCH + "utils/data/dataloader.py", 5, "_get")]
+    queue = [(threading.__file__, 1, "wait"), (torch + "utils/data/dataloader.py", 5, "_get")]
     loading = read_stack(queue, "/")
     assert loading.loader
     assert loading.lock

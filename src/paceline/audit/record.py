@@ -122,4 +122,4 @@ def is_user_code(frame: FrameType) -> bool:
 
 @functools.cache
 def _is_user_file(filename: str) -> bool:
-    return is_script(filename) and not any(x in filename for x in ("dist-packages", "<string"))
+    return is_script(filename) and "<string" not in filename

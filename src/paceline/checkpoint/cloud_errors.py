@@ -23,31 +23,34 @@ _SECRET_WORD = (
 )
 _SECRET_VARIABLE = re.compile(rf"(?:AWS|AZURE|GOOGLE|GCS|FSSPEC)_.*(?:{_SECRET_WORD})", re.I)
 _ASSIGNED = re.compile(
-    rf"(\b[\w-]*(?:{_SECRET_WORD}|\bsig)[\w-]*(?:=[\"']?|[\"']?: ?[\"']))[^\s&,;\"']+", re.I
+    rf"(\b[\w-]*(?:{_SECRET_WORD}|\bsig)[\w-]*(?: ?= ?[\"']?|[\"']?: ?[\"']?))[^\s&,;\"']+", re.I
 )
 _PATTERNS = (
     (re.compile(r"(://)[^/\s@]*:[^\s@]*@"), rf"\1{_HIDDEN}@"),
     (re.compile(r"(\w+://[^\s?\"'<>]+)\?[^\s\"'<>]+"), rf"\1?{_HIDDEN}"),
     (_ASSIGNED, rf"\1{_HIDDEN}"),
-    (re.compile(r"(?i)\b(bearer )[\w.~+/=-]+"), rf"\1{_HIDDEN}"),
+    (re.compile(r"(?i)\b((?:bearer|sharedkey|basic) )[\w.~+/=:-]+"), rf"\1{_HIDDEN}"),
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}"), _HIDDEN),
 )
+# The number of an error, and not a part of a name such as "step-404".
+_CODE = r"(?<![-\w/]){}\b(?![-/])"
 _FIXES = (
     (
         r"credentials|access key id|signature|ClientAuthentication|ExpiredToken|token.*expired|"
-        r"connection_string or account_name|Unauthorized|\b401\b",
+        rf"connection_string or account_name|Unauthorized|{_CODE.format(401)}",
         "give credentials to all ranks: {credentials}.",
     ),
     (
-        r"NoSuchBucket|bucket (?:does not|doesn't) exist|ContainerNotFound|FileNotFoundError|\b404\b",
+        r"NoSuchBucket|bucket (?:does not|doesn't) exist|ContainerNotFound|FileNotFoundError|"
+        + _CODE.format(404),
         "create the {bucket}, or correct its name, region and endpoint.",
     ),
     (
-        r"SlowDown|request rate|TooManyRequests|ServerBusy|\b429\b|\b503\b",
+        rf"SlowDown|request rate|TooManyRequests|ServerBusy|{_CODE.format('(?:429|503)')}",
         "the storage limits the rate of requests: save less often, or ask for a higher limit.",
     ),
     (
-        r"PermissionError|AccessDenied|Forbidden|\b403\b",
+        rf"PermissionError|AccessDenied|Forbidden|{_CODE.format(403)}",
         "permit these credentials to list, read, write and delete objects in the {bucket}.",
     ),
     (

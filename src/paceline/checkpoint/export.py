@@ -30,7 +30,7 @@ def write_file(path: Path, content: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":
-            _safetensors().save_file({k: v.contiguous() for k, v in content.items()}, scratch)
+            _safetensors().save_file(_unshared(content), scratch)
         else:
             torch.save(content, scratch)
         flush(scratch)
@@ -38,12 +38,25 @@ def write_file(path: Path, content: Any) -> None:
         flush(path.parent)
     except ConfigError:
         raise
-    except (
-        Exception
-    ) as error:  # torch reports a full disk as a RuntimeError, safetensors has its own error
+    # torch reports a full disk as a RuntimeError, and safetensors has its own error.
+    except Exception as error:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
         raise CheckpointError(f"{path} cannot be written: {error}", path=str(path)) from error
+
+
+def _unshared(content: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors; of those that share memory, as tied weights do, all but the first are copies.
+
+    safetensors refuses tensors that share memory.
+    """
+    found = {}
+    seen = set()
+    for name, tensor in content.items():
+        storage = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if storage in seen else tensor.contiguous()
+        seen.add(storage)
+    return found
 
 
 def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
@@ -91,19 +104,21 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping) or not all(
-        isinstance(v, torch.Tensor) for v in found.values()
+        isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in found.items()
     ):
         raise CheckpointError(f"{path} holds no plain state_dict.", path=name)
-    for prefix in _WRAPPERS:
-        if all(key.startswith(prefix) for key in found):
-            found = {key.removeprefix(prefix): value for key, value in found.items()}
+    while prefix := next(
+        (p for p in _WRAPPERS if found and all(k.startswith(p) for k in found)), ""
+    ):
+        found = {key.removeprefix(prefix): value for key, value in found.items()}
     return dict(found)
 
 
 def _read_checkpoint(url: str, number: int) -> Any:
-    folder, _, last = url.rstrip("/").rpartition("/")
+    url = url.rstrip("/") or url
+    folder, slash, last = url.rpartition("/")
     named = int(last[5:]) if last.startswith("step-") and last[5:].isdigit() else None
-    store = open_store(url if named is None else folder or url[: -len(last)] or ".")
+    store = open_store(url if named is None else folder or slash or ".")
     steps = committed(store)
     step = named if named is not None else steps[-1] if steps else None
     if step is None or step not in steps:
@@ -117,7 +132,7 @@ def _read_checkpoint(url: str, number: int) -> Any:
             f"step {step} in {store.root} is damaged: {error}.", path=url
         ) from error
     models = state.get("models", []) if isinstance(state, dict) else []
-    if number >= len(models):
+    if not 0 <= number < len(models):
         raise CheckpointError(f"{url} holds {len(models)} models, so there is no model {number}.")
     return models[number]
 

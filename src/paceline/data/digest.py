@@ -30,8 +30,8 @@ def _feed(hasher: hashlib.blake2b, value: Any) -> None:
     elif isinstance(value, np.ndarray):
         if not value.dtype.hasobject:
             hasher.update(value.tobytes())
-    elif isinstance(value, bool | int | float | str | bytes):
-        hasher.update(repr(value).encode())
+    elif isinstance(value, bool | int | float | str | bytes | np.generic):
+        hasher.update(f"{value!r},".encode())
     elif isinstance(value, tuple | list):
         for part in value:
             _feed(hasher, part)

@@ -467,7 +467,8 @@ class StreamLoader(Loader):
         for _ in range(position.epoch, epochs):
             first_digests = set()
             while not isinstance(result := workers.get(), End):
-                first_digests.add(result.first_digest)
+                if result.first_digest:  # of a worker that has read a sample
+                    first_digests.add(result.first_digest)
                 if len(first_digests) > 1:
                     log.once(_DIFFERENT_STREAMS)
                 yield result

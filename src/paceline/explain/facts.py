@@ -6,7 +6,9 @@ import re
 
 from paceline.machine import format_bytes, owner_of_port, read_memory
 
-_PORT = re.compile(r"port:? ?(\d{1,5})\b|[\w\]]:(\d{1,5})\b")
+_PORT = re.compile(r"\bport:? ?(\d{1,5})\b")
+# An address with its port; not a time of day, nor a line of a file.
+_ADDRESS = re.compile(r"(?<!\.cpp)(?<!\.hpp)(?<!\.py)(?<=[\w\]]):(\d{4,5})\b(?!:)")
 
 
 def facts(name: str | None, line: str) -> str:
@@ -19,7 +21,7 @@ def facts(name: str | None, line: str) -> str:
 
 
 def _port_owner(line: str) -> str:
-    numbers = [int(a or b) for a, b in _PORT.findall(line)]
+    numbers = [int(number) for number in _PORT.findall(line) or _ADDRESS.findall(line)]
     for port in numbers:
         owner = owner_of_port(port)
         if owner is not None:

@@ -6,6 +6,7 @@ a regular expression runs only where that piece occurs.
 
 from __future__ import annotations
 
+import heapq
 import io
 import re
 import tomllib
@@ -25,6 +26,8 @@ _MAX_ERRORS = 50
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TRACEBACK = b"Traceback (most recent call last):"
 _EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::|\s*$)")
+# Such as `struct.error`; only right after the frames, because a line of a log may begin so too.
+_DOTTED = re.compile(rb"(?:[A-Za-z_]\w*\.)+\w+(?::|\s*$)")
 # These repeat an error that has its own traceback.
 _WRAPPERS = re.compile(rb".*(?:ChildFailedError|: Caught \w+ in )")
 
@@ -49,13 +52,21 @@ class Cause:
             for p in pieces
         ]
 
-    def search(self, text: bytes, start: int = 0) -> tuple[int, int] | None:
+    def search(self, text: bytes) -> tuple[int, int] | None:
         """Begin and end of the first message of this entry."""
-        hits = []
-        for literal, pattern in self._patterns:
-            if text.find(literal, start) >= 0 and (hit := pattern.search(text, start)):
-                hits.append(hit.span())
-        return min(hits, default=None)
+        return next(self.messages(text), None)
+
+    def messages(self, text: bytes) -> Iterator[tuple[int, int]]:
+        """Begin and end of the messages of this entry, at most one of a line."""
+        # Each pattern goes once through the text.
+        hits = [p.finditer(text) for literal, p in self._patterns if literal in text]
+        end = -1
+        for hit in heapq.merge(*hits, key=re.Match.start):
+            if hit.start() >= end:
+                yield hit.span()
+                end = text.find(b"\n", hit.end())
+                if end < 0:
+                    return
 
 
 @dataclass(frozen=True)
@@ -126,8 +137,7 @@ def _blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _first_message(cause: Cause, block: bytes, first_line: int) -> Found | None:
-    start = 0
-    while span := cause.search(block, start):
+    for span in cause.messages(block):
         begin = block.rfind(b"\n", 0, span[0]) + 1
         end = block.find(b"\n", span[1])
         end = len(block) if end < 0 else end
@@ -136,7 +146,6 @@ def _first_message(cause: Cause, block: bytes, first_line: int) -> Found | None:
         if next(other for other in causes() if other.search(line)) is cause:
             number = first_line + block.count(b"\n", 0, begin)
             return Found(cause, number, _shown(line, span[0] - begin))
-        start = end
     return None
 
 
@@ -168,9 +177,13 @@ class _Tracebacks:
                 continue
             for prefix in self._open:
                 body = line[len(prefix) :]
-                if line.startswith(prefix) and _EXCEPTION.match(body):
-                    self._open.remove(prefix)
+                if not line.startswith(prefix) or not body.strip() or body[:1].isspace():
+                    continue
+                is_error = _EXCEPTION.match(body) or _DOTTED.match(body)
+                if is_error:
                     self._errors.append((number, body))
+                if is_error or prefix:  # without a prefix, the line may be that of another process
+                    self._open.remove(prefix)
                     break
 
     def first_unknown(self) -> tuple[int, str] | None:

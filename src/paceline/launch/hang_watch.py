@@ -90,7 +90,7 @@ class Activity:
         """Whether it did something in the last `window_s` seconds, or was not watched for so long."""
         if self.ending is not None and self.samples:
             return self.samples[-1].at_s - self.ending < _ENDING_S
-        if self.state in ("T", "Z", ""):
+        if self.state in ("T", "t", "Z", ""):
             return False
         first, last = self.samples[0], self.samples[-1]
         passed = last.at_s - first.at_s
@@ -173,7 +173,7 @@ class HangWatch:
             self._ask_next = now + self._patience_s
             self._next = now + _SOON_S
             for rank in alive:
-                if self._activities[rank.local_rank].state not in ("T", "Z"):
+                if self._activities[rank.local_rank].state not in ("T", "t", "Z"):
                     rank.ask(self._request)
         return None
 
@@ -280,7 +280,9 @@ class HangWatch:
         activity, answer, cwd = self._activities[rank.local_rank], rank.answer, os.getcwd()
         late = now - activity.beat.get("time", now) > HELD_S
         # The stacks of faulthandler prove that the GIL is held; a beat may be late for other reasons.
-        dump = read_dump(rank.probed()) if late and activity.state not in ("T", "D", "Z") else []
+        dump = (
+            read_dump(rank.probed()) if late and activity.state not in ("T", "t", "D", "Z") else []
+        )
         reported: dict[str, Any] = {
             "entered": {},
             "where": read_place(activity.beat.get("place", ""), cwd),

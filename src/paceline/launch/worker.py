@@ -41,17 +41,18 @@ _status = 0
 _interrupted = False
 
 
-def _load(room: str, name: str) -> Any:
+def _load(*names: str) -> Any:
     # By file: the folder of paceline may not be on sys.path, or the script's folder may hide it.
-    module = types.ModuleType(f"paceline.{room}.{name}")
+    module = types.ModuleType(".".join(["paceline", *names]))
     package = os.path.dirname(os.path.dirname(__file__))
-    module.__file__ = os.path.join(package, room, f"{name}.py")
+    module.__file__ = os.path.join(package, *names) + ".py"
     # The full name lets these files import each other without importing paceline.
     sys.modules[module.__name__] = module
     importlib.machinery.SourceFileLoader(module.__name__, module.__file__).exec_module(module)
     return module
 
 
+_load("exit_codes")
 _stacks = _load("watch", "stacks")
 _crash_facts = _load("watch", "crash")
 _load("watch", "flight_recorder")

@@ -3,10 +3,11 @@
 Buffers and random generators are compared only if requested: BatchNorm buffers and the generator of dropout
 differ by design.
 
-Each tensor of a rank becomes one number, the wrapping sum of its bytes as 64-bit integers, which does not
-depend on the order of addition. Ranks compare one number for all tensors. Only if it differs do they compare
-one for each tensor. Whole tensors are compared along the data axis; parts of sharded tensors along the axis
-`dp_replicate`, whose ranks hold the same parts. Parameters that DDP ignores are not compared.
+Each tensor of a rank becomes one number: sums of its bytes as 64-bit integers, weighed by their place, so
+that rows that change places are seen. The sums wrap, and do not depend on the order of addition. Ranks
+compare one number for all tensors. Only if it differs do they compare one for each tensor. Whole tensors are
+compared along the data axis; parts of sharded tensors along the axis `dp_replicate`, whose ranks hold the
+same parts. Parameters that DDP ignores are not compared.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _MAX_TIME_SHARE = 0.005  # comparisons take at most this share of the time
 _FIRST_STEPS = 10  # least interval, and steps before the first comparison, which measures the cost
 _EXCHANGE_S = 1e-3  # time of the exchange, until it is measured
 _WORD_BYTES = 8
+_COLUMNS = 1024  # words in a row of the grid whose rows and columns are summed
+_ROW_FACTOR = 0x1E3779B97F4A7C15  # odd, so that changes of a row and of a column do not cancel out
 
 
 class Replicas:
@@ -51,7 +54,7 @@ class Replicas:
             raise ConfigError(f'desync_also may hold "buffers" and "rng", got {also!r}.')
         if also and every == 0:
             raise ConfigError("desync_also has no effect with desync_every=0.")
-        if every is not None and (isinstance(every, bool) or every < 0):
+        if every is not None and (type(every) is not int or every < 0):
             raise ConfigError(f"desync_every must be a number of steps or None, got {every!r}.")
         self._job = job
         self._models = models
@@ -183,9 +186,14 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def _total(digests: Mapping[str, int]) -> int:
     # Different odd factors, so that equal changes of two tensors do not cancel out.
-    factors = torch.arange(len(digests), dtype=torch.int64) * 2 + 1
     values = [digests[name] for name in sorted(digests)]
-    return int((torch.tensor(values, dtype=torch.int64) * factors).sum())
+    return int(_weighed(torch.tensor(values, dtype=torch.int64)))
+
+
+def _weighed(values: torch.Tensor) -> torch.Tensor:
+    """The sum of int64 values, each times an odd number of its own."""
+    factors = torch.arange(len(values), dtype=torch.int64, device=values.device) * 2 + 1
+    return (values * factors).sum()
 
 
 def interval(cost_ns: int, step_ns: int) -> int:
@@ -200,4 +208,8 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     data = data.view(torch.uint8)
     whole = len(data) // _WORD_BYTES * _WORD_BYTES
     # Sums of 64-bit integers are limited by memory speed; those of smaller integers take 20 times as long.
-    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
+    words = data[:whole].view(torch.int64)
+    cut = len(words) // _COLUMNS * _COLUMNS
+    grid = words[:cut].view(-1, _COLUMNS)
+    rest = torch.cat([words[cut:], data[whole:].to(torch.int64)])
+    return _weighed(grid.sum(0)) + _ROW_FACTOR * _weighed(grid.sum(1)) + _weighed(rest)

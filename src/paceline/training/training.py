@@ -481,15 +481,29 @@ class Training:
             )
         self._save_requested, self._is_best = True, best or self._is_best
 
-    def export(self, path: str | Path) -> None:
+    def export(self, path: str | Path, *, number: int | None = None) -> None:
         """Write only the weights to one file, under the model's own names, for `torch.load` anywhere.
 
         Collective: all ranks, between steps or after them.
+
+        Args:
+            number: The index of the model, in a training of several models.
+
+        Raises:
+            ConfigError: there are several models and no `number`, or there is no such model.
         """
-        for model in self.models:
-            equalize_buffers(self.job, model)
-        states = [self._context.strategy.whole_state(model) for model in self.models]
-        weights = states[0] if len(states) == 1 else states
+        count = len(self.models)
+        if (number is None and count > 1) or not 0 <= (number or 0) < count:
+            raise ConfigError(
+                f"the training has {count} model{'s' if count > 1 else ''}, got number={number}.",
+                why="a file holds the weights of one model.",
+                fix=f"export(path, number=...), from 0 to {count - 1}; one file for each model."
+                if count > 1
+                else "leave `number` out.",
+            )
+        model = self.models[number or 0]
+        equalize_buffers(self.job, model)
+        weights = self._context.strategy.whole_state(model)
         collectives.on_rank0(self.job, lambda: write_file(Path(path), weights))
 
     # The loop.

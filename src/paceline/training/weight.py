@@ -1,11 +1,13 @@
-"""The weight of a micro-batch's loss in the gradient of a step, from its sum of losses and its count.
+"""Turns the loss of a micro-batch into its part of the gradient of a step.
 
-A step needs the mean over its samples, or tokens. The user gives a sum and a count, and backward starts from
-`strategy.divisor / number` instead of 1, so that the sum over ranks is that mean for any split over ranks. A
-mean loss starts from `count` times that.
-The number of samples is known before the step. The number of tokens is not: there the divisor is a power
-of two near the last total, and `update` multiplies by `token_divisor / total`. Dividing by a power of two
-does not round, so the result does not depend on it.
+A step needs the mean over its N samples or tokens. The user gives a sum, and backward starts from
+`strategy.divisor / N` instead of 1: the strategy divides by its divisor when it sums over ranks, so the
+result is the mean, however samples are split over ranks. For a mean loss, backward starts from `count` times
+that.
+
+The number of tokens of a step is known only after its last micro-batch. So backward divides by
+`token_divisor`, a power of two near the last total, and `update` multiplies by `token_divisor / total`.
+Division by a power of two does not round.
 """
 
 from __future__ import annotations
@@ -161,10 +163,24 @@ def _is_mean(node: Any, count: int | None) -> bool:
     if kind in ("MeanBackward0", "MeanBackward1"):
         # A mean over features, after a sum over samples, is a legal loss.
         sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
-        return sizes is not None and len(sizes) > 0 and sizes[0] == count
+        inner = type(node.next_functions[0][0]).__name__
+        is_sum = inner.startswith("SumBackward")
+        return not is_sum and sizes is not None and len(sizes) > 0 and sizes[0] == count
     if kind == "AddBackward0":
-        return any(_is_mean(term, count) for term, _ in node.next_functions)
+        terms = [term for term, _ in node.next_functions]
+        # Of a sum over the samples and the mean of a penalty, the penalty may have as many rows.
+        return not any(_is_sum(term, count) for term in terms) and any(
+            _is_mean(term, count) for term in terms
+        )
     return False
+
+
+def _is_sum(node: Any, count: int | None) -> bool:
+    """Whether the last operation of a loss shows that it is a sum over samples."""
+    if torch_private.attribute(f"{_NODE}._saved_reduction", node) == _SUM_REDUCTION:
+        return True
+    sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
+    return type(node).__name__ == "SumBackward0" and sizes is not None and sizes[:1] == (count,)
 
 
 def _refuse_other_mean(
@@ -173,9 +189,7 @@ def _refuse_other_mean(
     """Raise LossError if the last operation of a loss shows that it is not a mean over `count`."""
     if count is None or count < 2:
         return
-    sizes = torch_private.attribute(f"{_NODE}._saved_self_sym_sizes", node)
-    is_sum = type(node).__name__ == "SumBackward0" and sizes is not None and sizes[:1] == (count,)
-    if is_sum or torch_private.attribute(f"{_NODE}._saved_reduction", node) == _SUM_REDUCTION:
+    if _is_sum(node, count):
         raise LossError(
             'the loss is a sum, and reduction="mean" was given.',
             where=where(),

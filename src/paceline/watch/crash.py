@@ -5,7 +5,7 @@ A follower is recognised by the type of its error and the module that raised it,
 errors in its chain of `__cause__` count too, because a script may wrap an error of torch.distributed in its
 own. A rank that ended with exit code 0 did not fail, but may be the peer that the followers lost.
 
-Also loaded by file name in each rank: the standard library and stacks.py alone.
+Also loaded by file name in each rank: the standard library, exit_codes.py and stacks.py alone.
 """
 
 from __future__ import annotations
@@ -201,11 +201,11 @@ class FirstFailure:
             and (this.error.type, this.error.place) == (last.error.type, last.error.place)
         )
 
-    def is_certainly_before(self, fact: RankOutcome) -> bool:
+    def is_certainly_before(self, other: RankOutcome) -> bool:
         """Whether the original failure came before this one, whatever the error of their hosts' clocks."""
         first = self.original
-        error_s = fact.clock_error_s + first.clock_error_s if fact.host != first.host else 0.0
-        return fact.time - first.time >= error_s
+        error_s = other.clock_error_s + first.clock_error_s if other.host != first.host else 0.0
+        return other.time - first.time >= error_s
 
     @property
     def exit_code(self) -> int:
@@ -216,23 +216,23 @@ class FirstFailure:
         return 128 - code if code < 0 else code
 
 
-def find_first_failure(facts: Iterable[RankOutcome]) -> FirstFailure | None:
+def find_first_failure(outcomes: Iterable[RankOutcome]) -> FirstFailure | None:
     """Find the first failure of a round; None if no rank failed."""
-    in_time = sorted(facts, key=lambda fact: fact.time)
-    failures = [fact for fact in in_time if fact.failed]
+    in_time = sorted(outcomes, key=lambda each: each.time)
+    failures = [each for each in in_time if each.failed]
     if not failures:
         return None
-    causes = [fact for fact in failures if not fact.follows]
+    causes = [each for each in failures if not each.follows]
     latest = failures[0].time + failures[0].clock_error_s + _NOTICED_LATE_S
     left = [] if causes else [f for f in in_time if f.left and f.time - f.clock_error_s <= latest]
     original = (causes or left or failures)[0]
-    alike = left or [fact for fact in failures if fact.how == original.how]
-    rest = [fact for fact in failures if fact.how != original.how]
+    alike = left or [each for each in failures if each.how == original.how]
+    rest = [each for each in failures if each.how != original.how]
     return FirstFailure(
         original=original,
-        alike=tuple(sorted(fact.rank for fact in alike)),
-        followers=tuple(sorted(fact.rank for fact in rest if fact.follows)),
-        others=tuple(fact for fact in rest if not fact.follows),
+        alike=tuple(sorted(each.rank for each in alike)),
+        followers=tuple(sorted(each.rank for each in rest if each.follows)),
+        others=tuple(each for each in rest if not each.follows),
         certain=bool(causes),
         first_follower=None if causes else failures[0],
     )

@@ -1,4 +1,4 @@
-"""Reads the collectives of this rank: torch's flight recorder, and the `shm` backend's own table.
+"""Reads the collectives of this rank: torch's flight recorder, and the queues of `shm` and `mpi`.
 
 Runs in each rank and is loaded by file name: the standard library alone. The private names of torch used here
 are in `torch_private.NAMES`. `torch_private.find` would import torch, so they are looked up here, in loaded
@@ -18,9 +18,8 @@ _ENTRIES = 64  # latest entries that are reported, besides those that are not ov
 _DUMP_NCCL = "torch._C._distributed_c10d._dump_nccl_trace"  # only in builds of torch with NCCL
 _DUMP = "torch._C._distributed_c10d._dump_fr_trace"
 _WORLD = "torch.distributed.distributed_c10d._world"
-_OF_MESH = (
-    "mesh_"  # how the description of a group of a device mesh begins; the name of the axis follows
-)
+# How the description of a group of a device mesh begins; the name of the axis follows.
+_OF_MESH = "mesh_"
 _KEYS = (
     *("profiling_name", "process_group", "collective_seq_id", "is_p2p", "input_sizes"),
     *("input_dtypes", "state", "retired", "time_created_ns"),
@@ -46,13 +45,13 @@ def table() -> dict[str, Any]:
     entries = [entry for entry in found if entry["process_group"][0]]  # one without a name is ours
     first = len(entries) - _ENTRIES
     kept = [entry for n, entry in enumerate(entries) if n >= first or not entry.get("retired")]
-    in_memory = [
+    ours = [
         entry | {"process_group": [name, queue.backend]}
         for name, queue in _our_queues()
         for entry in queue.waiting()
     ]
     return {
-        "entries": [*({key: entry.get(key) for key in _KEYS} for entry in kept), *in_memory],
+        "entries": [*({key: entry.get(key) for key in _KEYS} for entry in kept), *ours],
         "groups": {
             name: sorted(_loaded(_WORLD).pg_group_ranks.get(group, ()))
             for group, name in _group_names().items()

@@ -247,8 +247,8 @@ def _activity(state: RankState) -> str:
     """What a rank does that the others wait for."""
     if state.returncode is not None:
         return f"ended with exit code {state.returncode}"
-    if state.state == "T":
-        return f"stopped (state T){_at(state)}"
+    if state.state in ("T", "t"):
+        return f"stopped (state {state.state}){_at(state)}"
     if state.state == "D" and not state.busy:
         kernel = f", {state.kernel}" if state.kernel else ""
         return f"in an uninterruptible wait in the kernel (state D{kernel}){_at(state)}"
@@ -288,8 +288,13 @@ def _why_and_fix(absent: Sequence[RankState], stuck: Sequence[RankState]) -> tup
         return why, "nothing, if this may take so long; otherwise check this code."
     if first.state == "T":
         return (
-            "SIGSTOP, a debugger or a shell's job control has stopped its process.",
+            "SIGSTOP or a shell's job control has stopped its process.",
             f"resume it with `kill -CONT {first.pid}`.",
+        )
+    if first.state == "t":
+        return (
+            "a debugger holds its process.",
+            "continue it in the debugger, or detach the debugger.",
         )
     if first.state == "D":
         return "a disk or a network file system does not answer.", "check the disk that it uses."

@@ -157,7 +157,9 @@ def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
         where = read_place(beat.get("place", ""), cwd)
         if time.monotonic() - beat.get("time", 0.0) > HELD_S and (dump := read_dump(text)):
             where = read_stack(dump, cwd)
-        state = {"T": "stopped", "D": "in a disk wait", "Z": "dead"}.get(found.state, "")
+        state = {"T": "stopped", "t": "held by a debugger", "D": "in a disk wait", "Z": "dead"}.get(
+            found.state, ""
+        )
         place = "{2}() at {0}:{1}".format(*where.script[0]) if where.script else "idle"
         state = state or ("in " if where.script else "is ") + place
         words.append((not where.script, f"pid {child} {state}"))

@@ -20,12 +20,13 @@ _LIBRARIES = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     "<frozen",
 )
+_PACKAGES = ("site-packages", "dist-packages")  # the second is Debian's, also in NVIDIA's images
 _CALL_CHARS = 60
 
 
 def is_script(file: str) -> bool:
     """Whether a file is the user's, not of Paceline or another library."""
-    return not file.startswith(_LIBRARIES) and "site-packages" not in file
+    return not file.startswith(_LIBRARIES) and not any(folder in file for folder in _PACKAGES)
 
 
 def frames_of_script(stack: Stack) -> Stack:
@@ -35,7 +36,8 @@ def frames_of_script(stack: Stack) -> Stack:
     return own or [
         frame
         for frame in stack
-        if not frame[0].startswith(_LIBRARIES) and "site-packages/torch/" not in frame[0]
+        if not frame[0].startswith(_LIBRARIES)
+        and not any(f"{folder}/torch/" in frame[0] for folder in _PACKAGES)
     ]
 
 

@@ -77,7 +77,8 @@ def _overlap_in_loader(case: Case, name: str, *, sharded: bool) -> Judgement:
     if case.ranks[0].loaders[name]["iterable"]:
         is_shard = common < _WHOLE * min(len(set(each)) for each in read)
     # Samplers pad the end of a pass with samples of its beginning, which are then read twice.
-    shared = common > max(case.world_size * 2, _OVERLAP * len(seen))
+    padding = case.world_size * 2
+    shared = common > max(padding, 0 if _splits_differ(case, name) else _OVERLAP * len(seen))
     if is_shard == sharded and (shared or (sharded and _seeds_differ(case, name))):
         return _fault(case, name, common, len(seen), sharded=sharded)
     if not sharded and not is_shard and _reads_whole_dataset(case, name):
@@ -91,6 +92,11 @@ def _overlap_in_loader(case: Case, name: str, *, sharded: bool) -> Judgement:
     return NoFault(f"{len(seen)} samples of {len(case.ranks)} ranks, {common} in common")
 
 
+def _splits_differ(case: Case, name: str) -> bool:
+    """Whether the ranks have other subsets of the dataset."""
+    return len({log.loaders[name]["split"] for log in case.ranks}) > 1
+
+
 def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> FaultFound:
     loaders = [log.loaders[name] for log in case.ranks]
     step = next((e["s"] + 1 for e in case.ranks[0].of("batch") if e["loader"] == name), 1)
@@ -100,7 +106,7 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
         seeds = [str(each["sharding"].get("seed")) for each in loaders]
         cause = f": their seeds are {', '.join(seeds)}" if len(set(seeds)) > 1 else ""
         fix = "give the sampler the same seed on every rank; only its rank must differ."
-        if not cause and len({each["split"] for each in loaders}) > 1:
+        if not cause and _splits_differ(case, name):
             cause = ": each rank has split the dataset in another way"
             fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
         if loaders[0]["iterable"]:
