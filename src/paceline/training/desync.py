@@ -210,6 +210,10 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     # Sums of 64-bit integers are limited by memory speed; those of smaller integers take 20 times as long.
     words = data[:whole].view(torch.int64)
     cut = len(words) // _COLUMNS * _COLUMNS
-    grid = words[:cut].view(-1, _COLUMNS)
-    rest = torch.cat([words[cut:], data[whole:].to(torch.int64)])
-    return _weighed(grid.sum(0)) + _ROW_FACTOR * _weighed(grid.sum(1)) + _weighed(rest)
+    total = _weighed(words[cut:])
+    if cut:
+        grid = words[:cut].view(-1, _COLUMNS)
+        total += _weighed(grid.sum(0)) + _ROW_FACTOR * _weighed(grid.sum(1))
+    if whole < len(data):
+        total += _weighed(data[whole:].to(torch.int64)) * _ROW_FACTOR
+    return total
