@@ -141,7 +141,7 @@ class StreamReader:
         At the end of an epoch every worker gives an `End`. The worker after the one with the last step of an
         epoch has the first step of the next.
         """
-        skipped = 0
+        steps_before = 0
         for epoch in range(position.epoch, epochs):
             start = position.offset if epoch == position.epoch else 0
             stream = self._open(position.seed, epoch)
@@ -149,7 +149,7 @@ class StreamReader:
                 self._read(stream, start, position.seed, epoch, keep=False)
             step = 0
             while True:
-                is_own = (skipped + step) % workers == worker
+                is_own = (steps_before + step) % workers == worker
                 stop = start + (step + 1) * self._plan.global_batch
                 places, items, num_read = self._read(
                     stream, stop, position.seed, epoch, keep=is_own
@@ -165,7 +165,7 @@ class StreamReader:
                         part.ghost = self._ghost(stream, position.seed, epoch)
                     yield part
                 step += 1
-            skipped += step
+            steps_before += step
             # The shards of other ranks may have one more step.
             needs_ghost = equal and self.sharded
             ghost = self._ghost(stream, position.seed, epoch) if needs_ghost else None

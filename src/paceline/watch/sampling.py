@@ -40,16 +40,16 @@ _WAITS_DEPTH = 3  # innermost frames in which a wait for other ranks shows
 def profile(thread: int, seconds: float) -> list[tuple[str, str, float]]:
     """What a thread does from now on, as (phase, place, seconds) in order of time."""
     spent: list[tuple[str, str, float]] = []
-    # Seconds of finished garbage collections; when the running one began (0 if none runs), and where.
-    collections = (0.0, 0.0, "")
+    # Seconds of finished garbage pauses; when the running one began (0 if none runs), and where.
+    pauses = (0.0, 0.0, "")
 
     def on_collection(phase: str, _: dict[str, int]) -> None:
-        nonlocal collections
-        now, (over_s, began, place) = time.perf_counter(), collections
+        nonlocal pauses
+        now, (over_s, began, place) = time.perf_counter(), pauses
         if phase == "start":
-            collections = (over_s, now, place_of_frame(sys._getframe(1)))
+            pauses = (over_s, now, place_of_frame(sys._getframe(1)))
         elif began:
-            collections = (over_s + now - began, 0.0, place)
+            pauses = (over_s + now - began, 0.0, place)
 
     first = last = time.perf_counter()
     counted_s = 0.0
@@ -59,7 +59,7 @@ def profile(thread: int, seconds: float) -> list[tuple[str, str, float]]:
             time.sleep(seconds / _SAMPLES)
             # No thread runs during a collection, so its time does not belong to this sample. This thread
             # may also come to run within the callback itself.
-            now, (over_s, began, place) = time.perf_counter(), collections
+            now, (over_s, began, place) = time.perf_counter(), pauses
             over_s += now - began if began else 0.0
             garbage_s = over_s - counted_s
             if garbage_s:

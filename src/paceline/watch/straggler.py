@@ -323,7 +323,7 @@ def _why_and_fix(
         then, now = getattr(before, name), getattr(after, name)
         return float(now[number] - then[number]) / passed_s if number in then.keys() & now else 0.0
 
-    others = [rank for rank in after.delay_s if rank != pid]
+    others = [other for other in after.delay_s if other != pid]
     throttled = (after.throttled_s - before.throttled_s) / passed_s
     if throttled > 0.1:
         return (
@@ -331,7 +331,7 @@ def _why_and_fix(
             "raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS).",
         )
     delay = rate("delay_s", pid)
-    others_delay = statistics.fmean(rate("delay_s", rank) for rank in others)
+    others_delay = statistics.fmean(rate("delay_s", other) for other in others)
     if delay - others_delay > lost / 3:
         outside_job = after.names.keys() - after.job
         use = sorted(((rate("cpu_s", n), n) for n in outside_job), reverse=True)
@@ -346,7 +346,7 @@ def _why_and_fix(
             "end the other processes, give the ranks cores of their own, or use fewer threads.",
         )
     faults = rate("faults", pid)
-    if faults > 20 + 2 * statistics.fmean(rate("faults", rank) for rank in others):
+    if faults > 20 + 2 * statistics.fmean(rate("faults", other) for other in others):
         return (
             f"its host read {faults:.0f} pages of its memory per second from a disk.",
             "check that the host has enough memory for the job and its files.",
