@@ -40,7 +40,7 @@ _WAITS_DEPTH = 3  # innermost frames in which a wait for other ranks shows
 def profile(thread: int, seconds: float) -> list[tuple[str, str, float]]:
     """What a thread does from now on, as (phase, place, seconds) in order of time."""
     spent: list[tuple[str, str, float]] = []
-    # Seconds of finished garbage pauses; when the running one began (0 if none runs), and where.
+    # Seconds of finished garbage collections; when the running one began (0 if none runs), and where.
     pauses = (0.0, 0.0, "")
 
     def on_collection(phase: str, _: dict[str, int]) -> None:
