@@ -149,6 +149,11 @@ def test_what_pip_installs(project: Path) -> None:
     assert pip("train.py") == [f"{version} ."]
     assert "COPY . ./\n" in _files("train.py")["Dockerfile"]
     assert pip("train.py --install .[a]") == ["'.[a]'"]
+    (project / "requirements").mkdir()
+    (project / "requirements" / "gpu.txt").touch()
+    words = "train.py --install=-rrequirements/gpu.txt"
+    assert pip(words) == ["-r requirements/gpu.txt"]
+    assert "COPY requirements/gpu.txt requirements/gpu.txt\nRUN" in _files(words)["Dockerfile"]
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -229,6 +229,13 @@ def test_the_claim_is_not_deleted_with_the_job(tmp_path: Path) -> None:
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
+def test_a_claim_with_the_name_of_the_job_has_a_file_of_its_own(tmp_path: Path) -> None:
+    written = _write("/a/train.py --image me/train:1 --claim train --storage 1Gi", tmp_path)
+    assert sorted(written) == ["train-claim.k8s.yaml", "train.k8s.yaml"]
+    assert yaml.safe_load(written["train-claim.k8s.yaml"])["kind"] == "PersistentVolumeClaim"
+    assert "kind: Job" in written["train.k8s.yaml"]
+
+
 def test_the_next_steps_are_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write("/a/train.py --image me/train --nodes 6 --namespace research", tmp_path)
     steps = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]

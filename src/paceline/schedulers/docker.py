@@ -168,7 +168,8 @@ def _install(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     if os.path.exists("constraints.txt") and "constraints.txt" not in files:
         words, files = ["-c", "constraints.txt", *words], ["constraints.txt", *files]
     for file in files:
-        if os.path.isabs(file) or not os.path.exists(file):
+        is_outside = os.path.isabs(file) or os.path.normpath(file).startswith("..")
+        if is_outside or not os.path.isfile(file):
             raise ConfigError(
                 f"--install names the file {file!r}, and this folder has none of that name.",
                 fix="give a path relative to this folder.",
@@ -219,7 +220,11 @@ def _install_steps(options: argparse.Namespace) -> str:
 COPY constraints.txt ./
 RUN {pip} -c constraints.txt torch
 """
-    copy = f"COPY {' '.join(files)} ./\n" if files else ""
+    # pip gets the paths as they were given, and `COPY a/b ./` would drop the folder.
+    in_folders = [file for file in files if "/" in file]
+    others = [file for file in files if file not in in_folders]
+    copy = f"COPY {' '.join(others)} ./\n" if others else ""
+    copy += "".join(f"COPY {file} {file}\n" for file in in_folders)
     return f"{first}{copy}RUN {pip} {shlex.join(words)}\n"
 
 

@@ -169,6 +169,8 @@ class _Writer:
     def files(self) -> JobFiles:
         """The texts, and what to do with them."""
         file, claim_file = f"{self.name}.k8s.yaml", f"{self.claim}.k8s.yaml"
+        if claim_file == file:
+            claim_file = f"{self.claim}-claim.k8s.yaml"
         kinds = {"job": self._job, "jobset": self._jobset, "trainjob": self._trainjob}
         files = {
             file: to_yaml(
