@@ -228,7 +228,7 @@ def test_a_script_that_cannot_be_judged(script: Path, tmp_path: Path) -> None:
 
 def test_the_report_as_text(tmp_path: Path) -> None:
     script = break_script(TESTS / "broken/05_compiled.diff", tmp_path)
-    done = verify(str(script), folder=tmp_path)
+    done = verify("--steps", "20", str(script), folder=tmp_path)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("FAULT  the gradient is 2 times too small"), done.stderr
     assert [line.split(":")[0].strip() for line in lines[1:7]] == [
@@ -241,7 +241,8 @@ def test_the_report_as_text(tmp_path: Path) -> None:
     ]
     assert any(line.startswith("compared: the run of 1 process (20 steps)") for line in lines)
     assert any(line.startswith("no fault (") for line in lines)
-    assert lines[-2].startswith("note: torch.compile was turned off during verification")
+    assert lines[-3].startswith("note: torch.compile was turned off during verification")
+    assert lines[-2].startswith("note: the script trains on after the 20 steps that were watched")
     assert lines[-1] == "1 fault found: gradient N times too large or small"
     assert done.returncode == 1
 

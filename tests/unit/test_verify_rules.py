@@ -459,3 +459,30 @@ def test_a_replay_gives_the_batches_and_the_length_of_the_solo_run(
                 recorder.write("backward")
     finally:
         torch_private.find.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_steps", "cpu_s_of_step", "steps"),
+    [
+        ("solo", 0, 0.0, 20),  # with --steps 20
+        ("solo", 200, 0.01, 200),  # fast: the limit
+        ("solo", 200, 0.125, 25),  # those that begin in 3 s after the first step
+        ("solo", 200, 1.0, 20),
+        ("ordinary", 31, 1.0, 31),  # as many as the solo run, however long it takes
+        ("ordinary", 12, 1.0, 20),
+    ],
+)
+def test_fast_scripts_are_watched_longer(
+    mode: Any, max_steps: int, cpu_s_of_step: float, steps: int,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    cpu_s = 0.0
+    monkeypatch.setattr("paceline.audit.progress.time.process_time", lambda: cpu_s)
+    plan = RunPlan(tmp_path, mode, 1, 20, max_steps=max_steps)
+    progress = Progress(plan, cast(Any, SimpleNamespace()), 0)
+    optimizer = object()
+    while not progress.is_over:
+        cpu_s += cpu_s_of_step
+        progress.on_batch("loader")
+        progress.on_step(optimizer)
+    assert progress.steps == progress.wanted == steps

@@ -87,7 +87,7 @@ class AuditResult:
 
 
 def audit(
-    solo: Run, world_size: int, execute: Execute, folder: Path, *, steps: int, strict: bool = False
+    solo: Run, world_size: int, execute: Execute, folder: Path, *, strict: bool = False
 ) -> AuditResult:
     """Judge a script on `world_size` processes.
 
@@ -100,16 +100,19 @@ def audit(
     Raises:
         Refused: a run of the script failed, and no rule found a fault.
     """
-    ordinary = execute(RunPlan(folder / f"ordinary-{world_size}", "ordinary", world_size, steps))
+    end = solo.ranks[0].first("end") or {}
+    steps = min(solo.steps, end.get("wanted", solo.steps))
+    plan = replace(solo.plan, mode="ordinary", world_size=world_size, max_steps=steps)
+    ordinary = execute(replace(plan, folder=folder / f"ordinary-{world_size}"))
     refuse_early_exit(ordinary)
     mode, why = _replay_mode(solo, ordinary)
     replay = None
     if ordinary.hung:
         why = "the ordinary run hung, so the batches of one process were not replayed."
     elif mode is not None:
-        plan = RunPlan(folder / f"{mode}-{world_size}", mode, world_size, steps, solo.plan.folder)
-        run = execute(plan)
-        if run.hung or (run.returncode and run.steps < steps):
+        name = f"{mode}-{world_size}"
+        run = execute(replace(plan, folder=folder / name, mode=mode, solo=solo.plan.folder))
+        if run.hung or (run.returncode and run.steps < plan.wanted):
             why = f"{run.name} failed: the script cannot train on the batches of one process."
         else:
             replay = run

@@ -46,8 +46,9 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 #   load                    a state is loaded: what
 #   unreduced               a trained parameter that DDP does not reduce: name, frozen
 #   changed                 this line changed weights outside of an optimizer
+#   trains-on               the script would train on after the wanted steps
 #   enough                  verification ended the script after the wanted steps
-#   exit, failed, end       sys.exit (by: module, code), an error, the end of the process (buffers)
+#   exit, failed, end       sys.exit (by: module, code), an error, the end of the process (buffers, wanted)
 #   training, paceline-start, paceline-step, evaluated   of scripts that use paceline: see `record_paceline`
 Event = dict[str, Any]
 
@@ -64,9 +65,11 @@ class RunPlan:
 
     Attributes:
         folder: Where its ranks write.
-        steps: Optimizer steps after which its training loaders end.
+        steps: The optimizer steps to watch.
         solo: The folder of the run whose batches a mirrored or divided run replays.
         bitwise: Whether paceline's reproducible mode is turned on.
+        max_steps: If it is more than `steps`, the solo run goes up to it as long as its steps are fast, and
+            the other runs take as many steps as the solo run did.
     """
 
     folder: Path
@@ -75,6 +78,12 @@ class RunPlan:
     steps: int
     solo: Path | None = None
     bitwise: bool = False
+    max_steps: int = 0
+
+    @property
+    def wanted(self) -> int:
+        """The steps that each rank should take; the solo run may take more."""
+        return self.steps if self.mode == "solo" else max(self.steps, self.max_steps)
 
     def to_environment(self) -> dict[str, str]:
         """The plan as an environment variable for the ranks."""

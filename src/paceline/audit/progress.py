@@ -3,10 +3,14 @@
 After the last wanted step the training loaders end and stay empty, so that evaluation and saving are recorded
 too. The script is ended when it starts to train again. A script without loaders is ended in its next
 optimizer step.
+
+The solo run goes on to the limit of the plan as long as it is fast. The other runs take as many steps as it
+took.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 
 import torch
@@ -18,6 +22,10 @@ from paceline.audit.record import Recorder
 _GRACE_STEPS = 2
 # A loop that restarts an empty loader is ended after this many passes.
 _MAX_EMPTY_PASSES = 1000
+# A run goes on beyond the planned steps only as long as it took less CPU time and less time since its first
+# step. CPU time, so that the number of steps does not depend on what else the machine does; time, for
+# steps that wait for their data.
+_FURTHER_CPU_S, _FURTHER_S = 3.0, 12.0
 
 
 class Enough(SystemExit):
@@ -29,6 +37,7 @@ class Progress:
 
     Attributes:
         steps: Rounds of updates; one round is one update of each optimizer.
+        wanted: The steps after which the training ends.
         updates: Steps of all optimizers.
         ends_by_itself: Whether the script uses paceline, whose `Training` gets the number of steps.
         loaders_of_step: The loaders that gave a batch since the latest step.
@@ -40,6 +49,8 @@ class Progress:
     def __init__(self, plan: RunPlan, recorder: Recorder, rank: int) -> None:
         self.plan, self.recorder, self.rank = plan, recorder, rank
         self.steps = 0
+        self.wanted = plan.wanted
+        self._first_step: tuple[float, float] | None = None  # CPU time and time
         self.evaluations = 0
         self.random_at_batch: torch.Tensor | None = None
         self.ends_by_itself = False
@@ -60,7 +71,7 @@ class Progress:
     @property
     def is_over(self) -> bool:
         """Whether the wanted steps are done."""
-        return self.steps >= self.plan.steps
+        return self.steps >= self.wanted
 
     def on_batch(self, loader: str) -> None:
         """Note that a loader has given a batch to the script."""
@@ -124,10 +135,18 @@ class Progress:
             self._round.add(id(optimizer))
             return
         self.steps, self._round = number, {id(optimizer)}
-        must_end = not self.loaders_of_step or self.steps > self.plan.steps + _GRACE_STEPS
+        is_fast = self._is_fast()
+        if self.steps == self.wanted < self.plan.max_steps and is_fast:
+            self.wanted += 1  # in the solo run
+        must_end = not self.loaders_of_step or self.steps > self.wanted + _GRACE_STEPS
         if self.is_over and must_end and not self.ends_by_itself:
             self.end()
         self.loaders_of_step.clear()
+
+    def _is_fast(self) -> bool:
+        now = time.process_time(), time.monotonic()
+        first = self._first_step = self._first_step or now
+        return now[0] - first[0] < _FURTHER_CPU_S and now[1] - first[1] < _FURTHER_S
 
     def on_empty_pass(self) -> None:
         """Note that the script starts another pass over a training loader after the wanted steps.
@@ -135,6 +154,8 @@ class Progress:
         Raises:
             Enough: a rank of this host has evaluated since then.
         """
+        if not self._empty_passes:
+            self.recorder.write("trains-on")
         self._empty_passes += 1
         if self._evaluated_after.exists() or self._empty_passes > _MAX_EMPTY_PASSES:
             self.end()
@@ -145,5 +166,6 @@ class Progress:
         Raises:
             Enough: always.
         """
+        self.recorder.write("trains-on")
         self.recorder.write("enough")
         raise Enough

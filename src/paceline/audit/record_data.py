@@ -56,6 +56,7 @@ class _Hooks:
         # With the loader, because the id of a deleted one could be that of another object.
         self._named: dict[int, tuple[str, DataLoader[Any]]] = {}
         self._of_dataset: dict[int, str] = {}
+        self._described: dict[str, dict[str, Any]] = {}
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
         self._long: set[str] = set()  # loaders whose first pass may be cut
@@ -109,10 +110,15 @@ class _Hooks:
         """Record the end of a pass ("pass-end"), or that it was left before ("pass-left", "pass-cut")."""
         self._recorder.write(kind, loader=of.name, pass_number=of.number)
 
-    def end_unless_in_loop(self, frame: FrameType) -> None:
-        """End a script that calls `next()`: only a loop handles StopIteration."""
+    def end_here(self, of: _RecordedPass, frame: FrameType) -> None:
+        """End a pass after the wanted steps; end a script that calls `next()`.
+
+        Only a loop handles StopIteration.
+        """
         if not _is_in_loop(frame):
             self._progress.end()
+        if of.num_batches < (self._described[of.name]["batches"] or 0):
+            self._recorder.write("trains-on")
 
     def cuts_pass(self, of: _RecordedPass, frame: FrameType) -> bool:
         """Whether to end the first pass here, since too few steps are left to see the second one begin.
@@ -186,7 +192,7 @@ class _Hooks:
             self._places[at] += 1
             self._named[id(loader)] = name, loader
             self._of_dataset[id(loader.dataset)] = name
-            described = self._describe(loader)
+            described = self._described[name] = self._describe(loader)
             if self._may_cut and self._is_long_and_ordered_by_epoch(described):
                 self._long.add(name)
             self._recorder.write("loader", loader=name, at=at, **described)
@@ -247,7 +253,7 @@ class _RecordedPass:
             raise StopIteration
         try:
             if self._hooks.is_over(self.name):
-                self._hooks.end_unless_in_loop(sys._getframe(1))
+                self._hooks.end_here(self, sys._getframe(1))
                 raise StopIteration
             batch = next(self._batches)
         except StopIteration:

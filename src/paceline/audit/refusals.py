@@ -49,7 +49,7 @@ def refuse(run: Run) -> None:
             fix="give it more time with --timeout, or fewer steps with --steps.",
         )
     # After the wanted steps the loaders are empty, which may make the script fail.
-    unfinished = [log for log in run.ranks if log.steps < run.plan.steps]
+    unfinished = [log for log in run.ranks if log.steps < run.plan.wanted]
     failed = [log for log in unfinished if log.first("failed")]
     if failed or (run.returncode and unfinished):
         raise _failure(run, failed)
@@ -59,7 +59,7 @@ def refuse(run: Run) -> None:
         if not log.ended:
             raise _refused(
                 run,
-                f"rank {log.rank} ended after {log.steps} of {run.plan.steps} steps without an error: "
+                f"rank {log.rank} ended after {log.steps} of {run.plan.wanted} steps without an error: "
                 "os._exit(), or an exit in native code.",
             )
 
@@ -72,7 +72,7 @@ def refuse_early_exit(run: Run) -> None:
     """
     for log in run.ranks:
         exit_ = log.first("exit")
-        if exit_ is None or log.steps >= run.plan.steps:
+        if exit_ is None or log.steps >= run.plan.wanted:
             continue
         # The exit itself leaves the pass, so later events do not count.
         before = log.events[: log.events.index(exit_)]
@@ -84,7 +84,7 @@ def refuse_early_exit(run: Run) -> None:
             who = "every rank" if all(each.of("exit") for each in run.ranks) else f"rank {log.rank}"
             raise _refused(
                 run,
-                f"{who} exits after {log.steps} of {run.plan.steps} steps, in {run.name}.",
+                f"{who} exits after {log.steps} of {run.plan.wanted} steps, in {run.name}.",
                 where=exit_["at"],
                 why="sys.exit() was called during the training.",
                 fix=f"let the training reach its end, or use --steps {log.steps}."
@@ -101,7 +101,7 @@ def refuse_other_steps(case: Case) -> None:
     Raises:
         Refused: with both numbers.
     """
-    wanted = case.solo.plan.steps  # a loader that is built later may cause one more step
+    wanted = case.ordinary.plan.wanted  # a loader that is built later may cause one more step
     solo_steps = min(wanted, case.solo.steps)
     steps = min(wanted, (case.replay or case.ordinary).steps)
     shorter = not case.replay and (

@@ -56,7 +56,7 @@ def install(control: object) -> None:
     record_collectives.install(progress)
     record_paceline.install(progress)
     os.register_at_fork(before=lambda: _record_fork(recorder))
-    _record_end(recorder, models, control)
+    _record_end(recorder, progress, models, control)
 
 
 def _seed(recorder: Recorder, seed: int) -> None:
@@ -101,7 +101,7 @@ def _record_fork(recorder: Recorder) -> None:
             return
 
 
-def _record_end(recorder: Recorder, models: Models, control: object) -> None:
+def _record_end(recorder: Recorder, progress: Progress, models: Models, control: object) -> None:
     """Record how the script ends. If nothing is recorded, it was killed or called `os._exit`."""
 
     def send(send_: Callable[..., bool], event: dict[str, Any]) -> bool:
@@ -116,7 +116,7 @@ def _record_end(recorder: Recorder, models: Models, control: object) -> None:
 
     def at_exit() -> None:
         buffers = {number: buffer_digests(model) for number, model in models.by_number().items()}
-        recorder.write("end", buffers=buffers)
+        recorder.write("end", buffers=buffers, wanted=progress.wanted)
 
     intercept("send", send, control)
     intercept("exit", exit_script, sys)

@@ -28,6 +28,8 @@ _POLL_S = 0.25
 # Waiting in a collective uses a little CPU time, but less than this.
 _BUSY_S = 1.0
 _OUTPUT_CHARS = 200_000
+# The steps to watch by default: at least, and at most.
+_STEPS, _MAX_STEPS = 20, 200
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class VerifyOptions:
     Attributes:
         script: The script and its arguments, or "-m", a module and its arguments.
         counts: Numbers of processes; the first is 1.
-        steps: Optimizer steps to watch.
+        steps: Optimizer steps to watch; None for 20, and up to 200 if they are fast.
         strict: Whether the notes of an audit are faults.
         bitwise: Whether paceline's reproducible mode is turned on and bits are compared.
         rtol: Relative difference that is allowed otherwise; None for the default of `compare`.
@@ -47,7 +49,7 @@ class VerifyOptions:
 
     script: Sequence[str]
     counts: Sequence[int]
-    steps: int
+    steps: int | None
     strict: bool
     bitwise: bool
     rtol: float | None
@@ -80,7 +82,9 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
             announce(f"{plan.mode}, {plan.world_size} process{'es' * (plan.world_size > 1)} ...")
             return _run(plan, options)
 
-        solo = run(RunPlan(folder / "solo", "solo", 1, options.steps, bitwise=options.bitwise))
+        steps = options.steps or _STEPS
+        plan = RunPlan(folder / "solo", "solo", 1, steps, bitwise=options.bitwise)
+        solo = run(replace(plan, max_steps=options.steps or _MAX_STEPS))
         refuse_early_exit(solo)
         refuse(solo)
         counts = [count for count in options.counts if count > 1]
@@ -88,11 +92,8 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
             result = _compare(options, solo, counts, run, folder)
         else:
             _refuse_comparison_options(options)
-            audits = [
-                audit(solo, count, run, folder, steps=options.steps, strict=options.strict)
-                for count in counts
-            ]
-            result = _result_of_audits(options, audits)
+            audits = [audit(solo, count, run, folder, strict=options.strict) for count in counts]
+            result = _result_of_audits(audits)
         return _with_notes(result, solo)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -130,7 +131,7 @@ def _compare(
     return VerifyResult(code, comparison.lines(), {"kind": "paceline", **comparison.facts()})
 
 
-def _result_of_audits(options: VerifyOptions, audits: list[AuditResult]) -> VerifyResult:
+def _result_of_audits(audits: list[AuditResult]) -> VerifyResult:
     """The result for a script that does not use paceline: one audit for each number of processes."""
     lines: list[str] = []
     faults: set[str] = set()
@@ -155,7 +156,8 @@ def _result_of_audits(options: VerifyOptions, audits: list[AuditResult]) -> Veri
         last = "sound: no fault found"
         last += f"; notes: {', '.join(sorted(notes))}" if notes else ""
         last += f"; {len(not_judged)} rules could not judge" if not_judged else ""
-    facts = {"kind": "audit", "steps": options.steps, "audits": [each.facts() for each in audits]}
+    steps = max(each.case.ordinary.plan.wanted for each in audits)
+    facts = {"kind": "audit", "steps": steps, "audits": [each.facts() for each in audits]}
     code = ExitCode.FAILED if faults else ExitCode.NOT_JUDGED if unexplained else ExitCode.OK
     return VerifyResult(code, [*lines, last], facts)
 
@@ -175,6 +177,11 @@ def _with_notes(result: VerifyResult, solo: Run) -> VerifyResult:
         notes.append(
             "the script calls no torch.manual_seed before its first forward, so verification set a seed: "
             "in the ordinary run another one on each rank, else one for all."
+        )
+    if log.of("trains-on") and not log.of("training"):
+        notes.append(
+            f"the script trains on after the {solo.steps} steps that were watched, and a fault that comes "
+            f"later is not seen. --steps {10 * solo.steps} watches more."
         )
     if not notes:
         return result

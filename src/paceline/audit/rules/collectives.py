@@ -20,7 +20,7 @@ def unmatched_collective(case: Case) -> Judgement:
     """Compare the sequences of collectives of all ranks."""
     cut = any(log.first("enough") for log in case.ranks)
     each = [
-        _sequence(log, case.world_size, case.ordinary.plan.steps if cut else None)
+        _sequence(log, case.world_size, case.ordinary.plan.wanted if cut else None)
         for log in case.ranks
     ]
     for number in range(max(map(len, each))):
