@@ -103,6 +103,7 @@ def audit(
     end = solo.ranks[0].first("end") or {}
     steps = min(solo.steps, end.get("wanted", solo.steps))
     plan = replace(solo.plan, mode="ordinary", world_size=world_size, max_steps=steps)
+    plan = replace(plan, cuts=bool(solo.ranks[0].of("pass-cut")))
     ordinary = execute(replace(plan, folder=folder / f"ordinary-{world_size}"))
     refuse_early_exit(ordinary)
     mode, why = _replay_mode(solo, ordinary)
@@ -150,6 +151,8 @@ def _judge(rule: Rule, case: Case) -> Judgement:
     sharded = any(event["sharded"] for log in case.ranks for event in log.of("model"))
     if sharded and rule.compares_weights:
         return NotJudged("parameters are sharded over the ranks, so each rank holds another part.")
+    if rule.compares_weights and case.updates_apart:
+        return NotJudged("each rank updates other parameters, so their steps cannot be compared.")
     try:
         return rule.judge(case)
     except Exception as error:

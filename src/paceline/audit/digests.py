@@ -25,6 +25,17 @@ def digest(value: Any) -> str:
     return content.hexdigest()[:16]
 
 
+def digest_rows(tensor: torch.Tensor) -> list[str]:
+    """The digest of each row of a tensor: its type, shape and bytes."""
+    header = f"{tuple(tensor.shape[1:])}{tensor.dtype}".encode()
+    content = _bytes_of(tensor)
+    size = len(content) // max(len(tensor), 1)
+    return [
+        hashlib.sha256(header + content[i * size : (i + 1) * size]).hexdigest()[:16]
+        for i in range(len(tensor))
+    ]
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """The tensors, arrays and other values inside nested containers, in order."""
     if isinstance(value, Mapping):
@@ -49,12 +60,20 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def _update(content: Any, leaf: Any) -> None:
     if isinstance(leaf, torch.Tensor):
         content.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
-        flat = plain(leaf).cpu().contiguous().reshape(-1)
-        content.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+        content.update(_bytes_of(leaf))
     elif hasattr(leaf, "tobytes"):
         content.update(leaf.tobytes())
     else:
         content.update(repr(leaf).encode())
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    local = plain(tensor).cpu().contiguous()
+    if not local.numel():
+        return b""
+    if isinstance(tensor, torch.nn.Parameter):
+        local = local.clone()  # FSDP cannot free the storage of a parameter that NumPy has seen
+    return local.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def exact_parts(value: Any) -> str:
@@ -72,7 +91,7 @@ def _is_exact(leaf: Any) -> bool:
 
 def random_states(holder: Any = None) -> dict[str, str]:
     """Digests of the states of all known random generators, including those inside `holder`."""
-    states = {"torch": digest(torch.get_rng_state()), "random": digest(repr(random.getstate()))}
+    states = {"torch": digest(torch.get_rng_state()), "random": digest(hash(random.getstate()[1]))}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         states["numpy"] = digest(numpy.random.get_state())

@@ -26,6 +26,7 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 # steps; in "step" and "stepped", "s" is the number of the step itself. Kinds and further entries:
 #   start                   host, cores, cuda_devices
 #   init, ddp, join         init_process_group (backend), DDP (ranks: how many), the entry of DDP's Join
+#   comm-hook               DDP gets a communication hook, which need not take the mean
 #   seed                    torch.manual_seed is called
 #   compile, fork           torch.compile or os.fork is called
 #   spawns                  the script starts ranks of its own: call
@@ -37,7 +38,8 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 #   fetch                   samples are loaded: contents, labels, random (generators before), drew (after)
 #   forward, forward-end    model, trains, evaluation, samples, rows, sync (DDP), buffers, params (or
 #                           other_params, of a model that is not trained), drew
-#   backward, backward-end  forwards, loss, weight (of a sample in it), sync (DDP), loaders (of this step)
+#   backward, backward-end  forwards, loss, weight (of a sample in it), sync (DDP), loaders (of this step);
+#                           after it: shards (the norm of the rank's shards of gradients)
 #   collective, collective-end   op, group, reduce, shape, items, values, evaluation
 #   read                    the script takes the number of a tensor in an evaluation: at, value, evaluation
 #   zero, clip, scaler-unscale, scaler-step   zero_grad, clipping (norm, scale), the GradScaler (scale)
@@ -70,6 +72,7 @@ class RunPlan:
         bitwise: Whether paceline's reproducible mode is turned on.
         max_steps: If it is more than `steps`, the solo run goes up to it as long as its steps are fast, and
             the other runs take as many steps as the solo run did.
+        cuts: Whether this run may cut the first pass over a loader (see `record_data`).
     """
 
     folder: Path
@@ -79,6 +82,7 @@ class RunPlan:
     solo: Path | None = None
     bitwise: bool = False
     max_steps: int = 0
+    cuts: bool = True
 
     @property
     def wanted(self) -> int:
@@ -286,7 +290,28 @@ def read(folder: Path, world_size: int) -> list[RankLog]:
             for event in _events(path):
                 (fetches if event["k"] == "fetch" else events).append(event)
         logs.append(RankLog(rank, events, fetches))
+    _align(logs)
     return logs
+
+
+def _align(logs: list[RankLog]) -> None:
+    """Count the steps from the first DDP on, if some ranks took steps before it and others did not."""
+    alone = [
+        max(
+            (
+                e["s"]
+                for e in takewhile(lambda e: e["k"] != "ddp", log.events)
+                if e["k"] == "stepped"
+            ),
+            default=0,
+        )
+        for log in logs
+    ]
+    if all(log.first("ddp") for log in logs) and len(set(alone)) > 1:
+        for log, steps in zip(logs, alone, strict=True):
+            for event in log.events:
+                if "s" in event:
+                    event["s"] -= steps
 
 
 def _events(path: Path) -> Iterator[Event]:

@@ -73,6 +73,15 @@ class Progress:
         """Whether the wanted steps are done."""
         return self.steps >= self.wanted
 
+    @property
+    def expected_steps(self) -> int:
+        """The steps that this run will take, from the CPU time of those before."""
+        if self.plan.mode != "solo" or self._first_step is None or self.steps < 2:
+            return self.plan.steps
+        of_step = (time.process_time() - self._first_step[0]) / (self.steps - 1)
+        fitting = int(_FURTHER_CPU_S / max(of_step, 1e-6))
+        return max(self.plan.steps, min(self.plan.max_steps, fitting))
+
     def on_batch(self, loader: str) -> None:
         """Note that a loader has given a batch to the script."""
         self._loaders.on_batch(loader)

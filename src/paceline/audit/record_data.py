@@ -59,9 +59,9 @@ class _Hooks:
         self._described: dict[str, dict[str, Any]] = {}
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
-        self._long: set[str] = set()  # loaders whose first pass may be cut
+        self._lengths: dict[str, int] = {}  # of loaders whose first pass may be cut
         self._cut_at: int | None = None  # the step in which they were cut
-        self._may_cut = progress.plan.solo is None  # not in a replay
+        self._may_cut = progress.plan.cuts and progress.plan.solo is None  # not in a replay
         self._replayed = replay.replayed_loaders(progress.plan)
 
     def begin_pass(self, begin: Callable[[Any], Iterator[Any]], loader: DataLoader[Any]) -> Any:
@@ -127,7 +127,7 @@ class _Hooks:
         replay ends where the run of one process ended.
         """
         cuts = (
-            of.name in self._long
+            self._lengths.get(of.name, 0) > self._progress.expected_steps
             and of.name in self._progress.training_loaders
             and self._progress.is_at_half
             and self._cut_at in (None, self._progress.steps)
@@ -136,15 +136,14 @@ class _Hooks:
         if cuts:
             # Another loader of the same step, as in `zip(one, other)`, is cut too; later ones are not.
             self._cut_at = self._progress.steps
-            self._long.discard(of.name)
+            del self._lengths[of.name]
             self._may_cut = False  # also for loaders that the script makes in each epoch
         return cuts
 
-    def _is_long_and_ordered_by_epoch(self, described: Mapping[str, Any]) -> bool:
+    def _is_ordered_by_epoch(self, described: Mapping[str, Any]) -> bool:
         sharding = described["sharding"]
         by_epoch = "epoch" in sharding or described["takes_epoch"]
-        is_long = (described["batches"] or 0) > self._progress.plan.steps
-        return bool(is_long and by_epoch and sharding.get("shuffle", True))
+        return bool(by_epoch and sharding.get("shuffle", True))
 
     def is_over(self, name: str) -> bool:
         """Whether this is a training loader, and the wanted steps are done."""
@@ -193,8 +192,8 @@ class _Hooks:
             self._named[id(loader)] = name, loader
             self._of_dataset[id(loader.dataset)] = name
             described = self._described[name] = self._describe(loader)
-            if self._may_cut and self._is_long_and_ordered_by_epoch(described):
-                self._long.add(name)
+            if self._may_cut and self._is_ordered_by_epoch(described):
+                self._lengths[name] = described["batches"] or 0
             self._recorder.write("loader", loader=name, at=at, **described)
         return self._named[id(loader)][0]
 
@@ -205,8 +204,8 @@ class _Hooks:
         sized: Any = dataset if hasattr(dataset, "__len__") and not iterable else None
         try:
             batches = self._count(loader)
-        except TypeError:
-            batches = None  # an iterable dataset
+        except (TypeError, ValueError):
+            batches = None  # an iterable dataset, or a sampler without a length
         return {
             "sampler": type(sampler).__name__,
             "sampler_id": id(sampler),  # of one sampler only, because its loader is kept

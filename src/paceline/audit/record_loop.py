@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline import torch_private
 from paceline.audit import replay
-from paceline.audit.digests import digest, leaves, numbers_drawn, random_states
+from paceline.audit.digests import digest_rows, leaves, numbers_drawn, random_states
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.models import Models, buffer_digests, ddp_of, parameter_digests
 from paceline.audit.progress import Progress
@@ -34,6 +34,7 @@ def install(progress: Progress, models: Models, tracer: WeightTracer) -> None:
     register_module_forward_pre_hook(hooks.before_forward)
     register_module_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True)
     intercept("__init__", hooks.build_ddp, DistributedDataParallel)
+    intercept("register_comm_hook", hooks.register_comm_hook, DistributedDataParallel)
     intercept("backward", hooks.backward, torch.autograd)
     for name in ("item", "__float__", "__int__"):
         intercept(name, hooks.read, torch.Tensor)
@@ -134,6 +135,10 @@ class _Hooks:
         self._models.add_ddp(model)
         self._tracer.start()
 
+    def register_comm_hook(self, register: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._recorder.write("comm-hook", at=user_line())
+        register(*args, **kwargs)
+
     def backward(
         self, backward: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any
     ) -> None:
@@ -150,10 +155,11 @@ class _Hooks:
                 weight=asdict(weight) if weight else None,
                 loss=losses[0].item() if len(losses) == 1 and losses[0].numel() == 1 else None,
                 sync=[model.require_backward_grad_sync for model in self._models.ddp],
-            ),
+            ) as found,
             self._tracer.paused(),
         ):
             backward(tensors, *args, **kwargs)
+            found["shards"] = self._models.norm_of_shards()
         if self._progress.steps == 0 and not self._models.ddp:
             # Before the script itself reduces them over the ranks.
             path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"
@@ -173,4 +179,4 @@ def _samples(inputs: Any) -> dict[str, Any]:
     tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
     if not tensors:
         return {"samples": None}
-    return {"samples": len(tensors[0]), "rows": [digest(row) for row in tensors[0][:_MAX_ROWS]]}
+    return {"samples": len(tensors[0]), "rows": digest_rows(tensors[0][:_MAX_ROWS])}

@@ -50,6 +50,8 @@ def refuse(run: Run) -> None:
         )
     # After the wanted steps the loaders are empty, which may make the script fail.
     unfinished = [log for log in run.ranks if log.steps < run.plan.wanted]
+    if any(log.first("enough") for log in run.ranks):
+        return  # verification ended a rank, and ranks that update less often may have failed for that
     failed = [log for log in unfinished if log.first("failed")]
     if failed or (run.returncode and unfinished):
         raise _failure(run, failed)
@@ -101,6 +103,8 @@ def refuse_other_steps(case: Case) -> None:
     Raises:
         Refused: with both numbers.
     """
+    if case.updates_apart:
+        return
     wanted = case.ordinary.plan.wanted  # a loader that is built later may cause one more step
     solo_steps = min(wanted, case.solo.steps)
     steps = min(wanted, (case.replay or case.ordinary).steps)

@@ -14,6 +14,7 @@ from paceline.audit.rules import (
     statistics,
     update,
     weights,
+    whole_run,
 )
 from paceline.audit.rules.rule import Rule
 
@@ -32,6 +33,7 @@ RULES = (
     Rule("no shards", shards.whole_dataset, needs_replicas=True),
     Rule("shards overlap", shards.overlapping_shards, needs_replicas=True),
     Rule("datasets differ between ranks", shards.different_datasets, needs_replicas=True),
+    Rule("samples used unevenly", whole_run.uneven_use, needs_replicas=True),
     Rule("set_epoch forgotten", randomness.same_order_each_epoch),
     Rule("same augmentation in workers", randomness.same_augmentation),
     Rule("same dropout mask on ranks", randomness.same_dropout, needs_replicas=True),
@@ -48,6 +50,7 @@ RULES = (
     Rule("parameter added after wrapping", reduction.added_parameter),
     Rule("clipping before unscaling", update.clip_before_unscale),
     Rule(_CLIPPED_TOO_EARLY, update.clip_before_reduction, works_with_join=False),
+    Rule("clipping of own shard", update.clip_of_shard),
     Rule(_STEPPED_ON_ONE_RANK, update.update_on_one_rank, works_with_join=False),
     Rule(
         "checkpoint loaded on one rank",
@@ -69,6 +72,7 @@ RULES = (
         compares_weights=True,
     ),
     Rule("schedule N times too fast", schedule.fast_schedule),
+    Rule("schedule does not reach its end", schedule.unfinished_schedule),
     Rule("schedule follows one rank", schedule.schedule_of_rank, needs_replicas=True),
     Rule("evaluated twice", evaluation.evaluated_twice),
     Rule(
@@ -82,6 +86,7 @@ RULES = (
         evaluation.misordered_gather,
         consequence_of="metric averaged per rank",
     ),
+    Rule("learns less than one process", whole_run.learns_less, is_last=True),
     Rule(
         "weights drift apart",
         weights.drifting_weights,

@@ -142,6 +142,8 @@ def _total_weight(run: Run) -> float | None:
                 if event["weight"] is None:
                     return None
                 total += event["weight"]["weight"] * event["weight"]["count"]
+    if run.ranks[0].of("comm-hook"):
+        return None
     if run.ranks[0].of("ddp"):
         return total / len(run.ranks)
     factor = _manual_factor(run)
@@ -182,7 +184,7 @@ def _all_equal(factors: list[float]) -> bool:
 def _averages_ranks(run: Run) -> bool:
     """Whether the gradients of all ranks have the same weight."""
     if run.ranks[0].of("ddp"):
-        return True
+        return not run.ranks[0].of("comm-hook")
     factors = _manual_factors(run)
     return factors is not None and _all_equal(factors)
 

@@ -57,6 +57,13 @@ class Case:
             return any(ranks != self.world_size for ranks in groups)
         return "parts" in layouts or log.exchanges_activations
 
+    @property
+    def updates_apart(self) -> bool:
+        """Whether each rank updates other parameters, and as often as it likes: their steps do not match."""
+        each = [{name for e in log.of("step") for name in e["grads"]} for log in self.ranks]
+        numbers = {log.steps for log in self.ranks}
+        return len(numbers) > 1 and any(each) and not set.intersection(*each)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FaultFound:

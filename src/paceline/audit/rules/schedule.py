@@ -18,11 +18,15 @@ _SAME_METRIC = 1e-6
 _MIN_EARLY = 3
 # A fault needs at least this many times the calls per update of one process.
 _MORE_CALLS = 1.5
+# The end of a schedule has less than the first part of the largest rate; above the second it is not reached.
+_END, _NOT_END = 0.01, 0.1
 
 
 def fast_schedule(case: Case) -> Judgement:
     """The learning rate of N ranks at step s is that of one process at step N * s."""
     solo, log = case.solo.ranks[0], case.ranks[0]
+    if any(event["metric"] is not None for event in solo.of("schedule")):
+        return NotJudged("the schedule follows a metric.")
     solo_calls, calls = (_calls(each) / max(each.steps, 1) for each in (solo, log))
     lengths = [
         next((each.loaders[name]["batches"] for name in each.training_loaders), None)
@@ -79,6 +83,31 @@ def fast_schedule(case: Case) -> Judgement:
         evidence=f"in {early} steps the learning rate was that of one process at {case.world_size} times "
         "the position in the epoch",
         effect=f"the learning rate changes {case.world_size} times too fast",
+    )
+
+
+def unfinished_schedule(case: Case) -> Judgement:
+    """The rate of one process ends near 0, and that of N processes, which take fewer steps, does not."""
+    solo, log = case.solo.ranks[0], case.ranks[0]
+    if any(each.of("trains-on") for each in (solo, *case.ranks)):
+        return NotJudged("the script trains on after the watched steps.")
+    rates, others = _rates(solo), _rates(log)
+    if not rates or not others or rates[-1] > _END * max(rates) or len(others) >= len(rates):
+        return NoFault(
+            "the learning rate of one process does not end near 0, or N take as many steps."
+        )
+    if others[-1] < _NOT_END * max(others):
+        return NoFault("the learning rate ends near 0, as that of one process.")
+    return FaultFound(
+        what="the schedule does not reach its end.",
+        at=(log.first("schedule") or log.of("step")[-1])["at"],
+        step=len(others),
+        why=f"{case.world_size} processes take {len(others)} steps, and one takes {len(rates)}: the length "
+        "of the schedule counts the steps of one process.",
+        fix="compute its length from the number of batches of one rank, such as len(loader).",
+        evidence=f"relative to the largest, the last learning rate is {rates[-1] / max(rates):.2g} on one "
+        f"process and {others[-1] / max(others):.2g} on {case.world_size}",
+        effect=f"{1 - len(others) / len(rates):.0%} of the schedule is left out",
     )
 
 

@@ -11,6 +11,8 @@ from paceline.errors import name_ranks
 
 # Norms of equal gradients may differ by rounding.
 _close = partial(math.isclose, rel_tol=1e-3)
+# Factors of shards that differ by less are equal; and a fault differs in so many steps.
+_SAME_FACTOR, _MIN_STEPS = 0.02, 3
 _WORDS = {
     "clip": ("clipped", "did not clip"),
     "scaler-unscale": ("unscaled", "did not unscale"),
@@ -75,6 +77,49 @@ def clip_before_reduction(case: Case) -> Judgement:
                 else "the norm at the clip is 0 on a rank",
             )
     return NoFault(f"{min(map(len, each))} clips, of gradients with equal norms on all ranks.")
+
+
+def clip_of_shard(case: Case) -> Judgement:
+    """Each rank clips its shards of the gradient by their own norm."""
+    each = [_shard_factors(log) for log in case.ranks]
+    if not all(each):
+        return NoFault("no gradient is sharded, or its norm is 0.")
+    shared = sorted(set.intersection(*map(set, each)))
+    differing = [
+        step
+        for step in shared
+        if not math.isclose(
+            min(own[step] for own in each), max(own[step] for own in each), rel_tol=_SAME_FACTOR
+        )
+    ]
+    if len(differing) < _MIN_STEPS:
+        return NoFault(f"in {len(shared)} steps, all ranks scaled their shards by the same factor.")
+    step = differing[0]
+    factors = [own[step] for own in each]
+    event = next(e for e in case.ranks[0].of("step") if e["s"] == step)
+    return FaultFound(
+        what="each rank scales its shards of the gradient by another factor.",
+        at=event["at"],
+        step=step,
+        why="the shards are parts of one gradient. A factor of its own on each rank changes its direction; "
+        "often each rank clips by the norm of its own shards.",
+        fix="clip with torch.nn.utils.clip_grad_norm_, or sum the squared norm over the ranks.",
+        evidence=f"factors between backward and step {step}: {', '.join(f'{f:.4g}' for f in factors)}",
+        effect=f"parts of one gradient differ by a factor of {max(factors) / min(factors):.3g}",
+    )
+
+
+def _shard_factors(log: RankLog) -> dict[int, float]:
+    """By step, the norm of the rank's shards at the step, relative to that after the backward."""
+    found: dict[int, float] = {}
+    norm: float | None = None
+    for event in log.of("backward-end", "step"):
+        if event["k"] == "backward-end":
+            norm = event.get("shards")
+        elif norm:
+            at_step = math.hypot(*(value[1] for value in event["grads"].values()))
+            found.setdefault(event["s"], at_step / norm)
+    return {step: factor for step, factor in found.items() if factor}
 
 
 def update_on_one_rank(case: Case) -> Judgement:

@@ -1,0 +1,138 @@
+"""The run as a whole: how often each sample is used, and whether the loss falls as on one process."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from paceline.audit.evidence import Event, RankLog
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+
+# Up to this share of the samples may be used more or less often: padding, and samples that a pass leaves out.
+_FEW = 0.05
+# In shorter passes, more samples than that may be left out in each of them.
+_STEPS_OF_PASS = 20
+# The loss falls clearly on one process if less than this part of it is left at the end.
+_FALLS = 0.8
+# A fault if on N processes this part of the fall is missing.
+_MISSING = 0.5
+_MIN_STEPS = 20
+# Rates that differ by less are equal.
+_SAME_RATE = 0.01
+
+
+def uneven_use(case: Case) -> Judgement:
+    """One process uses each sample equally often, and N processes together do not."""
+    logs = [case.solo.ranks[0], *case.ranks]
+    batches = [_batches(log) for log in logs]
+    if all(own and all(event["ids"] for event in own) for own in batches):
+        solo, *each = [Counter[Any](i for e in own for i in e["ids"]) for own in batches]
+    else:  # known by what the models were given
+        solo, *each = [
+            Counter[Any](row for e in log.training_forwards for row in e.get("rows", ()))
+            for log in logs
+        ]
+    together = sum(each, Counter[Any]())
+    if sum(map(len, each)) == len(together):
+        return NotJudged("no sample was used by two ranks, so each rank may keep its own.")
+    per_step = max(
+        solo.total() / max(case.solo.steps, 1), together.total() / max(case.ordinary.steps, 1)
+    )
+    if len(solo) < _STEPS_OF_PASS * per_step:
+        return NotJudged("a pass over the samples has only a few steps.")
+    times, share_of_one = _unusual(solo, solo)
+    if share_of_one > _FEW:
+        return NotJudged("one process does not use each sample equally often either.")
+    usual, share = _unusual(together, solo)
+    if share <= _FEW:
+        return NoFault(f"each sample was used {usual} or {usual + 1} times.")
+    least, most = min(together[i] for i in solo), max(together.values())
+    log = case.ranks[0]
+    loaders = [log.loaders[name] for name in log.training_loaders]
+    return FaultFound(
+        what="the ranks together do not use all samples equally often.",
+        at=(loaders or log.training_forwards)[-1]["at"],
+        why="some samples are skipped and others repeated. Often a position or a length that counts the "
+        "samples of all ranks is used for those of one rank, as in a resume, or a stream is divided twice.",
+        fix="compute positions in the order of all samples first, then give each rank its part once.",
+        evidence=f"the samples were used {least} to {most} times; one process used each {times} or "
+        f"{times + 1} times",
+        effect=f"{share:.0%} of the samples are used too often or too rarely",
+    )
+
+
+def _batches(log: RankLog) -> list[Event]:
+    names = set(log.training_loaders)
+    return [event for event in log.of("batch") if event["loader"] in names]
+
+
+def _unusual(times: Counter[Any], samples: Collection[Any]) -> tuple[int, float]:
+    """The usual number k of uses, and the share of the samples that are not used k or k + 1 times."""
+    number = Counter(times[i] for i in samples)
+    usual = max(number, key=lambda k: (number[k] + number[k + 1], -k))
+    return usual, 1 - (number[usual] + number[usual + 1]) / max(number.total(), 1)
+
+
+def learns_less(case: Case) -> Judgement:
+    """With the samples of one process, the loss of N processes falls much less."""
+    run, solo = case.replay, case.solo.ranks[0]
+    if run is None:
+        return NotJudged(case.why_no_replay)
+    if run.plan.mode == "divided" and any(event["buffers"] for event in solo.of("model")):
+        return NotJudged("the statistics of smaller batches may change what is learned.")
+    rates, others = ([e["lrs"] for e in log.of("step")] for log in (solo, run.ranks[0]))
+    for own, other in zip(rates, others, strict=False):
+        if any(
+            not math.isclose(a, b, rel_tol=_SAME_RATE) for a, b in zip(own, other, strict=False)
+        ):
+            return NotJudged("the learning rate depends on the number of processes.")
+    losses = [_losses(log) for log in (solo, *run.ranks)]
+    count = min(map(len, losses))
+    if count < _MIN_STEPS:
+        return NotJudged("the script has no single loss, or too few steps.")
+    of_one = losses[0][:count]
+    of_all = [sum(each) for each in zip(*(own[:count] for own in losses[1:]), strict=True)]
+    left, left_of_all = _left(of_one), _left(of_all)
+    if not left < _FALLS:
+        return NotJudged("the loss of one process did not fall clearly.")
+    figure = (
+        f"in {count} steps the loss fell to {left:.0%} of its start on one process, and to "
+        f"{left_of_all:.0%} on {case.world_size} with the same samples"
+    )
+    if left_of_all - left <= _MISSING * (1 - left):
+        return NoFault(figure + ".")
+    gather = run.ranks[0].gather_for_loss
+    why = "what the loss contains, or what is done with the gradient, depends on the number of processes."
+    fix = "compare the loss and the gradient of one step on one and on two processes."
+    if gather:
+        why = "the loss uses gathered values. Often they are in another order than the labels, or the gather "
+        why += "passes no gradient to the other ranks."
+        fix = "compare the order of the gathered values with that of the labels."
+    return FaultFound(
+        what="the loss does not fall as it does on one process.",
+        at=(gather or run.ranks[0].of("backward")[0])["at"],
+        why=f"weights, samples and learning rates were those of one process: {why}",
+        fix=fix,
+        evidence=figure,
+        effect=f"{(left_of_all - left) / (1 - left):.0%} of the fall of the loss is missing",
+    )
+
+
+def _losses(log: RankLog) -> list[float]:
+    """The loss of each step; empty if there are several losses, or it is not one positive number."""
+    backwards = log.of("backward")
+    found: dict[int, float] = {}
+    for event in backwards:
+        loss = event["loss"]
+        if loss is None or not 0 < loss < math.inf or event["at"] != backwards[0]["at"]:
+            return []
+        found[event["s"]] = found.get(event["s"], 0.0) + loss
+    return [found[step] for step in sorted(found)]
+
+
+def _left(losses: list[float]) -> float:
+    """The mean of the last tenth of the losses, relative to that of the first steps."""
+    count = max(3, len(losses) // 10)
+    return sum(losses[-count:]) / sum(losses[:count])
