@@ -44,6 +44,10 @@ RULES = {
     "69": "mean of means",
     "70": "schedule follows one rank",
     "71": "gradient N times too large or small",
+    "72": "samples used unevenly",
+    "73": "schedule does not reach its end",
+    "74": "learns less than one process",
+    "75": "clipping of own shard",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

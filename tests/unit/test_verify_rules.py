@@ -466,7 +466,7 @@ def test_a_replay_gives_the_batches_and_the_length_of_the_solo_run(
     [
         ("solo", 0, 0.0, 20),  # with --steps 20
         ("solo", 200, 0.01, 200),  # fast: the limit
-        ("solo", 200, 0.125, 25),  # those that begin in 3 s after the first step
+        ("solo", 200, 0.125, 33),  # those that begin in 4 s after the first step
         ("solo", 200, 1.0, 20),
         ("ordinary", 31, 1.0, 31),  # as many as the solo run, however long it takes
         ("ordinary", 12, 1.0, 20),

@@ -295,23 +295,15 @@ def read(folder: Path, world_size: int) -> list[RankLog]:
 
 
 def _align(logs: list[RankLog]) -> None:
-    """Count the steps from the first DDP on, if some ranks took steps before it and others did not."""
-    alone = [
-        max(
-            (
-                e["s"]
-                for e in takewhile(lambda e: e["k"] != "ddp", log.events)
-                if e["k"] == "stepped"
-            ),
-            default=0,
-        )
-        for log in logs
-    ]
-    if all(log.first("ddp") for log in logs) and len(set(alone)) > 1:
-        for log, steps in zip(logs, alone, strict=True):
-            for event in log.events:
-                if "s" in event:
-                    event["s"] -= steps
+    """Count the steps that some ranks took before the first DDP, as to pretrain, on the other ranks too."""
+    if not all(log.first("ddp") for log in logs):
+        return
+    before = [list(takewhile(lambda e: e["k"] != "ddp", log.events)) for log in logs]
+    alone = [max((e["s"] for e in own if e["k"] == "stepped"), default=0) for own in before]
+    for log, own, steps in zip(logs, before, alone, strict=True):
+        for event in log.events[len(own) :]:
+            if "s" in event:
+                event["s"] += max(alone) - steps
 
 
 def _events(path: Path) -> Iterator[Event]:

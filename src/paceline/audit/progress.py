@@ -25,7 +25,7 @@ _MAX_EMPTY_PASSES = 1000
 # A run goes on beyond the planned steps only as long as it took less CPU time and less time since its first
 # step. CPU time, so that the number of steps does not depend on what else the machine does; time, for
 # steps that wait for their data.
-_FURTHER_CPU_S, _FURTHER_S = 3.0, 12.0
+_FURTHER_CPU_S, _FURTHER_S = 4.0, 15.0
 
 
 class Enough(SystemExit):
