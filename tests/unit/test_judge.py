@@ -40,6 +40,7 @@ def record(
     windows: int = 6,
     busy: float = 0.9,
     collate_s: float = 0.0,
+    load_s: float = 0.0,
     **run: Any,
 ) -> Record:
     """Of a run in which a rank spends these seconds in the phases of a step."""
@@ -60,6 +61,7 @@ def record(
                 busy=[busy] * len(ranks),
                 cores=[busy] * len(ranks),
                 collate_s=[10 * collate_s] * len(ranks),
+                load_s=[10 * load_s] * len(ranks),
             )
         )
     return Record(runs=[RUN | run], windows=made)
@@ -111,20 +113,33 @@ def test_a_file_of_an_older_version_is_judged() -> None:
     assert judge(old)[0].kind == "data"
 
 
-def test_workers_at_100_percent_need_more() -> None:
-    slow = {"data": 0.063, "forward": 0.037}  # two workers produce a batch in 200 ms
-    found = judge(record(slow, slow, workers=2, busy=0.3))[0]
-    assert "63 % of the step waits for data on all ranks, 2 workers at 100 %" in found.title
+def test_busy_workers_need_more() -> None:
+    slow = {"data": 0.063, "forward": 0.037}
+    found = judge(record(slow, slow, workers=2, busy=0.3, load_s=0.2))[0]
+    assert "63 % of the step waits for data on all ranks, 2 workers busy 100 %" in found.title
     assert found.cure == "Batches(..., workers=7)"
     assert found.gain == pytest.approx(0.1 / 0.037)
+
+
+def test_workers_that_have_time_left_are_enough() -> None:
+    # The rank waits, but for what more workers do not make shorter: to receive a batch, or to start.
+    slow = {"data": 0.03, "forward": 0.07}
+    assert judge(record(slow, slow, workers=2, load_s=0.001)) == []
+    assert judge(record(slow, slow, workers=2, load_s=0.15)) == []
+    found = judge(record(slow, slow, workers=2, busy=0.3, load_s=0.18))[0]
+    assert found.title.endswith("2 workers busy 90 %")
+    assert found.gain == pytest.approx(0.1 / 0.07)
+    old = record(slow, slow, workers=2, load_s=0.2)
+    old.windows[:] = [replace(w, load_s=[]) for w in old.windows]
+    assert judge(old) == []  # of an older version, which did not measure the workers
 
 
 def test_equally_slow_workers_may_show_on_one_rank() -> None:
     waiting = {"data": 0.001, "forward": 0.035, "communication": 0.015}
     slow = {"data": 0.015, "forward": 0.035, "communication": 0.001}
-    (found,) = judge(record(waiting, slow, workers=1))
+    (found,) = judge(record(waiting, slow, workers=1, load_s=0.051))
     assert (
-        found.title == "input-bound: 29 % of the step waits for data on rank 1, 1 worker at 100 %"
+        found.title == "input-bound: 29 % of the step waits for data on rank 1, 1 worker busy 100 %"
     )
     assert found.cure == "Batches(..., workers=2)"
     assert found.gain == pytest.approx(0.051 / 0.036)

@@ -9,8 +9,8 @@ each other in each step, so a step takes equally long on all of them:
 - What *every* rank waits is communication. What a rank waits beyond the rank that waits least is waiting for
   a slower rank, and the rank that waits least is the slowest.
 - A rank without loader workers takes d seconds to produce its batches. w workers take d/w, at the same time
-  as the rest of the step. w workers that cannot follow are busy all the time, so d = w * step, on the rank
-  that waits most. A step cannot take less than the CPU time that the ranks and workers of a host want,
+  as the rest of the step; they measure d themselves. Only if they are busy nearly all the time are more of
+  them of use. A step cannot take less than the CPU time that the ranks and workers of a host want,
   divided by its cores.
 - Communication of n buckets and b bytes takes n * latency + b / bandwidth. Both are measured when the run
   begins (`run["link"]`). Bucket i of n is sent at i/n of the backward, so the part that is not hidden is the
@@ -43,6 +43,9 @@ _BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
 _MOST_ACCUMULATION = 4  # micro-batches; a much larger batch needs another learning rate
 _HIDDEN = 0.8  # workers are enough if they produce a batch in this share of the rest of a step
 _MOST_WORKERS = 16
+_BUSY = (
+    0.8  # of the time of workers; if they have more time left, they are not what a rank waits for
+)
 _MUCH_DATA = 0.3  # of a step; then it is told also if the host has no free cores
 _USABLE = 0.9  # of the time of the cores; workers have costs of their own
 _LINK_FACTOR = 1.5  # communication may take so much longer than the link explains
@@ -82,12 +85,14 @@ class Evidence:
         cpu_s: By rank, seconds of one step in which it used a core, or waited for one, with its loader
             workers; empty if unknown.
         collate_s: By rank, seconds in the collate function; empty if unknown.
+        load_s: By rank, seconds of its loader workers for its batches; empty if unknown.
         run: What describes the run; see `Record.run`.
     """
 
     spent_s: Mapping[str, Sequence[float]]
     cpu_s: Sequence[float]
     collate_s: Sequence[float]
+    load_s: Sequence[float]
     run: Mapping[str, Any]
 
     @property
@@ -148,13 +153,15 @@ def reduce(windows: Sequence[Window], run: Mapping[str, Any]) -> Evidence:
         phase: [median(w.per_step(phase, rank) for w in windows) for rank in ranks]
         for phase in PHASES
     }
-    cpu_s, collate_s = [], []
+    cpu_s, collate_s, load_s = [], [], []
     if all(w.cores and w.collate_s for w in windows):
         cpu_s = [
             median(w.cores[rank] * w.wall_s[rank] / w.steps for w in windows) for rank in ranks
         ]
         collate_s = [median(w.collate_s[rank] / w.steps for w in windows) for rank in ranks]
-    return Evidence(spent_s, cpu_s, collate_s, run)
+    if all(w.load_s for w in windows):
+        load_s = [median(w.load_s[rank] / w.steps for w in windows) for rank in ranks]
+    return Evidence(spent_s, cpu_s, collate_s, load_s, run)
 
 
 def _percent(share: float) -> str:
@@ -232,7 +239,10 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     if not waiting or (not workers and len(waiting) < len(evidence.ranks)):
         return
     # Seconds that one process needs for the batches of a step; w busy workers deliver w times as often.
-    produce_s = workers * step_s if workers else max(data_s)
+    produce_s = max(evidence.load_s, default=0.0) if workers else max(data_s)
+    busy = produce_s / (workers * step_s) if workers else 1.0
+    if busy < _BUSY:
+        return
     rest_s = max(evidence.own_s(rank, {"data"}) for rank in evidence.ranks) + evidence.exposed_s
     cores, share = run.get("cores", 1), fmean(data_s[rank] for rank in waiting) / step_s
     details = (
@@ -251,7 +261,7 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     if in_collate > _MOSTLY:
         where += f", {_percent(in_collate)} of that in the collate function"
     if workers:
-        where += f", {workers} worker{'s' if workers > 1 else ''} at 100 %"
+        where += f", {workers} worker{'s' if workers > 1 else ''} busy {_percent(min(busy, 1.0))}"
     yield Finding(
         kind="collate" if in_collate > _MOSTLY else "data",
         title=f"input-bound: {_percent(share)} of the step waits for data{where}",

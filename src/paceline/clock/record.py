@@ -21,7 +21,7 @@ from paceline.errors import ConfigError
 FILE = "clock.jsonl"
 _SPAN_RANKS = 8  # ranks whose phases of a step are kept
 _SPANS = 32  # of one step
-_HEAD = 6  # numbers before the phases: steps, memory, busy, cores, collate, beginning
+_HEAD = 7  # numbers before the phases: steps, memory, busy, cores, collate, load, beginning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class Window:
             if one had been free. Empty in files of an older version.
         collate_s: By rank: the seconds of the phase "data" that the collate function took. 0 with loader
             workers; empty in files of an older version.
+        load_s: By rank: the seconds that its loader workers took to read the samples of these steps, added up
+            over the workers; empty in files of an older version.
         spans: By rank, the phases of the first step: (phase, begin, seconds). `begin` is in seconds since the
             epoch. Only of the first ranks.
         tokens: Over all ranks, with `Training(count="tokens")`; those of the last steps follow in the next
@@ -58,6 +60,7 @@ class Window:
     busy: list[float]
     cores: list[float] = field(default_factory=list)
     collate_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
     spans: list[list[tuple[str, float, float]]] = field(default_factory=list)
     tokens: int = 0
 
@@ -104,8 +107,8 @@ def row_size(rank: int) -> int:
 
 def pack(times: Times, rank: int, memory_bytes: float, busy: float, cores: float) -> list[float]:
     """What a rank sends to rank 0 about a window, as numbers, so that it can travel in a sum over ranks."""
-    row = [times.steps, memory_bytes, busy, cores, times.collate_s, times.began_ns / 1e9]
-    row += times.spent_s
+    row = [times.steps, memory_bytes, busy, cores, times.collate_s, times.load_s]
+    row += [times.began_ns / 1e9, *times.spent_s]
     if rank < _SPAN_RANKS:
         spans = times.spans[:_SPANS]
         row += [number for s in spans for number in (s.phase + 1, (s.end_ns - s.begin_ns) / 1e9)]
@@ -128,9 +131,10 @@ def line_of(rows: Sequence[Sequence[float]], time: float, samples: int) -> dict[
         "busy": [round(row[2], 3) for row in rows],
         "cores": [round(row[3], 3) for row in rows],
         "collate_s": [round(row[4], 6) for row in rows],
+        "load_s": [round(row[5], 6) for row in rows],
     }
     if any(rows[0][ends:]):
-        line["spans"] = [_spans_of(row[5], row[ends:]) for row in rows[:_SPAN_RANKS]]
+        line["spans"] = [_spans_of(row[6], row[ends:]) for row in rows[:_SPAN_RANKS]]
     return line
 
 
@@ -198,6 +202,7 @@ def read_window(entry: Mapping[str, Any]) -> Window:
         busy=[float(b) for b in entry["busy"]],
         cores=[float(n) for n in entry.get("cores", ())],
         collate_s=[float(s) for s in entry.get("collate_s", ())],
+        load_s=[float(s) for s in entry.get("load_s", ())],
         spans=[
             [(str(p), float(at), float(s)) for p, at, s in rank] for rank in entry.get("spans", ())
         ],

@@ -58,6 +58,7 @@ class Times:
         steps: Their number.
         spent_s: Seconds in each phase of `PHASES`. They add up to the time that the steps took.
         collate_s: What the collate function took, which is part of the phase "data".
+        load_s: What loader workers took to read the batches of these steps.
         spans: The phases of the first of these steps, in order.
         began_ns: When that step began, in ns since the epoch.
     """
@@ -65,6 +66,7 @@ class Times:
     steps: int
     spent_s: list[float]
     collate_s: float = 0.0
+    load_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
     began_ns: int = 0
 
@@ -80,11 +82,12 @@ class StepClock:
     Attributes:
         phase: The current phase, an index of `PHASES`.
         collate_ns: The time of the collate function since the last `take`; counted where it is called.
+        load_ns: The time of loader workers for what they have delivered since then; counted there too.
     """
 
     __slots__ = (
         *("_began", "_began_ns", "_device", "_records", "_since", "_spans", "_spent", "_steps"),
-        *("_thread", "collate_ns", "phase"),
+        *("_thread", "collate_ns", "load_ns", "phase"),
     )
 
     def __init__(self) -> None:
@@ -96,7 +99,7 @@ class StepClock:
     def _reset(self, now: int) -> None:
         self._since = self._began = now
         self._spent = [0] * len(PHASES)
-        self._steps = self.collate_ns = 0
+        self._steps = self.collate_ns = self.load_ns = 0
         self._spans: list[Span] = []
         self._records = True  # whether `enter` does more than to add up
         self._began_ns = time.time_ns()
@@ -201,6 +204,7 @@ class StepClock:
             steps=steps,
             spent_s=[ns / 1e9 for ns in spent_ns],
             collate_s=self.collate_ns / 1e9,
+            load_s=self.load_ns / 1e9,
             spans=self._spans if self._steps else [],
             began_ns=self._began_ns,
         )
