@@ -278,7 +278,7 @@ def _timeline(run: Run, name: str) -> Iterator[Section]:
         for p, at, seconds in spans
         if seconds > 0
     ]
-    step = window.step - window.steps + 1
+    step = window.step - window.steps + min(window.steps, 2)
     rows = []
     for rank, spans in enumerate(window.spans):
         waiting = sum(seconds for phase, _, seconds in spans if phase in WAITS)
