@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,24 @@ def test_a_long_run_is_a_small_page(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert command.main([str(tmp_path)]) == ExitCode.OK
     assert "report.html (" in capsys.readouterr().out
     assert (tmp_path / "report.html").exists()
+
+
+class Counted(list[Any]):
+    """Counts how often it is read from its begin."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_a_report_reads_the_windows_a_few_times(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=1000)
+    run = load(str(tmp_path))
+    windows = Counted(run.record.windows)
+    sections(replace(run, record=replace(run.record, windows=windows)))
+    assert windows.passes < 50  # not once for each phase of each point of a chart
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")

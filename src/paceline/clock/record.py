@@ -44,8 +44,8 @@ class Window:
             workers; empty in files of an older version.
         load_s: By rank: the seconds that its loader workers took to read the samples of these steps, added up
             over the workers; empty in files of an older version.
-        spans: By rank, the phases of the second step, or of the only one: (phase, begin, seconds). `begin` is in seconds since the
-            epoch. Only of the first ranks.
+        spans: By rank, the phases of the second step, or of the only one: (phase, begin, seconds). `begin` is
+            in seconds since the epoch. Only of the first ranks.
         tokens: Over all ranks, with `Training(count="tokens")`; those of the last steps follow in the next
             window. Otherwise 0.
     """

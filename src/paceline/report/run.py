@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,19 @@ class Run:
         total = self.record.run.get("total_steps")
         return total if isinstance(total, int) else None
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Seconds in the training loop, over all starts."""
         return sum(sum(w.wall_s) / w.num_ranks for w in self.record.windows)
+
+    @cached_property
+    def phases_s(self) -> dict[str, float]:
+        """By phase that occurred: its seconds, over all starts; the mean over ranks."""
+        spent_s = {
+            phase: sum(sum(w.spent_s[phase]) / w.num_ranks for w in self.record.windows)
+            for phase in PHASES
+        }
+        return {phase: seconds for phase, seconds in spent_s.items() if seconds}
 
     @property
     def samples_per_s(self) -> float:

@@ -83,7 +83,9 @@ def _summary(runs: Sequence[Run]) -> Section:
             lambda run: _number(run.last["loss"]) if "loss" in run.last else "not logged",
         ),
     ]
-    facts += [(phase, _share_of(phase)) for phase in PHASES if any(_spent(r, phase) for r in runs)]
+    facts += [
+        (phase, _share_of(phase)) for phase in PHASES if any(phase in r.phases_s for r in runs)
+    ]
     text = []
     for run in runs:
         found = judge(run.record)
@@ -102,13 +104,9 @@ def _progress(run: Run) -> str:
     return f"{run.steps:,} of {run.total_steps:,}" if run.total_steps else f"{run.steps:,}"
 
 
-def _spent(run: Run, phase: str) -> float:
-    return sum(sum(w.spent_s[phase]) / w.num_ranks for w in run.record.windows)
-
-
 def _share_of(phase: str) -> Callable[[Run], str]:
     def text(run: Run) -> str:
-        return f"{100 * _spent(run, phase) / run.seconds:.1f} %" if run.seconds else "unknown"
+        return _percent(run.phases_s.get(phase, 0.0) / run.seconds) if run.seconds else "unknown"
 
     return text
 
@@ -181,16 +179,15 @@ def _breakdown(run: Run, name: str) -> Iterator[Section]:
         }
         for w in thin_windows(run.record.windows)
         for phase, spent in w.spent_s.items()
-        if _spent(run, phase)
+        if phase in run.phases_s
     ]
     steps = sum(w.steps for w in run.record.windows)
     first = run.record.windows[0]
     begin = first.step - first.steps
     values = [v | {"step": begin} for v in values if v["step"] == values[0]["step"]] + values
     rows = [
-        [phase, _ms(_spent(run, phase) / steps), _share_of(phase)(run)]
-        for phase in PHASES
-        if _spent(run, phase)
+        [phase, _ms(seconds / steps), _percent(seconds / run.seconds)]
+        for phase, seconds in run.phases_s.items()
     ]
     yield Section(
         title=f"Where the time goes{name}",
@@ -362,6 +359,10 @@ def _environment(run: Run, name: str) -> Iterator[Section]:
     if facts:
         rows = [[key, str(facts[key])] for key in _SETTINGS if facts.get(key) is not None]
         yield Section(title=f"Environment{name}", table=Table(["setting", "value"], rows))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _ms(seconds: float) -> str:
