@@ -91,17 +91,18 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     for name in (record.FILE, "metrics.jsonl"):
         path = tmp_path / "torn" / name
         path.write_bytes(path.read_bytes()[:-30])
-    missing = load(str(tmp_path / "torn")).missing
-    assert "1 of the lines of clock.jsonl cannot be read" in missing[0]
-    assert "1 of the lines of metrics.jsonl cannot be read" in missing[1]
+    assert load(str(tmp_path / "torn")).missing == [
+        f"The last line of {name} is incomplete: the run writes it now, or was interrupted."
+        for name in (record.FILE, "metrics.jsonl")
+    ]
 
     write_run(tmp_path / "started")
     path = tmp_path / "started" / record.FILE
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     (tmp_path / "started" / "metrics.jsonl").unlink()
     run = load(str(tmp_path / "started"))
-    assert run.missing[0] == "No second of the run is measured yet."
-    assert "No second of the run is measured yet." in to_markdown("x", sections(run))
+    assert run.missing[0] == "No step has been measured yet."
+    assert "No step has been measured yet." in to_markdown("x", sections(run))
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +116,57 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         command.main(["a", "b", "c"])
     assert caught.value.code == ExitCode.USAGE
+
+
+def test_files_that_are_empty_or_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (record.FILE, "metrics.jsonl"):
+        (tmp_path / name).touch()
+    assert load(str(tmp_path)).missing == [
+        "No step has been measured yet.",
+        "There are no logged values: metrics.jsonl is missing or empty.",
+    ]
+    write_run(tmp_path)
+    opened = Path.open
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name in refused:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    refused = {record.FILE}
+    sentence = f"{tmp_path / record.FILE} cannot be read: Permission denied."
+    assert load(str(tmp_path)).missing == [sentence]
+    refused.add("metrics.jsonl")
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("metrics.jsonl", {"step": "5"}),
+        ("metrics.jsonl", {"step": 1.5}),
+        ("metrics.jsonl", [1]),
+        (record.FILE, {"spent_s": {"unknown": [1.0, 1.0]}}),
+        (record.FILE, {"spent_s": {"data": [1.0]}}),
+        (record.FILE, {"busy": [0.5]}),
+        (record.FILE, {"cores": [0.5]}),
+        (record.FILE, {"steps": 0}),
+        (record.FILE, {"samples": float("inf")}),
+    ],
+)
+def test_lines_of_another_form_are_left_out(tmp_path: Path, name: str, line: Any) -> None:
+    write_run(tmp_path)
+    path = tmp_path / name
+    last = json.loads(path.read_text().splitlines()[-1])
+    with path.open("a") as file:
+        file.write(json.dumps(last | line if isinstance(line, dict) else line) + "\n")
+    run = load(str(tmp_path))
+    assert run.missing == [f"Damaged and left out: 1 line of {name}."]
+    assert to_markdown("x", sections(run))
 
 
 def test_many_ranks_are_summarised(tmp_path: Path) -> None:

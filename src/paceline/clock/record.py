@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,12 @@ def read_record(folder: str | Path) -> Record:
             why="rank 0 writes it into the folder that `training.report` or `Trainer` got.",
             fix="give the folder of a run that has reported steps.",
         ) from error
-    runs, windows, skipped = [], [], 0
+    return read_lines(lines, Record(runs=[], windows=[]))
+
+
+def read_lines(lines: Iterable[bytes], before: Record) -> Record:
+    """The record with these lines after those that it has. Damaged lines are skipped and counted."""
+    runs, windows, skipped = [*before.runs], [*before.windows], before.skipped
     for line in lines:
         try:
             entry = json.loads(line)
@@ -172,7 +177,7 @@ def read_record(folder: str | Path) -> Record:
                 runs[-1]["link"] = {name: float(n) for name, n in entry["link"].items()}
             else:
                 windows.append(read_window(entry))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError):
             skipped += 1
     return Record(runs=runs, windows=windows, skipped=skipped)
 
@@ -188,7 +193,9 @@ def read_window(entry: Mapping[str, Any]) -> Window:
     spent = {phase: values or [0.0] * ranks for phase, values in found.items()}
     wall_s = [sum(values[rank] for values in spent.values()) for rank in range(ranks)]
     steps = int(entry["steps"])
-    if steps < 1 or not ranks or not all(map(math.isfinite, wall_s)):
+    busy, rest = entry["busy"], [entry.get(name, ()) for name in ("cores", "collate_s", "load_s")]
+    is_whole = len(busy) == ranks and all(len(values) in (0, ranks) for values in rest)
+    if not (is_whole and steps > 0 and ranks and all(0 < s < math.inf for s in wall_s)):
         raise ValueError("not a window")
     return Window(
         step=int(entry["step"]),
@@ -199,7 +206,7 @@ def read_window(entry: Mapping[str, Any]) -> Window:
         wall_s=wall_s,
         spent_s=spent,
         memory_bytes=[float(b) for b in entry["memory_bytes"]],
-        busy=[float(b) for b in entry["busy"]],
+        busy=[float(b) for b in busy],
         cores=[float(n) for n in entry.get("cores", ())],
         collate_s=[float(s) for s in entry.get("collate_s", ())],
         load_s=[float(s) for s in entry.get("load_s", ())],

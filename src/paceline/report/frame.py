@@ -15,7 +15,7 @@ from paceline.clock import record as clock_record
 from paceline.clock.record import Window
 from paceline.metrics.flops import utilisation
 from paceline.metrics.live import RankBars
-from paceline.report.run import METRICS, Run, load
+from paceline.report.run import METRICS, Run, RunReader
 
 _RECENT = 10  # windows that the time left follows from
 # A run is said to be quiet after so many seconds, and so many times the usual interval of its lines.
@@ -51,14 +51,19 @@ def newest_write(folder: Path) -> float:
     return max(times)
 
 
-def read(folder: str, now: float) -> RenderableType:
-    """The frame of a folder as it is now.
+def follow(folder: str) -> RunReader:
+    """For `read`. It keeps the newest lines only, so that long runs cost no more than short ones."""
+    return RunReader(folder, most_windows=_RECENT)
+
+
+def read(reader: RunReader, now: float) -> RenderableType:
+    """The frame of a run's folder as it is now.
 
     Raises:
         ConfigError: it does not exist, or holds nothing that Paceline writes.
     """
-    run = load(folder)
-    written = newest_write(Path(folder))
+    run = reader.read()
+    written = newest_write(Path(run.name))
     return frame(run, max(0.0, now - written) if written else 0.0, now)
 
 
