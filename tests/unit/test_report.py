@@ -15,7 +15,7 @@ import pytest
 
 from paceline.cli import report as command
 from paceline.clock import record
-from paceline.clock.step_clock import DATA, FORWARD, PHASES, Span, Times
+from paceline.clock.step_clock import COMMUNICATION, DATA, FORWARD, PHASES, Span, Times
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
 from paceline.metrics.json_lines import JSONLines
@@ -26,9 +26,10 @@ from paceline.report.sections import sections
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-def _times(steps: int, *, data_s: float, forward_s: float) -> Times:
+def _times(steps: int, *, data_s: float, forward_s: float, wait_s: float = 0.0) -> Times:
     spent = [0.0] * len(PHASES)
     spent[DATA], spent[FORWARD] = data_s * steps, forward_s * steps
+    spent[COMMUNICATION] = wait_s * steps
     spans = [Span(DATA, 0, int(data_s * 1e9)), Span(FORWARD, int(data_s * 1e9), 10**8)]
     return Times(steps=steps, spent_s=spent, spans=spans, began_ns=10**18)
 
@@ -36,7 +37,7 @@ def _times(steps: int, *, data_s: float, forward_s: float) -> Times:
 def write_run(
     folder: Path, *, steps: int = 100, ranks: int = 2, window: int = 10, **run: Any
 ) -> None:
-    """A run whose last rank needs 3 ms more for each forward, while the others wait for data."""
+    """A run whose last rank needs 3 ms more for each forward, while the others wait for it."""
     folder.mkdir(parents=True, exist_ok=True)
     clock, metrics = JSONLines(folder / record.FILE), JSONLines(folder / "metrics.jsonl")
     facts = {"time": 1e9, "total_steps": steps, "world_size": ranks, "device": "cpu"} | run
@@ -46,7 +47,12 @@ def write_run(
     for last in range(window, steps + 1, window):
         rows = [
             record.pack(
-                _times(window, data_s=0.001, forward_s=0.002 + 0.003 * (rank == ranks - 1)),
+                _times(
+                    window,
+                    data_s=0.001,
+                    forward_s=0.002 + 0.003 * (rank == ranks - 1),
+                    wait_s=0.003 * (rank < ranks - 1),
+                ),
                 rank,
                 2.0**28,
                 0.5,
@@ -67,7 +73,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     text = to_markdown("a", sections(run))
     assert "| steps | 100 of 100 |" in text
     assert "| data | 1 |" in text  # ms of a step
-    assert re.search(r"wait for rank 1: its own work takes 6 ms of a step", text)
+    slow = "rank 1 takes 2.00x the time of the others: they wait 3 ms for it in each step of 6 ms"
+    assert len(re.findall(slow, text)) == 2  # in the summary, and above the ranks
     assert "| loss |" not in text
     assert "| " + str(tmp_path / "a") + " | 1 | 0.01 | 1 | 0.01 |" in text
 
@@ -80,6 +87,36 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert "| workers | 0 | 2 |" in text
     assert "| 100 of 100 | 50 of 50 |" in text
     assert "trains 1.00 times as many samples per second" in text
+
+
+def test_all_settings_are_compared(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", compress=False, link={"latency_s": 1e-4})
+    write_run(tmp_path / "b", compress="bf16", link={"latency_s": 2e-4}, time=2e9)
+    write_run(tmp_path / "c", compress="bf16", time=3e9)
+    a, b, c = (load(str(tmp_path / name)) for name in "abc")
+    assert "| compress | False | bf16 |" in to_markdown("a and b", sections(a, b))
+    assert "latency_s" not in to_markdown("a and b", sections(a, b))
+    assert "The two runs have the same settings." in to_markdown("b and c", sections(b, c))
+
+
+def test_the_verdict_is_about_what_was_judged(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", ranks=1)
+    text = to_markdown("a", sections(load(str(tmp_path / "a"))))
+    assert "Nothing that is judged limits the run: data, slow ranks, " in text
+    # Ten windows, but three since the newest start.
+    clock = JSONLines(tmp_path / "a" / record.FILE)
+    clock.log(70, {"run": {"time": 1e9 + 70}})
+    clock.close()
+    path = tmp_path / "a" / record.FILE
+    *lines, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:8], last, *lines[8:]]))
+    text = to_markdown("a", sections(load(str(tmp_path / "a"))))
+    assert "The time since the last start is too short for advice." in text
+    assert "limits the run" not in text
+    path.unlink()
+    text = to_markdown("a", sections(load(str(tmp_path / "a"))))
+    assert "advice" not in text
+    assert "it is not known where its time went" in text
 
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
@@ -170,10 +207,10 @@ def test_lines_of_another_form_are_left_out(tmp_path: Path, name: str, line: Any
 
 
 def test_many_ranks_are_summarised(tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=4096, steps=20, window=10)
+    write_run(tmp_path, ranks=4096, steps=50, window=10)
     text = to_markdown("big", sections(load(str(tmp_path))))
     assert "The 16 slowest of 4096 ranks are shown" in text
-    assert "wait for rank 4095" in text
+    assert "rank 4095 takes 2.00x the time of the others" in text
     assert len(text) < 20_000
 
 

@@ -49,6 +49,17 @@ _BUSY = (
 _MUCH_DATA = 0.3  # of a step; then it is told also if the host has no free cores
 _USABLE = 0.9  # of the time of the cores; workers have costs of their own
 _LINK_FACTOR = 1.5  # communication may take so much longer than the link explains
+# By phase: what to do, and the share of the time that it then takes, or of what it takes now.
+_STALLS = {
+    "checkpoint": ('Checkpoints(..., every_s="auto")', 0.035, "the time"),
+    "evaluation": ("evaluate half as often", 0.5, "what it takes now"),
+    "logging": (
+        "log in a tenth of the steps (training.log(..., every_n=))",
+        0.1,
+        "what it takes now",
+    ),
+}
+JUDGED = "data, slow ranks, communication, checkpoints, evaluation and logging"
 _MOSTLY = 0.5  # of the loading in the collate function, so that it is named
 
 
@@ -57,8 +68,8 @@ class Finding:
     """What limits a run, and what to change.
 
     Args:
-        kind: "data", "collate", "communication", "buckets", "accumulation", "straggler", "checkpoint" or
-            "logging".
+        kind: "data", "collate", "communication", "buckets", "accumulation", "straggler", "checkpoint",
+            "evaluation" or "logging".
         title: What was measured: "input-bound: 63 % of the step waits for data on all ranks".
         cure: What to change: "Batches(..., workers=4)".
         gain: Expected factor of the rate: 1.9 means 1.9 times as many samples per second.
@@ -120,17 +131,17 @@ class Evidence:
         return sum(self.spent_s[phase][rank] for phase in WAITS)
 
 
-def judge(record: Record) -> list[Finding]:
-    """What limits a run, the best gain first; empty if nothing does, or if the run was too short to tell."""
+def judge(record: Record) -> list[Finding] | None:
+    """What limits a run, the best gain first; None if its newest start was too short to tell."""
     windows = _judged(record)
     if not windows:
-        return []
+        return None
     evidence = reduce(windows, record.run)
     found = [
         *_straggler(windows, evidence),
         *_loading(evidence),
         *_communication(evidence),
-        *_stalls(windows),
+        *_stalls(windows, record.run),
     ]
     return sorted((f for f in found if f.gain >= LEAST_GAIN), key=lambda f: -f.gain)
 
@@ -182,15 +193,16 @@ def _straggler(windows: Sequence[Window], evidence: Evidence) -> Iterator[Findin
     phase, here_s, there_s = _slower_phase(evidence, slow)
     if phase == "data" and evidence.run.get("workers"):
         return  # see `_loading`
+    where = "the rest of the loop" if phase == "other" else phase
     own_s = max(evidence.own_s(rank) for rank in slow)
     factor = factor_of(own_s, wait_s, step_s)
     yield Finding(
         kind="straggler",
-        title=slow_ranks(name_ranks(slow), factor, wait_s, step_s, several=len(slow) > 1),
+        title=f"{slow_ranks(name_ranks(slow), factor, wait_s, step_s, several=len(slow) > 1)} ({where} takes "
+        f"{duration(here_s)} there, {duration(there_s)} elsewhere)",
         cure=CURES[phase],
         gain=step_s / (step_s - wait_s),
-        details=f"{phase} takes {duration(here_s)} on {name_ranks(slow)}, {duration(there_s)} elsewhere. The "
-        "gain is that of ranks as fast as the next slowest.",
+        details="The gain is that of ranks as fast as the next slowest.",
     )
 
 
@@ -368,21 +380,19 @@ def _compression(evidence: Evidence, exposed_s: float, size: int, title: str) ->
 
 # --- stalls ---
 
-_STALLS = {
-    "checkpoint": 'Checkpoints(..., every_s="auto")',
-    "logging": "training.log(..., every_n=10)",
-}
 
-
-def _stalls(windows: Sequence[Window]) -> Iterator[Finding]:
+def _stalls(windows: Sequence[Window], run: Mapping[str, Any]) -> Iterator[Finding]:
     wall_s = sum(sum(window.wall_s) for window in windows)
-    for phase, cure in _STALLS.items():
+    for phase, (cure, left, of) in _STALLS.items():
+        if phase == "checkpoint" and run.get("checkpoint_every_s") == "auto":
+            continue
         stall_s = sum(sum(window.spent_s[phase]) for window in windows)
-        if 0 < stall_s < wall_s:
+        left_s = left * (wall_s if of == "the time" else stall_s)
+        if left_s < stall_s:
             yield Finding(
                 kind=phase,
                 title=f"{phase} takes {_percent(stall_s / wall_s)} of the time",
                 cure=cure,
-                gain=wall_s / (wall_s - stall_s),
-                details="The gain is that of a run without it.",
+                gain=wall_s / (wall_s - stall_s + left_s),
+                details=f"It then takes {_percent(left)} of {of}.",
             )

@@ -16,6 +16,7 @@ from typing import Any
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import folders, open_store, read_manifest
 from paceline.clock import record as clock_record
+from paceline.clock.judge import Finding, judge
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES
 from paceline.errors import ConfigError, PacelineError
@@ -87,6 +88,11 @@ class Run:
             (w.tokens or w.samples) * w.num_ranks / sum(w.wall_s) for w in self.record.windows
         )
         return utilisation(self.record.run, rates[len(rates) // 2]) if rates else ""
+
+    @cached_property
+    def findings(self) -> list[Finding] | None:
+        """What limits the run; None if too little was measured."""
+        return judge(self.record)
 
     @property
     def restarts(self) -> list[dict[str, Any]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
-from paceline.clock.judge import judge
+from paceline.clock.judge import JUDGED
 from paceline.clock.record import Window
 from paceline.clock.step_clock import PHASES, WAITS
 from paceline.machine import format_bytes
@@ -16,12 +15,8 @@ from paceline.report import charts
 from paceline.report.run import Run, merge, thin, thin_windows
 
 _SHOWN_RANKS = 16  # more are summarised
-_LOST = 0.1  # of a step that the others wait for a rank, so that it is named
-_SETTINGS = (
-    *("script", "world_size", "mesh", "strategy", "precision", "reproducible", "backend", "device"),
-    *("global_batch", "micro_batch", "workers", "samples", "gradient_bytes", "bucket_bytes"),
-    *("launcher", "host", "cores", "threads", "python", "torch", "paceline"),
-)
+# What describes a start, but is no setting.
+_NO_SETTINGS = ("time", "step", "total_steps", "link")
 
 
 @dataclass(frozen=True)
@@ -88,13 +83,12 @@ def _summary(runs: Sequence[Run]) -> Section:
     ]
     text = []
     for run in runs:
-        found = judge(run.record)
         whose = f"{run.name}: " if len(runs) > 1 else ""
-        text += [f"{whose}{finding}. {finding.details}".strip() for finding in found]
-        if not found:
-            known = len(run.record.windows) >= 4
-            verdict = "Nothing limits the run that a setting could cure."
-            text.append(whose + (verdict if known else "The run is too short for advice."))
+        text += [f"{whose}{finding}. {finding.details}".strip() for finding in run.findings or ()]
+        if run.findings is None and run.record.windows:
+            text.append(f"{whose}The time since the last start is too short for advice.")
+        elif run.findings == []:
+            text.append(f"{whose}Nothing that is judged limits the run: {JUDGED}.")
         text += [whose + sentence for sentence in run.missing]
     rows = [[name, *(value(run) for run in runs)] for name, value in facts]
     return Section(title="Summary", text=text, table=Table(["", *(r.name for r in runs)], rows))
@@ -113,7 +107,9 @@ def _share_of(phase: str) -> Callable[[Run], str]:
 
 def _differences(run: Run, other: Run) -> Section:
     first, second = run.record.run, other.record.run
-    names = [n for n in _SETTINGS if first.get(n) != second.get(n)]
+    names = [
+        n for n in {**first, **second} if n not in _NO_SETTINGS and first.get(n) != second.get(n)
+    ]
     rows = [[name, str(first.get(name, "-")), str(second.get(name, "-"))] for name in names]
     text = [] if rows else ["The two runs have the same settings."]
     if run.samples_per_s and other.samples_per_s:
@@ -198,14 +194,14 @@ def _breakdown(run: Run, name: str) -> Iterator[Section]:
     )
 
 
-def _last_start(run: Run) -> list[Window]:
+def _same_size(run: Run) -> list[Window]:
     """The windows with as many ranks as the last one."""
     windows = run.record.windows
     return [w for w in windows if w.num_ranks == windows[-1].num_ranks] if windows else []
 
 
 def _ranks(run: Run, name: str) -> Iterator[Section]:
-    windows = _last_start(run)
+    windows = _same_size(run)
     if not windows or windows[-1].num_ranks < 2:
         return
     whole = merge(windows)
@@ -214,18 +210,11 @@ def _ranks(run: Run, name: str) -> Iterator[Section]:
     own = [whole.wall_s[rank] / whole.steps - waits[rank] for rank in ranks]
     slowest = sorted(ranks, key=lambda rank: -own[rank])
     shown = sorted(slowest[:_SHOWN_RANKS] if len(ranks) > _SHOWN_RANKS else ranks)
-    step_s = sum(whole.wall_s) / whole.num_ranks / whole.steps
-    text = []
-    lost_s = (
-        own[slowest[0]] - own[slowest[1]] if len(ranks) > 2 else own[slowest[0]] - own[slowest[-1]]
-    )
-    if lost_s > _LOST * step_s:
-        text.append(
-            f"The others wait for rank {slowest[0]}: its own work takes {_ms(own[slowest[0]])} ms of a step, "
-            f"and {_ms(median(own[r] for r in slowest[1:]))} ms on the others (median)."
-        )
-    else:
-        text.append("No rank holds up the others: their own work takes about equally long.")
+    text = [
+        f"{each.title}. {each.details}" for each in run.findings or () if each.kind == "straggler"
+    ]
+    if run.findings is not None and not text:
+        text.append("No rank holds up the others.")
     if len(ranks) > len(shown):
         quantiles = sorted(own)
         low, high = quantiles[len(own) // 10], quantiles[-1 - len(own) // 10]
@@ -333,7 +322,7 @@ def _events(run: Run, name: str) -> Iterator[Section]:
 
 
 def _memory(run: Run, name: str) -> Iterator[Section]:
-    windows = _last_start(run)
+    windows = _same_size(run)
     if not windows:
         return
     whole = merge(windows)
@@ -357,7 +346,11 @@ def _memory(run: Run, name: str) -> Iterator[Section]:
 def _environment(run: Run, name: str) -> Iterator[Section]:
     facts = run.record.run
     if facts:
-        rows = [[key, str(facts[key])] for key in _SETTINGS if facts.get(key) is not None]
+        rows = [
+            [key, str(value)]
+            for key, value in facts.items()
+            if value is not None and key not in _NO_SETTINGS
+        ]
         yield Section(title=f"Environment{name}", table=Table(["setting", "value"], rows))
 
 
