@@ -290,7 +290,7 @@ def test_names_with_brackets_are_shown_as_they_are(
     progress.begin(0, 3)
     progress.show(1, 0, {"loss[bold]": 0.5, "[/x]": "nan"}, "10 samples/s")
     progress.end()
-    assert "epoch 1  loss[bold] 0.5  [/x] nan  10 samples/s" in shown.getvalue()
+    assert "epoch 1  10 samples/s  loss[bold] 0.5  [/x] nan" in shown.getvalue()
 
 
 def _steps_in(folder: Path) -> list[int]:

@@ -76,6 +76,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     slow = "rank 1 takes 2.00x the time of the others: they wait 3 ms for it in each step of 6 ms"
     assert len(re.findall(slow, text)) == 2  # in the summary, and above the ranks
     assert "| loss |" not in text
+    assert "| rank | ms | of that, waiting | data | forward |" in text
+    assert "| 0 | 100 | 0 | 1 | 99 |" in text
     assert "| " + str(tmp_path / "a") + " | 1 | 0.01 | 1 | 0.01 |" in text
 
 
@@ -230,7 +232,11 @@ def test_a_long_run_is_a_small_page(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert re.search(rf'<figure role="img" aria-label="[^"]+"><div id="{name}">', page)
     assert command.main([str(tmp_path)]) == ExitCode.OK
     assert "report.html (" in capsys.readouterr().out
-    assert (tmp_path / "report.html").exists()
+    assert command.main([str(tmp_path), str(tmp_path)]) == ExitCode.OK
+    assert "compare.html (" in capsys.readouterr().out
+    assert len((tmp_path / "report.html").read_text()) < len(
+        (tmp_path / "compare.html").read_text()
+    )
 
 
 class Counted(list[Any]):

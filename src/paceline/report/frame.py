@@ -127,15 +127,15 @@ def _values(run: Run) -> str:
     shown = []
     if isinstance(epoch := run.last.get("epoch"), int):
         shown.append(f"epoch {epoch + 1}")
-    for name, value in run.last.items():
-        if name not in _OWN_NAMES:
-            shown.append(f"{name} {_number(value)}")
     window = _newest(run)
     if window is not None and (wall_s := sum(window.wall_s) / window.num_ranks) > 0:
         unit = "tokens" if window.tokens else "samples"
         rate = (window.tokens or window.samples) / wall_s
         used = utilisation(run.record.run, rate)
         shown += [f"{rate:,.0f} {unit}/s", *([used] if used else [])]
+    for name, value in run.last.items():  # last, because they may be cut
+        if name not in _OWN_NAMES:
+            shown.append(f"{name} {_number(value)}")
     return "  ".join(shown)
 
 

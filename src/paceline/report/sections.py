@@ -34,7 +34,7 @@ class Section:
     Args:
         text: Sentences.
         table: The figures.
-        chart: A specification of Vega-Lite that shows the figures of the table, or many more.
+        chart: A specification of Vega-Lite; the table sums up its figures.
         alt: What the chart shows, in words.
     """
 
@@ -265,17 +265,20 @@ def _timeline(run: Run, name: str) -> Iterator[Section]:
         if seconds > 0
     ]
     step = window.step - window.steps + min(window.steps, 2)
+    present = [phase for phase in PHASES if any(value["phase"] == phase for value in values)]
     rows = []
     for rank, spans in enumerate(window.spans):
         waiting = sum(seconds for phase, _, seconds in spans if phase in WAITS)
-        rows.append([str(rank), _ms(sum(seconds for *_, seconds in spans)), _ms(waiting)])
+        own = {phase: sum(s for p, _, s in spans if p == phase) for phase in present}
+        whole = sum(own.values())
+        rows.append([str(rank), _ms(whole), _ms(waiting), *(_ms(own[p]) for p in present)])
     yield Section(
         title=f"One step in time{name}",
         text=[
             f"Step {step:,}, on the first ranks. Ranks of several hosts are as exact to each other as the "
             "clocks of their hosts."
         ],
-        table=Table(["rank", "ms", "of these waiting"], rows),
+        table=Table(["rank", "ms", "of that, waiting", *present], rows),
         chart=charts.timeline(values),
         alt=f"the phases of step {step} in time, one row for each rank",
     )
