@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -76,7 +77,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     slow = "rank 1 takes 2.00x the time of the others: they wait 3 ms for it in each step of 6 ms"
     assert len(re.findall(slow, text)) == 2  # in the summary, and above the ranks
     assert "| loss |" not in text
-    assert "| rank | ms | of that, waiting | data | forward |" in text
+    assert "| rank | ms | of that, waiting, ms | data | forward |" in text
     assert "| 0 | 100 | 0 | 1 | 99 |" in text
     assert "| " + str(tmp_path / "a") + " | 1 | 0.01 | 1 | 0.01 |" in text
 
@@ -99,6 +100,16 @@ def test_all_settings_are_compared(tmp_path: Path) -> None:
     assert "| compress | False | bf16 |" in to_markdown("a and b", sections(a, b))
     assert "latency_s" not in to_markdown("a and b", sections(a, b))
     assert "The two runs have the same settings." in to_markdown("b and c", sections(b, c))
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=50, total_steps=345)
+    os.utime(tmp_path / "metrics.jsonl", (0, 0))
+    text = to_markdown("a", sections(load(str(tmp_path))))
+    sentence = "has not reached its last step: 50 of 345 steps, the last line was written at 20"
+    assert sentence in text  # the newer of the two files counts
+    write_run(tmp_path / "end", steps=50)
+    assert "its last step" not in to_markdown("a", sections(load(str(tmp_path / "end"))))
 
 
 def test_the_verdict_is_about_what_was_judged(tmp_path: Path) -> None:

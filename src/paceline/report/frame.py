@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,11 +10,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from paceline.clock import record as clock_record
 from paceline.clock.record import Window
 from paceline.metrics.flops import utilisation
 from paceline.metrics.live import RankBars
-from paceline.report.run import METRICS, Run, RunReader
+from paceline.report.run import Run, RunReader
 
 _RECENT = 10  # windows that the time left follows from
 # A run is said to be quiet after so many seconds, and so many times the usual interval of its lines.
@@ -40,17 +38,6 @@ def frame(run: Run, silence_s: float, now: float) -> RenderableType:
     return Group(*parts)
 
 
-def newest_write(folder: Path) -> float:
-    """When a line was last written, in seconds since the epoch; 0 without a file of lines."""
-    times = [0.0]
-    for name in (METRICS, clock_record.FILE):
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except OSError:  # not written yet
-            continue
-    return max(times)
-
-
 def follow(folder: str) -> RunReader:
     """For `read`. It keeps the newest lines only, so that long runs cost no more than short ones."""
     return RunReader(folder, most_windows=_RECENT)
@@ -63,8 +50,7 @@ def read(reader: RunReader, now: float) -> RenderableType:
         ConfigError: it does not exist, or holds nothing that Paceline writes.
     """
     run = reader.read()
-    written = newest_write(Path(run.name))
-    return frame(run, max(0.0, now - written) if written else 0.0, now)
+    return frame(run, max(0.0, now - run.written) if run.written else 0.0, now)
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -40,6 +40,7 @@ class Run:
         last: The last line of metrics.jsonl; empty without one.
         checkpoints: (step, bytes, seconds since the epoch), oldest first.
         missing: Sentences about what the folder lacks.
+        written: When a line was last written, in seconds since the epoch; 0 if there is none.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Run:
     last: dict[str, Any]
     checkpoints: list[tuple[int, int, float]]
     missing: list[str] = field(default_factory=list)
+    written: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -156,6 +158,7 @@ class RunReader:
             last=self._logged[-1] if self._logged else {},
             checkpoints=checkpoints,
             missing=self._missing(),
+            written=max(file.written for file in files),
         )
 
     def _read_clock(self) -> None:
@@ -217,6 +220,7 @@ class _NewLines:
         is_read: Whether the file could be read.
         is_torn: Whether its last line is incomplete, which is left for the next call.
         problem: Why it is there and cannot be read; otherwise empty.
+        written: When it was last written, in seconds since the epoch; 0 before it is there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -226,6 +230,7 @@ class _NewLines:
         self._end = 0  # of what has been read
         self.is_read = self.is_torn = False
         self.problem = ""
+        self.written = 0.0
 
     def read(self, most: int | None) -> tuple[list[bytes], bool]:
         """The lines since the last call, and whether they are those of another file than then.
@@ -241,6 +246,7 @@ class _NewLines:
                 state = os.fstat(file.fileno())
                 is_new = (state.st_dev, state.st_ino) != self._file or state.st_size < self._end
                 self._file = state.st_dev, state.st_ino
+                self.written = state.st_mtime
                 if is_new:
                     self._end = 0
                 file.seek(self._end)

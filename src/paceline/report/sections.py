@@ -15,6 +15,7 @@ from paceline.report import charts
 from paceline.report.run import Run, merge, thin, thin_windows
 
 _SHOWN_RANKS = 16  # more are summarised
+_SHOWN_EVENTS = 20  # besides restarts
 # What describes a start, but is no setting.
 _NO_SETTINGS = ("time", "step", "total_steps", "link")
 
@@ -89,6 +90,11 @@ def _summary(runs: Sequence[Run]) -> Section:
             text.append(f"{whose}The time since the last start is too short for advice.")
         elif run.findings == []:
             text.append(f"{whose}Nothing that is judged limits the run: {JUDGED}.")
+        if run.total_steps and run.steps < run.total_steps and run.written:
+            text.append(
+                f"{whose}The run has not reached its last step: {_progress(run)} steps, the last line was "
+                f"written at {_clock(run.written)}."
+            )
         text += [whose + sentence for sentence in run.missing]
     rows = [[name, *(value(run) for run in runs)] for name, value in facts]
     return Section(title="Summary", text=text, table=Table(["", *(r.name for r in runs)], rows))
@@ -187,7 +193,9 @@ def _breakdown(run: Run, name: str) -> Iterator[Section]:
     ]
     yield Section(
         title=f"Where the time goes{name}",
-        text=["Mean over the ranks. Communication is what no computation hides."],
+        text=[
+            "Mean over the ranks. Communication: time in which a rank waits for others and computes nothing."
+        ],
         table=Table(["phase", "ms of one step", "share"], rows),
         chart=charts.breakdown(values),
         alt="the milliseconds of each phase of a step, over the steps",
@@ -275,10 +283,10 @@ def _timeline(run: Run, name: str) -> Iterator[Section]:
     yield Section(
         title=f"One step in time{name}",
         text=[
-            f"Step {step:,}, on the first ranks. Ranks of several hosts are as exact to each other as the "
+            f"Step {step:,}, on the first ranks. Ranks of several hosts are aligned only as well as the "
             "clocks of their hosts."
         ],
-        table=Table(["rank", "ms", "of that, waiting", *present], rows),
+        table=Table(["rank", "ms", "of that, waiting, ms", *present], rows),
         chart=charts.timeline(values),
         alt=f"the phases of step {step} in time, one row for each rank",
     )
@@ -302,24 +310,27 @@ def _events(run: Run, name: str) -> Iterator[Section]:
         stalls = [
             (w.time, max(w.spent_s[phase]), w.step) for w in windows if max(w.spent_s[phase]) > 0
         ]
-        kind = "evaluation" if phase == "evaluation" else "stall by a checkpoint"
+        kind = "evaluation" if phase == "evaluation" else "blocked by a checkpoint"
         found += [(at, kind, f"{_ms(s)} ms, up to step {step:,}") for at, s, step in stalls]
     if not found:
         return
     found.sort()
+    unit, unit_s = ("minutes", 60) if found[-1][0] - starts[0] > 120 else ("seconds", 1)
     values = [
-        {"minutes": round((at - starts[0]) / 60, 4), "kind": kind, "text": text}
-        for at, kind, text in found
+        {"passed": round((at - starts[0]) / unit_s, 4), "kind": kind, "text": what}
+        for at, kind, what in found
     ]
-    rows = [[_clock(at), kind, text] for at, kind, text in found if kind == "restart"]
-    rows += [[_clock(at), kind, text] for at, kind, text in found if kind != "restart"][-20:]
+    restarts = [event for event in found if event[1] == "restart"]
+    others = [event for event in found if event[1] != "restart"]
+    text = f"{len(restarts)} restart{'' if len(restarts) == 1 else 's'}."
+    if len(others) > _SHOWN_EVENTS:
+        text += f" The table lists the last {_SHOWN_EVENTS} other events."
+    rows = [[_clock(at), kind, what] for at, kind, what in restarts + others[-_SHOWN_EVENTS:]]
     yield Section(
         title=f"Restarts, checkpoints and evaluations{name}",
-        text=[
-            f"{len(run.restarts)} restarts. The table has all of them, and the last 20 other events."
-        ],
+        text=[text],
         table=Table(["time", "event", "what"], rows),
-        chart=charts.events(values),
+        chart=charts.events(values, unit),
         alt="restarts, checkpoints and evaluations in time",
     )
 
