@@ -85,6 +85,12 @@ TABLES: dict[str, dict[str, Cell]] = {
         "step": time("step_us"),
         "ratio to the plain loop": ratio("ratio", "ratio_spread", 3),
     },
+    "clock": {
+        "ranks": plain("ranks"),
+        "step without the clock": time("us without"),
+        "more with it": time("us more"),
+        "ratio": ratio("ratio", None, 3),
+    },
     "steps": {
         "workload": plain("workload"),
         "side": side,

@@ -42,4 +42,4 @@ def test_ranks_agree_on_the_link(tmp_path: Path, ranks: int) -> None:
     record = read_record(tmp_path)
     assert [set(run["link"]) for run in record.runs] == [set(first)] * 2
     assert record.runs[0]["link"] == record.runs[1]["link"]  # measured once
-    assert all(len(w.cores) == len(w.collate_s) == ranks for w in record.windows)
+    assert all(len(w.cores) == len(w.collate_s) == len(w.load_s) == ranks for w in record.windows)

@@ -23,10 +23,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.clock.record import pack, read_record
+from paceline.clock.step_clock import DATA, FORWARD, PHASES, Span, Times
 from paceline.errors import ConfigError, RankDisagreement
 from paceline.metrics.logger import BackgroundLogger
 from paceline.metrics.progress import Progress
-from paceline.metrics.report import Report
+from paceline.metrics.report import Report, _window_s
 from paceline.metrics.step_loss import StepTotal
 from paceline.metrics.usage import gpu_use
 from paceline.testing import run_failing_ranks, run_ranks
@@ -288,7 +290,7 @@ def test_names_with_brackets_are_shown_as_they_are(
     progress.begin(0, 3)
     progress.show(1, 0, {"loss[bold]": 0.5, "[/x]": "nan"}, "10 samples/s")
     progress.end()
-    assert "epoch 1  loss[bold] 0.5  [/x] nan  10 samples/s" in shown.getvalue()
+    assert "epoch 1  10 samples/s  loss[bold] 0.5  [/x] nan" in shown.getvalue()
 
 
 def _steps_in(folder: Path) -> list[int]:
@@ -373,6 +375,25 @@ def test_the_rate_counts_the_samples_or_tokens_of_all_steps(
     rates = [(step, epoch, rate) for step, epoch, _, rate in shown]
     assert rates[1:] == [(step, step // 4, f"8 {unit}/s") for step in range(2, 7)]  # 4 in 0.5 s
     assert [values for _, _, values, *_ in shown] == [{}] * 2 + [{"value": 1}] * 4
+
+
+def test_the_file_of_the_clock_grows_slowly(tmp_path: Path) -> None:
+    spans = [Span(DATA, 0, 10**6), Span(FORWARD, 10**6, 3 * 10**6)]
+    spent_s = [0.001] * len(PHASES)
+    with paceline.join() as job:
+        report = Report(job)
+        report.open(str(tmp_path), progress=False, tensorboard=False, loggers=[])
+        report.begin(0, None, dict)
+        for step in range(1, 66):
+            times = Times(steps=1, spent_s=spent_s, spans=spans)
+            report.write_times(step, [pack(times, 0, 1e9, 0.5, 0.5)])
+        report.end()
+    windows = read_record(tmp_path).windows
+    assert [w.step for w in windows if w.spans] == [2, 32, 62]
+    assert [w.step for w in windows] == list(range(1, 66))
+    at_s = [0, 5, 100, 3600, 7200, 86_400]
+    assert [_window_s(s, ranks=8) for s in at_s] == pytest.approx([0.1, 0.6, 1, 1, 2, 10])
+    assert _window_s(100, ranks=4096) == 32
 
 
 def _differ(job: Any, kind: str) -> None:

@@ -93,6 +93,8 @@ def test_prometheus_sees_all_ranks(tmp_path: Path) -> None:
             server[0].wait(DEADLINE_S)
         (tmp_path / "end").touch()
         assert finish(training).code == 0
+    if PROMETHEUS is None:
+        pytest.skip("all but the dashboard was tested: the program prometheus is not installed")
 
 
 def _start_prometheus(folder: Path, target: str) -> tuple[subprocess.Popen[bytes], str]:
@@ -172,6 +174,17 @@ def test_opentelemetry_gets_values_and_times() -> None:
     phases = {point.attributes["phase"]: point.value for point in found["paceline.phase"]}
     assert phases["forward"] > 0
     assert found["paceline.memory"][0].value > 1e6
+
+
+def test_prometheus_sees_nan_and_infinity() -> None:
+    pytest.importorskip("prometheus_client")
+    logger = paceline.Prometheus(port=0)
+    logger.log(1, {"loss": 0.5, "norm": 0.5})
+    logger.log(2, {"loss": "nan", "norm": "inf"})  # as `Logger.log` gets them
+    text = _get(f"http://{logger.address}:{logger.port}/metrics")
+    logger.close()
+    assert 'paceline_value{name="loss"} NaN' in text
+    assert 'paceline_value{name="norm"} +Inf' in text
 
 
 def test_a_port_that_is_taken_stops_no_training(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from torch.utils.data import (
 
 import paceline
 from paceline import torch_private
+from paceline.clock.step_clock import DATA, clock
 from paceline.data.batches import Batches
 from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Permutation, Position
@@ -287,6 +289,32 @@ def test_with_workers_the_micro_batches_of_a_step_are_read_in_time_or_not_at_all
     with pytest.raises(StepError, match="a later one was started"):
         next(third)
     batches.close()
+
+
+class Slow(Dataset[int]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.01)
+        return index
+
+
+class SlowStream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        for number in range(6):
+            time.sleep(0.01)
+            yield number
+
+
+@pytest.mark.parametrize("kind", [Slow, SlowStream])
+def test_the_clock_knows_how_long_workers_take(job: Job, kind: type) -> None:
+    clock.start()
+    clock.enter(DATA)
+    for step in Batches(job, kind(), global_batch=2, workers=2).iterate(START, epochs=1):
+        list(step)
+    assert clock.take().load_s >= 0.06
+    clock.stop()
 
 
 def test_workers_are_kept_over_epochs_and_over_runs(job: Job) -> None:

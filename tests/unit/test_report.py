@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 
 from paceline.cli import report as command
 from paceline.clock import record
-from paceline.clock.step_clock import DATA, FORWARD, PHASES, Span, Times
+from paceline.clock.step_clock import COMMUNICATION, DATA, FORWARD, PHASES, Span, Times
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
 from paceline.metrics.json_lines import JSONLines
@@ -24,9 +27,10 @@ from paceline.report.sections import sections
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-def _times(steps: int, *, data_s: float, forward_s: float) -> Times:
+def _times(steps: int, *, data_s: float, forward_s: float, wait_s: float = 0.0) -> Times:
     spent = [0.0] * len(PHASES)
     spent[DATA], spent[FORWARD] = data_s * steps, forward_s * steps
+    spent[COMMUNICATION] = wait_s * steps
     spans = [Span(DATA, 0, int(data_s * 1e9)), Span(FORWARD, int(data_s * 1e9), 10**8)]
     return Times(steps=steps, spent_s=spent, spans=spans, began_ns=10**18)
 
@@ -34,7 +38,7 @@ def _times(steps: int, *, data_s: float, forward_s: float) -> Times:
 def write_run(
     folder: Path, *, steps: int = 100, ranks: int = 2, window: int = 10, **run: Any
 ) -> None:
-    """A run whose last rank needs 3 ms more for each forward, while the others wait for data."""
+    """A run whose last rank needs 3 ms more for each forward, while the others wait for it."""
     folder.mkdir(parents=True, exist_ok=True)
     clock, metrics = JSONLines(folder / record.FILE), JSONLines(folder / "metrics.jsonl")
     facts = {"time": 1e9, "total_steps": steps, "world_size": ranks, "device": "cpu"} | run
@@ -44,7 +48,12 @@ def write_run(
     for last in range(window, steps + 1, window):
         rows = [
             record.pack(
-                _times(window, data_s=0.001, forward_s=0.002 + 0.003 * (rank == ranks - 1)),
+                _times(
+                    window,
+                    data_s=0.001,
+                    forward_s=0.002 + 0.003 * (rank == ranks - 1),
+                    wait_s=0.003 * (rank < ranks - 1),
+                ),
                 rank,
                 2.0**28,
                 0.5,
@@ -65,8 +74,11 @@ def test_a_whole_run(tmp_path: Path) -> None:
     text = to_markdown("a", sections(run))
     assert "| steps | 100 of 100 |" in text
     assert "| data | 1 |" in text  # ms of a step
-    assert re.search(r"wait for rank 1: its own work takes 6 ms of a step", text)
+    slow = "rank 1 takes 2.00x the time of the others: they wait 3 ms for it in each step of 6 ms"
+    assert len(re.findall(slow, text)) == 2  # in the summary, and above the ranks
     assert "| loss |" not in text
+    assert "| rank | ms | of that, waiting, ms | data | forward |" in text
+    assert "| 0 | 100 | 0 | 1 | 99 |" in text
     assert "| " + str(tmp_path / "a") + " | 1 | 0.01 | 1 | 0.01 |" in text
 
 
@@ -80,6 +92,46 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert "trains 1.00 times as many samples per second" in text
 
 
+def test_all_settings_are_compared(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", compress=False, link={"latency_s": 1e-4})
+    write_run(tmp_path / "b", compress="bf16", link={"latency_s": 2e-4}, time=2e9)
+    write_run(tmp_path / "c", compress="bf16", time=3e9)
+    a, b, c = (load(str(tmp_path / name)) for name in "abc")
+    assert "| compress | False | bf16 |" in to_markdown("a and b", sections(a, b))
+    assert "latency_s" not in to_markdown("a and b", sections(a, b))
+    assert "The two runs have the same settings." in to_markdown("b and c", sections(b, c))
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=50, total_steps=345)
+    os.utime(tmp_path / "metrics.jsonl", (0, 0))
+    text = to_markdown("a", sections(load(str(tmp_path))))
+    sentence = "has not reached its last step: 50 of 345 steps, the last line was written at 20"
+    assert sentence in text  # the newer of the two files counts
+    write_run(tmp_path / "end", steps=50)
+    assert "its last step" not in to_markdown("a", sections(load(str(tmp_path / "end"))))
+
+
+def test_the_verdict_is_about_what_was_judged(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", ranks=1)
+    text = to_markdown("a", sections(load(str(tmp_path / "a"))))
+    assert "Nothing that is judged limits the run: data, slow ranks, " in text
+    # Ten windows, but three since the newest start.
+    clock = JSONLines(tmp_path / "a" / record.FILE)
+    clock.log(70, {"run": {"time": 1e9 + 70}})
+    clock.close()
+    path = tmp_path / "a" / record.FILE
+    *lines, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:8], last, *lines[8:]]))
+    text = to_markdown("a", sections(load(str(tmp_path / "a"))))
+    assert "The time since the last start is too short for advice." in text
+    assert "limits the run" not in text
+    path.unlink()
+    text = to_markdown("a", sections(load(str(tmp_path / "a"))))
+    assert "advice" not in text
+    assert "it is not known where its time went" in text
+
+
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     write_run(tmp_path / "old")
     (tmp_path / "old" / record.FILE).unlink()
@@ -89,17 +141,18 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     for name in (record.FILE, "metrics.jsonl"):
         path = tmp_path / "torn" / name
         path.write_bytes(path.read_bytes()[:-30])
-    missing = load(str(tmp_path / "torn")).missing
-    assert "1 of the lines of clock.jsonl cannot be read" in missing[0]
-    assert "1 of the lines of metrics.jsonl cannot be read" in missing[1]
+    assert load(str(tmp_path / "torn")).missing == [
+        f"The last line of {name} is incomplete: the run writes it now, or was interrupted."
+        for name in (record.FILE, "metrics.jsonl")
+    ]
 
     write_run(tmp_path / "started")
     path = tmp_path / "started" / record.FILE
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     (tmp_path / "started" / "metrics.jsonl").unlink()
     run = load(str(tmp_path / "started"))
-    assert run.missing[0] == "No second of the run is measured yet."
-    assert "No second of the run is measured yet." in to_markdown("x", sections(run))
+    assert run.missing[0] == "No step has been measured yet."
+    assert "No step has been measured yet." in to_markdown("x", sections(run))
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,11 +168,62 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert caught.value.code == ExitCode.USAGE
 
 
+def test_files_that_are_empty_or_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (record.FILE, "metrics.jsonl"):
+        (tmp_path / name).touch()
+    assert load(str(tmp_path)).missing == [
+        "No step has been measured yet.",
+        "There are no logged values: metrics.jsonl is missing or empty.",
+    ]
+    write_run(tmp_path)
+    opened = Path.open
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name in refused:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    refused = {record.FILE}
+    sentence = f"{tmp_path / record.FILE} cannot be read: Permission denied."
+    assert load(str(tmp_path)).missing == [sentence]
+    refused.add("metrics.jsonl")
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("metrics.jsonl", {"step": "5"}),
+        ("metrics.jsonl", {"step": 1.5}),
+        ("metrics.jsonl", [1]),
+        (record.FILE, {"spent_s": {"unknown": [1.0, 1.0]}}),
+        (record.FILE, {"spent_s": {"data": [1.0]}}),
+        (record.FILE, {"busy": [0.5]}),
+        (record.FILE, {"cores": [0.5]}),
+        (record.FILE, {"steps": 0}),
+        (record.FILE, {"samples": float("inf")}),
+    ],
+)
+def test_lines_of_another_form_are_left_out(tmp_path: Path, name: str, line: Any) -> None:
+    write_run(tmp_path)
+    path = tmp_path / name
+    last = json.loads(path.read_text().splitlines()[-1])
+    with path.open("a") as file:
+        file.write(json.dumps(last | line if isinstance(line, dict) else line) + "\n")
+    run = load(str(tmp_path))
+    assert run.missing == [f"Damaged and left out: 1 line of {name}."]
+    assert to_markdown("x", sections(run))
+
+
 def test_many_ranks_are_summarised(tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=4096, steps=20, window=10)
+    write_run(tmp_path, ranks=4096, steps=50, window=10)
     text = to_markdown("big", sections(load(str(tmp_path))))
     assert "The 16 slowest of 4096 ranks are shown" in text
-    assert "wait for rank 4095" in text
+    assert "rank 4095 takes 2.00x the time of the others" in text
     assert len(text) < 20_000
 
 
@@ -139,7 +243,29 @@ def test_a_long_run_is_a_small_page(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert re.search(rf'<figure role="img" aria-label="[^"]+"><div id="{name}">', page)
     assert command.main([str(tmp_path)]) == ExitCode.OK
     assert "report.html (" in capsys.readouterr().out
-    assert (tmp_path / "report.html").exists()
+    assert command.main([str(tmp_path), str(tmp_path)]) == ExitCode.OK
+    assert "compare.html (" in capsys.readouterr().out
+    assert len((tmp_path / "report.html").read_text()) < len(
+        (tmp_path / "compare.html").read_text()
+    )
+
+
+class Counted(list[Any]):
+    """Counts how often it is read from its begin."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_a_report_reads_the_windows_a_few_times(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=1000)
+    run = load(str(tmp_path))
+    windows = Counted(run.record.windows)
+    sections(replace(run, record=replace(run.record, windows=windows)))
+    assert windows.passes < 50  # not once for each phase of each point of a chart
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")

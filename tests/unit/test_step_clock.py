@@ -15,6 +15,7 @@ from paceline.clock.step_clock import (
     DATA,
     EVALUATION,
     FORWARD,
+    LOGGING,
     OTHER,
     PHASES,
     DeviceTimes,
@@ -47,9 +48,11 @@ def _pass(fake: FakeTime, ms: float) -> None:
     fake.now += int(ms * 1e6)
 
 
-def test_phases_add_up_and_the_first_step_is_kept_in_order(fake: FakeTime) -> None:
+def test_phases_add_up_and_the_second_step_is_kept_in_order(fake: FakeTime) -> None:
     clock = StepClock()
     clock.start()
+    with clock.during(LOGGING):  # the exchange of the times before
+        _pass(fake, 32)
     for _ in range(3):
         clock.enter(DATA)
         _pass(fake, 1)
@@ -67,9 +70,16 @@ def test_phases_add_up_and_the_first_step_is_kept_in_order(fake: FakeTime) -> No
     assert times.steps == 3
     found = dict(zip(PHASES, times.spent_s, strict=True))
     assert {name: s for name, s in found.items() if s} == pytest.approx(
-        {"data": 0.003, "forward": 0.006, "backward": 0.060, "communication": 0.024}
+        {
+            "data": 0.003,
+            "forward": 0.006,
+            "backward": 0.060,
+            "communication": 0.024,
+            "logging": 0.032,
+        }
     )
-    assert times.wall_s == pytest.approx(3 * 0.031)
+    assert times.wall_s == pytest.approx(3 * 0.031 + 0.032)
+    assert times.began_ns == 10**18 + 10**9 + (32 + 31) * 10**6
     kept = [(PHASES[s.phase], (s.end_ns - s.begin_ns) / 1e6) for s in times.spans if s[1] < s[2]]
     in_order = [
         ("data", 1),
@@ -80,6 +90,15 @@ def test_phases_add_up_and_the_first_step_is_kept_in_order(fake: FakeTime) -> No
     ]
     assert kept == in_order
     assert clock.take().wall_s == 0
+    clock.enter(FORWARD)
+    _pass(fake, 2)
+    clock.end_step()
+    _pass(fake, 4)
+    times = clock.take()
+    assert [PHASES[s.phase] for s in times.spans if s[1] < s[2]] == [
+        "forward"
+    ]  # the only whole step
+    assert times.wall_s == pytest.approx(0.006)
 
 
 def test_waits_of_other_threads_and_inside_an_evaluation_do_not_count(fake: FakeTime) -> None:

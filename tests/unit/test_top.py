@@ -20,7 +20,7 @@ from paceline.exit_codes import ExitCode
 from paceline.metrics.json_lines import JSONLines
 from paceline.metrics.live import RankBars, choose_ranks, letters
 from paceline.report.frame import frame
-from paceline.report.run import load
+from paceline.report.run import RunReader, load
 
 NOW = 1e9 + 21.0
 
@@ -60,7 +60,7 @@ def test_a_running_job(tmp_path: Path) -> None:
     _write(tmp_path)
     shown = _shown(tmp_path)
     assert re.search(r"step 20/50 .*40%  0:00:30 left", shown)
-    assert "epoch 2  loss 0.05  40 samples/s" in shown
+    assert "epoch 2  40 samples/s  loss 0.05" in shown
     # 0.1 s wait for data, 0.55 s compute and 0.35 s communication; 0.1, 0.8 and 0.1 s on the other rank
     first, second = re.findall(r"rank [01] (.*)", shown)
     assert re.fullmatch(r"={27,28}D{5}C{17,18}    2\.0 GB  0\.5 cores", first)
@@ -140,18 +140,43 @@ def test_torn_starting_and_older_runs(tmp_path: Path) -> None:
     clock = tmp_path / record.FILE
     with clock.open("ab") as file:
         file.write(b'{"step": 25, "steps": 5, "ti')
-    assert "1 of the lines of clock.jsonl cannot be read" in _shown(tmp_path, width=200)
+    assert "The last line of clock.jsonl is incomplete" in _shown(tmp_path, width=200)
     clock.write_text(json.dumps({"step": 0, "run": {"total_steps": 50, "world_size": 2}}) + "\n")
     assert "step 20/50" in _shown(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     shown = _shown(tmp_path)
     assert "starting" in shown
-    assert "No second of the run is measured yet." in shown
+    assert "No step has been measured yet." in shown
     _write(tmp_path)
     clock.unlink()
     shown = _shown(tmp_path, width=200)
     assert "loss 0.05" in shown
     assert "made by an older version" in shown
+
+
+def test_only_new_lines_are_read(tmp_path: Path) -> None:
+    _write(tmp_path, last=45)
+    reader = RunReader(str(tmp_path), most_windows=3)
+    run = reader.read()
+    assert [w.step for w in run.record.windows] == [35, 40, 45]
+    assert (run.total_steps, run.last["step"]) == (50, 45)
+    clock = tmp_path / record.FILE
+    lines = clock.read_bytes().splitlines(keepends=True)
+    clock.write_bytes(
+        b"x" * len(b"".join(lines)) + lines[-1].replace(b'"step": 45', b'"step": 50')[:-9]
+    )
+    assert [w.step for w in reader.read().record.windows] == [35, 40, 45]
+    assert any("is incomplete" in sentence for sentence in reader.read().missing)
+    with clock.open("ab") as file:
+        file.write(lines[-1][-9:])
+    run = reader.read()
+    assert [w.step for w in run.record.windows] == [40, 45, 50]
+    assert run.missing == []
+    # A restart replaces the file.
+    fresh = tmp_path / "new"
+    fresh.write_bytes(b"".join(lines[:2]))
+    fresh.replace(clock)
+    assert [w.step for w in reader.read().record.windows] == [5]
 
 
 def test_folders_that_are_not_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,15 @@ class Checkpoints:
             return True
         return ends_epoch and self._every_epochs is not None and epoch % self._every_epochs == 0
 
+    def facts(self) -> dict[str, Any]:
+        """What describes the settings, for reports and advice."""
+        settings = {
+            "checkpoint_every_steps": self._every_steps,
+            "checkpoint_every_epochs": self._every_epochs,
+            "checkpoint_every_s": self._every_s,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
+
     def is_due_by_clock(self) -> bool:
         """Whether `every_s` has passed by this rank's clock; the training asks rank 0 only.
 

@@ -13,7 +13,7 @@ from paceline.exit_codes import ExitCode
 HELP = "write a report about a run, or about two runs side by side"
 _EXAMPLES = {
     "paceline report runs/a": "write runs/a/report.html, which needs no network",
-    "paceline report runs/a runs/b -o compare.html": "two runs side by side, and what differs",
+    "paceline report runs/a runs/b": "write runs/a/compare.html: both side by side, and what differs",
     "paceline report runs/a --md": "print the report as Markdown",
 }
 _EXIT_CODES: dict[ExitCode | str, str] = {
@@ -44,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     if args.md:
         text, path = to_markdown(title, found), args.output
     else:
-        path = args.output or Path(args.runs[0]) / "report.html"
+        name = "report.html" if len(args.runs) == 1 else "compare.html"
+        path = args.output or Path(args.runs[0]) / name
         try:
             text = to_html(title, found)
         except ConfigError as error:
@@ -73,6 +74,12 @@ def parser() -> CommandParser:
     ours.add_argument(
         "runs", nargs="+", metavar="RUN", help="folder of a run; a second one is compared"
     )
-    ours.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: RUN/report.html")
+    ours.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: RUN/report.html, or compare.html about two runs",
+    )
     ours.add_argument("--md", action="store_true", help="Markdown, to standard output without -o")
     return ours

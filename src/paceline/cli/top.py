@@ -28,7 +28,6 @@ _EXIT_CODES: dict[ExitCode | str, str] = {
     ExitCode.DATA: "the folder is not that of a run",
 }
 _INTERVAL_S = 1.0
-_MOST_WORK = 0.1  # share of the time in which files are read: those of long runs are large
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     try:
         if args.once or not console.is_terminal:
-            console.print(frame.read(args.run, time.time()))
+            console.print(frame.read(frame.follow(args.run), time.time()))
             return ExitCode.OK
         _watch(args.run)
     except ConfigError as error:
@@ -75,15 +74,14 @@ def _watch(folder: str) -> None:
     from paceline.report import frame
 
     console = Console(highlight=False)
-    newest = frame.read(folder, time.time())
+    reader = frame.follow(folder)
+    newest = frame.read(reader, time.time())
     try:
         with _keys(), Live(newest, console=console, screen=True, auto_refresh=False) as live:
             while True:
-                began = time.monotonic()
-                newest = frame.read(folder, time.time())
+                newest = frame.read(reader, time.time())
                 live.update(newest, refresh=True)
-                worked_s = time.monotonic() - began
-                if _quits(max(_INTERVAL_S, worked_s / _MOST_WORK)):
+                if _quits(_INTERVAL_S):
                     break
     except KeyboardInterrupt:
         pass  # the usual end of such a display

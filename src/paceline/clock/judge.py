@@ -9,8 +9,8 @@ each other in each step, so a step takes equally long on all of them:
 - What *every* rank waits is communication. What a rank waits beyond the rank that waits least is waiting for
   a slower rank, and the rank that waits least is the slowest.
 - A rank without loader workers takes d seconds to produce its batches. w workers take d/w, at the same time
-  as the rest of the step. w workers that cannot follow are busy all the time, so d = w * step, on the rank
-  that waits most. A step cannot take less than the CPU time that the ranks and workers of a host want,
+  as the rest of the step; they measure d themselves. Only if they are busy nearly all the time are more of
+  them of use. A step cannot take less than the CPU time that the ranks and workers of a host want,
   divided by its cores.
 - Communication of n buckets and b bytes takes n * latency + b / bandwidth. Both are measured when the run
   begins (`run["link"]`). Bucket i of n is sent at i/n of the backward, so the part that is not hidden is the
@@ -43,9 +43,23 @@ _BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
 _MOST_ACCUMULATION = 4  # micro-batches; a much larger batch needs another learning rate
 _HIDDEN = 0.8  # workers are enough if they produce a batch in this share of the rest of a step
 _MOST_WORKERS = 16
+_BUSY = (
+    0.8  # of the time of workers; if they have more time left, they are not what a rank waits for
+)
 _MUCH_DATA = 0.3  # of a step; then it is told also if the host has no free cores
 _USABLE = 0.9  # of the time of the cores; workers have costs of their own
 _LINK_FACTOR = 1.5  # communication may take so much longer than the link explains
+# By phase: what to do, and the share of the time that it then takes, or of what it takes now.
+_STALLS = {
+    "checkpoint": ('Checkpoints(..., every_s="auto")', 0.035, "the time"),
+    "evaluation": ("evaluate half as often", 0.5, "what it takes now"),
+    "logging": (
+        "log in a tenth of the steps (training.log(..., every_n=))",
+        0.1,
+        "what it takes now",
+    ),
+}
+JUDGED = "data, slow ranks, communication, checkpoints, evaluation and logging"
 _MOSTLY = 0.5  # of the loading in the collate function, so that it is named
 
 
@@ -54,8 +68,8 @@ class Finding:
     """What limits a run, and what to change.
 
     Args:
-        kind: "data", "collate", "communication", "buckets", "accumulation", "straggler", "checkpoint" or
-            "logging".
+        kind: "data", "collate", "communication", "buckets", "accumulation", "straggler", "checkpoint",
+            "evaluation" or "logging".
         title: What was measured: "input-bound: 63 % of the step waits for data on all ranks".
         cure: What to change: "Batches(..., workers=4)".
         gain: Expected factor of the rate: 1.9 means 1.9 times as many samples per second.
@@ -82,12 +96,14 @@ class Evidence:
         cpu_s: By rank, seconds of one step in which it used a core, or waited for one, with its loader
             workers; empty if unknown.
         collate_s: By rank, seconds in the collate function; empty if unknown.
+        load_s: By rank, seconds of its loader workers for its batches; empty if unknown.
         run: What describes the run; see `Record.run`.
     """
 
     spent_s: Mapping[str, Sequence[float]]
     cpu_s: Sequence[float]
     collate_s: Sequence[float]
+    load_s: Sequence[float]
     run: Mapping[str, Any]
 
     @property
@@ -115,17 +131,17 @@ class Evidence:
         return sum(self.spent_s[phase][rank] for phase in WAITS)
 
 
-def judge(record: Record) -> list[Finding]:
-    """What limits a run, the best gain first; empty if nothing does, or if the run was too short to tell."""
+def judge(record: Record) -> list[Finding] | None:
+    """What limits a run, the best gain first; None if its newest start was too short to tell."""
     windows = _judged(record)
     if not windows:
-        return []
+        return None
     evidence = reduce(windows, record.run)
     found = [
         *_straggler(windows, evidence),
         *_loading(evidence),
         *_communication(evidence),
-        *_stalls(windows),
+        *_stalls(windows, record.run),
     ]
     return sorted((f for f in found if f.gain >= LEAST_GAIN), key=lambda f: -f.gain)
 
@@ -148,13 +164,15 @@ def reduce(windows: Sequence[Window], run: Mapping[str, Any]) -> Evidence:
         phase: [median(w.per_step(phase, rank) for w in windows) for rank in ranks]
         for phase in PHASES
     }
-    cpu_s, collate_s = [], []
+    cpu_s, collate_s, load_s = [], [], []
     if all(w.cores and w.collate_s for w in windows):
         cpu_s = [
             median(w.cores[rank] * w.wall_s[rank] / w.steps for w in windows) for rank in ranks
         ]
         collate_s = [median(w.collate_s[rank] / w.steps for w in windows) for rank in ranks]
-    return Evidence(spent_s, cpu_s, collate_s, run)
+    if all(w.load_s for w in windows):
+        load_s = [median(w.load_s[rank] / w.steps for w in windows) for rank in ranks]
+    return Evidence(spent_s, cpu_s, collate_s, load_s, run)
 
 
 def _percent(share: float) -> str:
@@ -175,15 +193,16 @@ def _straggler(windows: Sequence[Window], evidence: Evidence) -> Iterator[Findin
     phase, here_s, there_s = _slower_phase(evidence, slow)
     if phase == "data" and evidence.run.get("workers"):
         return  # see `_loading`
+    where = "the rest of the loop" if phase == "other" else phase
     own_s = max(evidence.own_s(rank) for rank in slow)
     factor = factor_of(own_s, wait_s, step_s)
     yield Finding(
         kind="straggler",
-        title=slow_ranks(name_ranks(slow), factor, wait_s, step_s, several=len(slow) > 1),
+        title=f"{slow_ranks(name_ranks(slow), factor, wait_s, step_s, several=len(slow) > 1)} ({where} takes "
+        f"{duration(here_s)} there, {duration(there_s)} elsewhere)",
         cure=CURES[phase],
         gain=step_s / (step_s - wait_s),
-        details=f"{phase} takes {duration(here_s)} on {name_ranks(slow)}, {duration(there_s)} elsewhere. The "
-        "gain is that of ranks as fast as the next slowest.",
+        details="The gain is that of ranks as fast as the next slowest.",
     )
 
 
@@ -232,7 +251,10 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     if not waiting or (not workers and len(waiting) < len(evidence.ranks)):
         return
     # Seconds that one process needs for the batches of a step; w busy workers deliver w times as often.
-    produce_s = workers * step_s if workers else max(data_s)
+    produce_s = max(evidence.load_s, default=0.0) if workers else max(data_s)
+    busy = produce_s / (workers * step_s) if workers else 1.0
+    if busy < _BUSY:
+        return
     rest_s = max(evidence.own_s(rank, {"data"}) for rank in evidence.ranks) + evidence.exposed_s
     cores, share = run.get("cores", 1), fmean(data_s[rank] for rank in waiting) / step_s
     details = (
@@ -251,7 +273,7 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     if in_collate > _MOSTLY:
         where += f", {_percent(in_collate)} of that in the collate function"
     if workers:
-        where += f", {workers} worker{'s' if workers > 1 else ''} at 100 %"
+        where += f", {workers} worker{'s' if workers > 1 else ''} busy {_percent(min(busy, 1.0))}"
     yield Finding(
         kind="collate" if in_collate > _MOSTLY else "data",
         title=f"input-bound: {_percent(share)} of the step waits for data{where}",
@@ -358,21 +380,19 @@ def _compression(evidence: Evidence, exposed_s: float, size: int, title: str) ->
 
 # --- stalls ---
 
-_STALLS = {
-    "checkpoint": 'Checkpoints(..., every_s="auto")',
-    "logging": "training.log(..., every_n=10)",
-}
 
-
-def _stalls(windows: Sequence[Window]) -> Iterator[Finding]:
+def _stalls(windows: Sequence[Window], run: Mapping[str, Any]) -> Iterator[Finding]:
     wall_s = sum(sum(window.wall_s) for window in windows)
-    for phase, cure in _STALLS.items():
+    for phase, (cure, left, of) in _STALLS.items():
+        if phase == "checkpoint" and run.get("checkpoint_every_s") == "auto":
+            continue
         stall_s = sum(sum(window.spent_s[phase]) for window in windows)
-        if 0 < stall_s < wall_s:
+        left_s = left * (wall_s if of == "the time" else stall_s)
+        if left_s < stall_s:
             yield Finding(
                 kind=phase,
                 title=f"{phase} takes {_percent(stall_s / wall_s)} of the time",
                 cure=cure,
-                gain=wall_s / (wall_s - stall_s),
-                details="The gain is that of a run without it.",
+                gain=wall_s / (wall_s - stall_s + left_s),
+                details=f"It then takes {_percent(left)} of {of}.",
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from paceline.errors import ConfigError
 FILE = "clock.jsonl"
 _SPAN_RANKS = 8  # ranks whose phases of a step are kept
 _SPANS = 32  # of one step
-_HEAD = 6  # numbers before the phases: steps, memory, busy, cores, collate, beginning
+_HEAD = 7  # numbers before the phases: steps, memory, busy, cores, collate, load, beginning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,10 @@ class Window:
             if one had been free. Empty in files of an older version.
         collate_s: By rank: the seconds of the phase "data" that the collate function took. 0 with loader
             workers; empty in files of an older version.
-        spans: By rank, the phases of the first step: (phase, begin, seconds). `begin` is in seconds since the
-            epoch. Only of the first ranks.
+        load_s: By rank: the seconds that its loader workers took to read the samples of these steps, added up
+            over the workers; empty in files of an older version.
+        spans: By rank, the phases of the second step, or of the only one: (phase, begin, seconds). `begin` is
+            in seconds since the epoch. Only of the first ranks.
         tokens: Over all ranks, with `Training(count="tokens")`; those of the last steps follow in the next
             window. Otherwise 0.
     """
@@ -58,6 +60,7 @@ class Window:
     busy: list[float]
     cores: list[float] = field(default_factory=list)
     collate_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
     spans: list[list[tuple[str, float, float]]] = field(default_factory=list)
     tokens: int = 0
 
@@ -104,8 +107,8 @@ def row_size(rank: int) -> int:
 
 def pack(times: Times, rank: int, memory_bytes: float, busy: float, cores: float) -> list[float]:
     """What a rank sends to rank 0 about a window, as numbers, so that it can travel in a sum over ranks."""
-    row = [times.steps, memory_bytes, busy, cores, times.collate_s, times.began_ns / 1e9]
-    row += times.spent_s
+    row = [times.steps, memory_bytes, busy, cores, times.collate_s, times.load_s]
+    row += [times.began_ns / 1e9, *times.spent_s]
     if rank < _SPAN_RANKS:
         spans = times.spans[:_SPANS]
         row += [number for s in spans for number in (s.phase + 1, (s.end_ns - s.begin_ns) / 1e9)]
@@ -128,9 +131,10 @@ def line_of(rows: Sequence[Sequence[float]], time: float, samples: int) -> dict[
         "busy": [round(row[2], 3) for row in rows],
         "cores": [round(row[3], 3) for row in rows],
         "collate_s": [round(row[4], 6) for row in rows],
+        "load_s": [round(row[5], 6) for row in rows],
     }
     if any(rows[0][ends:]):
-        line["spans"] = [_spans_of(row[5], row[ends:]) for row in rows[:_SPAN_RANKS]]
+        line["spans"] = [_spans_of(row[6], row[ends:]) for row in rows[:_SPAN_RANKS]]
     return line
 
 
@@ -158,7 +162,12 @@ def read_record(folder: str | Path) -> Record:
             why="rank 0 writes it into the folder that `training.report` or `Trainer` got.",
             fix="give the folder of a run that has reported steps.",
         ) from error
-    runs, windows, skipped = [], [], 0
+    return read_lines(lines, Record(runs=[], windows=[]))
+
+
+def read_lines(lines: Iterable[bytes], before: Record) -> Record:
+    """The record with these lines after those that it has. Damaged lines are skipped and counted."""
+    runs, windows, skipped = [*before.runs], [*before.windows], before.skipped
     for line in lines:
         try:
             entry = json.loads(line)
@@ -168,7 +177,7 @@ def read_record(folder: str | Path) -> Record:
                 runs[-1]["link"] = {name: float(n) for name, n in entry["link"].items()}
             else:
                 windows.append(read_window(entry))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError):
             skipped += 1
     return Record(runs=runs, windows=windows, skipped=skipped)
 
@@ -184,7 +193,9 @@ def read_window(entry: Mapping[str, Any]) -> Window:
     spent = {phase: values or [0.0] * ranks for phase, values in found.items()}
     wall_s = [sum(values[rank] for values in spent.values()) for rank in range(ranks)]
     steps = int(entry["steps"])
-    if steps < 1 or not ranks or not all(map(math.isfinite, wall_s)):
+    busy, rest = entry["busy"], [entry.get(name, ()) for name in ("cores", "collate_s", "load_s")]
+    is_whole = len(busy) == ranks and all(len(values) in (0, ranks) for values in rest)
+    if not (is_whole and steps > 0 and ranks and all(0 < s < math.inf for s in wall_s)):
         raise ValueError("not a window")
     return Window(
         step=int(entry["step"]),
@@ -195,9 +206,10 @@ def read_window(entry: Mapping[str, Any]) -> Window:
         wall_s=wall_s,
         spent_s=spent,
         memory_bytes=[float(b) for b in entry["memory_bytes"]],
-        busy=[float(b) for b in entry["busy"]],
+        busy=[float(b) for b in busy],
         cores=[float(n) for n in entry.get("cores", ())],
         collate_s=[float(s) for s in entry.get("collate_s", ())],
+        load_s=[float(s) for s in entry.get("load_s", ())],
         spans=[
             [(str(p), float(at), float(s)) for p, at, s in rank] for rank in entry.get("spans", ())
         ],

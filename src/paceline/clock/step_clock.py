@@ -39,7 +39,6 @@ WAITS = PHASES[COMMUNICATION : COMMUNICATION_PP + 1]
 _WAITS = frozenset((COMMUNICATION, COMMUNICATION_TP, COMMUNICATION_PP))
 # What these wait for is their own time: a validation that gathers results is slow validation.
 _WHOLE = frozenset((CHECKPOINT, EVALUATION, LOGGING))
-_MAX_SPANS = 200  # of one step
 
 
 class Span(NamedTuple):
@@ -58,13 +57,16 @@ class Times:
         steps: Their number.
         spent_s: Seconds in each phase of `PHASES`. They add up to the time that the steps took.
         collate_s: What the collate function took, which is part of the phase "data".
-        spans: The phases of the first of these steps, in order.
+        load_s: What loader workers took to read the batches of these steps.
+        spans: The phases of the second of these steps, or of the only one, in order. The first one also has
+            the exchange of what `take` returned.
         began_ns: When that step began, in ns since the epoch.
     """
 
     steps: int
     spent_s: list[float]
     collate_s: float = 0.0
+    load_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
     began_ns: int = 0
 
@@ -80,11 +82,21 @@ class StepClock:
     Attributes:
         phase: The current phase, an index of `PHASES`.
         collate_ns: The time of the collate function since the last `take`; counted where it is called.
+        load_ns: The time of loader workers for what they have delivered since then; counted there too.
     """
 
     __slots__ = (
-        *("_began", "_began_ns", "_device", "_records", "_since", "_spans", "_spent", "_steps"),
-        *("_thread", "collate_ns", "phase"),
+        *(
+            "_began",
+            "_began_ns",
+            "_device",
+            "_first_spans",
+            "_records",
+            "_since",
+            "_spans",
+            "_spent",
+        ),
+        *("_steps", "_thread", "collate_ns", "load_ns", "phase"),
     )
 
     def __init__(self) -> None:
@@ -96,8 +108,9 @@ class StepClock:
     def _reset(self, now: int) -> None:
         self._since = self._began = now
         self._spent = [0] * len(PHASES)
-        self._steps = self.collate_ns = 0
-        self._spans: list[Span] = []
+        self._steps = self.collate_ns = self.load_ns = 0
+        self._spans: list[Span] = []  # of the first two steps
+        self._first_spans = 0  # how many of them are those of the first step
         self._records = True  # whether `enter` does more than to add up
         self._began_ns = time.time_ns()
 
@@ -129,7 +142,7 @@ class StepClock:
         return was
 
     def _record(self, span: Span) -> None:
-        if not self._steps:
+        if self._steps < 2:
             self._spans.append(span)
         if self._device is not None:
             self._device.mark(span.phase)
@@ -175,11 +188,12 @@ class StepClock:
 
     def end_step(self) -> None:
         """Count a step that has ended."""
-        if not self._steps:
+        if self._steps < 2:
             self.enter(self.phase)
-            self._records = self._device is not None
-            del self._spans[_MAX_SPANS:]
+            if not self._steps:
+                self._first_spans = len(self._spans)
         self._steps += 1
+        self._records = self._steps < 2 or self._device is not None
         if self._device is not None:
             self._device.end_step(self.phase)
 
@@ -194,15 +208,17 @@ class StepClock:
         """
         self.enter(self.phase)
         spent_ns: list[float] = list(self._spent)
-        steps = self._steps
+        steps, first = self._steps, self._first_spans
+        spans = self._spans[first:] if steps > 1 else self._spans[:first]
         if self._device is not None:
             spent_ns, steps = self._device.take()
         times = Times(
             steps=steps,
             spent_s=[ns / 1e9 for ns in spent_ns],
             collate_s=self.collate_ns / 1e9,
-            spans=self._spans if self._steps else [],
-            began_ns=self._began_ns,
+            load_s=self.load_ns / 1e9,
+            spans=spans,
+            began_ns=self._began_ns + (spans[0].begin_ns - self._began if spans else 0),
         )
         self._reset(self._since)
         return times

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -254,16 +255,19 @@ class SampleWork:
         self._order: Order | None = None
         self._checked = False
 
-    def __getitem__(self, task: Task) -> tuple[Int64Array, Any] | Failure:
+    def __getitem__(self, task: Task) -> tuple[int, tuple[Int64Array, Any] | Failure]:
+        """What `Workers.get` receives: the ns that it took, and the result."""
+        began_ns = time.perf_counter_ns()
         self._samples.errors.worker = worker_number()
+        result: tuple[Int64Array, Any] | Failure
         try:
-            result = self.read(task)
+            result = read = self.read(task)
             if not self._checked:
-                refuse_unsendable(result[1], self._samples.errors)
+                refuse_unsendable(read[1], self._samples.errors)
                 self._checked = True
         except PacelineError as error:
-            return Failure.of(error)
-        return result
+            result = Failure.of(error)
+        return time.perf_counter_ns() - began_ns, result
 
     def read(self, task: Task) -> tuple[Int64Array, Any]:
         """Sample ids and batch of a task."""

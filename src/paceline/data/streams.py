@@ -12,6 +12,7 @@ waits for it. It also detects ranks whose streams differ, which would otherwise 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -506,7 +507,8 @@ class _StreamWork(IterableDataset[Any]):
         self._reader = reader
         self._run = position, epochs, equal
 
-    def __iter__(self) -> Iterator[Part | End | Failure]:
+    def __iter__(self) -> Iterator[tuple[int, Part | End | Failure]]:
+        """What `Workers.get` receives: the ns that it took, and the result."""
         info = get_worker_info()
         assert info is not None
         worker, workers = info.id, info.num_workers
@@ -515,11 +517,13 @@ class _StreamWork(IterableDataset[Any]):
         object.__setattr__(info, "num_workers", 1)
         self._reader.errors.worker = worker
         checked = False
+        began_ns = time.perf_counter_ns()
         try:
             for part in self._reader.parts(*self._run, worker=worker, workers=workers):
                 if not checked:
                     refuse_unsendable(part, self._reader.errors)
                     checked = True
-                yield part
+                yield time.perf_counter_ns() - began_ns, part
+                began_ns = time.perf_counter_ns()
         except PacelineError as error:
-            yield Failure.of(error)
+            yield time.perf_counter_ns() - began_ns, Failure.of(error)

@@ -42,6 +42,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from paceline import log, torch_private
+from paceline.clock.step_clock import DATA, clock
 from paceline.data.samples import ReadErrors
 from paceline.errors import DataError, PacelineError
 from paceline.exit_codes import signal_name
@@ -89,7 +90,8 @@ class Workers:
     """The loader workers of one rank.
 
     Args:
-        work: Copied into each worker: a map-style object whose indices are tasks, or an iterable.
+        work: Copied into each worker: a map-style object whose indices are tasks, or an iterable. It returns
+            pairs: the ns that it worked for a result, and the result.
         tasks: Whether `work` is map-style.
         init: A user's `worker_init_fn`, which each worker calls with its number.
         seed: Decides torch's seeds of the workers.
@@ -158,7 +160,7 @@ class Workers:
         """
         assert self._results is not None
         try:
-            result = next(self._results)
+            worked_ns, result = next(self._results)
         except (RuntimeError, OSError, EOFError) as error:
             # If a worker dies before its tensor was fetched, the kernel closes first the connection, then the
             # sentinel, and only then sets the exit code.
@@ -169,6 +171,8 @@ class Workers:
             if death := self.death():
                 raise death from error
             raise
+        if clock.phase == DATA:
+            clock.load_ns += worked_ns
         if isinstance(result, Failure):
             result.throw()
         return result

@@ -30,11 +30,11 @@ class JSONLines:
             `time_s` of the last line that is left; 0 if there is none.
         """
         self.close()  # the file is replaced
-        keep = _lines_up_to(self.path, step) if step else []
+        keep, time_s = _lines_up_to(self.path, step) if step else ([], 0.0)
         scratch = self.path.with_name(self.path.name + ".new")
-        scratch.write_bytes(b"".join(line for line, _ in keep))
+        scratch.write_bytes(b"".join(keep))
         scratch.replace(self.path)
-        return float(keep[-1][1].get("time_s", 0.0)) if keep else 0.0
+        return time_s
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line."""
@@ -58,11 +58,12 @@ class JSONLines:
             self._file = None
 
 
-def _lines_up_to(path: Path, step: int) -> list[tuple[bytes, dict[str, Any]]]:
-    """The lines of the steps up to `step`, as bytes and decoded, without those that a crash has damaged."""
+def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], float]:
+    """The lines of the steps up to `step`, without damaged ones, and `time_s` of the last."""
+    lines: list[bytes] = []
+    time_s = 0.0
     if not path.exists():
-        return []
-    lines = []
+        return lines, time_s
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             values = json.loads(line)
@@ -70,5 +71,6 @@ def _lines_up_to(path: Path, step: int) -> list[tuple[bytes, dict[str, Any]]]:
             continue
         is_whole = line.endswith(b"\n") and isinstance(values, dict)
         if is_whole and isinstance(values.get("step"), int) and values["step"] <= step:
-            lines.append((line, values))
-    return lines
+            lines.append(line)
+            time_s = float(values.get("time_s", 0.0))
+    return lines, time_s

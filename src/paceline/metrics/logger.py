@@ -19,9 +19,10 @@ _CLOSE_S = 30.0  # longest wait for a slow server at the end
 class Logger(Protocol):
     """A destination of metrics. Any object with these two methods can be given to `Training.report`.
 
-    A third one, `times(step, line)`, is called about once a second if the object has it. `line` is a
-    dictionary about the steps since the last call: `steps`, `samples`, `spent_s` (by phase, the seconds of
-    each rank), `memory_bytes` and `busy` (by rank); see `paceline.clock.record.Window`.
+    A third one, `times(step, line)`, is called about once a second if the object has it, and less often after
+    the first hour. `line` is a dictionary about the steps since the last call: `steps`, `samples`, `spent_s`
+    (by phase, the seconds of each rank), `memory_bytes` and `busy` (by rank); see
+    `paceline.clock.record.Window`.
 
     All are called on rank 0, in a thread of their own, so that a slow server does not delay the training. If
     one raises, a warning names the error once, the logger gets nothing more, and the training goes on.

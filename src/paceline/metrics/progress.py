@@ -106,7 +106,7 @@ class Progress:
             f"{name} {value}" if isinstance(value, str) else f"{name} {value:.4g}"
             for name, value in values.items()
         ]
-        text = "  ".join([f"epoch {epoch + 1}", *shown, rate])
+        text = "  ".join([f"epoch {epoch + 1}", rate, *shown])  # the end may be cut
         if self._bar is not None:
             self._bar.update(self._task, completed=step, values=text)
             if self._cell is not None:

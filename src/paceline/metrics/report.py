@@ -32,7 +32,12 @@ from paceline.metrics.tensorboard import TensorBoard
 from paceline.metrics.usage import Usage, gpu_use
 
 _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
-_CLOCK_WINDOW_S = 1.0  # from one line of clock.jsonl to the next
+# From one line of clock.jsonl to the next. It grows after the first hour, which limits the size of the file.
+_CLOCK_WINDOW_S, _LONGEST_WINDOW_S = 1.0, 10.0
+_GROWS_AFTER_S = 3600.0
+_SPANS_EVERY = (
+    30  # lines: one in which the phases of a step are kept in their order, which is most of it
+)
 _MOST_KEPT = 2000  # rows of ranks that are kept for the advice, each of about 1 KB
 _LEAST_KEPT = 10  # windows
 _RANKS_PER_S = 128  # with more ranks it takes longer, so that the file does not grow faster
@@ -71,6 +76,7 @@ class Report:
         self._advised = ("", "")  # the kind and the cure that were logged last
         # The newest ones, for the advice at the end.
         kept = max(_LEAST_KEPT, _MOST_KEPT // job.world_size)
+        self._num_windows = 0
         self._windows: deque[record.Window] = deque(maxlen=kept)
 
     def open(
@@ -147,6 +153,7 @@ class Report:
         self._run = {"time": time.time(), "total_steps": total, **facts()}
         self._run |= model_flops.facts(self._flops, self._job.device)
         self._windows.clear()
+        self._num_windows = 0
         if self._lines is not None:
             try:
                 self._began -= self._lines.rewind(step)  # time continues from the last line
@@ -223,9 +230,7 @@ class Report:
         takes_times = shows or self._clock_lines or any(each.takes_times for each in self._loggers)
         if not takes_times or self._has_asked:
             return False
-        # Shorter at first, so that a run of some seconds has several lines.
-        window_s = min(_CLOCK_WINDOW_S, 0.1 + 0.1 * (time.time() - self._run["time"]))
-        window_s = max(window_s, self._job.world_size / _RANKS_PER_S)
+        window_s = _window_s(time.time() - self._run["time"], self._job.world_size)
         self._has_asked = is_last or clock.elapsed_s() >= window_s
         return self._has_asked
 
@@ -246,6 +251,10 @@ class Report:
         if line["steps"]:
             if self._unit == "tokens":
                 line["tokens"], self._clock_tokens = self._clock_tokens, 0
+            # Those of the first window contain the warm-up.
+            if self._num_windows % _SPANS_EVERY != 1:
+                line.pop("spans", None)
+            self._num_windows += 1
             window = record.read_window({"step": step, **line})
             if self._progress is not None:
                 self._progress.show_ranks(window, self._job.device.type)
@@ -311,6 +320,17 @@ class Report:
             if step in self._pending:
                 count = len(entries) if how == "mean" else 1
                 self._pending[step][1][name] = total / count
+
+
+def _window_s(passed_s: float, ranks: int) -> float:
+    """Seconds from one line of clock.jsonl to the next, this long after the start."""
+    if (
+        passed_s < _GROWS_AFTER_S
+    ):  # shorter at first, so that a run of some seconds has several lines
+        window_s = min(_CLOCK_WINDOW_S, 0.1 + 0.1 * passed_s)
+    else:
+        window_s = min(_LONGEST_WINDOW_S, _CLOCK_WINDOW_S * passed_s / _GROWS_AFTER_S)
+    return max(window_s, ranks / _RANKS_PER_S)
 
 
 def refuse_values(values: dict[str, Any], reduce: str) -> None:

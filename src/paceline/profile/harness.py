@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +83,9 @@ class Recorder:
             return
         recorder, self._profile = self._profile, None
         recorder.stop()
+        steps = self._done - self._skip
+        if not steps:
+            return
         rank = int(os.environ["RANK"])
         recorder.export_chrome_trace(str(self._folder / f"trace-{rank}.json"))
         totals = [
@@ -96,8 +98,7 @@ class Recorder:
         ]
         facts = {
             "rank": rank,
-            "host": socket.gethostname(),
-            "steps": self._done - self._skip,
+            "steps": steps,
             "totals": totals,
         }
         dump = torch_private.find(_DUMP_MEMORY)

@@ -12,13 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from paceline.errors import ConfigError
 
 _COLLECTIVE = re.compile(r"(gloo|nccl|shm|mpi)[:_].*|nccl(Dev)?Kernel.*|ncclDevKernel.*")
-_STEP = re.compile(r"Optimizer\.step#.*")
 _COMPUTE = ("cpu_op", "kernel")
 _LISTED = 10
 Event = dict[str, Any]
@@ -37,7 +35,6 @@ class RankProfile:
     """
 
     rank: int
-    host: str
     steps: int
     events: list[Event]
     names: list[Event]
@@ -59,7 +56,6 @@ def read_profiles(folder: Path) -> list[RankProfile]:
         found.append(
             RankProfile(
                 rank=facts["rank"],
-                host=facts["host"],
                 steps=facts["steps"],
                 events=[e for e in events if e.get("ph") == "X"],
                 names=[e for e in events if e.get("ph") == "M"],
@@ -75,42 +71,17 @@ def read_profiles(folder: Path) -> list[RankProfile]:
     return found
 
 
-def offsets_us(ranks: Sequence[RankProfile]) -> dict[int, float]:
-    """What to add to the times of each rank, in microseconds, so that they fit those of the first.
-
-    Ranks of one host have one clock. The clock of another host is compared at the ends of the optimizer's
-    steps: ranks end a step at about the same time, since all wait for the last gradient. So it is as exact
-    as that.
-    """
-    first = ranks[0]
-    ends = _step_ends(first)
-    found = {}
-    for each in ranks:
-        own = _step_ends(each)
-        pairs = list(zip(ends, own, strict=False))
-        same = each.host == first.host or not pairs
-        found[each.rank] = 0.0 if same else median(a - b for a, b in pairs)
-    return found
-
-
-def _step_ends(profile: RankProfile) -> list[float]:
-    return sorted(e["ts"] + e["dur"] for e in profile.events if _STEP.fullmatch(e["name"]))
-
-
 def merge(ranks: Sequence[RankProfile]) -> dict[str, Any]:
-    """One trace: a process for each rank, with its name."""
-    shift = offsets_us(ranks)
-    begin = min(e["ts"] + shift[each.rank] for each in ranks for e in each.events)
+    """One trace: a process for each rank, with its name. All ranks are on one host, so they share a clock."""
+    begin = min(e["ts"] for each in ranks for e in each.events)
     events: list[Event] = []
     for each in ranks:
-        name = f"rank {each.rank} ({each.host})"
+        name = f"rank {each.rank}"
         events.append({"ph": "M", "name": "process_name", "pid": each.rank, "args": {"name": name}})
         sort = {"sort_index": each.rank}
         events.append({"ph": "M", "name": "process_sort_index", "pid": each.rank, "args": sort})
         events += [e | {"pid": each.rank} for e in each.names if e["name"] == "thread_name"]
-        events += [
-            e | {"pid": each.rank, "ts": e["ts"] + shift[each.rank] - begin} for e in each.events
-        ]
+        events += [e | {"pid": each.rank, "ts": e["ts"] - begin} for e in each.events]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

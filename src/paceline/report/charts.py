@@ -128,15 +128,15 @@ def timeline(values: Sequence[Mapping[str, Any]]) -> Spec:
     )
 
 
-def events(values: Sequence[Mapping[str, Any]]) -> Spec:
-    """Marks in time. Values have `minutes`, `kind` and `text`."""
+def events(values: Sequence[Mapping[str, Any]], unit: str) -> Spec:
+    """Marks in time. Values have `passed` (in `unit`), `kind` and `text`."""
     kinds = list(dict.fromkeys(value["kind"] for value in values))
     return _spec(
         values,
         height=_ROW * 2 * len(kinds),
         mark={"type": "point", "filled": True, "size": 70, "tooltip": {"content": "data"}},
         encoding={
-            "x": {"field": "minutes", "type": "quantitative", "title": "minutes since the start"},
+            "x": {"field": "passed", "type": "quantitative", "title": f"{unit} since the start"},
             "y": {"field": "kind", "type": "nominal", "title": None},
             "shape": {"field": "kind", "type": "nominal", "legend": None},
         },

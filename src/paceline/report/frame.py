@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,11 +10,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from paceline.clock import record as clock_record
 from paceline.clock.record import Window
 from paceline.metrics.flops import utilisation
 from paceline.metrics.live import RankBars
-from paceline.report.run import METRICS, Run, load
+from paceline.report.run import Run, RunReader
 
 _RECENT = 10  # windows that the time left follows from
 # A run is said to be quiet after so many seconds, and so many times the usual interval of its lines.
@@ -40,26 +38,19 @@ def frame(run: Run, silence_s: float, now: float) -> RenderableType:
     return Group(*parts)
 
 
-def newest_write(folder: Path) -> float:
-    """When a line was last written, in seconds since the epoch; 0 without a file of lines."""
-    times = [0.0]
-    for name in (METRICS, clock_record.FILE):
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except OSError:  # not written yet
-            continue
-    return max(times)
+def follow(folder: str) -> RunReader:
+    """For `read`. It keeps the newest lines only, so that long runs cost no more than short ones."""
+    return RunReader(folder, most_windows=_RECENT)
 
 
-def read(folder: str, now: float) -> RenderableType:
-    """The frame of a folder as it is now.
+def read(reader: RunReader, now: float) -> RenderableType:
+    """The frame of a run's folder as it is now.
 
     Raises:
         ConfigError: it does not exist, or holds nothing that Paceline writes.
     """
-    run = load(folder)
-    written = newest_write(Path(folder))
-    return frame(run, max(0.0, now - written) if written else 0.0, now)
+    run = reader.read()
+    return frame(run, max(0.0, now - run.written) if run.written else 0.0, now)
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -122,15 +113,15 @@ def _values(run: Run) -> str:
     shown = []
     if isinstance(epoch := run.last.get("epoch"), int):
         shown.append(f"epoch {epoch + 1}")
-    for name, value in run.last.items():
-        if name not in _OWN_NAMES:
-            shown.append(f"{name} {_number(value)}")
     window = _newest(run)
     if window is not None and (wall_s := sum(window.wall_s) / window.num_ranks) > 0:
         unit = "tokens" if window.tokens else "samples"
         rate = (window.tokens or window.samples) / wall_s
         used = utilisation(run.record.run, rate)
         shown += [f"{rate:,.0f} {unit}/s", *([used] if used else [])]
+    for name, value in run.last.items():  # last, because they may be cut
+        if name not in _OWN_NAMES:
+            shown.append(f"{name} {_number(value)}")
     return "  ".join(shown)
 
 

@@ -1,7 +1,7 @@
 """Write a report as Markdown, or as one HTML page that needs no network.
 
-The page embeds Vega once. Each chart stands beside a table with its figures, so the page can be read with a
-screen reader, without colors, and without JavaScript.
+The page embeds Vega once. Each chart stands beside a table that sums up its figures, so the page can be
+read with a screen reader, without colors, and without JavaScript.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ p { margin: .3rem 0; }
 p.first { padding: .6rem .8rem; background: var(--soft); border-left: 4px solid var(--link); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line);
-  overflow-wrap: anywhere; vertical-align: top; }
+  vertical-align: top; }
 div.table { overflow-x: auto; }
 summary { cursor: pointer; color: var(--link); margin: .5rem 0; }
 figure { margin: .5rem 0; }

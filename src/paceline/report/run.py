@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import folders, open_store, read_manifest
 from paceline.clock import record as clock_record
+from paceline.clock.judge import Finding, judge
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES
 from paceline.errors import ConfigError, PacelineError
@@ -20,6 +25,7 @@ from paceline.metrics.flops import utilisation
 METRICS = "metrics.jsonl"
 _POINTS = 600  # of a curve
 _WINDOWS = 240  # in a chart
+_RUN = re.compile(rb'\{"step": \d+, "(run|link)"')  # a line that describes the run
 _NO_CURVE = ("step", "epoch", "time_s")
 
 
@@ -34,6 +40,7 @@ class Run:
         last: The last line of metrics.jsonl; empty without one.
         checkpoints: (step, bytes, seconds since the epoch), oldest first.
         missing: Sentences about what the folder lacks.
+        written: When a line was last written, in seconds since the epoch; 0 if there is none.
     """
 
     name: str
@@ -42,6 +49,7 @@ class Run:
     last: dict[str, Any]
     checkpoints: list[tuple[int, int, float]]
     missing: list[str] = field(default_factory=list)
+    written: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -55,10 +63,19 @@ class Run:
         total = self.record.run.get("total_steps")
         return total if isinstance(total, int) else None
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Seconds in the training loop, over all starts."""
         return sum(sum(w.wall_s) / w.num_ranks for w in self.record.windows)
+
+    @cached_property
+    def phases_s(self) -> dict[str, float]:
+        """By phase that occurred: its seconds, over all starts; the mean over ranks."""
+        spent_s = {
+            phase: sum(sum(w.spent_s[phase]) / w.num_ranks for w in self.record.windows)
+            for phase in PHASES
+        }
+        return {phase: seconds for phase, seconds in spent_s.items() if seconds}
 
     @property
     def samples_per_s(self) -> float:
@@ -74,6 +91,11 @@ class Run:
         )
         return utilisation(self.record.run, rates[len(rates) // 2]) if rates else ""
 
+    @cached_property
+    def findings(self) -> list[Finding] | None:
+        """What limits the run; None if too little was measured."""
+        return judge(self.record)
+
     @property
     def restarts(self) -> list[dict[str, Any]]:
         """What describes the starts after the first."""
@@ -86,67 +108,162 @@ def load(folder: str) -> Run:
     Raises:
         ConfigError: it does not exist, or holds nothing that Paceline writes.
     """
-    path = Path(folder)
-    if not path.is_dir():
-        raise ConfigError(
-            f"there is no folder {folder}.",
-            fix="give the folder of `training.report` or `Trainer`.",
-        )
-    missing: list[str] = []
-    record = Record(runs=[], windows=[])
-    try:
-        record = clock_record.read_record(path)
-    except ConfigError:
-        missing.append(
-            f"There is no {clock_record.FILE}: the run was made by an older version, or has no step yet. So "
-            "it is not known where its time went."
-        )
-    else:
-        if not record.windows:
-            missing.append("No second of the run is measured yet.")
-        if record.skipped:
-            missing.append(
-                f"{record.skipped} of the lines of {clock_record.FILE} cannot be read, such as the last one "
-                "while it is written."
+    return RunReader(folder).read()
+
+
+class RunReader:
+    """Reads a run's folder, and again while the run goes on: only what has been written since.
+
+    Args:
+        most_windows: How many of the newest windows are kept, and lines of metrics.jsonl; None for all.
+    """
+
+    def __init__(self, folder: str, most_windows: int | None = None) -> None:
+        self._folder = folder
+        self._most = most_windows
+        self._clock = _NewLines(Path(folder) / clock_record.FILE)
+        self._metrics = _NewLines(Path(folder) / METRICS)
+        self._record = Record(runs=[], windows=[])
+        self._logged: list[dict[str, Any]] = []
+        self._damaged = 0  # lines of metrics.jsonl
+
+    def read(self) -> Run:
+        """What the folder holds now.
+
+        Raises:
+            ConfigError: it does not exist, or holds nothing that Paceline writes, or that can be read.
+        """
+        path = Path(self._folder)
+        if not path.is_dir():
+            raise ConfigError(
+                f"there is no folder {self._folder}.",
+                fix="give the folder of `training.report` or `Trainer`.",
             )
-    lines, damaged = _read_lines(path / METRICS)
-    if damaged:
-        missing.append(f"{damaged} of the lines of {METRICS} cannot be read.")
-    if not lines:
-        missing.append(f"There are no logged values: {METRICS} is missing or empty.")
-    checkpoints = _checkpoints(path)
-    if not (lines or record.runs or record.windows or checkpoints or record.skipped):
-        raise ConfigError(
-            f"{folder} is not the folder of a run: it holds no {METRICS}, no {clock_record.FILE} and no "
-            "checkpoint.",
-            fix="give the folder of `training.report` or `Trainer`.",
+        self._read_clock()
+        self._read_metrics()
+        checkpoints = _checkpoints(path)
+        files = (self._clock, self._metrics)
+        if not (checkpoints or any(file.is_read for file in files)):
+            if problems := [file.problem for file in files if file.problem]:
+                raise ConfigError(" ".join(problems), fix="read it as a user who may.")
+            raise ConfigError(
+                f"{self._folder} is not the folder of a run: it holds no {METRICS}, no {clock_record.FILE} "
+                "and no checkpoint.",
+                fix="give the folder of `training.report` or `Trainer`.",
+            )
+        return Run(
+            name=self._folder,
+            record=self._record,
+            curves=_curves(self._logged),
+            last=self._logged[-1] if self._logged else {},
+            checkpoints=checkpoints,
+            missing=self._missing(),
+            written=max(file.written for file in files),
         )
-    return Run(
-        name=folder,
-        record=record,
-        curves=_curves(lines),
-        last=lines[-1] if lines else {},
-        checkpoints=checkpoints,
-        missing=missing,
-    )
+
+    def _read_clock(self) -> None:
+        lines, is_new = self._clock.read(self._most)
+        if is_new:
+            self._record = Record(runs=[], windows=[])
+        record = clock_record.read_lines(lines, self._record)
+        if self._most is not None:
+            record = replace(record, windows=record.windows[-self._most :])
+        self._record = record
+
+    def _read_metrics(self) -> None:
+        lines, is_new = self._metrics.read(self._most)
+        if is_new:
+            self._logged, self._damaged = [], 0
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                if type(entry["step"]) is not int:
+                    raise ValueError("not a step")
+            except (ValueError, KeyError, TypeError):
+                self._damaged += 1
+            else:
+                self._logged.append(entry)
+        if self._most is not None:
+            del self._logged[: -self._most]
+
+    def _missing(self) -> list[str]:
+        """Sentences about what the folder lacks."""
+        missing = [file.problem for file in (self._clock, self._metrics) if file.problem]
+        if self._clock.is_read:
+            if not self._record.windows:
+                missing.append("No step has been measured yet.")
+        elif not self._clock.problem:
+            missing.append(
+                f"There is no {clock_record.FILE}: the run was made by an older version, or has no step yet. "
+                "So it is not known where its time went."
+            )
+        damaged = ((clock_record.FILE, self._record.skipped), (METRICS, self._damaged))
+        for name, count in damaged:
+            if count:
+                lines = "1 line" if count == 1 else f"{count} lines"
+                missing.append(f"Damaged and left out: {lines} of {name}.")
+        for file in (self._clock, self._metrics):
+            if file.is_torn:
+                missing.append(
+                    f"The last line of {file.name} is incomplete: the run writes it now, or was interrupted."
+                )
+        if not (self._logged or self._metrics.problem):
+            missing.append(f"There are no logged values: {METRICS} is missing or empty.")
+        return missing
 
 
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines with a step, and the number of those that cannot be read."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return [], 0
-    found, damaged = [], 0
-    for line in lines:
+class _NewLines:
+    """The lines of a file that a run appends to, or replaces when it starts again.
+
+    Attributes:
+        name: Of the file.
+        is_read: Whether the file could be read.
+        is_torn: Whether its last line is incomplete, which is left for the next call.
+        problem: Why it is there and cannot be read; otherwise empty.
+        written: When it was last written, in seconds since the epoch; 0 before it is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.name = path.name
+        self._file = (0, 0)  # device and inode
+        self._end = 0  # of what has been read
+        self.is_read = self.is_torn = False
+        self.problem = ""
+        self.written = 0.0
+
+    def read(self, most: int | None) -> tuple[list[bytes], bool]:
+        """The lines since the last call, and whether they are those of another file than then.
+
+        Args:
+            most: How many of the newest; None for all. Lines that describe the run come first, and all.
+        """
+        self.problem = ""
+        described: list[bytes] = []
+        newest: deque[bytes] = deque(maxlen=most)
         try:
-            entry = json.loads(line)
-            int(entry["step"])
-        except (ValueError, KeyError, TypeError):
-            damaged += 1
-        else:
-            found.append(entry)
-    return found, damaged
+            with self._path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                is_new = (state.st_dev, state.st_ino) != self._file or state.st_size < self._end
+                self._file = state.st_dev, state.st_ino
+                self.written = state.st_mtime
+                if is_new:
+                    self._end = 0
+                file.seek(self._end)
+                self.is_torn = False
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        self.is_torn = True
+                        break
+                    self._end += len(line)
+                    (described if _RUN.match(line) else newest).append(line)
+        except FileNotFoundError:
+            return [], False
+        except OSError as error:
+            self.problem = f"{self._path} cannot be read: {error.strerror}."
+            return [], False
+        self.is_read = True
+        return [*described, *newest], is_new
 
 
 def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
-from paceline.clock.judge import judge
+from paceline.clock.judge import JUDGED
 from paceline.clock.record import Window
 from paceline.clock.step_clock import PHASES, WAITS
 from paceline.machine import format_bytes
@@ -16,12 +15,9 @@ from paceline.report import charts
 from paceline.report.run import Run, merge, thin, thin_windows
 
 _SHOWN_RANKS = 16  # more are summarised
-_LOST = 0.1  # of a step that the others wait for a rank, so that it is named
-_SETTINGS = (
-    *("script", "world_size", "mesh", "strategy", "precision", "reproducible", "backend", "device"),
-    *("global_batch", "micro_batch", "workers", "samples", "gradient_bytes", "bucket_bytes"),
-    *("launcher", "host", "cores", "threads", "python", "torch", "paceline"),
-)
+_SHOWN_EVENTS = 20  # besides restarts
+# What describes a start, but is no setting.
+_NO_SETTINGS = ("time", "step", "total_steps", "link")
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Section:
     Args:
         text: Sentences.
         table: The figures.
-        chart: A specification of Vega-Lite that shows the figures of the table, or many more.
+        chart: A specification of Vega-Lite; the table sums up its figures.
         alt: What the chart shows, in words.
     """
 
@@ -83,16 +79,22 @@ def _summary(runs: Sequence[Run]) -> Section:
             lambda run: _number(run.last["loss"]) if "loss" in run.last else "not logged",
         ),
     ]
-    facts += [(phase, _share_of(phase)) for phase in PHASES if any(_spent(r, phase) for r in runs)]
+    facts += [
+        (phase, _share_of(phase)) for phase in PHASES if any(phase in r.phases_s for r in runs)
+    ]
     text = []
     for run in runs:
-        found = judge(run.record)
         whose = f"{run.name}: " if len(runs) > 1 else ""
-        text += [f"{whose}{finding}. {finding.details}".strip() for finding in found]
-        if not found:
-            known = len(run.record.windows) >= 4
-            verdict = "Nothing limits the run that a setting could cure."
-            text.append(whose + (verdict if known else "The run is too short for advice."))
+        text += [f"{whose}{finding}. {finding.details}".strip() for finding in run.findings or ()]
+        if run.findings is None and run.record.windows:
+            text.append(f"{whose}The time since the last start is too short for advice.")
+        elif run.findings == []:
+            text.append(f"{whose}Nothing that is judged limits the run: {JUDGED}.")
+        if run.total_steps and run.steps < run.total_steps and run.written:
+            text.append(
+                f"{whose}The run has not reached its last step: {_progress(run)} steps, the last line was "
+                f"written at {_clock(run.written)}."
+            )
         text += [whose + sentence for sentence in run.missing]
     rows = [[name, *(value(run) for run in runs)] for name, value in facts]
     return Section(title="Summary", text=text, table=Table(["", *(r.name for r in runs)], rows))
@@ -102,20 +104,18 @@ def _progress(run: Run) -> str:
     return f"{run.steps:,} of {run.total_steps:,}" if run.total_steps else f"{run.steps:,}"
 
 
-def _spent(run: Run, phase: str) -> float:
-    return sum(sum(w.spent_s[phase]) / w.num_ranks for w in run.record.windows)
-
-
 def _share_of(phase: str) -> Callable[[Run], str]:
     def text(run: Run) -> str:
-        return f"{100 * _spent(run, phase) / run.seconds:.1f} %" if run.seconds else "unknown"
+        return _percent(run.phases_s.get(phase, 0.0) / run.seconds) if run.seconds else "unknown"
 
     return text
 
 
 def _differences(run: Run, other: Run) -> Section:
     first, second = run.record.run, other.record.run
-    names = [n for n in _SETTINGS if first.get(n) != second.get(n)]
+    names = [
+        n for n in {**first, **second} if n not in _NO_SETTINGS and first.get(n) != second.get(n)
+    ]
     rows = [[name, str(first.get(name, "-")), str(second.get(name, "-"))] for name in names]
     text = [] if rows else ["The two runs have the same settings."]
     if run.samples_per_s and other.samples_per_s:
@@ -181,34 +181,35 @@ def _breakdown(run: Run, name: str) -> Iterator[Section]:
         }
         for w in thin_windows(run.record.windows)
         for phase, spent in w.spent_s.items()
-        if _spent(run, phase)
+        if phase in run.phases_s
     ]
     steps = sum(w.steps for w in run.record.windows)
     first = run.record.windows[0]
     begin = first.step - first.steps
     values = [v | {"step": begin} for v in values if v["step"] == values[0]["step"]] + values
     rows = [
-        [phase, _ms(_spent(run, phase) / steps), _share_of(phase)(run)]
-        for phase in PHASES
-        if _spent(run, phase)
+        [phase, _ms(seconds / steps), _percent(seconds / run.seconds)]
+        for phase, seconds in run.phases_s.items()
     ]
     yield Section(
         title=f"Where the time goes{name}",
-        text=["Mean over the ranks. Communication is what no computation hides."],
+        text=[
+            "Mean over the ranks. Communication: time in which a rank waits for others and computes nothing."
+        ],
         table=Table(["phase", "ms of one step", "share"], rows),
         chart=charts.breakdown(values),
         alt="the milliseconds of each phase of a step, over the steps",
     )
 
 
-def _last_start(run: Run) -> list[Window]:
+def _same_size(run: Run) -> list[Window]:
     """The windows with as many ranks as the last one."""
     windows = run.record.windows
     return [w for w in windows if w.num_ranks == windows[-1].num_ranks] if windows else []
 
 
 def _ranks(run: Run, name: str) -> Iterator[Section]:
-    windows = _last_start(run)
+    windows = _same_size(run)
     if not windows or windows[-1].num_ranks < 2:
         return
     whole = merge(windows)
@@ -217,18 +218,11 @@ def _ranks(run: Run, name: str) -> Iterator[Section]:
     own = [whole.wall_s[rank] / whole.steps - waits[rank] for rank in ranks]
     slowest = sorted(ranks, key=lambda rank: -own[rank])
     shown = sorted(slowest[:_SHOWN_RANKS] if len(ranks) > _SHOWN_RANKS else ranks)
-    step_s = sum(whole.wall_s) / whole.num_ranks / whole.steps
-    text = []
-    lost_s = (
-        own[slowest[0]] - own[slowest[1]] if len(ranks) > 2 else own[slowest[0]] - own[slowest[-1]]
-    )
-    if lost_s > _LOST * step_s:
-        text.append(
-            f"The others wait for rank {slowest[0]}: its own work takes {_ms(own[slowest[0]])} ms of a step, "
-            f"and {_ms(median(own[r] for r in slowest[1:]))} ms on the others (median)."
-        )
-    else:
-        text.append("No rank holds up the others: their own work takes about equally long.")
+    text = [
+        f"{each.title}. {each.details}" for each in run.findings or () if each.kind == "straggler"
+    ]
+    if run.findings is not None and not text:
+        text.append("No rank holds up the others.")
     if len(ranks) > len(shown):
         quantiles = sorted(own)
         low, high = quantiles[len(own) // 10], quantiles[-1 - len(own) // 10]
@@ -278,18 +272,21 @@ def _timeline(run: Run, name: str) -> Iterator[Section]:
         for p, at, seconds in spans
         if seconds > 0
     ]
-    step = window.step - window.steps + 1
+    step = window.step - window.steps + min(window.steps, 2)
+    present = [phase for phase in PHASES if any(value["phase"] == phase for value in values)]
     rows = []
     for rank, spans in enumerate(window.spans):
         waiting = sum(seconds for phase, _, seconds in spans if phase in WAITS)
-        rows.append([str(rank), _ms(sum(seconds for *_, seconds in spans)), _ms(waiting)])
+        own = {phase: sum(s for p, _, s in spans if p == phase) for phase in present}
+        whole = sum(own.values())
+        rows.append([str(rank), _ms(whole), _ms(waiting), *(_ms(own[p]) for p in present)])
     yield Section(
         title=f"One step in time{name}",
         text=[
-            f"Step {step:,}, on the first ranks. Ranks of several hosts are as exact to each other as the "
+            f"Step {step:,}, on the first ranks. Ranks of several hosts are aligned only as well as the "
             "clocks of their hosts."
         ],
-        table=Table(["rank", "ms", "of these waiting"], rows),
+        table=Table(["rank", "ms", "of that, waiting, ms", *present], rows),
         chart=charts.timeline(values),
         alt=f"the phases of step {step} in time, one row for each rank",
     )
@@ -313,30 +310,33 @@ def _events(run: Run, name: str) -> Iterator[Section]:
         stalls = [
             (w.time, max(w.spent_s[phase]), w.step) for w in windows if max(w.spent_s[phase]) > 0
         ]
-        kind = "evaluation" if phase == "evaluation" else "stall by a checkpoint"
+        kind = "evaluation" if phase == "evaluation" else "blocked by a checkpoint"
         found += [(at, kind, f"{_ms(s)} ms, up to step {step:,}") for at, s, step in stalls]
     if not found:
         return
     found.sort()
+    unit, unit_s = ("minutes", 60) if found[-1][0] - starts[0] > 120 else ("seconds", 1)
     values = [
-        {"minutes": round((at - starts[0]) / 60, 4), "kind": kind, "text": text}
-        for at, kind, text in found
+        {"passed": round((at - starts[0]) / unit_s, 4), "kind": kind, "text": what}
+        for at, kind, what in found
     ]
-    rows = [[_clock(at), kind, text] for at, kind, text in found if kind == "restart"]
-    rows += [[_clock(at), kind, text] for at, kind, text in found if kind != "restart"][-20:]
+    restarts = [event for event in found if event[1] == "restart"]
+    others = [event for event in found if event[1] != "restart"]
+    text = f"{len(restarts)} restart{'' if len(restarts) == 1 else 's'}."
+    if len(others) > _SHOWN_EVENTS:
+        text += f" The table lists the last {_SHOWN_EVENTS} other events."
+    rows = [[_clock(at), kind, what] for at, kind, what in restarts + others[-_SHOWN_EVENTS:]]
     yield Section(
         title=f"Restarts, checkpoints and evaluations{name}",
-        text=[
-            f"{len(run.restarts)} restarts. The table has all of them, and the last 20 other events."
-        ],
+        text=[text],
         table=Table(["time", "event", "what"], rows),
-        chart=charts.events(values),
+        chart=charts.events(values, unit),
         alt="restarts, checkpoints and evaluations in time",
     )
 
 
 def _memory(run: Run, name: str) -> Iterator[Section]:
-    windows = _last_start(run)
+    windows = _same_size(run)
     if not windows:
         return
     whole = merge(windows)
@@ -360,8 +360,16 @@ def _memory(run: Run, name: str) -> Iterator[Section]:
 def _environment(run: Run, name: str) -> Iterator[Section]:
     facts = run.record.run
     if facts:
-        rows = [[key, str(facts[key])] for key in _SETTINGS if facts.get(key) is not None]
+        rows = [
+            [key, str(value)]
+            for key, value in facts.items()
+            if value is not None and key not in _NO_SETTINGS
+        ]
         yield Section(title=f"Environment{name}", table=Table(["setting", "value"], rows))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _ms(seconds: float) -> str:

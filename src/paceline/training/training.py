@@ -581,6 +581,9 @@ class Training:
             "launcher": job.launcher,
             "restarts": job.restarts,
             "device": job.device.type,
+            **(
+                {"gpu": torch.cuda.get_device_name(job.device)} if job.device.type == "cuda" else {}
+            ),
             "backend": "none" if job.group is None else dist.get_backend(job.group),
             "mesh": None if job.mesh is None else str(job.mesh),
             "strategy": type(strategy).__name__.removesuffix("Strategy"),
@@ -591,6 +594,7 @@ class Training:
             ),
             **strategy.facts(),
             **self.batches.facts(),
+            **({} if self.checkpoints is None else self.checkpoints.facts()),
             **({} if self._link is None else {"link": self._link}),
             "torch": torch.__version__,
             "paceline": paceline.__version__,
