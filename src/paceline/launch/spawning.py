@@ -31,9 +31,9 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigError, LaunchFailed
 from paceline.exit_codes import signal_name
-from paceline.job import rendezvous
 from paceline.job.job import join
 from paceline.job.mesh import Mesh
+from paceline.job.store_server import serve_here
 from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
 from paceline.watch.crash import Error, RankOutcome, find_first_failure
@@ -149,7 +149,7 @@ def run_outcomes(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     if store is None:
-        store = rendezvous.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
+        store = serve_here(timedelta(seconds=timeout_s))
     payload = cloudpickle.dumps((function, args))
     options = {"seed": seed, "device": device, "timeout_s": timeout_s, "mesh": mesh}
     ranks: list[_Rank] = []
