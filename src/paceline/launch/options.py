@@ -78,12 +78,11 @@ class LaunchOptions:
 
     def grace_s(self, *, may_save: bool) -> float:
         """Seconds for ranks to end; longer if a training may save a checkpoint before."""
-        given = getattr(self.args, "shutdown_timeout", None)
-        if given is None:
-            given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-        if given is not None:
+        if (given := getattr(self.args, "shutdown_timeout", None)) is not None:
             return float(given)
-        return _SAVE_GRACE_S if may_save else _GRACE_S
+        longest_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVE_GRACE_S))
+        # After a failure nothing is saved, and a rank that hangs must not delay the restart.
+        return longest_s if may_save else min(longest_s, _GRACE_S)
 
     @property
     def shown(self) -> frozenset[int] | None:
