@@ -232,7 +232,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         raise LaunchFailed(
             f"this node cannot take part: {what}.",
             where=f"host {self._facts.host}, rendezvous at {self._options.endpoint}",
-            why="all nodes must run the same program.",
+            why="all nodes must have the same program, versions and --nnodes.",
             fix=fix,
         )
 
@@ -246,12 +246,13 @@ class NodeRendezvous(DynamicRendezvousHandler):
         low, high = self._settings.min_nodes, self._settings.max_nodes
         here, missing = describe(self._table.of(nodes), len(nodes), high, low)
         if self._this_node in state.redundancy_list:
-            here, missing = f"{here}, and no more may take part", "this node waits until one leaves"
+            here = f"{here}, and no more may take part"
+            missing = "this node waits until one leaves. If they are another job, give this one another port"
         elif self._this_node in state.wait_list:
             missing = "this node joins at their next restart"
         text = f"still waiting: {here}; {missing}"
         if refused := self._table.refused():
-            text += f". A node was refused: {refused}"
+            text += f". A node was refused at {refused}"
         host = self._options.endpoint.host
         route = route_to(host)
         if not addresses_of(host):

@@ -329,6 +329,19 @@ class _Lines(io.TextIOBase):
         """As of the stream below."""
         return self._stream.encoding
 
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        """As of the stream below."""
+        return self._stream.errors
+
+    def reconfigure(self, **options: Any) -> None:
+        """Change the encoding of the stream below."""
+        self._stream.reconfigure(**options)  # type: ignore[attr-defined]
+
+    def writable(self) -> bool:
+        """Whether it can be written to."""
+        return True
+
     def isatty(self) -> bool:
         """A progress bar needs the terminal for itself, which several ranks share."""
         return False
@@ -389,6 +402,10 @@ def _receive(number: int, rank: _Rank) -> Outcome:
     except (EOFError, ConnectionResetError):
         rank.process.join(timeout=_GRACE_S)
         code = rank.process.exitcode or 0
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code}"
-        error = LaunchFailed(f"rank {number} {how}.", rank=number, exit_code=code)
+        how = f"was killed by {signal_name(-code)}"
+        why = "memory ran out, or native code crashed, or a user killed it."
+        if code >= 0:
+            how = f"ended with exit code {code} before its function returned"
+            why = "the function or a library called os._exit, or exit of C."
+        error = LaunchFailed(f"rank {number} {how}.", why=why, rank=number, exit_code=code)
         return Outcome(number, error=error, ended=_rank_outcome(number, returncode=code))
