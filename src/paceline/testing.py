@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PacelineError
-from paceline.job import rendezvous
 from paceline.job.job import Job
 from paceline.job.mesh import Mesh
+from paceline.job.store_server import serve_here
 from paceline.launch.spawning import Outcome, run_outcomes, spawn
 
 COLLECTIVE_TIMEOUT_S = 20.0
@@ -95,7 +95,7 @@ def run_failing_ranks(
     Raises:
         AssertionError: a fault was never reached.
     """
-    store = rendezvous.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
+    store = serve_here(timedelta(seconds=timeout_s))
     outcomes = run_outcomes(
         function, args, nproc=nproc, timeout_s=timeout_s, deadline_s=deadline_s, store=store
     )

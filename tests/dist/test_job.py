@@ -201,7 +201,13 @@ def test_a_join_after_init_process_group_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"seed": "7"}, {"seed": True}, {"timeout_s": 0}, {"device": "tpux"}]
+    "wrong",
+    [
+        *({"seed": seed} for seed in ("7", True)),
+        *({"timeout_s": seconds} for seconds in (0, float("inf"), "600")),
+        *({"device": device} for device in ("tpux", "meta")),
+        {"mesh": 3},
+    ],
 )
 def test_wrong_arguments_of_join(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -252,6 +258,25 @@ def test_the_results_of_a_lambda_come_back() -> None:
     assert paceline.spawn(lambda job, x: job.rank + x + offset, 1, nproc=2) == [11, 12]
 
 
+def _output_of_a_rank(job: Any) -> tuple[Any, ...]:
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return sys.stdout.writable(), sys.stdout.errors
+
+
+def test_the_output_of_a_rank_is_a_stream_as_usual() -> None:
+    assert paceline.spawn(_output_of_a_rank, nproc=1) == [(True, sys.__stdout__.errors)]
+
+
+def _exits(job: Any) -> None:
+    if job.rank == 0:
+        os._exit(0)
+
+
+def test_a_rank_that_ends_early_is_explained() -> None:
+    with pytest.raises(LaunchFailed, match=r"rank 0 ended with exit code 0 before its"):
+        paceline.spawn(_exits, nproc=1)
+
+
 LOCAL = {"launcher": "torch", "rank": 0, "world_size": 4, "local_rank": 0}
 
 
@@ -274,5 +299,8 @@ def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="needs mpi4py") as without:
             choose_backend("mpi", cpu, one_host)
         assert "pip install 'paceline[mpi]'" in without.value.fix
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="leave `backend` out"):
         choose_backend("carrier-pigeon", cpu, one_host)
+    monkeypatch.setenv("PACELINE_BACKEND", "carrier-pigeon")
+    with pytest.raises(ConfigError, match="unset PACELINE_BACKEND"):
+        choose_backend(None, cpu, one_host)

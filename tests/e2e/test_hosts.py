@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hosts import hosts, needs_firewall, needs_hosts
-from launching import finish, rows_of, spawn, start
+from launching import Finished, finish, rows_of, spawn, start
 
 pytestmark = needs_hosts
 
@@ -58,6 +58,57 @@ def test_two_hosts_with_debian_names_meet_restart_and_end(tmp_path: Path) -> Non
             assert re.search(line, end.err), end.err
 
 
+JOINS = """
+import torch, torch.distributed as dist, paceline
+with paceline.join(device="cpu", timeout_s=20) as job:
+    total = torch.ones(1)
+    dist.all_reduce(total, group=job.group)
+    print("sum", total.item())
+"""
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "node[0-1]",
+    "SLURM_LOCALID": "0",
+    "SLURM_PROCID": "{}",
+    "SLURM_NODEID": "{}",
+}
+NAMED = {
+    "RANK": "{}",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29600",
+}
+
+
+def _run_jobs(cwd: Path, words: list[str], *jobs: dict[str, str]) -> list[Finished]:
+    """Run these words on two hosts for each job; the number of a host replaces `{}` in the variables."""
+    with hosts(2, {1: "10.77.0.1 node0"}) as made:
+        running = [
+            made.spawn(n, words, cwd, **{key: text.format(n) for key, text in job.items()})
+            for job in jobs
+            for n in range(2)
+        ]
+        return [finish(process) for process in running]
+
+
+def test_ranks_meet_at_a_host_whose_own_name_is_a_loopback_address(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(JOINS)
+    ends = _run_jobs(tmp_path, [sys.executable, "train.py"], STEP, NAMED)
+    assert [end.out for end in ends] == ["sum 2.0\n"] * 4, ends
+
+
+@pytest.mark.slow
+def test_doctor_in_a_slurm_step_names_the_loopback_address(tmp_path: Path) -> None:
+    first, _ = _run_jobs(tmp_path, [sys.executable, "-m", "paceline", "doctor"], STEP)
+    assert "node0 resolves to 127.0.1.1" in first.out, first
+
+
 @pytest.mark.slow
 def test_what_keeps_a_node_from_the_others_is_a_sentence(tmp_path: Path) -> None:
     """Each of these nodes waits for a rendezvous that it cannot reach; all at once, to save time."""
@@ -70,7 +121,10 @@ def test_what_keeps_a_node_from_the_others_is_a_sentence(tmp_path: Path) -> None
             ["--host=node0", "--node-rank=1"],
             "the name node0 resolves to 127.0.0.1 on node1, which is node1 itself",
         ),
-        2: (["--host=10.77.0.1"], "10.77.0.1 answers, and no launcher listens on port 29400"),
+        2: (
+            ["--host=10.77.0.1"],
+            "10.77.0.1 answers, and no process of the job listens on port 29400",
+        ),
         3: (["--host=192.168.7.7"], "Network is unreachable"),
     }
     with hosts(4, names) as made:
@@ -87,7 +141,16 @@ def test_what_keeps_a_node_from_the_others_is_a_sentence(tmp_path: Path) -> None
             assert "still waiting for the rendezvous at" in lines[1], lines
             assert sentence in lines[1], lines
             assert lines[2].startswith("  fix:   "), lines
-        for node in nodes:
+        # The node that serves the rendezvous needs no name for itself; the others do.
+        words = ["run", "--nnodes=2", "--node-rank=0", "--host=nowhere:29401", "train.py"]
+        serving = made.start(0, words, tmp_path)
+        assert serving.stderr is not None
+        began = time.monotonic()
+        lines = [serving.stderr.readline() for _ in range(2)]
+        assert time.monotonic() - began < 15
+        assert "1 of 2 nodes is here" in lines[1], lines
+        assert "the name nowhere does not resolve on node0" in lines[1], lines
+        for node in (*nodes, serving):
             node.terminate()
             assert finish(node).code == 143
 
@@ -156,7 +219,7 @@ def test_nodes_that_differ_or_are_missing_are_named(tmp_path: Path) -> None:
         lines.append(first.stderr.readline())
         here = "2 of 4 nodes are here (node 0: node0 10.77.0.1, node 3: node1 10.77.0.2)"
         assert any(f"{here}; missing: nodes 1, 2" in line for line in lines), lines
-        assert "A node was refused: train.py on node2" in lines[-1], lines
+        assert re.search(r"A node was refused at [\d:]{8}: train.py on node2", lines[-1]), lines
         for node in (first, second):
             node.terminate()
             finish(node)

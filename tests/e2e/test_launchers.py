@@ -244,6 +244,21 @@ def test_a_shell_in_an_allocation_is_one_process(tmp_path: Path, slurm: dict[str
 
 
 @pytest.mark.slow
+def test_a_shell_of_a_step_is_one_process_and_a_program_is_a_rank(
+    tmp_path: Path, slurm: dict[str, str]
+) -> None:
+    if shutil.which("script") is None:
+        pytest.skip("script is not installed; it makes the terminal that srun --pty needs")
+    program = " ".join(script(tmp_path, FACTS))
+    # The other tasks of an interactive shell end at once, because they have no terminal.
+    shell = f"bash -c '[ $SLURM_PROCID != 0 ] || {program}; true'"
+    for command, launcher, count in ((shell, "none", 1), (program, "slurm", 2)):
+        words = ["script", "-qec", f"srun -n 2 --pty {command}", "/dev/null"]
+        done = finish(launch(words, tmp_path, **slurm))
+        assert expected(launcher, count)[0] in done.out, done
+
+
+@pytest.mark.slow
 def test_a_batch_script_and_its_step(tmp_path: Path, slurm: dict[str, str]) -> None:
     command = " ".join(script(tmp_path, FACTS))
     (tmp_path / "batch").write_text(f"#!/bin/bash\n{command}\nsrun {command}\n")

@@ -78,7 +78,17 @@ def test_mpi_on_several_hosts_needs_a_master() -> None:
     with pytest.raises(LauncherError) as caught:
         read(environ)
     assert caught.value.variables == ["MASTER_ADDR", "MASTER_PORT"]
+    assert "mpirun -x MASTER_ADDR=" in str(caught.value)
     assert read({**environ, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).master == "a:1"
+    with pytest.raises(LauncherError, match="mpirun -genv MASTER_ADDR <"):  # MPICH has no -x
+        read({**HYDRA, "PMI_SIZE": "4"})
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, OPEN_MPI, SLURM])
+@pytest.mark.parametrize(("host", "port"), [("", "29500"), ("10.0.0.1", "70000"), ("a", "-1")])
+def test_what_is_no_address_is_refused(launcher: dict[str, str], host: str, port: str) -> None:
+    with pytest.raises(LauncherError, match="are not an address"):
+        read({**launcher, "MASTER_ADDR": host, "MASTER_PORT": port})
 
 
 def test_slurm_step_on_two_nodes() -> None:

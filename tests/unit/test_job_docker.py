@@ -149,11 +149,33 @@ def test_what_pip_installs(project: Path) -> None:
     assert pip("train.py") == [f"{version} ."]
     assert "COPY . ./\n" in _files("train.py")["Dockerfile"]
     assert pip("train.py --install .[a]") == ["'.[a]'"]
-    (project / "requirements").mkdir()
-    (project / "requirements" / "gpu.txt").touch()
-    words = "train.py --install=-rrequirements/gpu.txt"
-    assert pip(words) == ["-r requirements/gpu.txt"]
-    assert "COPY requirements/gpu.txt requirements/gpu.txt\nRUN" in _files(words)["Dockerfile"]
+
+
+def test_what_is_copied_for_pip(project: Path) -> None:
+    """The two files of requirements if they are enough, and otherwise the whole folder."""
+    (project / "constraints.txt").unlink()
+    (project / "base").mkdir()
+    (project / "base" / "a b.txt").touch()
+    cases = [
+        (
+            "rich # a/b\ntorch>=2.11; python_version > '3'\na @ git+https://b/c",
+            "",
+            "requirements.txt",
+        ),
+        ("-r base/a.txt", "", "."),
+        ("./wheels/a", "", "."),
+        ("", "--install=--requirement=requirements.txt", "requirements.txt"),
+        ("", "--install=-rbase/a", "."),
+        ("", "--install=a-1-py3-none-any.whl", "."),
+        ("", "--install=libs/a", "."),
+        ("", "--install=git+https://b/c", None),
+    ]
+    (project / "base" / "a").touch()
+    for lines, option, copied in cases:
+        (project / "requirements.txt").write_text(lines)
+        before = _files(f"train.py {option}")["Dockerfile"].partition("\nFROM ${BASE}\n")[0]
+        found = [line for line in before.splitlines() if line.startswith("COPY ")]
+        assert found == ([f"COPY {copied} ./"] if copied else []), (lines, option)
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -176,6 +198,13 @@ WRONG = {
     "--install='": "--install cannot be read: No closing quotation.",
     "--install=": "--install is ''.",
     "--run-folder runs": "--run-folder is 'runs', and a volume cannot be mounted there.",
+    "--run-folder /workspace": "--run-folder is '/workspace', and a volume cannot be mounted there.",
+    "--run-folder /dev/shm": "--run-folder is '/dev/shm', and a volume cannot be mounted there.",
+    "--run-folder /opt/venv/a": "--run-folder is '/opt/venv/a', and a volume cannot be mounted there.",
+    "--run-folder /a/..": "--run-folder is '/a/..', and a volume cannot be mounted there.",
+    "--install=-e.": "--install has -e, and an editable project needs its folder, which the image does not "
+    "have.",
+    "--name train-": "--name is 'train-', and that is no name of an image.",
     "--output -": "`--output -` prints one file, and there are 3.",
 }
 

@@ -241,7 +241,7 @@ def test_the_next_steps_are_commands(tmp_path: Path, capsys: pytest.CaptureFixtu
     steps = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
     assert steps == [
         "kubectl -n research get pvc train-runs    # the claim must exist",
-        "kubectl apply -f train.k8s.yaml",
+        f"kubectl apply -f {tmp_path}/train.k8s.yaml",
         "kubectl -n research logs -f -l batch.kubernetes.io/job-name=train --prefix --max-log-requests 6",
         "note: me/train has no tag; pods that start later may get another image",
     ]
@@ -263,7 +263,13 @@ WRONG = {
     "--image a --namespace a.b": "--namespace is 'a.b', and Kubernetes refuses it.",
     "--image a --storage-class x": "--storage-class has no effect without --storage.",
     "--image a --run-folder runs": "--run-folder is 'runs', and a volume cannot be mounted there.",
-    "--image a --memory 1G --shm-size 2G": "--shm-size is 2048 MiB, and --memory is 1024 MiB.",
+    "--image a --memory 1G --shm-size 2G": "/dev/shm has 2048 MiB, and --memory is 1024 MiB.",
+    "--image a --memory 1M": "/dev/shm has 1 MiB, and --memory is 1 MiB.",
+    "--image a --gpu-resource a:b": "--gpu-resource is 'a:b', and that is no name of a resource.",
+    **{
+        f"--image a --run-folder {path}": f"--run-folder is '{path}', and a volume cannot be mounted there."
+        for path in ("/workspace", "/dev/shm", "/opt/venv/a", "/a/..")
+    },
     "--image a --secret A": "--secret A needs the name of a Secret and its key.",
     "--image a --secret A=b": "--secret A needs the name of a Secret and its key.",
     "--image a --retries -1": "--retries must be 0 or more, and is -1.",

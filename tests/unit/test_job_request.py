@@ -88,7 +88,7 @@ def test_the_command_of_a_module() -> None:
 
 
 WRONG = {
-    "--gpus 16 --gpus 17": "--gpus is 17, and no host has more than 16.",
+    "--gpus 16 --gpus 17": "--gpus is 17, and may be 16 at most.",
     "--gpus -1": "--gpus must be 0 or more, and is -1.",
     "--nodes 0": "--nodes must be 1 or more, and is 0.",
     "--nodes -2": "--nodes must be 1 or more, and is -2.",
@@ -106,6 +106,9 @@ WRONG = {
     "--env A=1 --secret A=b/c": "A is given by --env and by --secret.",
     "--env WANDB_API_KEY=x": "--env would write the value of WANDB_API_KEY into the file.",
     "--env hf_token=x": "--env would write the value of hf_token into the file.",
+    "--env AZURE_STORAGE_CONNECTION_STRING=AccountKey=a": "--env would write the value of "
+    "AZURE_STORAGE_CONNECTION_STRING into the file.",
+    "--env DB_PASS=x": "--env would write the value of DB_PASS into the file.",
     "--env A=1 --env A=2": "--env gives A twice.",
     "--env TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT follows from --grace.",
     "--secret a-b": "--secret must be the name of an environment variable, and is 'a-b'.",
@@ -135,6 +138,8 @@ def _code(words: list[str]) -> int:
     ("words", "what", "fix"),
     [
         ("k8s trian.py --image a", "there is no script 'trian.py'", "did you mean 'train.py'"),
+        ("k8s folder --image a", "there is no script 'folder'", "go to the folder of the project"),
+        ("k8s \udcff.py --image a", "'\\udcff.py' has bytes that are not UTF-8", "another name"),
         ("k8s {here}/train.py --image a", "is a path of this machine", "this folder: train.py"),
         ("k8s ../{name}/train.py --image a", "train.py' is outside of this folder", "in the image"),
         ("docker ../{name}/train.py", "train.py' is outside of this folder", "in the image"),
@@ -146,6 +151,7 @@ def _code(words: list[str]) -> int:
 def test_wrong_scripts_and_schedulers(
     words: str, what: str, fix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("folder").mkdir()
     assert (
         _code(["job", *words.format(here=Path.cwd(), name=Path.cwd().name).split()])
         == ExitCode.USAGE
@@ -183,6 +189,12 @@ def test_the_output_folder_is_made_and_is_in_no_file() -> None:
 def test_a_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*K8S, "--output", "train.py/a"]) == ExitCode.CANNOT_CREATE
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_text_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.k8s.yaml").write_bytes(b"\xff")
+    assert main.main(K8S) == ExitCode.CANNOT_CREATE
+    assert "exists with another content" in capsys.readouterr().err
 
 
 def test_several_files_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,5 +244,5 @@ def test_commands_of_the_documentation(line: str, project: Path) -> None:
 
 
 def test_a_request_checks_itself() -> None:
-    with pytest.raises(ConfigError, match="no host has more than 16"):
+    with pytest.raises(ConfigError, match="--gpus is 64, and may be 16 at most"):
         JobRequest("a.py", gpus=64)

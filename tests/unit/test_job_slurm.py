@@ -99,16 +99,48 @@ def test_only_a_preempted_job_is_queued_again(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "--gpus 17": "--gpus is 17, and no host has more than 16.",
+    "--gpus 17": "--gpus is 17, and may be 16 at most.",
     "--gpus 2 --nproc-per-node 4": "--nproc-per-node is 4, and a node has 2 GPUs.",
     "--time 1m": "--time is 60 s, and a job needs more than 135 s.",
     "--name a/b": "--name is 'a/b'.",
     "--partition a;b": "--partition is 'a;b'.",
     "--sbatch nodes=3": "--sbatch nodes contradicts what is written already.",
+    **{
+        f"--sbatch {option}=1": f"--sbatch {option} contradicts what is written already."
+        for option in (
+            "no-requeue",
+            "ntasks",
+            "ntasks-per-gpu",
+            "gpus",
+            "gres",
+            "mem-per-cpu",
+            "account",
+        )
+    },
+    "--grace 19h": "--grace is 68400 s, and may be 65520 s at most.",
+    "--run-folder /my%20runs": "--run-folder is '/my%20runs', and sbatch cannot write its output there.",
     "--sbatch --qos": "--sbatch needs a value.",
     "--sbatch=--qos": "--sbatch is '--qos'.",
     "--secret A=b/c": "--secret A has the reference 'b/c', and Slurm knows none.",
 }
+
+
+@pytest.mark.parametrize("folder", ["/my runs", "/a\nrm -rf b", "~/runs"])
+def test_a_run_folder_cannot_add_lines_or_options(folder: str, tmp_path: Path) -> None:
+    words = ["/project/train.py", "--output", str(tmp_path), "--run-folder", folder]
+    assert main.main(["job", "slurm", *words]) == ExitCode.USAGE
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_next_steps_name_files_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write("--name a --run-folder /runs/a /project/train.py", tmp_path)
+    steps = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert steps[1:] == [
+        f"sbatch {tmp_path}/a.slurm",
+        "tail -F /runs/a/a-JOBID.out   # the output; sbatch prints JOBID",
+    ]
 
 
 @pytest.mark.parametrize("line", WRONG)

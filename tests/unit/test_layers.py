@@ -18,6 +18,7 @@ ORDER = [
     "errors",
     "command_line",
     "log",
+    "credentials",
     "torch_private",
     "clock",
     "machine",

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import paceline
-from paceline.checkpoint.cloud_errors import ObjectMissing, as_storage_error, redact
+from paceline.checkpoint.cloud_errors import ObjectMissing, as_storage_error
 from paceline.checkpoint.store import RemoteStore, committed, open_store, read_manifest, verify
+from paceline.credentials import redact
 from paceline.errors import CheckpointError, ConfigError
 from paceline.job.job import Job
 
@@ -232,6 +233,9 @@ def test_a_missing_package_is_named_with_its_extra(
         f"aws_secret_access_key = {SECRET}",
         f"secret: {SECRET}",
         f"Authorization: SharedKey account:{SECRET}",
+        f'{{"private_key": "-----BEGIN PRIVATE KEY-----\\n{SECRET}\\n-----END PRIVATE KEY-----"}}',
+        f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n",
+        f"{{'Password': 'first {SECRET}'}}",
     ],
 )
 def test_errors_hold_no_credentials(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

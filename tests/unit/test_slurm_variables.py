@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from paceline.errors import ConfigError, LauncherError
 from paceline.job import environment, slurm
-from paceline.job.slurm import TRUTH_TABLE, VALUES, Meaning, Situation, expand_nodes
+from paceline.job.slurm import TRUTH_TABLE, Meaning, Situation, expand_nodes
 from paceline.launch.options import read_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "slurm.md"
@@ -54,6 +56,11 @@ SALLOC_STEP = SALLOC | _variables(
 )
 # `srun --interactive` in that shell
 INTERACTIVE = SALLOC_STEP | {"SLURM_STEPID": "4294967290", "SLURM_STEP_ID": "4294967290"}
+# What a shell of `srun -N1 -n2 --pty bash` starts
+PTY = SALLOC_STEP | _variables(
+    "SLURM_PTY_PORT=40000 SLURM_PTY_WIN_COL=80 SLURM_PTY_WIN_ROW=24 SLURM_STEP_NUM_TASKS=2 "
+    "SLURM_STEP_TASKS_PER_NODE=2 SLURM_TASK_PID=1"
+)
 # srun -N1 -n1 : -N1 -n1, the second task
 HETEROGENEOUS = _variables(
     "SLURM_HET_SIZE=2 SLURM_JOBID=5 SLURM_JOB_ID=5 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NUM_NODES=2 "
@@ -61,6 +68,19 @@ HETEROGENEOUS = _variables(
     "SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 "
     "SLURM_STEP_TASKS_PER_NODE=1(x2)"
 )
+# Where `paceline run` takes a value from, with a task for each node, and where `join` takes it from, with a
+# task for each rank. Words in capitals are variables.
+VALUES: Mapping[str, tuple[str, str]] = {
+    "number of nodes": ("SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"),
+    "node rank": ("SLURM_NODEID", "SLURM_NODEID"),
+    "ranks of a node": ("--nproc-per-node", "SLURM_STEP_TASKS_PER_NODE"),
+    "world size": ("the sum over the nodes", "SLURM_STEP_NUM_TASKS"),
+    "rank": ("the launcher", "SLURM_PROCID"),
+    "local rank": ("the launcher", "SLURM_LOCALID"),
+    "host": ("SLURM_STEP_NODELIST", "SLURM_STEP_NODELIST"),
+    "port": ("SLURM_JOB_ID and SLURM_STEP_ID", "SLURM_JOB_ID and SLURM_STEP_ID"),
+    "restarts": ("--max-restarts", "SLURM_RESTART_COUNT"),
+}
 SITUATIONS = [
     (Situation.TASK_PER_NODE, PER_NODE),
     (Situation.TASK_PER_NODE, SALLOC_STEP),
@@ -69,6 +89,8 @@ SITUATIONS = [
     (Situation.NO_STEP, BATCH),
     (Situation.NO_STEP, SALLOC),
     (Situation.NO_STEP, INTERACTIVE),
+    (Situation.NO_STEP, PTY),
+    (Situation.TASKS_PER_NODE, PTY | {"SLURM_TASK_PID": str(os.getpid())}),
     (Situation.HETEROGENEOUS, HETEROGENEOUS),
 ]
 

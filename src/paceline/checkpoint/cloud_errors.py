@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
 from collections.abc import Iterator
 
+from paceline.credentials import redact
 from paceline.errors import ConfigError
 
 # The extra that brings the file system of a scheme. All of these are object stores.
@@ -15,23 +15,7 @@ EXTRAS = {
     **dict.fromkeys(["gs", "gcs"], "gcs"),
     **dict.fromkeys(["abfs", "abfss", "az"], "azure"),
 }
-_HIDDEN = "***"
 _LONGEST_TEXT = 300  # characters of an error; Azure's list all ways to log in
-_SECRET_WORD = (
-    r"secret|token|password|passwd|signature|credential|sas|connection_string|"
-    r"(?:access|account|shared)_?key"
-)
-_SECRET_VARIABLE = re.compile(rf"(?:AWS|AZURE|GOOGLE|GCS|FSSPEC)_.*(?:{_SECRET_WORD})", re.I)
-_ASSIGNED = re.compile(
-    rf"(\b[\w-]*(?:{_SECRET_WORD}|\bsig)[\w-]*(?: ?= ?[\"']?|[\"']?: ?[\"']?))[^\s&,;\"']+", re.I
-)
-_PATTERNS = (
-    (re.compile(r"(://)[^/\s@]*:[^\s@]*@"), rf"\1{_HIDDEN}@"),
-    (re.compile(r"(\w+://[^\s?\"'<>]+)\?[^\s\"'<>]+"), rf"\1?{_HIDDEN}"),
-    (_ASSIGNED, rf"\1{_HIDDEN}"),
-    (re.compile(r"(?i)\b((?:bearer|sharedkey|basic) )[\w.~+/=:-]+"), rf"\1{_HIDDEN}"),
-    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}"), _HIDDEN),
-)
 # The number of an error, and not a part of a name such as "step-404".
 _CODE = r"(?<![-\w/]){}\b(?![-/])"
 _FIXES = (
@@ -77,16 +61,6 @@ class StorageError(OSError):
 
 class ObjectMissing(StorageError, FileNotFoundError):
     """An object or its bucket does not exist."""
-
-
-def redact(text: str) -> str:
-    """Replace what looks like a credential, and the values of variables that hold credentials."""
-    values = [v for name, v in os.environ.items() if _SECRET_VARIABLE.match(name) and len(v) >= 6]
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, _HIDDEN)
-    for pattern, replacement in _PATTERNS:
-        text = pattern.sub(replacement, text)
-    return text
 
 
 def check_address(url: str) -> None:

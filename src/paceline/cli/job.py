@@ -46,6 +46,11 @@ def main(argv: Sequence[str]) -> int:
         own, script = own[:split], own[split + 1 :]
     args = _parse(own)
     try:
+        for word in argv:
+            if any("\ud800" <= letter <= "\udfff" for letter in word):
+                raise ConfigError(
+                    f"{word!r} has bytes that are not UTF-8.", fix="give another name."
+                )
         _check_script(args)
         job = _scheduler(args.scheduler).write(_request(args, script), args)
         if args.output == "-" and len(job.files) > 1:
@@ -77,7 +82,7 @@ def _save(job: JobFiles, args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in job.files.items():
             file = folder / name
-            if file.exists() and file.read_text() != text and not args.force:
+            if file.exists() and file.read_bytes() != text.encode() and not args.force:
                 print(
                     f"paceline job {args.scheduler}: {file} exists with another content.\n"
                     "  fix:   give --force to overwrite it, or another --output.",
@@ -85,7 +90,7 @@ def _save(job: JobFiles, args: argparse.Namespace) -> int:
                 )
                 return ExitCode.CANNOT_CREATE
         for name, text in job.files.items():
-            (folder / name).write_text(text)
+            (folder / name).write_bytes(text.encode())
     except OSError as error:
         print(
             f"paceline job {args.scheduler}: {error.filename} cannot be written: {error.strerror}.",
@@ -114,7 +119,7 @@ def _check_script(args: argparse.Namespace) -> None:
                 why="the files must also work where this folder has another path.",
                 fix=f"give the path relative to this folder: {here}",
             )
-    elif not os.path.exists(args.script):
+    elif not os.path.isfile(args.script) and not os.path.isfile(f"{args.script}/__main__.py"):
         match = nearest_file(args.script)
         mean = f"did you mean {match!r}? Otherwise " if match else ""
         raise ConfigError(

@@ -26,18 +26,19 @@ def choose_device(asked: str | torch.device | None, info: environment.RankInfo) 
         asked = torch.device(kind)
     try:
         device = torch.device(asked)
+        module = torch.get_device_module(device)
     except RuntimeError as error:
         raise ConfigError(
             f"no such device: {asked!r}.", fix='use "cpu", "cuda" or "xpu".'
         ) from error
     if device.type == "cpu":
         return device
-    module = torch.get_device_module(device)
     count = module.device_count() if module.is_available() else 0
     if count == 0:
+        variable = " and CUDA_VISIBLE_DEVICES" if device.type == "cuda" else ""
         raise ConfigError(
             f"device {device.type!r} was asked for, but none is visible to this process.",
-            fix="check the driver and CUDA_VISIBLE_DEVICES, or pass device='cpu'.",
+            fix=f"check the driver{variable}, or pass device='cpu'.",
         )
     # A scheduler may show each rank only its own device, which is then number 0.
     own = info.local_rank if count > 1 else 0
@@ -64,6 +65,7 @@ def choose_backend(asked: str | None, device: torch.device, info: environment.Ra
             of processes than the job.
     """
     shm.register()
+    source = "leave `backend` out" if asked else "unset PACELINE_BACKEND"
     asked = asked or os.environ.get("PACELINE_BACKEND")
     if asked is None:
         by_device = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
@@ -74,7 +76,7 @@ def choose_backend(asked: str | None, device: torch.device, info: environment.Ra
         if not dist.is_backend_available(name):
             raise ConfigError(
                 f"this build of torch {torch.__version__} has no backend {name!r}.",
-                fix="leave `backend` out to choose by device.",
+                fix=f"{source} to choose by device.",
                 backend=name,
             )
     return ",".join(parts)

@@ -114,7 +114,7 @@ def _torchrun(environ: Mapping[str, str]) -> RankInfo:
             "rank 0.",
             variables=missing,
         )
-    master = None if missing else f"{environ['MASTER_ADDR']}:{_integer(environ, 'MASTER_PORT')}"
+    master = None if missing else _named_master(environ)
     return _checked(
         RankInfo(
             launcher="torchrun",
@@ -145,9 +145,10 @@ def _mpi(environ: Mapping[str, str], names: tuple[str, ...], job_key: str | None
     rank, world_size, local_rank, local_world_size = (_integer(environ, name) for name in names)
     master = _named_master(environ)
     if master is None and local_world_size != world_size:
+        option, given = ("-genv", " ") if names == HYDRA else ("-x", "=")
         raise LauncherError(
             "MPI ranks on several hosts need MASTER_ADDR and MASTER_PORT to meet.",
-            fix="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
+            fix=f"mpirun {option} MASTER_ADDR{given}<host of rank 0> {option} MASTER_PORT{given}29500 ...",
             variables=["MASTER_ADDR", "MASTER_PORT"],
         )
     return _checked(
@@ -192,7 +193,14 @@ def _named_master(environ: Mapping[str, str]) -> str | None:
         )
     if not have:
         return None
-    return f"{environ['MASTER_ADDR']}:{_integer(environ, 'MASTER_PORT')}"
+    host, port = environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
+    if not host or not 0 <= port < 1 << 16:
+        raise LauncherError(
+            f"MASTER_ADDR={host!r} and MASTER_PORT={port} are not an address.",
+            fix="set them to the host of rank 0, and a port from 1 to 65535 that is free there.",
+            variables=["MASTER_ADDR", "MASTER_PORT"],
+        )
+    return f"{host}:{port}"
 
 
 def _integer(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:

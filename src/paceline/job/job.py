@@ -10,6 +10,7 @@ import atexit
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import random
 import weakref
@@ -322,8 +323,11 @@ def join(
         raise ConfigError("this process has joined a job already.", fix="leave it first.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConfigError(f"seed must be a whole number, got {seed!r}.")
-    if not timeout_s > 0:
-        raise ConfigError(f"timeout_s must be more than 0, got {timeout_s}.")
+    is_number = isinstance(timeout_s, int | float) and math.isfinite(timeout_s)
+    if not is_number or not timeout_s > 0:
+        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}.")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(f"mesh must be a paceline.Mesh, got {mesh!r}.")
     info = environment.read(os.environ)
     store = ray.take_store()
     if store is not None:

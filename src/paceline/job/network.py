@@ -98,7 +98,7 @@ def route_to(host: str) -> Route | None:
         return None
     source = source_address(_ELSEWHERE)
     if source in by_address:
-        why = f"has the default route; {host} resolves to {addresses[0]}, which says nothing"
+        why = f"has the default route; {host} resolves to {addresses[0]}, which does not tell the network"
         return Route(by_address[source], source, why)
     for address, name in by_address.items():
         if not ipaddress.ip_address(address).is_loopback:

@@ -2,7 +2,6 @@
 
 torchrun and `paceline run` host the store in the launcher; a user's MASTER_ADDR names one. Without either,
 ranks of one host find it through a port file, which rank 0 writes and keeps locked while it waits.
-torch's server would listen on all interfaces, so it gets a socket that is bound to one address already.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import socket
 import stat
 import tempfile
 import time
@@ -25,6 +23,15 @@ import torch.distributed as dist
 
 from paceline.errors import CollectiveTimeout, ConfigError, PeerFailed, name_ranks, rank_location
 from paceline.job.environment import RankInfo
+from paceline.job.store_server import (
+    LOOPBACK,
+    cannot_listen,
+    listen_for,
+    serve_here,
+    store_on,
+    wait_served,
+)
+from paceline.log import logger
 from paceline.machine import launching_process
 
 _MISSING = "missing"  # the key of the ranks that did not come; [] if all came
@@ -50,17 +57,17 @@ def meet(info: RankInfo, *, timeout_s: float, store: dist.Store | None = None) -
         if store is not None:
             pass
         elif info.master is None and info.rank == 0:
-            store = serve("127.0.0.1", 0, info.world_size, timeout)
+            store = serve_here(timeout)
             until_all_met.enter_context(_port_file(info, store.port))
         elif info.master is None:
-            store = _connect(info, "127.0.0.1", _read_port_file(info, timeout), timeout)
+            store = _connect(info, LOOPBACK, _read_port_file(info, timeout), timeout_s)
         else:
             host, _, port = info.master.rpartition(":")
             hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if info.rank == 0 and not hosted_by_launcher:
-                store = serve(host, int(port), info.world_size, timeout)
+                store = _serve(host, int(port), timeout)
             else:
-                store = _connect(info, host, int(port), timeout)
+                store = _connect(info, host, int(port), timeout_s)
         # An agent may keep its store over restarts; without a prefix a restarted rank reads the addresses
         # of dead ones (seen with torchrun of torch 2.13). The same holds for a second join of a process.
         # The computed ports of two Slurm jobs may be equal, and then their ranks must not meet.
@@ -80,47 +87,39 @@ def _nth_join() -> str:
     return f"/again {count}" if count else ""
 
 
-def serve(host: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Host a store that listens on the address `host` only; port 0 lets the kernel choose."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _serve(host: str, port: int, timeout: timedelta) -> dist.Store:
     try:
-        listener.bind(address)
+        return store_on(listen_for(host, port), timeout)
     except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"rank 0 cannot listen on {host}:{port}: {error.strerror}.",
-            why="another job uses the port, or the address is not one of this host.",
+        raise cannot_listen(
+            f"rank 0 cannot listen on {host}:{port}",
+            port,
+            error,
             fix="choose another MASTER_PORT, or let `paceline run` choose one.",
-            host=host,
-            port=port,
         ) from error
-    listener.listen(1024)
-    # The store owns the descriptor from here on.
-    return dist.TCPStore(
-        host,
-        listener.getsockname()[1],
-        world_size,
-        True,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
-def _connect(info: RankInfo, host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    try:
-        return dist.TCPStore(host, port, info.world_size, False, timeout, wait_for_workers=False)
-    except dist.DistNetworkError as error:
+def _connect(info: RankInfo, host: str, port: int, timeout_s: float) -> dist.Store:
+    def say(reason: str, fix: str) -> None:
+        if info.local_rank == 0:
+            logger.warning(
+                "still waiting for rank 0 at %s:%d: %s.\n  fix:   %s", host, port, reason, fix
+            )
+
+    failure = wait_served(host, port, timeout_s, say)
+    if failure is not None:
+        reason, fix = failure
         raise CollectiveTimeout(
-            f"rank 0's store at {host}:{port} did not answer within {timeout.total_seconds():g} s.",
+            f"rank 0's store at {host}:{port} did not answer within {timeout_s:g} s: {reason}.",
             where=rank_location(info.rank, info.world_size),
-            why="rank 0 did not start, or its port cannot be reached from this host.",
-            fix="see the log of rank 0; open the port in the firewall; check MASTER_ADDR.",
+            why="rank 0 did not start, or MASTER_ADDR and MASTER_PORT do not lead to it.",
+            fix=fix,
             missing=[0],
-            waited_s=timeout.total_seconds(),
-        ) from error
+            waited_s=timeout_s,
+        )
+    return dist.TCPStore(
+        host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+    )
 
 
 def _wait_for_ranks(store: dist.Store, info: RankInfo, timeout_s: float) -> None:

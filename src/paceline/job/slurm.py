@@ -1,14 +1,14 @@
-"""What Slurm tells a task of `srun`: the place of a node or of a rank. Pure: the environment is an argument.
+"""What Slurm tells a task of `srun`: the place of a node or of a rank. The environment is an argument.
 
 A step has either one task for each node, which is `paceline run` and starts the ranks of the node, or one
-task for each rank, which is the script. `TRUTH_TABLE` says what a process is; `VALUES` says where each value
-comes from. docs/howto/slurm.md has both tables.
+task for each rank, which is the script. `TRUTH_TABLE` says what a process is, as docs/howto/slurm.md does.
 
 Source: the manual page of srun, and the variables of Slurm 22.05.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 class Situation(Enum):
     """What the variables say about a process. The values are the words of the documentation."""
 
-    NO_STEP = "a shell of `salloc` or the script of `sbatch`"
+    NO_STEP = "a shell of `salloc` or `srun --pty`, or the script of `sbatch`"
     TASK_PER_NODE = "a step with one task on each node"
     TASKS_PER_NODE = "a step with several tasks on a node"
     HETEROGENEOUS = "a step of several components (`srun A : B`)"
@@ -47,20 +47,6 @@ TRUTH_TABLE: Mapping[Situation, tuple[Meaning, Meaning]] = {
     Situation.TASK_PER_NODE: (Meaning.NODE, Meaning.RANK),
     Situation.TASKS_PER_NODE: (Meaning.REFUSED, Meaning.RANK),
     Situation.HETEROGENEOUS: (Meaning.REFUSED, Meaning.REFUSED),
-}
-
-# Where `paceline run` takes a value from, with a task for each node, and where `join` takes it from, with a
-# task for each rank. Words in capitals are variables.
-VALUES: Mapping[str, tuple[str, str]] = {
-    "number of nodes": ("SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"),
-    "node rank": ("SLURM_NODEID", "SLURM_NODEID"),
-    "ranks of a node": ("--nproc-per-node", "SLURM_STEP_TASKS_PER_NODE"),
-    "world size": ("the sum over the nodes", "SLURM_STEP_NUM_TASKS"),
-    "rank": ("the launcher", "SLURM_PROCID"),
-    "local rank": ("the launcher", "SLURM_LOCALID"),
-    "host": ("SLURM_STEP_NODELIST", "SLURM_STEP_NODELIST"),
-    "port": ("SLURM_JOB_ID and SLURM_STEP_ID", "SLURM_JOB_ID and SLURM_STEP_ID"),
-    "restarts": ("--max-restarts", "SLURM_RESTART_COUNT"),
 }
 
 
@@ -95,12 +81,22 @@ def situation(environ: Mapping[str, str]) -> Situation:
     """
     step = environ.get("SLURM_STEP_ID", "")
     in_step = all(name in environ for name in NEEDED) and step.isdigit()
-    if not in_step or int(step) >= _FIRST_SPECIAL_STEP:
+    if not in_step or int(step) >= _FIRST_SPECIAL_STEP or _is_typed(environ):
         return Situation.NO_STEP
     if "SLURM_HET_SIZE" in environ:
         return Situation.HETEROGENEOUS
     one_each = all(count == 1 for count in _tasks(environ))
     return Situation.TASK_PER_NODE if one_each else Situation.TASKS_PER_NODE
+
+
+def _is_typed(environ: Mapping[str, str]) -> bool:
+    """Whether a shell of `srun --pty` started this process.
+
+    The shell is the first task of its step, and the others have ended. A program that `srun --pty` starts
+    itself is a task as usual.
+    """
+    is_first = "SLURM_PTY_PORT" in environ and environ["SLURM_PROCID"] == "0"
+    return is_first and environ.get("SLURM_TASK_PID") != str(os.getpid())
 
 
 def read_node(environ: Mapping[str, str]) -> Step | None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from paceline.credentials import is_secret_name
 from paceline.launch.local_ranks import Rank
 from paceline.watch.crash import RankOutcome
 
@@ -25,7 +26,6 @@ _PREFIXES = (
     *("CUDA_", "GLOO_", "KMP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PACELINE_", "PET_"),
     *("PYTHON", "RANK", "SLURM_", "TORCH", "WORLD_SIZE"),
 )
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH")
 _PACKAGES = ("paceline", "torch", "numpy", "accelerate", "lightning", "transformers")
 
 
@@ -57,7 +57,7 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name.startswith(_PREFIXES) and not any(word in name.upper() for word in _SECRET)
+        if name.startswith(_PREFIXES) and not is_secret_name(name)
     }
 
 

@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from paceline.errors import ConfigError, LaunchFailed
-from paceline.job.network import Route, addresses_of, is_loopback, owns
-from paceline.launch.rendezvous import ANY_INTERFACE, listen, store_on
-from paceline.machine import mtu_of, owner_of_port
+from paceline.errors import LaunchFailed
+from paceline.job.network import Route, is_loopback, owns
+from paceline.job.store_server import cannot_listen, listen, listen_for, store_on, wait_served
+from paceline.machine import mtu_of
 
-FIRST_REPORT_S = 5.0
-REPORT_S = 10.0
-_CONNECT_S = 3.0
-_POLL_S = 0.2
 # Larger than any packet (at most 64 KiB), so that both directions need packets of full size.
 _PROBE_BYTES = 1 << 17
 _PROBE_S = 5.0
@@ -77,8 +71,22 @@ def meet_at(
     """
     listener = _claim(endpoint)
     if listener is not None:
-        return store_on(endpoint.host, listener, read_timeout)
-    _wait_served(endpoint, time.monotonic() + timeout_s, say)
+        return store_on(listener, read_timeout)
+    failure = wait_served(
+        endpoint.host,
+        endpoint.port,
+        timeout_s,
+        lambda reason, fix: say(
+            f"still waiting for the rendezvous at {endpoint}: {reason}\n  fix:   {fix}"
+        ),
+    )
+    if failure is not None:
+        reason, fix = failure
+        raise LaunchFailed(
+            f"the nodes could not meet: {reason}.",
+            where=f"host {socket.gethostname()}, rendezvous at {endpoint}",
+            fix=fix,
+        )
     store = _connected(endpoint, read_timeout)
     if not _exchanges(store, _PROBE_BYTES, read_timeout):
         _explain_lost_packets(endpoint, route, read_timeout)
@@ -96,105 +104,16 @@ def _claim(endpoint: Endpoint) -> socket.socket | None:
     if not (owns(host) if endpoint.is_host is None else endpoint.is_host):
         return None
     try:
-        return listen(interface_of(host), port)
+        return listen_for(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE and not endpoint.one_launcher and not endpoint.is_host:
             return None
-        reason = error
-    # A host behind a virtual address cannot bind it.
-    if reason.errno == errno.EADDRNOTAVAIL:
-        try:
-            return listen(ANY_INTERFACE, port)
-        except OSError as error:
-            reason = error
-    taken = (
-        f"the port is taken by {owner_of_port(port)}." if reason.errno == errno.EADDRINUSE else ""
-    )
-    raise ConfigError(
-        f"this host has to serve the rendezvous, and cannot listen on {endpoint}: {reason.strerror}.",
-        where=f"host {socket.gethostname()}",
-        why=taken,
-        fix="choose another port for this job, the same on all nodes; or end the process that has it.",
-    ) from reason
-
-
-def interface_of(host: str) -> str:
-    """The address to listen on, so that other hosts can connect to `host`; empty for all interfaces."""
-    addresses = addresses_of(host)
-    # Many hosts map their own name to 127.0.1.1, which no other host can reach.
-    if not addresses or (is_loopback(addresses[0]) and not is_loopback(host)):
-        return ANY_INTERFACE
-    return str(ipaddress.ip_address(addresses[0]))
-
-
-def _wait_served(endpoint: Endpoint, deadline: float, say: Callable[[str], None]) -> None:
-    """Wait until a process listens at the endpoint.
-
-    Raises:
-        LaunchFailed: none did in time.
-    """
-    next_report = time.monotonic() + FIRST_REPORT_S
-    while True:
-        began = time.monotonic()
-        error = _connect(endpoint)
-        if error is None:
-            return
-        now = time.monotonic()
-        if now >= deadline:
-            what, fix = explain_connection(endpoint, error)
-            raise LaunchFailed(
-                f"the nodes could not meet: {what}.",
-                where=f"host {socket.gethostname()}, rendezvous at {endpoint}",
-                fix=fix,
-            ) from error
-        if now >= next_report:
-            what, fix = explain_connection(endpoint, error)
-            say(f"still waiting for the rendezvous at {endpoint}: {what}\n  fix:   {fix}")
-            next_report = now + REPORT_S
-        time.sleep(max(0.0, began + _POLL_S - time.monotonic()))
-
-
-def _connect(endpoint: Endpoint) -> OSError | None:
-    try:
-        with socket.create_connection((endpoint.host, endpoint.port), _CONNECT_S):
-            return None
-    except OSError as error:
-        return error
-    except UnicodeError:  # of a name that is too long, or has an empty part
-        return socket.gaierror(socket.EAI_NONAME, "not a host name")
-
-
-def explain_connection(endpoint: Endpoint, error: OSError) -> tuple[str, str]:
-    """Why a node cannot connect to the endpoint, and what to do."""
-    host, port = endpoint.host, endpoint.port
-    here = socket.gethostname()
-    if isinstance(error, socket.gaierror):
-        return (
-            f"the name {host} does not resolve on {here} ({error.strerror})",
-            "check the name, add it to /etc/hosts or DNS, or use the address of that host.",
-        )
-    addresses = addresses_of(host)
-    if not is_loopback(host) and addresses and is_loopback(addresses[0]):
-        return (
-            f"the name {host} resolves to {addresses[0]} on {here}, which is {here} itself",
-            f"correct /etc/hosts on {here}, or use the address of {host}.",
-        )
-    if isinstance(error, ConnectionRefusedError):
-        return (
-            f"{host} answers, and no launcher listens on port {port}",
-            "start the same command there. If it runs there already, a firewall rejects the port: "
-            f"open TCP port {port}.",
-        )
-    if isinstance(error, TimeoutError):
-        return (
-            f"{host} does not answer on port {port}",
-            f"if the host is up and the address is right, a firewall drops the packets: open TCP port {port} "
-            "there.",
-        )
-    return (
-        f"{error.strerror or error}",
-        f"check that {here} has a route to {host} (`ip route get {(addresses or [host])[0]}`).",
-    )
+        raise cannot_listen(
+            f"this host has to serve the rendezvous, and cannot listen on {endpoint}",
+            port,
+            error,
+            fix="choose another port for this job, the same on all nodes; or end the process that has it.",
+        ) from error
 
 
 def _connected(endpoint: Endpoint, timeout: timedelta) -> TCPStore:

@@ -12,6 +12,7 @@ import ipaddress
 import json
 import platform
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,10 +117,10 @@ class NodeTable:
 
     def refuse(self, why: str) -> None:
         """Tell the other nodes why this one does not take part."""
-        self._store.set(_REFUSED, why)
+        self._store.set(_REFUSED, f"{time.strftime('%H:%M:%S')}: {why}")
 
     def refused(self) -> str:
-        """Why a node did not take part; empty if none was refused."""
+        """When and why a node did not take part; empty if none was refused."""
         return self._store.get(_REFUSED).decode() if self._store.check([_REFUSED]) else ""
 
     def of(self, nodes: Sequence[Any]) -> dict[Any, NodeFacts]:
@@ -163,7 +164,8 @@ def describe(
     if None not in numbers and at_least == wanted and missing:
         which = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         return f"{count} {are} here ({names})", f"missing: node{'s' * (len(missing) > 1)} {which}"
-    return f"{count} {are} here ({names})", f"missing: {max(0, at_least - present)}"
+    left = max(0, at_least - present)
+    return f"{count} {are} here ({names})", f"{left} node{' is' if left == 1 else 's are'} missing"
 
 
 def _read(data: bytes) -> NodeFacts | None:

@@ -14,6 +14,7 @@ named.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -38,11 +39,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from paceline import torch_private
 from paceline.errors import ConfigError, LaunchFailed
-from paceline.job.network import Route, route_to
-from paceline.launch.endpoint import FIRST_REPORT_S, REPORT_S, Endpoint, interface_of, meet_at
+from paceline.job.network import Route, addresses_of, route_to
+from paceline.job.store_server import FIRST_REPORT_S, REPORT_S, listen_for, store_on, unresolved
+from paceline.launch.endpoint import Endpoint, meet_at
 from paceline.launch.node_exchange import NodeExchange
 from paceline.launch.node_facts import NodeFacts, NodeTable, describe, difference, order
-from paceline.launch.rendezvous import READ_TIMEOUT_S, listen, serve_store
+from paceline.launch.rendezvous import READ_TIMEOUT_S, STORE_TIMEOUT
 
 _MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _NAMES = tuple(
@@ -230,7 +232,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         raise LaunchFailed(
             f"this node cannot take part: {what}.",
             where=f"host {self._facts.host}, rendezvous at {self._options.endpoint}",
-            why="all nodes must run the same program.",
+            why="all nodes must have the same program, versions and --nnodes.",
             fix=fix,
         )
 
@@ -244,15 +246,19 @@ class NodeRendezvous(DynamicRendezvousHandler):
         low, high = self._settings.min_nodes, self._settings.max_nodes
         here, missing = describe(self._table.of(nodes), len(nodes), high, low)
         if self._this_node in state.redundancy_list:
-            here, missing = f"{here}, and no more may take part", "this node waits until one leaves"
+            here = f"{here}, and no more may take part"
+            missing = "this node waits until one leaves. If they are another job, give this one another port"
         elif self._this_node in state.wait_list:
             missing = "this node joins at their next restart"
         text = f"still waiting: {here}; {missing}"
         if refused := self._table.refused():
-            text += f". A node was refused: {refused}"
+            text += f". A node was refused at {refused}"
         host = self._options.endpoint.host
         route = route_to(host)
-        if (
+        if not addresses_of(host):
+            what, fix = unresolved(host)
+            text += f". Also, {what}: {fix}"
+        elif (
             route is not None
             and host not in (route.address, "localhost")
             and "resolves" in route.why
@@ -326,16 +332,12 @@ class NodeRendezvous(DynamicRendezvousHandler):
         return self._this_node not in self._holder.state.participants
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        interface = interface_of(master_addr)
         if self._options.ports is None:
-            return serve_store(interface, master_addr, master_port)
+            return store_on(listen_for(master_addr, master_port), STORE_TIMEOUT)
         first, last = self._options.ports
         for port in range(first, last + 1):
-            try:
-                listen(interface, port).close()
-            except OSError:
-                continue
-            return serve_store(interface, master_addr, port)
+            with contextlib.suppress(OSError):
+                return store_on(listen_for(master_addr, port), STORE_TIMEOUT)
         raise LaunchFailed(
             f"no port of --port-range {first}-{last} is free on this host.",
             where=f"host {self._facts.host}",

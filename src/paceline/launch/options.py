@@ -6,7 +6,10 @@ ignores it, a note says so.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
+import re
 import shutil
 import socket
 import uuid
@@ -78,12 +81,11 @@ class LaunchOptions:
 
     def grace_s(self, *, may_save: bool) -> float:
         """Seconds for ranks to end; longer if a training may save a checkpoint before."""
-        given = getattr(self.args, "shutdown_timeout", None)
-        if given is None:
-            given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-        if given is not None:
+        if (given := getattr(self.args, "shutdown_timeout", None)) is not None:
             return float(given)
-        return _SAVE_GRACE_S if may_save else _GRACE_S
+        longest_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVE_GRACE_S))
+        # After a failure nothing is saved, and a rank that hangs must not delay the restart.
+        return longest_s if may_save else min(longest_s, _GRACE_S)
 
     @property
     def shown(self) -> frozenset[int] | None:
@@ -297,6 +299,7 @@ def _apply_host(args: Namespace, ports: tuple[int, int] | None) -> None:
     """Turn --host into torch's options."""
     if args.host is None:
         return
+    host, port = _host_and_port(args.host)
     given = [
         name
         for name, is_given in (
@@ -311,16 +314,26 @@ def _apply_host(args: Namespace, ports: tuple[int, int] | None) -> None:
     if given:
         raise ConfigError(
             f"--host and {given[0]} contradict each other.",
-            fix=f"leave one of them out; a port is given as --host {args.host.partition(':')[0]}:PORT.",
+            fix=f"leave one of them out; a port is given as --host {host}:PORT.",
         )
     args.rdzv_backend = "c10d"
-    host = args.host
-    if host.count(":") > 1 and not host.startswith("["):
-        host = f"[{host}]"  # an IPv6 address
-    _, colon, last = host.rpartition(":")
-    has_port = bool(colon) and last.isdigit()
-    port = ports[0] if ports is not None else C10D_PORT
-    args.rdzv_endpoint = host if has_port else f"{host}:{port}"
+    default = ports[0] if ports is not None else C10D_PORT
+    args.rdzv_endpoint = f"{host}:{default if port is None else port}"
+
+
+def _host_and_port(text: str) -> tuple[str, int | None]:
+    """The host of --host, an IPv6 address in brackets, and its port if there is one."""
+    host, port = text, None
+    if found := re.fullmatch(r"(\[.+\]|[^:]*):(\d+)", text):
+        host, port = found[1], int(found[2])
+    with contextlib.suppress(ValueError):
+        host = f"[{ipaddress.IPv6Address(host.strip('[]'))}]"
+    if not re.fullmatch(r"\[.*:.*\]|[\w.-]+", host) or not (port is None or 0 < port < 1 << 16):
+        raise ConfigError(
+            f"--host is {text!r}, and that is no host.",
+            fix="give HOST or HOST:PORT, such as 10.0.0.1, node0:29400 or [fd00::1]:29400.",
+        )
+    return host, port
 
 
 def _configure(args: Namespace, uses_logs: bool) -> LaunchConfig:
@@ -411,6 +424,11 @@ def _local_address(args: Namespace, notes: list[str]) -> tuple[str, int] | None:
         raise ConfigError(
             f"--nnodes must be a number or MIN:MAX, and is {args.nnodes!r}."
         ) from error
+    if max_nodes < 1:
+        raise ConfigError(
+            f"--nnodes must be 1 or more, and is {args.nnodes}.",
+            fix="give the number of nodes, or MIN:MAX.",
+        )
     host = args.local_addr or args.master_addr
     if args.standalone:
         if max_nodes != 1:

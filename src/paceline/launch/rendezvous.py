@@ -8,7 +8,6 @@ store, which listens on one interface if possible.
 from __future__ import annotations
 
 import gc
-import socket
 import time
 import weakref
 from datetime import timedelta
@@ -17,14 +16,12 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from paceline.errors import ConfigError
+from paceline.job.store_server import cannot_listen, listen, store_on
 
-_STORE_TIMEOUT = timedelta(seconds=60)
+STORE_TIMEOUT = timedelta(seconds=60)
 _REBIND_S = 10.0
 READ_TIMEOUT_S = 60
 C10D_PORT = 29400
-_BACKLOG = 4096
-ANY_INTERFACE = ""
 
 
 class LocalRendezvous(StaticTCPRendezvous):
@@ -46,7 +43,15 @@ class LocalRendezvous(StaticTCPRendezvous):
         """See torch."""
         if self._port and self._last is not None:
             self._wait_gone(self._last)
-        store = serve_store(self._host, self._host, self._port)
+        try:
+            store = store_on(listen(self._host, self._port), STORE_TIMEOUT)
+        except OSError as error:
+            raise cannot_listen(
+                f"the store of the job cannot listen on {self._host}:{self._port}",
+                self._port,
+                error,
+                fix="omit the port, so that the kernel chooses a free one; or choose another.",
+            ) from error
         self._last = weakref.ref(store)
         self._round += 1
         return RendezvousInfo(
@@ -62,48 +67,3 @@ class LocalRendezvous(StaticTCPRendezvous):
         while store() is not None and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
-
-
-def store_on(host: str, listener: socket.socket, timeout: timedelta) -> TCPStore:
-    """A store on a socket that listens already; its clients connect to `host`."""
-    return TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def serve_store(interface: str, host: str, port: int) -> TCPStore:
-    """Serve a store on one interface; its clients connect to `host`.
-
-    Raises:
-        ConfigError: the address is not of this host, or the port is taken.
-    """
-    try:
-        listener = listen(interface, port)
-    except OSError as error:
-        raise ConfigError(
-            f"the store of the job cannot listen on {host}:{port}: {error.strerror}.",
-            why="the port is taken, or the address is not one of this host.",
-            fix="omit the port, so that the kernel chooses a free one; or choose another.",
-        ) from error
-    return store_on(host, listener, _STORE_TIMEOUT)
-
-
-def listen(interface: str, port: int) -> socket.socket:
-    """Listen on an address of this host, or with `ANY_INTERFACE` on all of them.
-
-    Raises:
-        OSError: the port is taken, or the address is not one of this host.
-    """
-    if interface == ANY_INTERFACE:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
-            )
-        return socket.create_server(("", port), backlog=_BACKLOG)
-    family, _, _, _, address = socket.getaddrinfo(interface, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family, backlog=_BACKLOG)

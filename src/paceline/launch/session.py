@@ -17,7 +17,11 @@ from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline import torch_private
@@ -103,6 +107,8 @@ def _run(options: LaunchOptions, local_ranks: LocalRanks, threads: str) -> int:
                 rendezvous = _rendezvous(options, local_ranks)
         except SignalException as error:
             return 128 + error.sigval
+        except ConfigError:
+            raise
         except ValueError as error:
             raise ConfigError(f"the rendezvous options are not usable: {error}") from error
         except LaunchFailed as error:
@@ -182,9 +188,14 @@ def _rendezvous_failed(local_ranks: LocalRanks, options: LaunchOptions, error: E
         )
         local_ranks.say(f"paceline: {lost}\n")
         return ExitCode.UNAVAILABLE
+    is_gone = isinstance(error, RendezvousConnectionError)
+    reason = "the connection to the rendezvous was lost" if is_gone else type(error).__name__
     failure = LaunchFailed(
-        f"the nodes could not meet: {type(error).__name__}{f': {text}' if text else ''}",
+        f"the nodes could not meet: {reason}{f': {text}' if text and not is_gone else ''}",
         where=where,
+        why="the node that serves it has ended. If that was another job, give this one another port."
+        if is_gone
+        else "",
         fix="start `paceline run` on each node, with the same --nnodes, --rdzv-endpoint and "
         "--rdzv-id, and check that this node can reach that endpoint.",
     )

@@ -31,9 +31,9 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigError, LaunchFailed
 from paceline.exit_codes import signal_name
-from paceline.job import rendezvous
 from paceline.job.job import join
 from paceline.job.mesh import Mesh
+from paceline.job.store_server import serve_here
 from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
 from paceline.watch.crash import Error, RankOutcome, find_first_failure
@@ -149,7 +149,7 @@ def run_outcomes(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     if store is None:
-        store = rendezvous.serve("127.0.0.1", 0, nproc, timedelta(seconds=timeout_s))
+        store = serve_here(timedelta(seconds=timeout_s))
     payload = cloudpickle.dumps((function, args))
     options = {"seed": seed, "device": device, "timeout_s": timeout_s, "mesh": mesh}
     ranks: list[_Rank] = []
@@ -329,6 +329,19 @@ class _Lines(io.TextIOBase):
         """As of the stream below."""
         return self._stream.encoding
 
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        """As of the stream below."""
+        return self._stream.errors
+
+    def reconfigure(self, **options: Any) -> None:
+        """Change the encoding of the stream below."""
+        self._stream.reconfigure(**options)  # type: ignore[attr-defined]
+
+    def writable(self) -> bool:
+        """Whether it can be written to."""
+        return True
+
     def isatty(self) -> bool:
         """A progress bar needs the terminal for itself, which several ranks share."""
         return False
@@ -389,6 +402,10 @@ def _receive(number: int, rank: _Rank) -> Outcome:
     except (EOFError, ConnectionResetError):
         rank.process.join(timeout=_GRACE_S)
         code = rank.process.exitcode or 0
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code}"
-        error = LaunchFailed(f"rank {number} {how}.", rank=number, exit_code=code)
+        how = f"was killed by {signal_name(-code)}"
+        why = "memory ran out, or native code crashed, or a user killed it."
+        if code >= 0:
+            how = f"ended with exit code {code} before its function returned"
+            why = "the function or a library called os._exit, or exit of C."
+        error = LaunchFailed(f"rank {number} {how}.", why=why, rank=number, exit_code=code)
         return Outcome(number, error=error, ended=_rank_outcome(number, returncode=code))

@@ -11,18 +11,24 @@ import json
 import os
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import paceline
 from paceline.command_line import CommandParser
 from paceline.errors import ConfigError
 from paceline.schedulers.request import (
+    PORT,
+    RUN_FOLDER,
     SHUTDOWN_TIMEOUT,
+    USER,
+    WORKSPACE,
     JobFiles,
     JobRequest,
+    add_shm_size,
     check_image,
     check_is_in_image,
-    memory_mib,
+    check_run_folder,
 )
 from paceline.schedulers.yaml_text import Commented, to_yaml
 
@@ -39,18 +45,17 @@ WITHOUT = ("time",)
 BASE = "python:3.13-slim-trixie@sha256:9d2e5553305c7c7b0097999bb17187c69b921ccd6bc9d40e4bb5ebe652c00285"
 _TORCH_CPU = "https://download.pytorch.org/whl/cpu"
 _TORCH_CUDA = "https://download.pytorch.org/whl/cu130"
-WORKSPACE = "/workspace"
-PORT = 29400
-_USER = 1000  # that of `paceline job k8s`
-_SHM_MIB_PER_RANK = 2048
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+_PLAIN_FILE = re.compile(r"[\w.-]+")
 _IGNORED = (
     ".git",
     ".venv",
+    "venv",
     "**/__pycache__",
     "**/*.pyc",
     "runs",
     "**/.env",
+    "**/.env.*",
     "**/*.pem",
     "**/*.key",
 )
@@ -77,12 +82,7 @@ def add_options(parser: CommandParser) -> None:
         "requirements.txt or the project of this folder, if there is one); with constraints.txt, if there "
         "is one",
     )
-    parser.add_argument(
-        "--shm-size",
-        type=memory_mib,
-        metavar="SIZE",
-        help="size of /dev/shm (default: 2G for each rank, at most half of --memory)",
-    )
+    add_shm_size(parser)
 
 
 def write(request: JobRequest, options: argparse.Namespace) -> JobFiles:
@@ -94,14 +94,10 @@ def write(request: JobRequest, options: argparse.Namespace) -> JobFiles:
     name = _job_name(request)
     image = request.image or name
     check_is_in_image(request)
-    check_image("--image", image)
+    check_image("--image" if request.image else "--name", image)
     check_image("--base", options.base)
-    for variable, reference in request.secrets.items():
-        if reference:
-            raise ConfigError(
-                f"--secret {variable} has the reference {reference!r}, and Compose knows none.",
-                fix=f"give --secret {variable}; the value is that of the environment of `docker compose`.",
-            )
+    check_run_folder(request.run_folder or RUN_FOLDER)
+    request.refuse_references("Compose", "the environment of `docker compose`")
     if options.output != "-" and os.path.relpath(options.output).startswith(".."):
         raise ConfigError(
             f"--output is {options.output!r}, outside of this folder.",
@@ -113,6 +109,15 @@ def write(request: JobRequest, options: argparse.Namespace) -> JobFiles:
     build = f"docker build -t {image} -f {shlex.quote(dockerfile)} ."
     file = shlex.quote(os.path.join(folder, "compose.yaml"))
     compose = "docker compose" + (f" -f {file}" if folder != "." else "")
+    steps = [
+        f"{compose} up --build",
+        f"{compose} stop    # a training saves, and exits with 75",
+        build,
+    ]
+    if options.install is None:
+        steps.append(
+            f"note: pip gets paceline {paceline.__version__} from its index; --install names another source"
+        )
     return JobFiles(
         {
             "Dockerfile": _dockerfile(request, options, build),
@@ -122,18 +127,12 @@ def write(request: JobRequest, options: argparse.Namespace) -> JobFiles:
                 comment=f"Written by `paceline job docker`. {compose} up --build",
             ),
         },
-        (
-            f"{compose} up --build",
-            f"{compose} stop    # a training saves, and exits with 75",
-            build,
-        ),
+        steps,
     )
 
 
 def _job_name(request: JobRequest) -> str:
-    name = request.job_name
-    if not request.name:
-        name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    name = request.default_name
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{'--name' if request.name else 'the name of the script'} is {name!r}, and Compose refuses it.",
@@ -145,7 +144,7 @@ def _job_name(request: JobRequest) -> str:
 
 
 def _install(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The words for pip, and the files that they need; "." for all."""
+    """The words for pip, and the files that they need; "." for the whole folder."""
     if options.install is not None:
         try:
             words = shlex.split(options.install)
@@ -163,7 +162,12 @@ def _install(options: argparse.Namespace) -> tuple[list[str], list[str]]:
             words += ["-r", "requirements.txt"]
         elif os.path.exists("pyproject.toml"):
             words += ["."]
-    words = [part for word in words for part in re.findall(r"^-[rc](?=.)|.+", word)]
+    words = [part for word in words for part in _separate(word)]
+    if "-e" in words:
+        raise ConfigError(
+            "--install has -e, and an editable project needs its folder, which the image does not have.",
+            fix="leave -e out.",
+        )
     files = [after for word, after in itertools.pairwise(words) if word in ("-r", "-c")]
     if os.path.exists("constraints.txt") and "constraints.txt" not in files:
         words, files = ["-c", "constraints.txt", *words], ["constraints.txt", *files]
@@ -174,8 +178,26 @@ def _install(options: argparse.Namespace) -> tuple[list[str], list[str]]:
                 f"--install names the file {file!r}, and this folder has none of that name.",
                 fix="give a path relative to this folder.",
             )
-    needs_all = any(re.match(r"\.($|[/\[])", word) for word in words)
-    return words, ["."] if needs_all else files
+    lines = [line.strip() for file in files for line in Path(file).read_text().splitlines()]
+    others = [word for word in words if word not in ("-r", "-c", *files)]
+    needs_more = any(line.startswith("-") for line in lines) or any(
+        map(_is_path, [*lines, *others])
+    )
+    return words, ["."] if needs_more or not all(map(_PLAIN_FILE.fullmatch, files)) else files
+
+
+def _separate(word: str) -> list[str]:
+    """One word of a shell as words of pip: its short options, and their values."""
+    for option in ("requirement", "constraint", "editable"):
+        word = re.sub(rf"^--{option}(=|$)", f"-{option[0]}", word)
+    return re.findall(r"^-[rce](?=.)|.+", word)
+
+
+def _is_path(requirement: str) -> bool:
+    """Whether pip reads a file or folder for it, rather than an index or an address."""
+    text = requirement.partition("#")[0].partition("[")[0].strip()
+    is_archive = text.endswith((".whl", ".zip", ".gz"))
+    return "://" not in text and (text.startswith(".") or "/" in text or is_archive)
 
 
 def _dockerfile(request: JobRequest, options: argparse.Namespace, build: str) -> str:
@@ -198,9 +220,9 @@ RUN python -m venv /opt/venv
 {_install_steps(options)}
 FROM ${{BASE}}
 # A number, so that Kubernetes can check that it is not root.
-ARG UID={_USER}
-RUN useradd --create-home --uid "${{UID}}" train \\
- && install -d -o train -g train {_run_folder(request)}
+ARG UID={USER}
+RUN useradd --create-home --non-unique --uid "${{UID}}" train \\
+ && install -d -o train -g train {request.run_folder or RUN_FOLDER}
 COPY --from=build /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR {WORKSPACE}
@@ -220,22 +242,8 @@ def _install_steps(options: argparse.Namespace) -> str:
 COPY constraints.txt ./
 RUN {pip} -c constraints.txt torch
 """
-    # pip gets the paths as they were given, and `COPY a/b ./` would drop the folder.
-    in_folders = [file for file in files if "/" in file]
-    others = [file for file in files if file not in in_folders]
-    copy = f"COPY {' '.join(others)} ./\n" if others else ""
-    copy += "".join(f"COPY {file} {file}\n" for file in in_folders)
+    copy = f"COPY {' '.join(files)} ./\n" if files else ""
     return f"{first}{copy}RUN {pip} {shlex.join(words)}\n"
-
-
-def _run_folder(request: JobRequest) -> str:
-    folder = request.run_folder or f"{WORKSPACE}/runs"
-    if not re.fullmatch(r"(/[\w.-]+)+", folder):
-        raise ConfigError(
-            f"--run-folder is {folder!r}, and a volume cannot be mounted there.",
-            fix=f"give an absolute path in the container, such as {WORKSPACE}/runs.",
-        )
-    return folder
 
 
 def _compose(
@@ -280,24 +288,16 @@ def _service(
         "hostname": f"node-{node}",
         "command": command,
         "environment": variables,
-        "shm_size": f"{_shm_mib(request, options)}m",
+        "shm_size": f"{request.shm_mib(options.shm_size)}m",
         "stop_grace_period": Commented(
             f"{request.scheduler_grace_s}s", "Time for a step, a save, and the end of the launcher."
         ),
         "init": Commented(True, "A first process that reaps the others."),
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
-        "volumes": [f"runs:{_run_folder(request)}"],
+        "volumes": [f"runs:{request.run_folder or RUN_FOLDER}"],
         **({"deploy": {"resources": resources}} if resources else {}),
     }
-
-
-def _shm_mib(request: JobRequest, options: argparse.Namespace) -> int:
-    if options.shm_size is not None:
-        return int(options.shm_size)
-    default = _SHM_MIB_PER_RANK * request.ranks_per_node
-    memory = request.memory_mib
-    return default if memory is None else max(1, min(default, memory // 2))
 
 
 def _resources(request: JobRequest, node: int) -> dict[str, Any]:

@@ -7,7 +7,9 @@ and trainer.kubeflow.org/v1alpha1.
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +17,16 @@ from paceline.command_line import CommandParser, not_negative_count
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
 from paceline.schedulers.request import (
+    PORT,
+    RUN_FOLDER,
     SHUTDOWN_TIMEOUT,
+    USER,
     JobFiles,
     JobRequest,
+    add_shm_size,
     check_image,
     check_is_in_image,
+    check_run_folder,
     memory_mib,
 )
 from paceline.schedulers.yaml_text import Commented, to_yaml
@@ -38,15 +45,12 @@ EXAMPLES = {
 WITHOUT: tuple[str, ...] = ()
 
 KINDS = ("job", "jobset", "trainjob")
-RUN_FOLDER = "/workspace/runs"
-PORT = 29400
-_USER = 1000  # that of the Dockerfile of `paceline job docker`
 _CONTAINER = "node"  # the name that Kubeflow's runtimes use
-_SHM_MIB_PER_RANK = 2048
 # How long a pod waits for the others, which may still be pending or pull their image.
 _JOIN_TIMEOUT_S = 1800
 _DNS_LABEL = 63
 _KUBECTL_LOGS = 5  # pods that `kubectl logs -f` follows without an option
+_RESOURCE = re.compile(r"([a-z0-9][a-z0-9.-]*/)?[A-Za-z0-9][\w.-]*")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 
@@ -87,13 +91,7 @@ def add_options(parser: CommandParser) -> None:
     parser.add_argument(
         "--storage-class", default="", metavar="NAME", help="the StorageClass of the claim"
     )
-    parser.add_argument(
-        "--shm-size",
-        type=memory_mib,
-        metavar="SIZE",
-        help="largest size of /dev/shm, which counts as memory of the pod (default: 2G for each rank, "
-        "at most half of --memory)",
-    )
+    add_shm_size(parser, note=", which counts as memory of the pod")
     parser.add_argument(
         "--gpu-resource",
         default="nvidia.com/gpu",
@@ -103,9 +101,9 @@ def add_options(parser: CommandParser) -> None:
     parser.add_argument(
         "--user",
         type=not_negative_count,
-        default=_USER,
+        default=USER,
         metavar="UID",
-        help=f"the user and group of the processes ({_USER})",
+        help=f"the user and group of the processes ({USER})",
     )
     parser.add_argument(
         "--namespace", default="", metavar="NAME", help="the namespace of the objects"
@@ -130,6 +128,7 @@ class _Writer:
         self.name = _job_name(request, options.kind)
         self.claim = options.claim or f"{self.name}-runs"
         self.run_folder = request.run_folder or RUN_FOLDER
+        self.shm_mib = request.shm_mib(options.shm_size)
         self._check()
 
     def _check(self) -> None:
@@ -146,25 +145,18 @@ class _Writer:
                 "--storage-class has no effect without --storage.",
                 fix="give the size of the claim with --storage, or leave --storage-class out.",
             )
-        if not self.run_folder.startswith("/") or self.run_folder == "/" or ":" in self.run_folder:
+        check_run_folder(self.run_folder)
+        if not _RESOURCE.fullmatch(options.gpu_resource):
             raise ConfigError(
-                f"--run-folder is {self.run_folder!r}, and a volume cannot be mounted there.",
-                fix="give an absolute path in the container, such as --run-folder /workspace/runs.",
+                f"--gpu-resource is {options.gpu_resource!r}, and that is no name of a resource.",
+                fix="give DOMAIN/NAME, such as nvidia.com/gpu.",
             )
-        if request.memory_mib is not None and self._shm_mib >= request.memory_mib:
+        if request.memory_mib is not None and self.shm_mib >= request.memory_mib:
             raise ConfigError(
-                f"--shm-size is {options.shm_size} MiB, and --memory is {request.memory_mib} MiB.",
+                f"/dev/shm has {self.shm_mib} MiB, and --memory is {request.memory_mib} MiB.",
                 why="files in /dev/shm count as memory of the pod.",
                 fix="give more --memory or less --shm-size.",
             )
-
-    @property
-    def _shm_mib(self) -> int:
-        if self.options.shm_size is not None:
-            return int(self.options.shm_size)
-        default = _SHM_MIB_PER_RANK * self.request.ranks_per_node
-        memory = self.request.memory_mib
-        return default if memory is None else max(1, min(default, memory // 2))
 
     def files(self) -> JobFiles:
         """The texts, and what to do with them."""
@@ -180,15 +172,19 @@ class _Writer:
         }
         namespace = f" -n {self.options.namespace}" if self.options.namespace else ""
         steps = []
+
+        def path(name: str) -> str:
+            return shlex.quote(os.path.join(self.options.output, name))
+
         if self.options.storage is not None:
             # A file of its own: `kubectl delete -f` of the job must not delete the checkpoints.
             files[claim_file] = to_yaml(self._claim_document())
             steps.append(
-                f"kubectl apply -f {claim_file}    # once; deleting it deletes the checkpoints"
+                f"kubectl apply -f {path(claim_file)}    # once; deleting it deletes the checkpoints"
             )
         else:
             steps.append(f"kubectl{namespace} get pvc {self.claim}    # the claim must exist")
-        steps.append(f"kubectl apply -f {file}")
+        steps.append(f"kubectl apply -f {path(file)}")
         label, nodes = "=".join(self._pod_label), self.request.nodes
         many = f" --max-log-requests {nodes}" if nodes > _KUBECTL_LOGS else ""
         steps.append(f"kubectl{namespace} logs -f -l {label} --prefix{many}")
@@ -373,7 +369,7 @@ class _Writer:
             "volumes": [
                 {
                     "name": "shm",
-                    "emptyDir": {"medium": "Memory", "sizeLimit": _quantity(self._shm_mib)},
+                    "emptyDir": {"medium": "Memory", "sizeLimit": _quantity(self.shm_mib)},
                 },
                 {"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}},
             ],
@@ -476,9 +472,7 @@ _FAILURE_RULES = [
 
 
 def _job_name(request: JobRequest, kind: str) -> str:
-    name = request.job_name
-    if not request.name:  # a script may be called My_train.py
-        name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    name = request.default_name  # a script may be called My_train.py
     # The name of the last pod is a host name; Kubernetes adds a hyphen and 5 letters to that of a JobSet.
     last = (
         f"-{request.nodes - 1}" if kind == "job" else f"-{_CONTAINER}-0-{request.nodes - 1}-abcde"

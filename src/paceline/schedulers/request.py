@@ -11,13 +11,22 @@ from pathlib import PurePosixPath
 from typing import Protocol
 
 from paceline.command_line import CommandParser
+from paceline.credentials import is_secret_name
 from paceline.errors import ConfigError
 
-# No host that is sold has more. A larger number is usually that of the whole job.
+# A larger number is usually that of the whole job.
 _MAX_GPUS = 16
 
 # The launcher kills ranks that have not saved in time. It then still has to report, and to end.
 LAUNCHER_MARGIN_S = 15
+
+# What the Dockerfile of `paceline job docker` makes, and all files of containers use.
+WORKSPACE = "/workspace"
+RUN_FOLDER = f"{WORKSPACE}/runs"
+USER = 1000
+PORT = 29400
+_USED_FOLDERS = (WORKSPACE, "/opt/venv", "/dev/shm")
+_SHM_MIB_PER_RANK = 2048
 
 # The variable that tells the launcher how long its ranks may take to save.
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -25,7 +34,6 @@ SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNITS_MIB = {"M": 1, "G": 1024, "T": 1024**2}
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
-_SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,8 @@ class JobRequest:
     def __post_init__(self) -> None:
         if self.gpus > _MAX_GPUS:
             raise ConfigError(
-                f"--gpus is {self.gpus}, and no host has more than {_MAX_GPUS}.",
-                why="--gpus is the number of GPUs of one node, not of the job.",
+                f"--gpus is {self.gpus}, and may be {_MAX_GPUS} at most.",
+                why="--gpus is the number of GPUs of one node; a larger number is usually that of the job.",
                 fix=f"for {self.gpus} GPUs on hosts with 8 each, give --nodes {-(-self.gpus // 8)} --gpus 8.",
             )
         if self.gpus and self.ranks is not None and self.ranks > self.gpus:
@@ -98,7 +106,7 @@ class JobRequest:
             if name == SHUTDOWN_TIMEOUT:
                 raise ConfigError(f"{name} follows from --grace.", fix="give --grace instead.")
         for name, value in self.variables.items():
-            if _SECRET.search(name) and value:
+            if is_secret_name(name) and value:
                 raise ConfigError(
                     f"--env would write the value of {name} into the file.",
                     why="the name is that of a secret, and files are copied and committed.",
@@ -117,6 +125,31 @@ class JobRequest:
             return self.name
         path = PurePosixPath(self.script)
         return self.script.rpartition(".")[2] if self.module else path.stem
+
+    @property
+    def default_name(self) -> str:
+        """The name of the job in lower-case letters, digits and hyphens, unless the user gave one."""
+        return self.name or re.sub(r"[^a-z0-9]+", "-", self.job_name.lower()).strip("-")
+
+    def shm_mib(self, given: int | None) -> int:
+        """Size of /dev/shm in a container: the given one, or 2 GiB for each rank, at most half the memory."""
+        if given is not None:
+            return given
+        default = _SHM_MIB_PER_RANK * self.ranks_per_node
+        return default if self.memory_mib is None else max(1, min(default, self.memory_mib // 2))
+
+    def refuse_references(self, scheduler: str, source: str) -> None:
+        """Refuse secrets with a reference, for a scheduler whose secrets have the value of a variable.
+
+        Raises:
+            ConfigError: a secret has one.
+        """
+        for name, reference in self.secrets.items():
+            if reference:
+                raise ConfigError(
+                    f"--secret {name} has the reference {reference!r}, and {scheduler} knows none.",
+                    fix=f"give --secret {name}; the value is that of {source}.",
+                )
 
     @property
     def scheduler_grace_s(self) -> int:
@@ -223,6 +256,33 @@ def check_is_in_image(request: JobRequest) -> None:
             f"{request.script!r} is outside of this folder, so an image of this folder does not have it.",
             fix="go to the folder of the project, or give its absolute path in the image.",
         )
+
+
+def check_run_folder(folder: str) -> None:
+    """Check that a volume can be mounted there in a container.
+
+    Raises:
+        ConfigError: no absolute path, or the volume would hide the program.
+    """
+    plain = re.fullmatch(r"(/[\w.-]+)+", folder) and os.path.normpath(folder) == folder
+    hides = next((used for used in _USED_FOLDERS if f"{used}/".startswith(f"{folder}/")), "")
+    inside = next((used for used in _USED_FOLDERS[1:] if folder.startswith(f"{used}/")), "")
+    if not plain or hides or inside:
+        raise ConfigError(
+            f"--run-folder is {folder!r}, and a volume cannot be mounted there.",
+            why=f"the container has other files in {hides or inside}." if hides or inside else "",
+            fix=f"give an absolute path in the container, such as --run-folder {RUN_FOLDER}.",
+        )
+
+
+def add_shm_size(parser: CommandParser, note: str = "") -> None:
+    """Add the option for the size of /dev/shm."""
+    parser.add_argument(
+        "--shm-size",
+        type=memory_mib,
+        metavar="SIZE",
+        help=f"size of /dev/shm{note} (default: 2G for each rank, at most half of --memory)",
+    )
 
 
 def check_image(option: str, image: str) -> None:

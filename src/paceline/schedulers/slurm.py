@@ -6,13 +6,19 @@ Source: the manual pages of sbatch and srun, Slurm 22.05.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 
 from paceline.command_line import CommandParser
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
-from paceline.schedulers.request import JobFiles, JobRequest
+from paceline.schedulers.request import (
+    LAUNCHER_MARGIN_S,
+    SHUTDOWN_TIMEOUT,
+    JobFiles,
+    JobRequest,
+)
 
 HELP = "write a batch script for Slurm"
 EXAMPLES = {
@@ -25,19 +31,15 @@ WITHOUT = ()
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _OPTION = re.compile(r"[a-z][a-z-]*(=\S+)?")
-# What this file sets itself.
+# sbatch reads no quotes in its lines, and replaces % in the path of the output.
+_FOLDER = re.compile(r"[\w./+-]+")
+_MAX_SIGNAL_S = 65535  # of sbatch's --signal
+# What the file sets itself, what has an option of its own, and what would change the number of launchers.
 _OURS = {
-    "nodes",
-    "ntasks-per-node",
-    "gpus-per-node",
-    "cpus-per-task",
-    "mem",
-    "time",
-    "signal",
-    "requeue",
-    "output",
-    "open-mode",
-    "job-name",
+    *("job-name", "nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "hetjob"),
+    *("gpus", "gpus-per-node", "gpus-per-task", "gres", "cpus-per-task"),
+    *("mem", "mem-per-cpu", "mem-per-gpu"),
+    *("time", "signal", "requeue", "no-requeue", "output", "open-mode", "partition", "account"),
 }
 
 
@@ -75,24 +77,43 @@ def write(request: JobRequest, options: argparse.Namespace) -> JobFiles:
             why="it becomes the name of a file and of a job.",
             fix="give a --name of letters, digits, dots, hyphens and underscores.",
         )
+    request.refuse_references("Slurm", "the shell that calls sbatch")
+    if request.scheduler_grace_s > _MAX_SIGNAL_S:
+        raise ConfigError(
+            f"--grace is {request.grace_s} s, and may be {_MAX_SIGNAL_S - LAUNCHER_MARGIN_S} s at most.",
+            why="sbatch refuses a longer time between the signal and the end of the job.",
+            fix="give less --grace.",
+        )
+    if request.run_folder and not _FOLDER.fullmatch(request.run_folder):
+        raise ConfigError(
+            f"--run-folder is {request.run_folder!r}, and sbatch cannot write its output there.",
+            fix="give a path of letters, digits, dots, hyphens, plus signs and underscores.",
+        )
     file = f"{name}.slurm"
     text = "\n".join(
         [
             "#!/bin/bash",
-            f"# Written by `paceline job slurm`: sbatch {file}",
+            "# Written by `paceline job slurm`. Call sbatch in the folder of the project.",
             *(f"#SBATCH --{option}" for option in _options(request, options, name)),
             "",
             *_body(request, options),
         ]
     )
-    steps = [f"sbatch {file}", "tail -F <name>-<job id>.out   # the output"]
+    steps = [
+        f"sbatch {shlex.quote(os.path.join(options.output, file))}",
+        f"tail -F {_folder(request)}{name}-JOBID.out   # the output; sbatch prints JOBID",
+    ]
     if request.run_folder:
-        steps.insert(0, f"mkdir -p {shlex.quote(request.run_folder)}   # sbatch does not create it")
+        steps.insert(0, f"mkdir -p {request.run_folder}   # sbatch does not create it")
     return JobFiles({file: text + "\n"}, steps)
 
 
+def _folder(request: JobRequest) -> str:
+    """The run folder as the start of a path."""
+    return f"{request.run_folder.rstrip('/')}/" if request.run_folder else ""
+
+
 def _options(request: JobRequest, options: argparse.Namespace, name: str) -> list[str]:
-    folder = f"{request.run_folder.rstrip('/')}/" if request.run_folder else ""
     found = [
         f"job-name={name}",
         f"nodes={request.nodes}",
@@ -110,7 +131,7 @@ def _options(request: JobRequest, options: argparse.Namespace, name: str) -> lis
         # Before the end of the time, the launchers get SIGTERM: the training saves.
         f"signal=TERM@{request.scheduler_grace_s}",
         "requeue",
-        f"output={folder}%x-%j.out",
+        f"output={_folder(request)}%x-%j.out",
         "open-mode=append",
     ]
     for key in ("partition", "account"):
@@ -147,16 +168,10 @@ def _time(seconds: int) -> str:
 
 def _body(request: JobRequest, options: argparse.Namespace) -> list[str]:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in request.variables.items()]
-    for name, reference in request.secrets.items():
-        if reference:
-            raise ConfigError(
-                f"--secret {name} has the reference {reference!r}, and Slurm knows none.",
-                fix=f"give --secret {name}; the value is that of the shell that calls sbatch.",
-            )
-        lines.append(f': "${{{name}:?set it in the shell that calls sbatch}}"')
+    lines += [f': "${{{name}:?set it in the shell that calls sbatch}}"' for name in request.secrets]
     lines += options.setup
     # The launcher's own limit must end before that of Slurm.
-    lines.append(f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={request.grace_s}")
+    lines.append(f"export {SHUTDOWN_TIMEOUT}={request.grace_s}")
     # The number of nodes, the number of this node and the first host come from Slurm.
     command = shlex.join(request.command())
     preempted = int(ExitCode.PREEMPTED)

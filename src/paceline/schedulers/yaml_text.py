@@ -80,7 +80,7 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str):
         if _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
             return value
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value)  # YAML 1.1 has line ends that are not ASCII
     if isinstance(value, int | float):
         return str(value)
     return json.dumps(value)  # empty mappings and lists

@@ -28,7 +28,7 @@ from typing import NoReturn
 import torch
 
 from paceline.exit_codes import ExitCode
-from paceline.job import rendezvous
+from paceline.job.store_server import serve_here
 from paceline.launch.local_ranks import WORKER, choose_threads, end_groups, environment_of_ranks
 from paceline.machine import usable_cores
 from paceline.torch_private import COMPILER
@@ -85,7 +85,7 @@ class ForkedRanks:
             self.pids.append(pid)
         self._running = list(self.pids)
         # After the fork, because its thread would not survive it.
-        self._store = rendezvous.serve("127.0.0.1", 0, count, timedelta(minutes=30))
+        self._store = serve_here(timedelta(minutes=30))
         is_module = script[0] == "-m"
         argv = list(script[is_module:])
         request: dict[str, object] = {"do": "run", "argv": argv}

@@ -1,0 +1,169 @@
+"""The store of a job: the socket that serves it, and the wait of the other processes until it is served.
+
+A front to `torch.distributed.TCPStore`, whose server would listen on all interfaces: it gets a socket that
+listens already. The launcher of `paceline run` and the ranks of other launchers use the same functions.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from paceline.errors import ConfigError
+from paceline.job.network import addresses_of, is_loopback
+from paceline.machine import owner_of_port
+
+FIRST_REPORT_S = 5.0
+REPORT_S = 10.0
+_CONNECT_S = 3.0
+_POLL_S = 0.2
+_BACKLOG = 4096
+LOOPBACK = "127.0.0.1"
+_ANY_INTERFACE = ""
+
+
+def serve_here(timeout: timedelta) -> TCPStore:
+    """Serve a store that only this host can reach, on a port that the kernel chooses."""
+    return store_on(listen(LOOPBACK, 0), timeout)
+
+
+def store_on(listener: socket.socket, timeout: timedelta) -> TCPStore:
+    """Serve a store on a socket that listens already."""
+    address, port = listener.getsockname()[:2]
+    # The server connects to itself too. The name that other hosts use may not resolve here.
+    return TCPStore(
+        LOOPBACK if ipaddress.ip_address(address).is_unspecified else address,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen on an address of this host; port 0 lets the kernel choose.
+
+    Raises:
+        OSError: the port is taken, or the address is not one of this host.
+    """
+    family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(found[:2], family=family, backlog=_BACKLOG)
+
+
+def listen_for(host: str, port: int) -> socket.socket:
+    """Listen where other hosts connect to if they call this one `host`.
+
+    That is the address of the name, or all interfaces if no interface here has it: many hosts map their own
+    name to 127.0.1.1, which no other host can reach, and a host behind a virtual address cannot bind it.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    addresses = addresses_of(host)
+    if addresses and (is_loopback(host) or not is_loopback(addresses[0])):
+        try:
+            return listen(addresses[0], port)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            (_ANY_INTERFACE, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    return socket.create_server((_ANY_INTERFACE, port), backlog=_BACKLOG)
+
+
+def cannot_listen(what: str, port: int, error: OSError, *, fix: str) -> ConfigError:
+    """The error of a process that has to serve the store and cannot; `what` is the start of its text."""
+    taken = error.errno == errno.EADDRINUSE
+    # `create_server` adds the address to its text.
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return ConfigError(
+        f"{what}: {reason}.",
+        where=f"host {socket.gethostname()}",
+        why=f"the port is taken by {owner_of_port(port)}." if taken else "",
+        fix=fix,
+    )
+
+
+def wait_served(
+    host: str, port: int, timeout_s: float, say: Callable[[str, str], None]
+) -> tuple[str, str] | None:
+    """Wait until a process listens at this host and port.
+
+    Args:
+        say: called after 5 s, and then every 10 s, with the reason and a fix.
+
+    Returns:
+        The reason and a fix if none did in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    next_report = time.monotonic() + FIRST_REPORT_S
+    while True:
+        began = time.monotonic()
+        error = _connect(host, port)
+        if error is None:
+            return None
+        now = time.monotonic()
+        if now >= deadline:
+            return _explain(host, port, error)
+        if now >= next_report:
+            say(*_explain(host, port, error))
+            next_report = now + REPORT_S
+        time.sleep(max(0.0, began + _POLL_S - time.monotonic()))
+
+
+def _connect(host: str, port: int) -> OSError | None:
+    try:
+        with socket.create_connection((host, port), _CONNECT_S):
+            return None
+    except OSError as error:
+        return error
+    except UnicodeError:  # of a name that is too long, or has an empty part
+        return socket.gaierror(socket.EAI_NONAME, "not a host name")
+
+
+def unresolved(host: str, reason: str = "") -> tuple[str, str]:
+    """What to say if a name does not resolve, and a fix."""
+    reason = f" ({reason})" if reason else ""
+    return (
+        f"the name {host} does not resolve on {socket.gethostname()}{reason}",
+        "check the name, add it to /etc/hosts or DNS, or use the address of that host.",
+    )
+
+
+def _explain(host: str, port: int, error: OSError) -> tuple[str, str]:
+    """Why this host cannot connect there, and what to do."""
+    if isinstance(error, socket.gaierror):
+        return unresolved(host, error.strerror or "")
+    here = socket.gethostname()
+    addresses = addresses_of(host)
+    if not is_loopback(host) and addresses and is_loopback(addresses[0]):
+        return (
+            f"the name {host} resolves to {addresses[0]} on {here}, which is {here} itself",
+            f"correct /etc/hosts on {here}, or use the address of {host}.",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return (
+            f"{host} answers, and no process of the job listens on port {port}",
+            "start the job there too, and see its output. If it runs there already, a firewall rejects the "
+            f"port: open TCP port {port}.",
+        )
+    if isinstance(error, TimeoutError):
+        return (
+            f"{host} does not answer on port {port}",
+            f"if the host is up and the address is right, a firewall drops the packets: open TCP port {port} "
+            "there.",
+        )
+    return (
+        f"{error.strerror or error}",
+        f"check that {here} has a route to {host} (`ip route get {(addresses or [host])[0]}`).",
+    )
