@@ -93,6 +93,21 @@ def test_within_rounding_by_default_and_without_compilation(tmp_path: Path) -> N
     assert any(line.startswith("loss: 20 compared, the largest") for line in facts["equal"])
 
 
+DROPOUT = {
+    "wrapped": "paceline.ddp(job, torch.nn.Sequential(net, torch.nn.Dropout(0.1)))",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("words", [(), ("--bitwise",)])
+def test_dropout_is_compared(words: tuple[str, ...], tmp_path: Path) -> None:
+    code, facts = verify(tmp_path, *words, **DROPOUT)
+    assert (code, facts["verdict"], facts["unknown"]) == (0, "sound", [])
+    assert any(line.startswith("loss: 20 compared") for line in facts["equal"])
+    assert facts["compared"].endswith(", with dropout turned off") is (not words)
+
+
 FAULTS = [
     ("parameter of ranks", 1, "0.weight", {"before": "optimizer.param_groups[0]['lr'] *= 1 + job.rank"}),
     ("loss", 2, "", {"before": "optimizer.param_groups[0]['lr'] *= job.world_size"}),
@@ -110,6 +125,7 @@ FAULTS = [
     ),
     ("loss", 1, "", {"item": "import os; x = x + int(os.environ.get('RANK', 0))"}),
     ("evaluation", 20, "error", {"score": "* (1 + job.rank)"}),
+    ("loss", 1, "", {"loss": "loss = loss * (1 + 10 * job.rank)", **DROPOUT}),
 ]  # fmt: skip
 
 
