@@ -727,8 +727,23 @@ class Training:
             self.job, like=like, wants=self._context.strategy.wants, size_bytes=size_bytes
         )
         if saved is not None:
+            own = self._settings()
             self._load(saved)
             log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
+
+            for before, loaded in zip(own, self._settings(), strict=True):
+                if found := state.differing(before, loaded):
+                    log.logger.info(
+                        "the optimizer goes on with the settings of the checkpoint: %s. To change them, set "
+                        "optimizer.param_groups in the loop, or start a new training with resume='never'.",
+                        "; ".join(found),
+                    )
+
+    def _settings(self) -> list[list[dict[str, Any]]]:
+        return [
+            state.settings(trained.optimizer, has_schedule=bool(trained.schedule.type))
+            for trained in self._context.optimizers
+        ]
 
     def _log_preempted(self, preempted: Preempted) -> None:
         saved = "nothing was saved, because there are no checkpoints"
