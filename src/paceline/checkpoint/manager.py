@@ -35,6 +35,7 @@ from paceline.checkpoint.writer import Buffer, Outcome, Save, Staging
 from paceline.clock.step_clock import CHECKPOINT, clock
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import collectives, rng
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.machine import format_bytes
 
@@ -70,6 +71,7 @@ class Checkpoints:
     Collective: none to create it.
     """
 
+    @checks_arguments
     def __init__(
         self,
         folder: str | Path,

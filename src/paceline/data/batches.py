@@ -29,6 +29,7 @@ from paceline.data.streams import StreamLoader, StreamPlan
 from paceline.data.workers import ComputeThreads
 from paceline.errors import ConfigError
 from paceline.job import collectives
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 
 
@@ -69,6 +70,7 @@ class Batches:
     Collective: all ranks, same order as the job's other collectives.
     """
 
+    @checks_arguments
     def __init__(
         self,
         job: Job,

@@ -26,6 +26,7 @@ from paceline.data.evaluation import (
 from paceline.data.samples import Collate
 from paceline.errors import EvaluationError, name_ranks
 from paceline.job import collectives
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.parallel.ddp import Replica, find_wrapper
@@ -75,6 +76,7 @@ class Evaluation:
         return f"Evaluation({shown}, num_samples={self.num_samples})"
 
 
+@checks_arguments
 @clock.during(EVALUATION)
 def evaluate(
     job: Job,
