@@ -59,6 +59,7 @@ WRONG: dict[str, tuple[Callable[[paceline.Job], Any], str]] = {
         lambda job: training(job, checkpoints="runs/x"),
         "must be a paceline.Checkpoints, got str",
     ),
+    "joined": (lambda job: paceline.join(), r"or call job\.leave\(\)"),
     "schedule": (lambda job: training(job, schedul=1), "did you mean schedule?"),
 }
 
@@ -68,6 +69,20 @@ def test_wrong_arguments_are_refused(kind: str, job: paceline.Job) -> None:
     function, message = WRONG[kind]
     with pytest.raises(ConfigError, match=message):
         function(job)
+
+
+def test_batches_cannot_be_iterated(job: paceline.Job) -> None:
+    with pytest.raises(paceline.StepError, match=r"for step in training\.steps"):
+        list(paceline.Batches(job, DATA, global_batch=4))
+
+
+def test_jobs_and_steps_are_shown(job: paceline.Job) -> None:
+    assert repr(job) == "Job(rank 0 of 1, cpu)"
+    trained = training(job)
+    for step in trained.steps(until=1):
+        assert repr(step) == "Step(number=1, epoch=0, num_samples=4)"
+        step.run(lambda batch: trained.models[0](batch[0]).sum())
+        step.update()
 
 
 def test_signatures_stay() -> None:

@@ -240,7 +240,7 @@ def test_another_number_of_steps_is_refused() -> None:
 
 def test_another_number_of_evaluations_is_refused() -> None:
     found = compare(runs({}, {}, one={(2, "score"): 1.0}), rtol=None, bitwise=False)
-    assert "makes 1 evaluations with 1 process and 0 with 2" in found.why
+    assert "makes 1 evaluation with 1 process and 0 with 2" in found.why
     at_two, at_three = {(2, "score"): 1.0}, {(3, "score"): 1.0}
     found = compare(runs(at_three, at_three, one=at_two), rtol=None, bitwise=False)
     assert found.verdict == "refused"

@@ -282,6 +282,10 @@ class Checkpoints:
         while True:
             step = collectives.on_rank0(job, lambda: self._newest_except(damaged))
             if step is None:
+                if job.restarts and self._resume_mode == "auto":
+                    log.logger.info(
+                        "the restarted job found no checkpoint, and starts from step 0."
+                    )
                 return None
             where = f"{self.folder}, before step {step + 1}"
             fix = f"put {self.folder} on storage that all hosts share."

@@ -216,8 +216,8 @@ def _why_not_comparable(one: list[Point], other: list[Point], count: int, others
         a, b = _count(one, kind), _count(other, kind)
         if a != b:
             return (
-                f"the script makes {a} {kind}s with {_processes(count)} and {b} with {others}: the number "
-                "depends on the number of processes."
+                f"the script makes {a} {kind}{'s' * (a != 1)} with {_processes(count)} and {b} with "
+                f"{others}: the number depends on the number of processes."
             )
     for x, y in zip(one, other, strict=True):
         if (x.kind, x.training, x.step) != (y.kind, y.training, y.step):
