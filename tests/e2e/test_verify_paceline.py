@@ -156,6 +156,22 @@ def test_a_number_of_steps_that_depends_on_the_processes_is_refused(tmp_path: Pa
     assert "makes 12 steps with 1 process and 6 with 2" in facts["why"]
 
 
+def test_the_start_script_of_paceline_is_not_the_users(tmp_path: Path) -> None:
+    """A rank is a fork of the command, so the command's own frames are below those of the script."""
+    start, script = tmp_path / "paceline", tmp_path / "defines.py"
+    start.write_text("import sys\nfrom paceline.cli.main import main\nsys.exit(main())\n")
+    script.write_text("import paceline\n")
+    done = subprocess.run(
+        [sys.executable, str(start), "verify", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "why:   it called no backward." in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [
