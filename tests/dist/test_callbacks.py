@@ -229,4 +229,5 @@ def test_wrong_options_are_refused_on_all_ranks() -> None:
         assert [found[kind][0] for kind in ("patience", "mode", "delta")] == ["ConfigError"] * 3
         assert found["metric"][0] == found["folder"][0] == "CallbackError"
         assert "has no number 'accuracy'" in found["metric"][1]
+        assert found["metric"][1].count("fix:") == 1
         assert "BestCheckpoint needs a folder" in found["folder"][1]

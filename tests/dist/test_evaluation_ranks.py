@@ -121,6 +121,8 @@ def _bad(job: Any, kind: str) -> None:
         x, _ = batch
         if kind == "vector":
             return {"loss": model(x)}
+        if kind == "bare":
+            return model(x).sum()  # type: ignore[return-value]
         if kind == "rows":
             return {"r": model(x).sum()}
         return {"r": model(x)}
@@ -143,6 +145,7 @@ def _bad(job: Any, kind: str) -> None:
 
 WRONG = {
     "vector": "EvaluationError",
+    "bare": "EvaluationError",
     "rows": "EvaluationError",
     "tuple": "EvaluationError",
     "empty": "ConfigError",
@@ -154,6 +157,37 @@ WRONG = {
 def test_what_cannot_be_evaluated_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _bad, list(WRONG), nproc=3):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG
+
+
+def _evaluate_on(job: Any, ranks: list[int], fails: bool) -> None:
+    model = paceline.ddp(job, _model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, _data(32), global_batch=8)
+    for step in paceline.Training(job, model, optimizer, batches).steps(epochs=2):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y, reduction="sum"), count=len(y))
+        step.update()
+        paceline.evaluate(job, model, _data(9), _score)
+        if step.number == 3:
+            if job.rank in ranks:
+                paceline.evaluate(job, model, _data(9), _score)
+            elif fails:
+                raise RuntimeError("of this rank")
+
+
+def test_ranks_that_do_not_evaluate_are_named() -> None:
+    outcomes = run_failing_ranks(_evaluate_on, [0], False, nproc=3)
+    assert isinstance(outcomes[0].error, paceline.EvaluationError)
+    assert "ranks 1 and 2 did not call `evaluate` in this step" in str(outcomes[0].error)
+    assert "rank 0 of 3" in str(outcomes[0].error)
+    assert "step 3" in str(outcomes[0].error)
+    assert all(isinstance(each.error, PeerFailed) for each in outcomes[1:])
+
+
+def test_a_rank_that_fails_before_an_evaluation_is_named() -> None:
+    outcomes = run_failing_ranks(_evaluate_on, [0], True, nproc=2)
+    assert isinstance(outcomes[0].error, PeerFailed)
+    assert "of this rank" in str(outcomes[0].error)
 
 
 def _keep_even(rows: list[Any]) -> Any:

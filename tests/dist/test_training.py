@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import weakref
 from functools import partial
 from pathlib import Path
@@ -770,6 +771,39 @@ def test_a_resumed_training_ends_bit_for_bit_where_a_straight_one_ends(
     model = _model()  # the file has the model's own names, without "module."
     model.load_state_dict(torch.load(tmp_path / "b/out/model.pth", weights_only=True))
     assert weights_of(model) == resumed[0][1]
+
+
+def _resumed_with(job: Any, folder: str, until: int, scheduled: bool, options: Any) -> list[str]:
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("paceline").addHandler(Lines())
+    checkpoints = paceline.Checkpoints(folder)
+    model = paceline.ddp(job, _model())
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    schedule = (lambda step: 1 / (1 + step)) if scheduled else None
+    batches = paceline.Batches(job, make_data(), global_batch=6)
+    training = paceline.Training(
+        job, model, optimizer, batches, schedule=schedule, checkpoints=checkpoints
+    )
+    _run(training, until=until)
+    return [line for line in lines if "checkpoint: " in line]
+
+
+def test_a_resume_names_settings_of_the_optimizer_that_have_no_effect(tmp_path: Path) -> None:
+    for scheduled in (False, True):
+        folder = str(tmp_path / str(scheduled))
+        for until in (2, 3):  # a new training, and the same settings
+            lines = run_ranks(_resumed_with, folder, until, scheduled, {"lr": 0.01}, nproc=1)[0]
+            assert lines == []
+        other = {"lr": 0.05, "weight_decay": 0.5}
+        (line,) = run_ranks(_resumed_with, folder, 5, scheduled, other, nproc=1)[0]
+        name = "initial_lr" if scheduled else "lr"
+        settings = line.partition("checkpoint: ")[2].partition(". To")[0].split("; ")
+        assert sorted(settings) == [f"{name} 0.01, not 0.05", "weight_decay 0.01, not 0.5"]
 
 
 def test_the_number_of_ranks_may_change_and_nothing_saved_is_lost(tmp_path: Path) -> None:

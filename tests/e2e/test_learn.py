@@ -73,6 +73,7 @@ VARYING = (  # what differs between machines and runs
     (r"\bhost \S+?(,?)(?= |$)", r"host #\1"),
     (r"(?:/[\w.-]+)+/", ""),
     (r"\d{8}-\d{6}-\w+", "#"),  # the folder of a report
+    (r"\bpids( \d+)+", "pids #"),
     (r"\b(pid |process |localhost:)\d+", r"\1#"),
     (r"\b\d+(\.\d+)? (s|ms|MiB|KiB|B)\b", r"# \2"),
     (r'"time_s": [\d.]+', '"time_s": #'),

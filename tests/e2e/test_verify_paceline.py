@@ -93,6 +93,21 @@ def test_within_rounding_by_default_and_without_compilation(tmp_path: Path) -> N
     assert any(line.startswith("loss: 20 compared, the largest") for line in facts["equal"])
 
 
+DROPOUT = {
+    "wrapped": "paceline.ddp(job, torch.nn.Sequential(net, torch.nn.Dropout(0.1)))",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("words", [(), ("--bitwise",)])
+def test_dropout_is_compared(words: tuple[str, ...], tmp_path: Path) -> None:
+    code, facts = verify(tmp_path, *words, **DROPOUT)
+    assert (code, facts["verdict"], facts["unknown"]) == (0, "sound", [])
+    assert any(line.startswith("loss: 20 compared") for line in facts["equal"])
+    assert facts["compared"].endswith(", with dropout turned off") is (not words)
+
+
 FAULTS = [
     ("parameter of ranks", 1, "0.weight", {"before": "optimizer.param_groups[0]['lr'] *= 1 + job.rank"}),
     ("loss", 2, "", {"before": "optimizer.param_groups[0]['lr'] *= job.world_size"}),
@@ -110,6 +125,7 @@ FAULTS = [
     ),
     ("loss", 1, "", {"item": "import os; x = x + int(os.environ.get('RANK', 0))"}),
     ("evaluation", 20, "error", {"score": "* (1 + job.rank)"}),
+    ("loss", 1, "", {"loss": "loss = loss * (1 + 10 * job.rank)", **DROPOUT}),
 ]  # fmt: skip
 
 
@@ -138,6 +154,22 @@ def test_a_number_of_steps_that_depends_on_the_processes_is_refused(tmp_path: Pa
     code, facts = verify(tmp_path, bound="until=12 // job.world_size")
     assert (code, facts["verdict"]) == (3, "refused")
     assert "makes 12 steps with 1 process and 6 with 2" in facts["why"]
+
+
+def test_the_start_script_of_paceline_is_not_the_users(tmp_path: Path) -> None:
+    """A rank is a fork of the command, so the command's own frames are below those of the script."""
+    start, script = tmp_path / "paceline", tmp_path / "defines.py"
+    start.write_text("import sys\nfrom paceline.cli.main import main\nsys.exit(main())\n")
+    script.write_text("import paceline\n")
+    done = subprocess.run(
+        [sys.executable, str(start), "verify", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "why:   it called no backward." in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -464,6 +464,17 @@ def test_never_resuming_after_a_restart_is_a_warning(
         assert ("starts from step 0; what it had saved is in before-2" in caplog.text) is warned
 
 
+def test_a_restart_without_a_checkpoint_is_reported(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="paceline"):
+        assert _resume(job, tmp_path) is None
+        assert "found no checkpoint" not in caplog.text
+        monkeypatch.setattr(job, "restarts", 1)
+        assert _resume(job, tmp_path) is None
+    assert "the restarted job found no checkpoint, and starts from step 0." in caplog.text
+
+
 def test_too_little_space_is_refused_at_the_start(job: Job, tmp_path: Path) -> None:
     with pytest.raises(SaveFailed, match="B are free"):
         paceline.Checkpoints(tmp_path).resume(job, size_bytes=10**18)
@@ -562,7 +573,9 @@ def test_the_command_lists_shows_checks_and_removes(
     job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run("ls", tmp_path) == 65
-    assert "no checkpoint of Paceline" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "no checkpoint of Paceline" in shown.err
+    assert shown.out == ""
     _save(job, tmp_path, 1, 20)
     assert _run("ls", tmp_path) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step", "1", "20"]
@@ -579,6 +592,16 @@ def test_the_command_lists_shows_checks_and_removes(
     capsys.readouterr()
     assert _run("show", tmp_path) == 65
     assert "manifest.json does not match its digest" in capsys.readouterr().err
+
+
+def test_the_command_takes_the_folder_of_a_run(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _save(job, tmp_path / "checkpoints", 3)
+    assert _run("ls", tmp_path) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "3"
+    assert _run("export", f"{tmp_path}/", tmp_path / "w.xyz") == 0
+    assert "(format of torch.save)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])

@@ -99,6 +99,12 @@ def test_one_node_binds_its_own_store(words: str, address: tuple[str, int] | Non
     assert options.notes == ()
 
 
+def test_an_option_of_the_launcher_after_the_script_is_noted() -> None:
+    (note,) = read_options(["t.py", "--nproc_per_node=2", "--lr", "1"]).notes
+    assert note.startswith("--nproc-per-node after the script is given to the script")
+    assert read_options(["--nproc-per-node=2", "t.py", "--lr", "1"]).notes == ()
+
+
 def test_reading_options_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     read_options(["--nproc-per-node=2", "t.py"])

@@ -32,7 +32,7 @@ def training(rank: int, count: int, change: Change, t: int = 0) -> list[Event]:
         step = {"k": "paceline-step", "training": t, "s": s, "epoch": 0, "ids": mine}
         step |= {"loss": float(len(mine)), "count": float(len(mine))}
         step |= {"params": {"w": [f"d{s}", 2.0, 3.0]}, "grads": {"w": [f"g{s}", 3.0, 3.0]}}
-        step |= {"buffers": {"mean": ["b", 1.0, 1.0]}}
+        step |= {"buffers": {"mean": ["b", 1.0, 1.0]}, "dropout_off": False}
         step |= {name: value for (at, name), value in change.items() if at == s and name in step}
         events.append(step)
         if (s, "score") in change:
@@ -187,13 +187,35 @@ def test_a_second_training_counts_its_epochs_itself() -> None:
 )
 def test_what_cannot_be_equal_is_not_judged(facts: Event, word: str) -> None:
     found = compare(runs({}, {(2, "loss"): 9.0}, facts=facts), rtol=None, bitwise=False)
-    assert found.verdict == "sound"
+    assert (found.verdict, found.difference) == ("refused", None)
     assert word in found.unknown[0]
+    assert found.lines()[0].startswith("could not be verified: the losses and gradients were not")
+    assert found.lines()[-1] == "not judged: losses, gradients and evaluations"
+    start = {(0, "params"): OTHER}
+    found = compare(runs(start, start, facts=facts), rtol=None, bitwise=False)
+    assert found.difference is not None
+    assert found.difference.quantity == "weights at the start"
     assert not is_sound(runs({}, {(2, "loss"): 9.0}, facts=facts), bitwise=True)
     # The ranks of one run hold the same weights all the same.
     found = compare(runs({}, {(2, "params"): OTHER}, facts=facts), rtol=None, bitwise=False)
     assert found.difference is not None
     assert found.difference.quantity == "parameter of ranks"
+
+
+def test_dropout_that_was_turned_off_is_reported() -> None:
+    off = {(2, "dropout_off"): True}
+    found = compare(runs(off, off, one=off), rtol=None, bitwise=False)
+    assert found.compared.endswith("within a relative difference of 0.001, with dropout turned off")
+
+
+@pytest.mark.parametrize(("batchnorm", "is_advised"), [("", True), ("synchronised", False)])
+def test_bitwise_is_not_advised_where_training_refuses_it(batchnorm: str, is_advised: bool) -> None:
+    found = runs({}, {}, facts={"batchnorm": batchnorm, "precision": "bf16"})
+    for run in found:
+        run.ranks[0].events.append({"k": "forward-end", "trains": True, "drew": ["torch"]})
+    unknown = compare(found, rtol=None, bitwise=False).unknown
+    assert len(unknown) == 2
+    assert all(("--bitwise" in line) is is_advised for line in unknown)
 
 
 def test_scores_of_a_synchronised_batchnorm_are_compared_only_bitwise() -> None:
@@ -202,6 +224,7 @@ def test_scores_of_a_synchronised_batchnorm_are_compared_only_bitwise() -> None:
     found = compare(runs(many, many, one=one, facts=facts), rtol=None, bitwise=False)
     assert found.verdict == "sound"
     assert "evaluations" in found.unknown[0]
+    assert found.lines()[-1].endswith("; evaluations were not judged")
     assert not is_sound(runs(many, many, one=one, facts=facts), bitwise=True)
     assert not is_sound(runs({}, {(2, "loss"): 9.0}, facts=facts))
 
@@ -217,7 +240,7 @@ def test_another_number_of_steps_is_refused() -> None:
 
 def test_another_number_of_evaluations_is_refused() -> None:
     found = compare(runs({}, {}, one={(2, "score"): 1.0}), rtol=None, bitwise=False)
-    assert "makes 1 evaluations with 1 process and 0 with 2" in found.why
+    assert "makes 1 evaluation with 1 process and 0 with 2" in found.why
     at_two, at_three = {(2, "score"): 1.0}, {(3, "score"): 1.0}
     found = compare(runs(at_three, at_three, one=at_two), rtol=None, bitwise=False)
     assert found.verdict == "refused"

@@ -35,6 +35,7 @@ from paceline.checkpoint.writer import Buffer, Outcome, Save, Staging
 from paceline.clock.step_clock import CHECKPOINT, clock
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import collectives, rng
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.machine import format_bytes
 
@@ -70,6 +71,7 @@ class Checkpoints:
     Collective: none to create it.
     """
 
+    @checks_arguments
     def __init__(
         self,
         folder: str | Path,
@@ -289,6 +291,10 @@ class Checkpoints:
         while True:
             step = collectives.on_rank0(job, lambda: self._newest_except(damaged))
             if step is None:
+                if job.restarts and self._resume_mode == "auto":
+                    log.logger.info(
+                        "the restarted job found no checkpoint, and starts from step 0."
+                    )
                 return None
             where = f"{self.folder}, before step {step + 1}"
             fix = f"put {self.folder} on storage that all hosts share."

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     actions = {"ls": _ls, "show": _show, "check": _check, "export": _export, "rm": _rm}
     try:
-        return actions[args.action](open_store(args.folder), args)
+        return actions[args.action](_open(args.folder), args)
     except (Damaged, PacelineError, OSError) as error:
         print(f"paceline ckpt: {error}", file=sys.stderr)
         return ExitCode.DATA
@@ -71,7 +71,9 @@ def parser() -> CommandParser:
             examples=_EXAMPLES[name],
             exit_codes=_EXIT_CODES,
         )
-        action.add_argument("folder", metavar="FOLDER", help="a path, or a URL that fsspec knows")
+        action.add_argument(
+            "folder", metavar="FOLDER", help="of a run or its checkpoints: a path or a URL"
+        )
         if name == "export":
             action.add_argument("to", type=Path, metavar="FILE", help="file to write")
             action.add_argument(
@@ -87,6 +89,13 @@ def parser() -> CommandParser:
                 "--step", type=not_negative_count, required=name == "rm", metavar="N", help=default
             )
     return ours
+
+
+def _open(folder: str) -> Store:
+    """The store of a folder; for the folder of a run, that of its folder "checkpoints"."""
+    store = open_store(folder)
+    inner = open_store(f"{folder.rstrip('/')}/checkpoints")
+    return inner if not folders(store) and folders(inner) else store
 
 
 def _steps(store: Store, step: int | None) -> list[int]:
@@ -107,8 +116,9 @@ def _steps(store: Store, step: int | None) -> list[int]:
 
 
 def _ls(store: Store, args: argparse.Namespace) -> int:
+    steps = _steps(store, None)
     print(f"{'step':>10}{'size MB':>12}{'ranks':>7}  saved")
-    for step in _steps(store, None):
+    for step in steps:
         try:
             manifest = read_manifest(store, step)
         except (Damaged, CheckpointError) as error:
@@ -153,7 +163,8 @@ def _export(store: Store, args: argparse.Namespace) -> int:
     step = _steps(store, args.step)[-1]
     weights = read_weights(f"{store.root.rstrip('/')}/step-{step}", args.model)
     write_file(args.to, weights)
-    print(f"step {step}: {len(weights)} tensors written to {args.to}")
+    kind = "safetensors" if args.to.suffix == ".safetensors" else "torch.save"
+    print(f"step {step}: {len(weights)} tensors written to {args.to} (format of {kind})")
     return ExitCode.OK
 
 

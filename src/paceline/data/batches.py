@@ -27,8 +27,9 @@ from paceline.data.samples import (
 )
 from paceline.data.streams import StreamLoader, StreamPlan
 from paceline.data.workers import ComputeThreads
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, StepError
 from paceline.job import collectives
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 
 
@@ -69,6 +70,7 @@ class Batches:
     Collective: all ranks, same order as the job's other collectives.
     """
 
+    @checks_arguments
     def __init__(
         self,
         job: Job,
@@ -171,6 +173,14 @@ class Batches:
         self._num_workers = source.workers
         self._unregister: Callable[[], object] | None = None
         self._audited = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Not iterable: the steps come from a training. Raises StepError. Collective: none."""
+        raise StepError(
+            "Batches cannot be iterated by itself.",
+            fix="for step in training.steps(epochs=10): for batch in step: ..., where `training` is "
+            "paceline.Training(job, model, optimizer, batches).",
+        )
 
     @property
     def steps_per_epoch(self) -> int | None:

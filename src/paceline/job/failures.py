@@ -56,6 +56,7 @@ class Peers:
         self._rank = rank
         self._world_size = world_size
         self._loop = 0
+        self._num_calls = 0
         self._lingered = False
         self._stop = threading.Event()
         # The main thread may be in a blocking call of the store, which holds its client's lock.
@@ -143,6 +144,19 @@ class Peers:
                 step=step,
             )
 
+    def missing_in_step(self, *, timeout_s: float) -> list[int]:
+        """The ranks that end the current step without making this call, which all ranks make in it.
+
+        Outside of a step none is known.
+        """
+        step = current_step.step
+        if self.passed >= step:
+            return []
+        self._num_calls += 1
+        name = f"call/{self._num_calls}"
+        _, missing = self.exchange(name, None, step, loop=self._loop, timeout_s=timeout_s)
+        return list(missing)
+
     def exchange(
         self, name: str, value: Any, step: int, *, loop: int, timeout_s: float
     ) -> tuple[list[Any], dict[int, int]]:
@@ -157,6 +171,9 @@ class Peers:
 
         Returns:
             The values in rank order, and {}; or [], and for each missing rank the last step that it passed.
+
+        Raises:
+            PeerFailed: a rank failed instead of giving a value.
         """
         keys = store_exchange.post(self._store, name, value, self._rank, self._world_size)
         deadline = time.monotonic() + timeout_s
@@ -180,7 +197,10 @@ class Peers:
         self._store.add(_QUESTIONS, 1)
         try:
             while True:
+                failure = self.failure()
                 absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if failure is not None and absent:
+                    raise failure
                 passed = {rank: self._passed_by(rank, loop) for rank in absent}
                 late = time.monotonic() > deadline
                 gone = {rank: last for rank, last in passed.items() if last >= step or late}

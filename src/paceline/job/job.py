@@ -140,6 +140,9 @@ class Job:
             self._variables.append(name)
             os.environ[name] = value
 
+    def __repr__(self) -> str:
+        return f"Job(rank {self.rank} of {self.world_size}, {self.device})"
+
     def __enter__(self) -> Job:
         return self
 
@@ -320,7 +323,10 @@ def join(
     """
     global _current
     if current() is not None:
-        raise ConfigError("this process has joined a job already.", fix="leave it first.")
+        raise ConfigError(
+            "this process has joined a job already.",
+            fix="leave it first: end its `with paceline.join() as job` block, or call job.leave().",
+        )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConfigError(f"seed must be a whole number, got {seed!r}.")
     is_number = isinstance(timeout_s, int | float) and math.isfinite(timeout_s)

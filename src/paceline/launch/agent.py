@@ -114,6 +114,8 @@ class Agent(LocalElasticAgent):
         if not self._local_ranks.announced:
             self._local_ranks.announced = True
             self._announce(worker_group, nodes)
+        else:
+            self._local_ranks.say(f"paceline: the ranks of this host have now {self._pids()}\n")
 
     def _announce(self, group: WorkerGroup, nodes: int) -> None:
         world_size = group.workers[0].world_size
@@ -126,12 +128,15 @@ class Agent(LocalElasticAgent):
             self._threads,
             f"store {group.master_addr}:{group.master_port}",
             f"restarts {group.spec.max_restarts}",
-            "pids " + " ".join(str(rank.pid) for rank in self._local_ranks.ranks),
+            self._pids(),
         ]
         if not self._options.is_python:
             parts.append("--no-python: a failing rank reports only its exit code")
         for text in (*self._options.notes, *self._network_notes(nodes), ", ".join(parts)):
             self._local_ranks.say(f"paceline: {text}\n")
+
+    def _pids(self) -> str:
+        return "pids " + " ".join(str(rank.pid) for rank in self._local_ranks.ranks)
 
     def _network_notes(self, nodes: int) -> Iterator[str]:
         """What the user should know about the network between the nodes."""

@@ -192,7 +192,10 @@ def _fix(outcome: RankOutcome, info: JobInfo, known: Found | None) -> str:
     if outcome.returncode == -signal.SIGKILL and after.kills is not None:
         if after.killed_since(before):
             return "lower the micro-batch or the number of loader workers, or raise the limit."
-        return "find the sender: a time or memory limit of the scheduler, or a person."
+        return (
+            "start the same command again: a training with checkpoints goes on from the last one. The "
+            "sender was a time or memory limit of the scheduler, or a person."
+        )
     return known.cause.fix if known is not None else ""
 
 

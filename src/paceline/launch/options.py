@@ -247,6 +247,12 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
             why="one node needs no open port, and torch chooses the ports of static and etcd rendezvous.",
             fix="leave it out, or give --nnodes and --host.",
         )
+    for word in args.training_script_args:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in ("--nproc-per-node", "--nnodes", "--max-restarts"):
+            notes.append(
+                f"{name} after the script is given to the script; the launcher's options come first"
+            )
     if uses_logs and not args.log_dir and config.logs_specs is not None:
         notes.append(f"logs are in {config.logs_specs.root_log_dir}")
     return LaunchOptions(args, config, address, node_rank, ports, uses_logs, tuple(notes))

@@ -26,7 +26,7 @@ class StepLoss:
     """The mean loss of a step: the sum over the samples (or tokens) of all ranks, divided by their number.
 
     `training.log` takes it without waiting, and writes the value when the ranks have exchanged it with a
-    control word. `float()` exchanges it at once.
+    control word. `float()` exchanges it at once; `item()` and formatting it do the same.
 
     Attributes:
         step: the number of the step.
@@ -75,8 +75,12 @@ class StepLoss:
             )
         return [tuple(everyone[rank]) for rank in self._job.data.reporters]
 
+    def item(self) -> float:
+        """The value, as `float()`. Collective: all ranks, at the same point."""
+        return float(self)
+
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)
 
     def __repr__(self) -> str:
-        return f"StepLoss(step={self.step})"
+        return f"StepLoss(step={self.step}; float() on all ranks gives its value)"

@@ -22,6 +22,7 @@ from paceline.clock.waits import watch_backward
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, PlannedStep, num_micro_batches
 from paceline.errors import ConfigError, GradientError, listed
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.parallel.compression import Compression, PowerSGD, refuse_compression
 from paceline.parallel.modules import (
@@ -69,6 +70,7 @@ class Replica(DistributedDataParallel):
         return averaged(*inputs, **kwargs)
 
 
+@checks_arguments
 def ddp(
     job: Job,
     module: nn.Module,

@@ -31,6 +31,7 @@ from paceline import log
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch
 from paceline.errors import ConfigError, GradientError, listed
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.machine import format_bytes, read_memory
 from paceline.parallel.modules import (
@@ -49,6 +50,7 @@ from paceline.parallel.strategy import STRATEGIES, Strategy
 Blocks = type[nn.Module] | str | Iterable[type[nn.Module] | str]
 
 
+@checks_arguments
 def fsdp(
     job: Job,
     module: nn.Module,

@@ -34,6 +34,7 @@ from paceline.clock.step_clock import BACKWARD, FORWARD, clock
 from paceline.data.batches import Batches
 from paceline.errors import ConfigError, EvaluationError, GradientError, StepError, listed
 from paceline.job import collectives
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.parallel.modules import (
     PIPELINE,
@@ -66,6 +67,7 @@ _HEAD_SIZE = 2 + 64  # index of a dtype, number of dims, and torch's largest num
 _BUCKET_BYTES = 25 << 20  # gradients that are summed together: the size of DDP's buckets
 
 
+@checks_arguments
 def pipeline(
     job: Job,
     module: nn.Module,

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from paceline import log
 from paceline.errors import ConfigError, StepError, listed
 from paceline.job import collectives
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.parallel.modules import unwrap
 
@@ -252,6 +253,7 @@ class _Normalise(torch.autograd.Function):
         return dx.to(x.dtype), dweight, dbias, None, None
 
 
+@checks_arguments
 def sync_batchnorm(job: Job, module: nn.Module) -> nn.Module:
     """Convert each BatchNorm of `module` to normalise over the samples of all ranks; returns `module`.
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import loss_parallel as torch_loss_parall
 
 from paceline import log
 from paceline.errors import ConfigError
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.parallel import fsdp as _strategy  # noqa: F401 - its strategy trains split models too
 from paceline.parallel.modules import (
@@ -71,6 +72,7 @@ _enabled: AbstractContextManager[Any] | None = None  # of `loss_parallel`
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
+@checks_arguments
 def tensor_parallel(
     job: Job,
     module: nn.Module,

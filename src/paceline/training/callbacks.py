@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from paceline import log
-from paceline.errors import CallbackError, ConfigError, PeerFailed
+from paceline.errors import CallbackError, ConfigError, PacelineError, PeerFailed
 from paceline.job.job import Job
 from paceline.training.evaluation import Evaluation
 from paceline.training.step import Step
@@ -171,10 +171,13 @@ class Callbacks:
                 raise
             except Exception as error:
                 step = event.step.number if isinstance(event, StepEnd) else None
+                what, fix = str(error), "mend the callback, or leave it out."
+                if isinstance(error, PacelineError):
+                    what, fix = error.what, error.fix or fix
                 raise CallbackError(
-                    f"the callback {name} raised {type(error).__name__} in {method}: {error}",
+                    f"the callback {name} raised {type(error).__name__} in {method}: {what}",
                     where=event.job.where(step=step),
-                    fix="mend the callback, or leave it out; the checkpoints are untouched.",
+                    fix=f"{fix} The checkpoints are untouched.",
                     callback=name,
                     method=method,
                 ) from error
@@ -248,8 +251,8 @@ class EarlyStopping(Callback):
         self.num_bad = 0 if self._best.improves(event.evaluation) else self.num_bad + 1
         if self.num_bad >= self.patience:
             log.logger.info(
-                "stopping after step %d: %s has not improved in %d evaluations; the best was %s.",
-                *(event.step.number, self._best.metric, self.num_bad),
+                "stopping after step %d: %s has not improved in %d evaluation%s; the best was %s.",
+                *(event.step.number, self._best.metric, self.num_bad, "s" * (self.num_bad != 1)),
                 "no number" if self._best.value is None else f"{self._best.value:g}",
             )
             event.step.stop(now=True)

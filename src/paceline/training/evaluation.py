@@ -24,8 +24,9 @@ from paceline.data.evaluation import (
     batches_to_evaluate,
 )
 from paceline.data.samples import Collate
-from paceline.errors import EvaluationError
+from paceline.errors import EvaluationError, name_ranks
 from paceline.job import collectives
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.parallel.ddp import Replica, find_wrapper
@@ -75,6 +76,7 @@ class Evaluation:
         return f"Evaluation({shown}, num_samples={self.num_samples})"
 
 
+@checks_arguments
 @clock.during(EVALUATION)
 def evaluate(
     job: Job,
@@ -88,7 +90,7 @@ def evaluate(
     collate: Collate | None = None,
     precision: str = "fp32",
 ) -> Evaluation:
-    """Score a model on every sample of a dataset exactly once.
+    """Score a model on every sample of a dataset exactly once. All ranks call it.
 
     Args:
         model: Wrapped or not; run in eval mode, without gradients and without DDP, and left as it was. A
@@ -98,8 +100,8 @@ def evaluate(
             function and workers. Of streams and other iterables every rank reads all batches, the same on
             all ranks, and scores its share.
         score: `score(model, batch)` returns results by name. A number or tensor of shape () is a sum over the
-            batch's samples, to be divided by the number of samples; a pair (sum, count) is divided
-            by the sum of its counts.
+            batch's samples, not a mean: it is divided by the number of samples. A pair (sum, count) is
+            divided by the sum of its counts.
         micro_batch: Number of samples in a forward, for any number of ranks. It changes the result's last
             bits. None means the loader's batch size, or 64.
         workers: Loader processes of each rank. None means the loader's number, or 0.
@@ -114,7 +116,7 @@ def evaluate(
 
     Raises:
         EvaluationError: not every sample was evaluated once, the collate function dropped samples of a sum,
-            or the results cannot be added.
+            the results cannot be added, or a rank ends the step without calling `evaluate`.
         SampleError: the dataset's `__getitem__` raised.
         Preempted: on all ranks, inside a training loop, if any rank received a signal before the end.
 
@@ -123,6 +125,7 @@ def evaluate(
     job.refuse_if_left()
     sharded = is_sharded(model)  # then each forward is a collective
     job.settle()
+    _refuse_missing_ranks(job)
     equalize_buffers(job, model)
     requested = metrics or {}
     copies = {name: _reset_copy(m, job.device) for name, m in requested.items() if m != "rows"}
@@ -148,6 +151,17 @@ def evaluate(
     for name, own in rows.items():
         values[name] = _concatenate_ranks(job, torch.cat(own) if own else None)
     return Evaluation(share.num_samples, values)
+
+
+def _refuse_missing_ranks(job: Job) -> None:
+    missing = [] if job.peers is None else job.peers.missing_in_step(timeout_s=job.timeout_s)
+    if missing:
+        raise EvaluationError(
+            f"{name_ranks(missing)} did not call `evaluate` in this step.",
+            where=job.where(),
+            why="each rank evaluates its share of the samples, and waits for the results of the others.",
+            fix="call `evaluate` on every rank, not under `if job.rank == 0:`, and print on one.",
+        )
 
 
 def _run(
@@ -176,7 +190,7 @@ def _run(
                 pipe.calls_left = 1
             try:
                 with autocast:
-                    results = dict(score(model, each.batch))
+                    results = _by_name(score(model, each.batch))
             except OtherStage:
                 continue  # the last stage of the pipeline reports the results
             finally:
@@ -192,6 +206,15 @@ def _run(
             batches.append((each.index, each.count))
             sums.append(results)
     return {"batches": batches, "sums": _to_host(sums), "is_preempted": is_preempted}
+
+
+def _by_name(results: Any) -> dict[str, Any]:
+    if not isinstance(results, Mapping):
+        raise EvaluationError(
+            f"the score must return its results by name, got {type(results).__name__}.",
+            fix='return {"accuracy": (logits.argmax(1) == y).sum()}, a sum over the samples of the batch.',
+        )
+    return dict(results)
 
 
 def _without_ddp(model: torch.nn.Module) -> torch.nn.Module:

@@ -142,6 +142,9 @@ class Step:
         self.grad_norm: torch.Tensor | None = None
         self.grad_norms: dict[str, torch.Tensor] = {}
 
+    def __repr__(self) -> str:
+        return f"Step(number={self.number}, epoch={self.epoch}, num_samples={self.num_samples})"
+
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
         strategy = self._context.strategy

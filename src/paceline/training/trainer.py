@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
 from paceline.errors import ConfigError
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job, current, join
 from paceline.job.mesh import Mesh
 from paceline.metrics.logger import Logger
@@ -187,6 +188,7 @@ class Trainer:
         self.loss = _summing(self.loss)
         self._reduction: Reduction = "mean" if _is_mean(self.loss) else "sum"
 
+    @checks_arguments
     def fit(
         self,
         epochs: int,
@@ -345,6 +347,10 @@ class Trainer:
     def _loss_alone(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         loss, count = self._forward(model, batch)
         return {"loss": (loss * count if self._reduction == "mean" else loss, count)}
+
+
+# Not as a decorator: `dataclass` writes `__init__`.
+Trainer.__init__ = checks_arguments(Trainer.__init__, elsewhere=Trainer.fit)  # type: ignore[method-assign]
 
 
 def _parts(batch: Batch) -> tuple[Any, ...]:

@@ -38,6 +38,7 @@ from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
 from paceline.errors import CheckpointError, ConfigError, StepError
 from paceline.job import collectives, current_step
+from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import MICRO_BATCH, default_generator, key
@@ -108,6 +109,7 @@ class Training:
     Collective: all ranks, same arguments.
     """
 
+    @checks_arguments
     def __init__(
         self,
         job: Job,
@@ -126,6 +128,11 @@ class Training:
         job.refuse_if_left()
         if count not in ("samples", "tokens"):
             raise ConfigError(f'count must be "samples" or "tokens", got {count!r}.')
+        if not isinstance(checkpoints, Checkpoints | None):
+            raise ConfigError(
+                f"checkpoints must be a paceline.Checkpoints, got {type(checkpoints).__name__}.",
+                fix='checkpoints=paceline.Checkpoints("runs/x/checkpoints", every_epochs=1)',
+            )
         self.job = job
         self.batches = batches
         self.models = [model] if isinstance(model, nn.Module) else list(model)
@@ -731,8 +738,23 @@ class Training:
             self.job, like=like, wants=self._context.strategy.wants, size_bytes=size_bytes
         )
         if saved is not None:
+            own = self._settings()
             self._load(saved)
             log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
+
+            for before, loaded in zip(own, self._settings(), strict=True):
+                if found := state.differing(before, loaded):
+                    log.logger.info(
+                        "the optimizer goes on with the settings of the checkpoint: %s. To change them, set "
+                        "optimizer.param_groups in the loop, or start a new training with resume='never'.",
+                        "; ".join(found),
+                    )
+
+    def _settings(self) -> list[list[dict[str, Any]]]:
+        return [
+            state.settings(trained.optimizer, has_schedule=bool(trained.schedule.type))
+            for trained in self._context.optimizers
+        ]
 
     def _log_preempted(self, preempted: Preempted) -> None:
         saved = "nothing was saved, because there are no checkpoints"

@@ -87,7 +87,9 @@ def default_count(samples: int, kind: str, reduction: Reduction, where: Callable
         why="only a mean over the samples of a micro-batch has a known count."
         if reduction == "sum"
         else "the number of tokens of a micro-batch is not known.",
-        fix=f"pass count=, the number of {kind} in the loss.",
+        fix=f'for a mean loss pass reduction="mean"; for a sum pass count=, the number of {kind}.'
+        if reduction == "sum" and kind == "samples"
+        else f"pass count=, the number of {kind} in the loss.",
     )
 
 

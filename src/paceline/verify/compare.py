@@ -118,7 +118,10 @@ class Comparison:
             lines.append(f"could not be judged ({len(self.unknown)}):")
             lines += [f"  {line}" for line in self.unknown]
         if self.verdict == "sound":
-            lines.append("sound: the same training on every number of processes")
+            last = "sound: the same training on every number of processes"
+            lines.append(last + "; evaluations were not judged" * bool(self.unknown))
+        elif self.verdict == "refused" and self.unknown:
+            lines.append("not judged: losses, gradients and evaluations")
         return lines
 
 
@@ -174,17 +177,20 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
     how = "bitwise" if bitwise else f"within a relative difference of {rtol or _RTOL:g}"
     listed = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
     compared = f"{_count(points, 'step')} steps on {listed} processes, {how}"
+    steps = [step for run in runs for log in run.ranks for step in log.of("paceline-step")]
+    if any(step["dropout_off"] for step in steps):
+        compared += ", with dropout turned off"
     for run in runs[1:]:
         why = _why_not_comparable(points, _points(run), one.plan.world_size, run.plan.world_size)
         if why:
             return Comparison("refused", compared, trainings[0]["at"], why=why)
-    unknown, scores_unknown = ([], []) if bitwise else _not_compared(runs, rtol)
+    values_unknown, scores_unknown = ([], []) if bitwise else _not_compared(runs, rtol)
+    unknown = values_unknown + scores_unknown
     search = _Search(
         0.0 if bitwise else (rtol or _RTOL),
-        with_values=not unknown,
-        with_scores=not unknown and not scores_unknown,
+        with_values=not values_unknown,
+        with_scores=not unknown,
     )
-    unknown += scores_unknown
     for run in runs[1:]:
         for a, b in zip(points, _points(run), strict=True):
             difference = next(search.differences(a, b), None)
@@ -193,6 +199,10 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
                 why = _WHY[difference.quantity]
                 return Comparison("fault", compared, at, difference, why, search.equal(), unknown)
         search.next_run()
+    if values_unknown:
+        why = "the losses and gradients were not compared, for the reason below."
+        equal = search.equal()
+        return Comparison("refused", compared, trainings[0]["at"], None, why, equal, unknown)
     return Comparison("sound", compared, trainings[0]["at"], equal=search.equal(), unknown=unknown)
 
 
@@ -206,8 +216,8 @@ def _why_not_comparable(one: list[Point], other: list[Point], count: int, others
         a, b = _count(one, kind), _count(other, kind)
         if a != b:
             return (
-                f"the script makes {a} {kind}s with {_processes(count)} and {b} with {others}: the number "
-                "depends on the number of processes."
+                f"the script makes {a} {kind}{'s' * (a != 1)} with {_processes(count)} and {b} with "
+                f"{others}: the number depends on the number of processes."
             )
     for x, y in zip(one, other, strict=True):
         if (x.kind, x.training, x.step) != (y.kind, y.training, y.step):
@@ -222,30 +232,34 @@ def _not_compared(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], l
     """Why losses and gradients are not compared, and why evaluations are not."""
     values, scores = [], []
     logs = [log for run in runs for log in run.ranks]
-    if any(e["drew"] for log in logs for e in log.of("forward-end") if e["trains"]):
-        values.append(
-            "losses and gradients: the forward draws random numbers (dropout), and the micro-batches of a "
-            "step depend on the number of processes. With --bitwise they do not."
-        )
     # From the last run, because one process does not synchronise.
     norms = {training["batchnorm"] for training in runs[-1].ranks[0].of("training")}
+    # Reproducible training, which --bitwise turns on, refuses sync_batchnorm.
+    can_be_bitwise = "synchronised" not in norms
+    if any(e["drew"] for log in logs for e in log.of("forward-end") if e["trains"]):
+        values.append(
+            "losses and gradients: the forward draws random numbers (noise, or a dropout that is not "
+            "torch's), and the micro-batches of a step depend on the number of processes."
+            + " With --bitwise they do not."
+            * can_be_bitwise
+        )
     if "local" in norms:
         values.append(
-            "losses and gradients: BatchNorm normalises each rank's micro-batch alone. With --bitwise the "
-            "micro-batches do not depend on the number of processes; sync_batchnorm normalises over all "
-            "ranks."
+            "losses and gradients: BatchNorm normalises each rank's micro-batch alone. sync_batchnorm "
+            "normalises over all ranks. With --bitwise the micro-batches do not depend on the number of "
+            "processes."
         )
-    elif "synchronised" in norms:
+    elif "synchronised" in norms and logs[0].of("evaluated"):
         scores.append(
             "evaluations: the running statistics of BatchNorm include biases whose gradient is only "
-            "rounding error. --bitwise compares them."
+            "rounding error."
         )
     precisions = {training["precision"] for training in runs[0].ranks[0].of("training")}
     coarse = sorted(precisions - {"fp32"})
     if coarse and rtol is None:
         values.append(
             f"losses and gradients: rounding in {' and '.join(coarse)} is coarse. Give the allowed "
-            "difference with --rtol, or use --bitwise."
+            f"difference with --rtol{', or use --bitwise' * can_be_bitwise}."
         )
     return values, scores
 
@@ -301,11 +315,11 @@ class _Search:
         for rank, event in enumerate(b.ranks[1:], 1):
             pair = other["params"], event["params"]
             yield from self._tensors(b, (0, rank), "parameter of ranks", *pair, rtol=0.0)
-        for event in b.ranks if self._with_values else ():
+        for event in b.ranks:
             pair = first["params"], event["params"]
             if a.kind == "start":
                 yield from self._tensors(a, counts, "weights at the start", *pair, rtol=self._rtol)
-            else:
+            elif self._with_values:
                 yield from self._tensors(a, counts, "parameter", *pair, rtol=self._exact)
                 pair = first["buffers"], event["buffers"]
                 yield from self._tensors(a, counts, "buffer", *pair, rtol=self._exact)

@@ -110,8 +110,10 @@ def _record_end(recorder: Recorder, progress: Progress, models: Models, control:
         return send_(event)
 
     def exit_script(exit_: Callable[..., NoReturn], *code: Any) -> NoReturn:
-        by = sys._getframe(2).f_globals.get("__name__")
-        recorder.write("exit", at=user_line(), by=by, code=code[0] if code else None)
+        by = str(sys._getframe(2).f_globals.get("__name__"))
+        # The end of the rank itself has no line: below it are the frames of the command that was forked.
+        at = "" if by.startswith("paceline.") else user_line()
+        recorder.write("exit", at=at, by=by, code=code[0] if code else None)
         exit_(*code)
 
     def at_exit() -> None:

@@ -2,10 +2,14 @@
 
 Its checkpoints, reports and exports are written to the folder of the run: a verification must neither resume
 from the user's checkpoints nor overwrite them.
+
+Dropout masks depend on the micro-batches, and these on the number of processes. So dropout is turned off. It
+stays on with `--bitwise`, where the micro-batches are the same on any number of processes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,17 @@ from paceline.training import evaluation, trainer
 from paceline.training.training import Training
 
 _BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+
+# The functions of torch.nn.functional with dropout: name, position and default of the probability.
+_DROPOUTS = {
+    "dropout": ("p", 1, 0.5),
+    "dropout1d": ("p", 1, 0.5),
+    "dropout2d": ("p", 1, 0.5),
+    "dropout3d": ("p", 1, 0.5),
+    "alpha_dropout": ("p", 1, 0.5),
+    "feature_alpha_dropout": ("p", 1, 0.5),
+    "scaled_dot_product_attention": ("dropout_p", 4, 0.0),
+}
 
 _Summary = list[Any]
 
@@ -54,6 +69,7 @@ class _Hooks:
         self._numbers: dict[int, int] = {}
         self._gradients: dict[int, _Summary] = {}
         self._num_redirected = 0
+        self._is_dropout_off = False
 
     def resolve(
         self, resolve: Callable[..., Mesh], mesh: Mesh, world_size: int, local_world_size: int
@@ -78,6 +94,8 @@ class _Hooks:
         kwargs["desync_every"] = 0
         if self._progress.plan.bitwise:
             kwargs["reproducible"] = True
+        elif not self._numbers:
+            self._turn_dropout_off()
         init(training, *args, **kwargs)
         self._numbers[id(training)] = len(self._numbers)
         layers = [layer for model in training.models for layer in model.modules()]
@@ -88,6 +106,29 @@ class _Hooks:
             precision=kwargs.get("precision", "fp32"),
             batchnorm=_batchnorm(layers),
         )
+
+    def _turn_dropout_off(self) -> None:
+        """Call the functions with dropout with probability 0 from now on."""
+        for name, place in _DROPOUTS.items():
+            intercept(name, functools.partial(self._without_dropout, *place), torch.nn.functional)
+
+    def _without_dropout(
+        self,
+        argument: str,
+        at: int,
+        probability: float,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if len(args) > at:
+            probability = args[at]
+            args = (*args[:at], 0.0, *args[at + 1 :])
+        else:
+            probability = kwargs.get(argument, probability)
+            kwargs[argument] = 0.0
+        self._is_dropout_off = self._is_dropout_off or probability > 0
+        return function(*args, **kwargs)
 
     def steps(
         self,
@@ -128,6 +169,7 @@ class _Hooks:
             params=_of_all_stages(training, _parameters(training)),
             buffers=_of_all_stages(training, _buffers(training)),
             grads=_of_all_stages(training, grads),
+            dropout_off=self._is_dropout_off,
         )
         self._ids.clear()
         commit(training, step, *args, **kwargs)
