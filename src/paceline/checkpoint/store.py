@@ -110,7 +110,7 @@ class Store:
         self.rename(scratch, folder)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a folder; creates the parent of the new name. What is not a checkpoint is moved out of the way."""
+        """Rename a folder; creates the parent of the new name. Moves what is there and is no checkpoint."""
         os.makedirs(os.path.dirname(self._path(new)), exist_ok=True)
         if os.path.lexists(self._path(new)) and NAME not in self.names(new):
             self.rename(new, unused_name(self, f"incomplete-{new}"))
@@ -281,8 +281,8 @@ def open_store(folder: str | Path) -> Store:
     """The store of a local path or of a URL that fsspec knows.
 
     Raises:
-        ConfigError: see `RemoteStore`; the folder has no name; or a URL has become a Path, which drops one of its
-            slashes.
+        ConfigError: see `RemoteStore`; the folder has no name; or a URL has become a Path, which drops
+            one of its slashes.
     """
     url = os.fspath(folder)
     if not url:
