@@ -275,7 +275,7 @@ def test_wrong_buckets_and_credentials_are_errors_on_all_ranks_at_the_start(
 ) -> None:
     for outcome in run_failing_ranks(_train, "s3://nobucket/run", 4, nproc=3):
         assert isinstance(outcome.error, SaveFailed), outcome.text
-        assert "s3://nobucket/run/probe-" in str(outcome.error)
+        assert "s3://nobucket/run/.paceline-probe-" in str(outcome.error)
         assert "create the bucket, or correct its name" in outcome.error.fix
     assert len(server.all_keys()) == 0
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")

@@ -243,9 +243,9 @@ class Uneven:
         return iter(range(index, 20 if index == 0 else 4, count))
 
 
-def _error(job: Job, dataset: Any, **options: Any) -> PacelineError | None:
+def _error(job: Job, dataset: Any, *, offset: int = 0, **options: Any) -> PacelineError | None:
     try:
-        for step in Batches(job, dataset, **options).iterate(Position(0), epochs=1):
+        for step in Batches(job, dataset, **options).iterate(Position(0, 0, offset), epochs=1):
             list(step)
     except PacelineError as error:
         return error
@@ -271,6 +271,7 @@ def _errors_on_all_ranks(job: Job) -> dict[str, Any]:
             "length": _error(job, ByRank(rank, job.world_size, 5), global_batch=2),
             "other samples": _error(job, ByRank(rank, job.world_size, 8), global_batch=2),
             "uneven": _error(job, Uneven(), global_batch=4),
+            "uneven later": _error(job, Uneven(), global_batch=4, offset=4),
             "empty stream": _error(job, Stream(0), global_batch=4),
             "empty set": _error(job, TensorDataset(torch.empty(0)), global_batch=4),
         }
@@ -292,7 +293,8 @@ def test_what_all_ranks_can_know_is_an_error_on_all() -> None:
             "arguments": RankDisagreement,
             "length": RankDisagreement,
             "other samples": type(None),
-            "uneven": AuditError,
+            "uneven": DataError,
+            "uneven later": DataError,
             "empty stream": DataError,
             "empty set": ConfigError,
             "lost": AuditError,
@@ -301,7 +303,7 @@ def test_what_all_ranks_can_know_is_an_error_on_all() -> None:
         assert "global_batch" in str(found["arguments"])
         assert found["length"].values == [1, 0]
         assert found["warned"] == 1
-        assert found["uneven"].seen == found["uneven"].expected == 12  # but not samples 0 to 11
+        assert "more samples after sample 8" in str(found["uneven"])
         assert "gave no sample" in str(found["empty stream"])
         assert (found["lost"].lost, found["lost"].doubled) == ([6], [3])
 

@@ -346,6 +346,48 @@ def test_a_stream_may_divide_itself_by_rank_and_worker(nproc: int) -> None:
             assert sorted(itertools.chain(*epochs)) == list(range(25))
 
 
+class Parts(IterableDataset):  # type: ignore[type-arg]
+    """Gives each rank its own part."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100 * self.rank, 100 * self.rank + self.size))
+
+
+def _uneven(job: Job, sizes: tuple[int, ...]) -> Any:
+    """The own samples of each step, after a start at each position of epoch 0."""
+
+    def steps(start: Position) -> list[Any]:
+        loader = DataLoader(Parts(job.rank, sizes[job.rank]), batch_size=4)
+        batches = Batches(job, loader, shard="by_rank_and_worker", global_batch=4)
+        return [
+            (
+                step.next_position,
+                step.num_samples,
+                [i for micro in step for i in micro.batch.tolist()],
+            )
+            for step in batches.iterate(start, epochs=2)
+        ]
+
+    straight = steps(Position(7))
+    resumed = [steps(position) for position, *_ in straight[: len(straight) // 2]]
+    return straight, resumed
+
+
+@pytest.mark.parametrize("sizes", [(10, 6), (9, 1), (1, 8)])
+def test_the_parts_of_a_stream_that_divides_itself_may_have_different_lengths(sizes: Any) -> None:
+    ranks = run_ranks(_uneven, sizes, nproc=2)
+    for rank, (straight, resumed) in enumerate(ranks):
+        ids = [i for _, _, own in straight for i in own]
+        assert ids == 2 * list(range(100 * rank, 100 * rank + sizes[rank]))
+        for number, steps in enumerate(resumed, start=1):
+            assert steps == straight[number:]
+    totals = [n for _, n, _ in ranks[0][0]]
+    assert sum(totals) == 2 * sum(sizes)
+
+
 # Refusals
 
 

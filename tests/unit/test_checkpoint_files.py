@@ -140,7 +140,7 @@ def test_a_return_to_an_earlier_step_supersedes_what_came_after(
     url = str(tmp_path) if where == "disk" else "memory://rollback"
     store = open_store(url)
     checkpoints = _save(job, url, 2, 4, 6, 8, keep=3)
-    store.write("step-9/rank-0.bin", [b"never committed"])
+    store.write("step-9/rank-0.bin", [b"not a checkpoint"])
     with caplog.at_level("INFO", logger="paceline"):
         checkpoints.save(job, 6, _state(60.0))
     assert (
@@ -154,7 +154,7 @@ def test_a_return_to_an_earlier_step_supersedes_what_came_after(
     assert _equal(_resume(job, url), _state(80.0))
     assert sorted(store.names("before-1")) == ["step-6", "step-8"]
     assert store.names("before-2") == ["step-7"]
-    expected = ["before-1", "before-2", "step-6", "step-7", "step-8"]
+    expected = ["before-1", "before-2", "step-6", "step-7", "step-8", "step-9"]
     assert sorted(set(store.names()) - {"parts"}) == expected
     checkpoints = _save(job, url, 5)  # of a process that has not resumed
     assert committed(store) == [5]
@@ -179,7 +179,7 @@ def test_a_return_to_an_earlier_step_may_be_killed_at_any_moment(
 
         monkeypatch.setattr(Store, name, wrapped)
 
-    for name in ("write", "seal", "rename", "remove"):
+    for name in ("write", "rename", "remove"):
         copying(name)
     checkpoints.save(job, 5, _state(50.0))
     monkeypatch.undo()
@@ -372,6 +372,38 @@ def test_a_folder_without_a_manifest_or_a_file_in_the_way_is_moved(
         checkpoints.save(job, step, _state(float(step)))
     assert committed(open_store(tmp_path)) == [1, 2, 3]
     assert {"incomplete-step-2-1", "incomplete-step-3-1"} <= set(os.listdir(tmp_path))
+
+
+def test_files_of_other_programs_in_the_folder_stay(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [
+        "unfinished-business/thesis.txt",
+        "unfinished-notes.md",
+        "probe-0",
+        "step-5/mine.txt",
+        "step-900/mine.txt",
+        "step-1/manifest.json",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"name": "of another program"}')
+    checkpoints = paceline.Checkpoints(tmp_path, keep=1)
+    with caplog.at_level("WARNING", logger="paceline"):
+        _save(job, tmp_path, 10, 20, keep=1)
+    checkpoints.resume(job)
+    checkpoints.save(job, 5, _state())  # a return to an earlier step
+    names[names.index("step-5/mine.txt")] = "incomplete-step-5-1/mine.txt"
+    for name in names:
+        assert "of another program" in (tmp_path / name).read_text()
+    assert "older ones stay: " in caplog.text
+    assert "step-1 cannot be read: it is not a manifest of Paceline" in caplog.text
+    assert not (tmp_path / "step-10").exists()
+
+
+def test_a_folder_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the folder of the checkpoints has no name"):
+        paceline.Checkpoints("")
 
 
 def test_an_unexpected_error_of_the_commit_or_of_retention_is_reported(

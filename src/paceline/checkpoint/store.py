@@ -39,6 +39,7 @@ from paceline.checkpoint.manifest import (
 from paceline.errors import CheckpointError, ConfigError
 
 _FOLDER = re.compile(r"(step|rollback)-(\d+)", re.ASCII)
+_SCRATCH = re.compile(rf"unfinished-(removed-)?{_FOLDER.pattern}", re.ASCII)
 _remote_lock = threading.RLock()
 PARTS = "parts"  # folder of the files of checkpoints, in stores without rename
 
@@ -106,15 +107,13 @@ class Store:
     def seal(self, scratch: str, folder: str) -> None:
         """Turn the scratch folder, which now has a manifest, into `folder`."""
         flush(self._path(scratch))
-        if os.path.lexists(self._path(folder)) and NAME not in self.names(folder):
-            # A file, or a checkpoint that was removed in part.
-            self.rename(folder, unused_name(self, f"incomplete-{folder}"))
-        os.rename(self._path(scratch), self._path(folder))
-        flush(self.root)
+        self.rename(scratch, folder)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a folder; creates the parent of the new name."""
+        """Rename a folder; creates the parent of the new name. Moves what is there and is no checkpoint."""
         os.makedirs(os.path.dirname(self._path(new)), exist_ok=True)
+        if os.path.lexists(self._path(new)) and NAME not in self.names(new):
+            self.rename(new, unused_name(self, f"incomplete-{new}"))
         os.rename(self._path(old), self._path(new))
         flush(self.root)
 
@@ -282,9 +281,15 @@ def open_store(folder: str | Path) -> Store:
     """The store of a local path or of a URL that fsspec knows.
 
     Raises:
-        ConfigError: see `RemoteStore`; or a URL has become a Path, which drops one of its slashes.
+        ConfigError: see `RemoteStore`; the folder has no name; or a URL has become a Path, which drops
+            one of its slashes.
     """
     url = os.fspath(folder)
+    if not url:
+        raise ConfigError(
+            "the folder of the checkpoints has no name.",
+            fix='name it, or pass "." for this folder.',
+        )
     if "://" in url and not url.startswith("file://"):
         return RemoteStore(url)
     scheme, colon, _ = url.partition(":/")
@@ -345,13 +350,12 @@ def finish_rollback(store: Store) -> tuple[list[int], str]:
     superseded = []
     for other in store.names():
         match = _FOLDER.fullmatch(other)
-        if match and match[1] == "step" and int(match[2]) >= step:
-            if NAME in store.names(other):
-                # Equal after a move of the manifest that was interrupted.
-                if int(match[2]) > step or _text(store, other) != _text(store, name):
-                    superseded.append(int(match[2]))
-            else:
-                store.remove(other)  # never committed
+        if not match or match[1] != "step" or NAME not in store.names(other):
+            continue
+        found = int(match[2])
+        # After an interrupted move of the manifest both folders hold it.
+        if found > step or (found == step and _text(store, other) != _text(store, name)):
+            superseded.append(found)
     folder = set_aside(store, sorted(superseded))
     store.rename(name, f"step-{step}")
     return sorted(superseded), folder
@@ -384,21 +388,32 @@ def _text(store: Store, folder: str) -> bytearray:
 
 
 def remove(store: Store, folders: Iterable[str]) -> None:
-    """Remove checkpoints, and their files unless another manifest names them."""
-    parts = set()
+    """Remove checkpoints, and their files unless another manifest names them.
+
+    Raises:
+        CheckpointError: one is of another program or format; it stays, and the others are removed.
+    """
+    parts, refused = set(), None
     for folder in folders:
-        with contextlib.suppress(Damaged, CheckpointError):
+        try:
             parts.add(read_manifest(store, 0, folder).parts)
+        except Damaged:
+            pass
+        except CheckpointError as error:
+            refused = error
+            continue
         store.remove(folder)
     parts.discard("")
     for path in parts - _used_parts(store) if parts else ():
         store.remove(path)
+    if refused is not None:
+        raise refused
 
 
 def sweep(store: Store) -> None:
     """Remove what saves have left that did not end. Called before any save of this job."""
     for name in store.names():
-        if name.startswith("unfinished-"):
+        if _SCRATCH.fullmatch(name):
             store.remove(name)
     attempts = {f"{PARTS}/{name}" for name in store.names(PARTS)}
     if attempts := set(filter(IN_PARTS.fullmatch, attempts)):  # not what others keep there

@@ -268,7 +268,8 @@ class Batches:
                 for step in steps:
                     yield step
                     if step.ends_epoch:
-                        audit.check(step.epoch, step.offset + step.num_samples)
+                        size = step.offset + step.num_samples
+                        audit.check(step.epoch, size, self._loader.num_divided)
                         self._audited = True
                         break
             finally:

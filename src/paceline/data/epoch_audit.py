@@ -73,27 +73,36 @@ class EpochAudit:
             self._pending.clear()
             self._num_pending = 0
 
-    def check(self, epoch: int, size: int) -> None:
+    def check(self, epoch: int, size: int, num_own: int | None = None) -> None:
         """Check that all ranks together got each id below `size` once, except those before `start`.
 
         All ranks must call it, once, after the last step of the epoch.
+
+        Args:
+            num_own: Of a stream that divides itself, the samples that this rank read. Its places have gaps,
+                so only their number is compared.
 
         Raises:
             AuditError: on all ranks.
         """
         self._flush()
-        excess = self._sum_over_ranks(self._seen.minus(self._own_part(size)))
+        if num_own is None:
+            own = self._own_part(size)
+        else:
+            own = Tally(num_own, self._seen.hashed)
+        excess, expected = self._sum_over_ranks(self._seen.minus(own), own.size)
         if excess == _EMPTY:
             return
         lost, doubled = _find_one(excess, size)
-        expected = size - self._start.offset
         seen = expected + excess.size
+        used = f"{seen} samples instead of {expected}"
+        if seen == expected:
+            used = f"{seen} samples, but some of them twice and others not"
         named = [f"sample {i} was lost" for i in lost]
         named += [f"sample {i} was used twice or is not in the dataset" for i in doubled]
         found = "; ".join(named) or "some samples were lost or used more than once"
         raise AuditError(
-            f"epoch {epoch} did not use each of {size} samples once: it used {seen} samples instead "
-            f"of {expected}; {found}.",
+            f"epoch {epoch} did not use each sample once: it used {used}; {found}.",
             why="the loop skipped micro-batches, or `shard(index, count)` of the stream gives wrong items.",
             fix="read every micro-batch of every step; for a stream, see `shard` in docs/howto/data.md.",
             expected=expected,
@@ -111,11 +120,11 @@ class EpochAudit:
         ids = _tally_of_places(order if sampled else None, *share(size, axis.rank, axis.size))
         return ids.minus(_tally_of_places(order, *share(start.offset, axis.rank, axis.size)))
 
-    def _sum_over_ranks(self, own: Tally) -> Tally:
+    def _sum_over_ranks(self, excess: Tally, size: int) -> tuple[Tally, int]:
         # The hash is summed in two halves of 32 bits, so that sums over ranks stay below 2^63.
-        parts = torch.tensor([own.size, own.hashed & 0xFFFFFFFF, own.hashed >> 32])
-        count, low, high = collectives.sum_tensor(self._job, parts).tolist()
-        return Tally(count, (low + (high << 32)) & _MASK)
+        parts = torch.tensor([excess.size, excess.hashed & 0xFFFFFFFF, excess.hashed >> 32, size])
+        count, low, high, size = collectives.sum_tensor(self._job, parts).tolist()
+        return Tally(count, (low + (high << 32)) & _MASK), size
 
 
 def _hashes(ids: Int64Array) -> rng.UInt64Array:

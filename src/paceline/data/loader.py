@@ -40,10 +40,12 @@ class Loader(ABC):
 
     Attributes:
         epoch_audit: gets the ids of the samples that the loop gets, if it is not None.
+        num_divided: of a stream that divides itself: samples that this rank read in the epoch; else None.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.epoch_audit: EpochAudit | None = None
+        self.num_divided: int | None = None
         self._device = device
         self._run = 0
 
@@ -113,10 +115,11 @@ class LocalLoader(Loader):
                 micro_batches = self._micro_batches(
                     step, ids, begin, end, first, number, block.order
                 )
+                stop = offset + n
                 yield PlannedStep(
-                    seed, block.epoch, offset, n, offset + n == size, number, micro_batches
+                    seed, block.epoch, offset, stop, n, stop == size, number, micro_batches
                 )
-                offset += n
+                offset = stop
                 begin = end
 
     def _micro_batches(
@@ -200,8 +203,9 @@ class WorkerLoader(Loader):
             self._refuse_unless_current(run)
             pieces = list(plan.micro_batch_ranges(offset, n, equal))
             micro_batches = self._micro_batches(run, task, pieces)
-            ends = offset + n == plan.num_samples
-            yield PlannedStep(seed, epoch, offset, n, ends, len(pieces), micro_batches)
+            stop = offset + n
+            ends = stop == plan.num_samples
+            yield PlannedStep(seed, epoch, offset, stop, n, ends, len(pieces), micro_batches)
             task += len(pieces)
 
     def _micro_batches(

@@ -43,7 +43,8 @@ class Position:
     Attributes:
         seed: decides the permutation of each epoch.
         epoch: at least 0.
-        offset: number of samples of this epoch that were used before, over all ranks.
+        offset: number of samples of this epoch that were used before, over all ranks. In a stream that
+            divides itself, global_batch for each step before, also if a part had ended.
 
     Raises:
         ConfigError: a value is not an integer, or epoch or offset is negative.
@@ -88,6 +89,7 @@ class PlannedStep:
 
     Attributes:
         epoch, offset: position of the step's first sample.
+        stop: position of the next step's first sample, if it is in the same epoch.
         num_samples: samples of the step over all ranks; fewer at the end of an epoch.
         ends_epoch: whether it is the last step of its epoch.
         num_micro_batches: number of micro-batches of this rank, ghosts included; may be 0.
@@ -101,6 +103,7 @@ class PlannedStep:
         "num_micro_batches",
         "num_samples",
         "offset",
+        "stop",
     )
 
     def __init__(
@@ -108,6 +111,7 @@ class PlannedStep:
         seed: int,
         epoch: int,
         offset: int,
+        stop: int,
         num_samples: int,
         ends_epoch: bool,
         num_micro_batches: int,
@@ -116,6 +120,7 @@ class PlannedStep:
         self._seed = seed
         self.epoch = epoch
         self.offset = offset
+        self.stop = stop
         self.num_samples = num_samples
         self.ends_epoch = ends_epoch
         self.num_micro_batches = num_micro_batches
@@ -126,7 +131,7 @@ class PlannedStep:
         """The position after this step."""
         if self.ends_epoch:
             return Position(self._seed, self.epoch + 1, 0)
-        return Position(self._seed, self.epoch, self.offset + self.num_samples)
+        return Position(self._seed, self.epoch, self.stop)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         micro_batches = self._micro_batches

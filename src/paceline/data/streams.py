@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from paceline import log
+from paceline.data.dataloader import DividedStream
 from paceline.data.device import to_device
 from paceline.data.digest import digest
 from paceline.data.loader import Loader
@@ -313,6 +314,7 @@ class StreamLoader(Loader):
         self._num_workers = workers
         self._workers: Workers | None = None
         self._control = job.data.control
+        self._divides_itself = isinstance(dataset, DividedStream)
         self._ghost: Any = None
 
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
@@ -321,7 +323,7 @@ class StreamLoader(Loader):
         All ranks must iterate alike: there is one asynchronous reduction per step.
 
         Raises:
-            DataError: the stream is empty, or ends before `position`.
+            DataError: the stream is empty, or ends before `position`, or its shards have different lengths.
             RankDisagreement: the ranks read streams of different length.
         """
         if position.offset:
@@ -332,15 +334,21 @@ class StreamLoader(Loader):
         parts = self._parts(position, epochs, equal)
         for epoch in range(position.epoch, epochs):
             offset = position.offset if epoch == position.epoch else 0
+            self.num_divided = 0 if self._divides_itself else None
             for part, n, ends in self._steps_of_epoch(parts, epoch, offset):
                 self._refuse_unless_current(run)
+                if self.num_divided is not None:
+                    self.num_divided += part.num_read
                 number = len(part.micro_batches)
                 if equal:
                     most = max_micro_batches(n, self._plan.micro_batch, self._plan.size)
                     number = max(number, most)
                 micro_batches = self._micro_batches(part, offset, number)
-                yield PlannedStep(position.seed, epoch, offset, n, ends, number, micro_batches)
-                offset += n
+                stop = offset + self._plan.global_batch
+                yield PlannedStep(
+                    position.seed, epoch, offset, stop, n, ends, number, micro_batches
+                )
+                offset = stop
 
     def _steps_of_epoch(
         self, parts: Iterator[Part | End], epoch: int, offset: int
@@ -348,6 +356,7 @@ class StreamLoader(Loader):
         """For each step of an epoch: this rank's part, the samples over all ranks, whether it is the last."""
         ahead: deque[_PendingStep] = deque()
         ended = False
+        size = self._plan.global_batch
 
         def read_ahead() -> None:
             nonlocal ended
@@ -365,9 +374,11 @@ class StreamLoader(Loader):
             if self._control is not None:
                 read_ahead()  # one more step, so that the reduction below was started one step ago
             step = ahead.popleft()
-            following = self._finish_reduction(ahead[0], epoch, offset + n)
+            following = self._finish_reduction(ahead[0], epoch, offset + size)
+            if following and n < size and not self._divides_itself:
+                raise self._uneven_shards_error(epoch, offset + size)
             yield step.part, n, following == 0
-            offset, n = offset + n, following
+            offset, n = offset + size, following
             if self._control is None:
                 read_ahead()
         while not ended:
@@ -410,12 +421,14 @@ class StreamLoader(Loader):
         return num_read[0]
 
     def _uneven_shards_error(self, epoch: int, offset: int) -> DataError:
+        fix = "let `shard(index, count)` give the items index, index + count, ... of one stream."
+        if self._divides_itself:
+            fix = f"use a global_batch of at least the number of ranks, {self._plan.size}."
         return DataError(
-            f"the shard of rank {self._plan.rank} has more samples after sample {offset} of epoch {epoch}, "
-            "but the shards of other ranks have ended.",
+            f"some ranks have more samples after sample {offset} of epoch {epoch}, and others have none.",
             where=self._errors.where(),
             why="the lengths of the shards differ by more than one sample.",
-            fix="let `shard(index, count)` give the items index, index + count, ... of one stream.",
+            fix=fix,
         )
 
     def _too_short_error(self, epoch: int, offset: int) -> DataError:
