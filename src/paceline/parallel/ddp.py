@@ -338,9 +338,16 @@ class DDPStrategy(Strategy):
 
     def before_forward(self, micro: MicroBatch) -> None:
         super().before_forward(micro)
+        self._set_sync(micro.is_last)
+
+    def _set_sync(self, on: bool) -> None:
         for wrapper in self._wrappers:
             # What `no_sync` does. nn.Module.__setattr__ would take a microsecond.
-            wrapper.__dict__["require_backward_grad_sync"] = micro.is_last
+            wrapper.__dict__["require_backward_grad_sync"] = on
+
+    def leave_step(self) -> None:
+        super().leave_step()
+        self._set_sync(True)
 
     def backward(
         self,

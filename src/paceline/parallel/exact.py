@@ -103,8 +103,7 @@ class ExactStrategy(DDPStrategy):
         self._versions = self._buffer_versions()
 
     def before_forward(self, micro: MicroBatch) -> None:
-        for wrapper in self._wrappers:
-            wrapper.__dict__["require_backward_grad_sync"] = False
+        self._set_sync(False)
 
     def backward(
         self,
@@ -133,9 +132,13 @@ class ExactStrategy(DDPStrategy):
         if fitted:
             self._fold_batchnorms()
             self._sum.finish()
-            for wrapper in self._wrappers:
-                wrapper.__dict__["require_backward_grad_sync"] = True
+            self._set_sync(True)
         return not fitted
+
+    def leave_step(self) -> None:
+        super().leave_step()
+        for fold in self._folds:
+            fold.restore()
 
     def _buffer_versions(self) -> list[int]:
         version = torch_private.find("torch.Tensor._version")
@@ -366,9 +369,8 @@ class _BatchNormFold:
 
     def begin(self, num_micro_batches: int) -> None:
         mean, _, _ = buffers = self._buffers()
-        if not self._saved:
-            self._momentum = self.layer.momentum
-            self._saved = [buffer.clone() for buffer in buffers]
+        self._momentum = self.layer.momentum
+        self._saved = [buffer.clone() for buffer in buffers]
         # A layer in eval mode does not change its statistics.
         rows = num_micro_batches if self.layer.training else 0
         self.table = torch.zeros((rows, 2, len(mean)), dtype=mean.dtype, device=mean.device)
@@ -381,9 +383,10 @@ class _BatchNormFold:
             self.table[index, 1] = var
 
     def restore(self) -> None:
-        for buffer, saved in zip(self._buffers(), self._saved, strict=True):
-            buffer.copy_(saved)
-        self.layer.momentum = self._momentum
+        if self._saved:
+            for buffer, saved in zip(self._buffers(), self._saved, strict=True):
+                buffer.copy_(saved)
+            self.layer.momentum, self._saved = self._momentum, []
 
     def fold(self) -> None:
         mean, var, count = self._buffers()
@@ -392,7 +395,6 @@ class _BatchNormFold:
             factor = 1 / int(count) if self._momentum is None else self._momentum
             mean.mul_(1 - factor).add_(own_mean, alpha=factor)
             var.mul_(1 - factor).add_(own_var, alpha=factor)
-        self._saved = []
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.layer.running_mean, self.layer.running_var, self.layer.num_batches_tracked

@@ -347,9 +347,16 @@ class FSDPStrategy(Strategy):
 
     def before_forward(self, micro: MicroBatch) -> None:
         super().before_forward(micro)
+        self._set_sync(micro.is_last)
+
+    def _set_sync(self, on: bool) -> None:
         for root in self._roots:
-            root.set_requires_gradient_sync(micro.is_last)
-            root.set_is_last_backward(micro.is_last)
+            root.set_requires_gradient_sync(on)
+            root.set_is_last_backward(on)
+
+    def leave_step(self) -> None:
+        super().leave_step()
+        self._set_sync(True)
 
     def backward(
         self,

@@ -133,6 +133,10 @@ class Strategy:
             self._batchnorms.set(False)
         return False
 
+    def leave_step(self) -> None:
+        """Undo what an unfinished step has set on the models. Called when the loop ends or is left."""
+        self._batchnorms.set(False)
+
     def run_micro_batches(self, step: ScheduledStep) -> None:
         """Run forward and backward of all micro-batches, if `runs_micro_batches`."""
         raise NotImplementedError

@@ -67,6 +67,11 @@ class StepContext:
     _weight: torch.Tensor | None = None
     _weight_for: tuple[float, torch.dtype] | None = None
 
+    def leave_step(self) -> None:
+        """Undo what an unfinished step has set: autocast, and what the strategy has set on the models."""
+        self.precision.leave()
+        self.strategy.leave_step()
+
     def weight_of(self, loss: torch.Tensor, number: float) -> torch.Tensor:
         """Initial gradient of backward, so that `update` gets gradients divided by `number`; shape ()."""
         key = (number, loss.dtype)

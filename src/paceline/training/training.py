@@ -284,6 +284,7 @@ class Training:
         finally:
             clock.stop()
             notice.unwatch(self)
+            self._context.leave_step()
         if preempted is not None:
             self._log_preempted(preempted)
             raise preempted
@@ -559,6 +560,7 @@ class Training:
         context.control.measure = self._measure
         for trained in context.optimizers:
             trained.schedule.begin()
+            trained.clear_gradients()  # of a backward before the loop, or of a step that was left
         self._stopping = self._preempted = False
         total = None
         if epochs is not None and self.batches.steps_per_epoch is not None:
@@ -746,7 +748,7 @@ class Training:
 
     def _leave(self) -> None:
         """Leave autocast, and save the step that a preempted evaluation interrupted."""
-        self._context.precision.leave()
+        self._context.leave_step()
         notice.unwatch(self)
         if self._open is not None and self._is_in_loop:
             self.job.left_loop = (self._open[0].number, self._open[0].is_done)
