@@ -358,18 +358,8 @@ class FSDPStrategy(Strategy):
         super().leave_step()
         self._set_sync(True)
 
-    def backward(
-        self,
-        loss: torch.Tensor,
-        weight: torch.Tensor,
-        micro: MicroBatch,
-        inputs: Sequence[torch.Tensor] | None,
-    ) -> None:
-        # With loss_parallel the loss is a DTensor.
-        super().backward(_whole(loss), _whole(weight), micro, inputs)
-
-    def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return _whole(loss)
+    def plain_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return _whole(loss)  # with loss_parallel the loss is a DTensor
 
     def check_precision(self, precision: str) -> None:
         if precision == "fp16" and self._is_mixed():

@@ -162,6 +162,10 @@ class Strategy:
         """The p-norm of each gradient by the name of its parameter, of all parameters of the model."""
         return {name: self.grad_norm([g], norm_type) for name, g in gradients.items()}
 
+    def plain_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as a plain tensor, if layers return `DTensor`s; differentiable."""
+        return loss
+
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch in the form that is added up for the log."""
         return loss
