@@ -665,26 +665,32 @@ class Net(nn.Module):
 
 def _change(job: Any, kind: str) -> None:
     net = Net()
-    net.aside.requires_grad_(kind != "unfreeze")
+    net.aside.requires_grad_(kind not in ("unfreeze", "wrap again"))
     training = _training(job, net, global_batch=4)
+    model = training.models[0]
     for step in training.steps(epochs=1):
         if step.number == 5:
             if kind in ("unfreeze", "freeze"):
                 net.aside.requires_grad_(kind == "unfreeze")
+            elif kind == "wrap again":
+                net.aside.requires_grad_(True)
+                model = paceline.ddp(job, net)
             elif kind == "add":
                 net.first.extra = nn.Parameter(torch.ones(1))
                 training.optimizers[0].add_param_group({"params": [net.first.extra]})
             else:
                 net.use_aside = kind == "unused on rank 1" and job.rank != 1
         for batch in step:
-            loss = loss_sum(training.models[0], batch)
+            loss = loss_sum(model, batch)
             if kind == "add" and step.number >= 5:
                 loss = loss * net.first.extra.sum()
             step.backward(loss, count=len(batch[1]))
         step.update()
 
 
-@pytest.mark.parametrize("kind", ["unfreeze", "freeze", "unused", "unused on rank 1", "add"])
+@pytest.mark.parametrize(
+    "kind", ["unfreeze", "wrap again", "freeze", "unused", "unused on rank 1", "add"]
+)
 def test_parameters_that_change_between_steps_are_named_at_once(kind: str) -> None:
     outcomes = run_failing_ranks(_change, kind, nproc=3)
     named = [o.error for o in outcomes if isinstance(o.error, GradientError)]
