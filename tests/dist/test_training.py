@@ -432,6 +432,22 @@ def test_reading_the_loss_on_one_rank_is_named() -> None:
     assert all(isinstance(o.error, PeerFailed) for o in outcomes[1:])
 
 
+def _save_on_one_rank(job: Any, folder: str) -> None:
+    training = _training(job, checkpoints=paceline.Checkpoints(folder))
+    for step in training.steps(epochs=1):
+        backwards(training, step)
+        step.update()
+        if step.number == 2 and job.rank == 0:
+            training.save()
+
+
+def test_a_save_on_one_rank_is_named(tmp_path: Path) -> None:
+    outcomes = run_failing_ranks(_save_on_one_rank, str(tmp_path), nproc=3)
+    assert isinstance(outcomes[0].error, StepError)
+    assert "ranks 1 and 2 did not call `training.save`" in str(outcomes[0].error)
+    assert all(isinstance(outcome.error, PeerFailed) for outcome in outcomes[1:])
+
+
 def _mean(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out, y)
 
