@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -238,9 +239,11 @@ def _unreached(job: Job) -> None:
 
 
 def _check(job: Job) -> dict[str, Any]:
-    def refused(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[str] | None:
+    def refused(
+        model: nn.Module, *optimizers: torch.optim.Optimizer, other: Sequence[nn.Module] = ()
+    ) -> list[str] | None:
         try:
-            parallel.check_parameters(job, model, optimizers)
+            parallel.check_parameters(job, [model, *other], optimizers)
         except GradientError as error:
             return list(error.parameters) if error.fix else None
         return None
@@ -266,7 +269,8 @@ def _check(job: Job) -> dict[str, Any]:
 
     generator, critic = nn.Linear(1, 1), nn.Linear(1, 1)
     first, second = paceline.ddp(job, generator), paceline.ddp(job, critic)
-    facts["two models"] = [refused(m, over(generator), over(critic)) for m in (first, second)]
+    facts["two models"] = refused(first, over(generator), over(critic), other=[second])
+    facts["wrapper of no training"] = refused(first, over(generator), over(critic))
 
     own = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
     wrapped = DistributedDataParallel(own, process_group=job.group)
@@ -286,7 +290,7 @@ def _idle(job: Job) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("paceline").addHandler(handler)
     for _ in range(2):
-        parallel.check_parameters(job, model, [optimizer])
+        parallel.check_parameters(job, [model], [optimizer])
     return said
 
 
@@ -368,7 +372,8 @@ def test_wrong_models_are_named_and_the_layout_is_that_of_a_real_backward() -> N
         only = "a parameter of shape [1, 2] that is in the optimizer only"
         assert facts["optimizer only"] == [only]
         assert facts["not wrapped"] == ["weight", "bias"]
-        assert facts["two models"] == [None, None]
+        assert facts["two models"] is None
+        assert [p[:20] for p in facts["wrapper of no training"]] == ["a parameter of shape"] * 2
         assert facts["torch's DDP"] == ["1.bias"]
         assert facts["torch's DDP, sound"] is None
         for ours, torchs in [found["layout"]]:

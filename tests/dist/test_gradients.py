@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_trainings import Recording
+from small_trainings import Recording, make_data
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -131,3 +131,52 @@ def test_the_micro_batch_changes_nothing() -> None:
     with paceline.join() as job:
         runs = _gradients(job, todo, torch.float64)
     assert max(_worst([run], [runs[0]]) for run in runs) <= 1e-12
+
+
+def _masked_mean(out: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (F.cross_entropy(out, y, reduction="none") * mask).sum() / mask.sum()
+
+
+def _masked(job: Any, wrap: str, masked: list[int], micro_batch: int) -> list[float]:
+    """Weights and losses of two steps whose loss is a mean over a mask, 0/0 for a masked micro-batch."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    options = {"bucket_mb": 1} if wrap == "ddp" else {}
+    model = paceline.fsdp(job, net) if wrap == "fsdp" else paceline.ddp(job, net, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mask = torch.ones(10, dtype=torch.float64)
+    mask[masked] = 0
+    data = TensorDataset(*make_data(10, torch.float64).tensors, mask)
+    batches = paceline.Batches(job, data, global_batch=5, micro_batch=micro_batch, shuffle=False)
+    training = paceline.Training(job, model, optimizer, batches, count="tokens")
+    losses = []
+    for step in training.steps(epochs=1):
+        for x, y, own_mask in step:
+            loss = _masked_mean(model(x), y, own_mask)
+            step.backward(loss, count=int(own_mask.sum()), reduction="mean")
+        step.update()
+        losses.append(float(step.loss))
+    state = training.state_dict()["models"][0].values()
+    weights = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in state]
+    return losses + torch.cat([w.reshape(-1) for w in weights]).tolist()
+
+
+_MASKED_CASES = [
+    (wrap, masked, micro_batch)
+    for wrap in ("packed", "ddp", "fsdp")
+    for masked, micro_batch in (([0], 2), ([0, 1, 5, 6], 2), ([4, 5], 1))
+]
+
+
+def _all_masked(job: Any) -> list[list[float]]:
+    return [_masked(job, *case) for case in _MASKED_CASES]
+
+
+def test_ghosts_and_micro_batches_without_tokens_add_nothing_to_the_gradient() -> None:
+    """Their loss is NaN, and so is its gradient."""
+    one = run_ranks(_all_masked, nproc=1)[0]
+    for nproc in (2, 3, 4):
+        for ranks in run_ranks(_all_masked, nproc=nproc):
+            for case, expected, got in zip(_MASKED_CASES, one, ranks, strict=True):
+                # The ranks add the same numbers in another order.
+                assert got == pytest.approx(expected, rel=1e-12), (nproc, case)

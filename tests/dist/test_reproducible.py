@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +210,24 @@ class _Counting(nn.Module):
         return out
 
 
+class _Twice(nn.Module):
+    """Normalises two inputs with one layer, as a siamese net does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(self.norm(x)) - self.linear(self.norm(x + 10))
+        return out
+
+
 def _refused(job: Any, kind: str) -> None:
     model: nn.Module = _Counting() if kind == "buffer" else _net(batchnorm=True)
+    if kind == "norm twice":
+        model = _Twice()
+    if kind == "threads":
+        os.environ["PACELINE_REPRODUCIBLE_THREADS"] = "two"
     if kind == "syncbn":
         model = paceline.sync_batchnorm(job, model)
     if kind == "nan":
@@ -219,7 +236,10 @@ def _refused(job: Any, kind: str) -> None:
     data: Any = _Numbers() if kind == "stream" else _data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = paceline.Batches(job, data, global_batch=8, micro_batch=4)
-    training = paceline.Training(job, model, optimizer, batches, reproducible=True)
+    try:
+        training = paceline.Training(job, model, optimizer, batches, reproducible=True)
+    finally:
+        os.environ.pop("PACELINE_REPRODUCIBLE_THREADS", None)
     _loop(training, grow=math.nan if kind == "nan" and job.rank == 0 else 1.0, until=5)
 
 
@@ -227,6 +247,8 @@ WRONG = {
     "stream": "ConfigError",
     "syncbn": "ConfigError",
     "buffer": "ConfigError",
+    "norm twice": "ConfigError",
+    "threads": "ConfigError",
     "nan": "NonFinite",
 }
 
@@ -234,6 +256,8 @@ WRONG = {
 def test_what_cannot_be_reproducible_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _refused, list(WRONG), nproc=2):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG
+        assert "layer 'norm' ran 2 times in one micro-batch" in found["norm twice"][1]
+        assert "got 'two'" in found["threads"][1]
 
 
 def _saves(job: Any, folder: str) -> None:

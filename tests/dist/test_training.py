@@ -313,6 +313,77 @@ def test_a_rank_that_leaves_the_loop_is_named_within_seconds(kind: str, who: int
             assert isinstance(outcome.error, StepError if outcome.rank == who else PeerFailed)
 
 
+def _state_after_leaving(job: Any, kind: str) -> dict[str, Any]:
+    """What a loop leaves behind, most in the second micro-batch, which is a ghost on rank 0 of two."""
+    torch.manual_seed(0)
+    width = 40_000 if kind == "wide" else 4  # gradients of more than 1 MiB are summed by DDP
+    norm = nn.BatchNorm1d(2)
+    net = nn.Sequential(
+        nn.Linear(4, width), nn.Linear(width, 4), nn.Unflatten(1, (2, 2)), norm, nn.Flatten()
+    )
+    precision = "bf16" if kind == "autocast" else "fp32"
+    options = {"samples": 5, "global_batch": 5, "precision": precision}
+    training = _training(job, net, reproducible=kind == "reproducible", **options)
+    model = training.models[0]
+    before = norm.running_mean.clone()
+    for step in training.steps(until=1):
+        for at, batch in enumerate(step):
+            loss = loss_sum(model, batch)
+            if at == 1 or kind == "reproducible":
+                break
+            step.backward(loss, count=len(batch[1]))
+        break
+    return {
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "BatchNorm trains": norm.training,
+        "momentum": norm.momentum,
+        "restored": kind != "reproducible" or torch.equal(norm.running_mean, before),
+        "DDP is bypassed": bool(getattr(model, "bypassed", False)),
+        "DDP reduces": bool(getattr(model, "require_backward_grad_sync", True)),
+    }
+
+
+def _states_after_leaving(job: Any) -> dict[str, Any]:
+    kinds = ("autocast", "wide", "reproducible", "small")
+    return {kind: _state_after_leaving(job, kind) for kind in kinds}
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_loop_that_was_left_in_a_step_leaves_models_and_autocast_as_they_were(nproc: int) -> None:
+    for states in run_ranks(_states_after_leaving, nproc=nproc):
+        for kind, state in states.items():
+            assert state == {
+                "autocast": False,
+                "BatchNorm trains": True,
+                "momentum": 0.1,
+                "restored": True,
+                "DDP is bypassed": False,
+                "DDP reduces": True,
+            }, kind
+
+
+def _after_a_left_step(job: Any, leaves: bool) -> list[float]:
+    training = _training(job)
+    if leaves:
+        for step in training.steps(until=1):
+            for batch in step:
+                step.backward(loss_sum(training.models[0], batch), count=len(batch[1]))
+                break
+            break
+    _run(training, until=1)
+    return weights_of(*training.models)
+
+
+def _with_and_without_a_left_step(job: Any) -> list[list[float]]:
+    return [_after_a_left_step(job, leaves) for leaves in (False, True)]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_gradients_of_a_left_step_are_not_added_to_the_next(nproc: int) -> None:
+    straight, after = run_ranks(_with_and_without_a_left_step, nproc=nproc)[0]
+    assert straight == after
+
+
 def _leave_again_and_again(job: Any) -> list[int]:
     found = []
     for _ in range(3):
@@ -360,6 +431,22 @@ def test_reading_the_loss_on_one_rank_is_named() -> None:
     assert isinstance(outcomes[0].error, StepError)
     assert "ranks 1 and 2 did not ask for the loss of step 2" in str(outcomes[0].error)
     assert all(isinstance(o.error, PeerFailed) for o in outcomes[1:])
+
+
+def _save_on_one_rank(job: Any, folder: str) -> None:
+    training = _training(job, checkpoints=paceline.Checkpoints(folder))
+    for step in training.steps(epochs=1):
+        backwards(training, step)
+        step.update()
+        if step.number == 2 and job.rank == 0:
+            training.save()
+
+
+def test_a_save_on_one_rank_is_named(tmp_path: Path) -> None:
+    outcomes = run_failing_ranks(_save_on_one_rank, str(tmp_path), nproc=3)
+    assert isinstance(outcomes[0].error, StepError)
+    assert "ranks 1 and 2 did not call `training.save`" in str(outcomes[0].error)
+    assert all(isinstance(outcome.error, PeerFailed) for outcome in outcomes[1:])
 
 
 def _mean(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -595,26 +682,32 @@ class Net(nn.Module):
 
 def _change(job: Any, kind: str) -> None:
     net = Net()
-    net.aside.requires_grad_(kind != "unfreeze")
+    net.aside.requires_grad_(kind not in ("unfreeze", "wrap again"))
     training = _training(job, net, global_batch=4)
+    model = training.models[0]
     for step in training.steps(epochs=1):
         if step.number == 5:
             if kind in ("unfreeze", "freeze"):
                 net.aside.requires_grad_(kind == "unfreeze")
+            elif kind == "wrap again":
+                net.aside.requires_grad_(True)
+                model = paceline.ddp(job, net)
             elif kind == "add":
                 net.first.extra = nn.Parameter(torch.ones(1))
                 training.optimizers[0].add_param_group({"params": [net.first.extra]})
             else:
                 net.use_aside = kind == "unused on rank 1" and job.rank != 1
         for batch in step:
-            loss = loss_sum(training.models[0], batch)
+            loss = loss_sum(model, batch)
             if kind == "add" and step.number >= 5:
                 loss = loss * net.first.extra.sum()
             step.backward(loss, count=len(batch[1]))
         step.update()
 
 
-@pytest.mark.parametrize("kind", ["unfreeze", "freeze", "unused", "unused on rank 1", "add"])
+@pytest.mark.parametrize(
+    "kind", ["unfreeze", "wrap again", "freeze", "unused", "unused on rank 1", "add"]
+)
 def test_parameters_that_change_between_steps_are_named_at_once(kind: str) -> None:
     outcomes = run_failing_ranks(_change, kind, nproc=3)
     named = [o.error for o in outcomes if isinstance(o.error, GradientError)]

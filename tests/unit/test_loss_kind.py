@@ -8,7 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.training.weight import _is_mean
+from paceline.training.weight import (
+    _is_mean,
+    as_sum,
+    check_count,
+    discard_gradients,
+    has_no_gradient,
+)
 
 COUNT = 8
 OUT = torch.randn(COUNT, COUNT, requires_grad=True)
@@ -31,3 +37,39 @@ TARGETS = torch.arange(COUNT) % 3
 )
 def test_the_kind_of_a_loss(loss: Any, is_mean: bool) -> None:
     assert _is_mean(loss().grad_fn, COUNT) == is_mean
+
+
+NAN = torch.tensor(float("nan"))
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0)])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_no_tokens_add_nothing_to_the_loss(count: Any, reduction: Any) -> None:
+    assert as_sum(NAN, count, reduction).item() == 0
+    assert has_no_gradient(NAN, count, reduction)
+    assert not has_no_gradient(NAN, count + 1, reduction)
+    assert as_sum(NAN, count + 1, reduction).isnan()
+
+
+def test_a_sum_over_no_tokens_keeps_the_gradient_of_a_penalty() -> None:
+    assert as_sum(torch.tensor(2.0), 0, "sum").item() == 2
+    assert not has_no_gradient(torch.tensor(2.0), 0, "sum")
+
+
+def test_a_count_on_a_device_is_not_read() -> None:
+    count = torch.tensor(4, device="meta")  # whose value cannot be read
+    assert not has_no_gradient(NAN, count, "mean")
+    check_count(count, 3, "tokens", str)
+
+
+def test_discarded_gradients_are_zeros_until_the_hooks_are_removed() -> None:
+    p = torch.ones(2, requires_grad=True)
+    loss = (p * 0 / 0).sum()
+    hooks = discard_gradients(loss)
+    loss.backward(retain_graph=True)
+    assert p.grad is not None
+    assert p.grad.tolist() == [0, 0]
+    for hook in hooks:
+        hook.remove()
+    loss.backward()
+    assert p.grad.isnan().all()

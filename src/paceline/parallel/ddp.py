@@ -7,7 +7,6 @@ It fixes the bucket layout, so that a resumed run has the same one. torch's DDP 
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +40,6 @@ DEFAULT_BUCKET_MB = 25.0
 _REDUCER = "torch.distributed.Reducer."
 # Attribute of a wrapper: the names and parameters that its reducer waits for.
 _KNOWN = "_paceline_known"
-_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 class Replica(DistributedDataParallel):
@@ -204,7 +202,6 @@ def known_parameters(wrapper: DistributedDataParallel) -> tuple[tuple[str, nn.Pa
             and name not in wrapper.parameters_to_ignore
         )
         wrapper.__dict__[_KNOWN] = known
-        _wrappers.add(wrapper)
     return known
 
 
@@ -318,8 +315,7 @@ class DDPStrategy(Strategy):
             )
 
     def check(self) -> None:
-        for model in self._models:
-            check_parameters(self._job, model, self._optimizers)
+        check_parameters(self._job, self._models, self._optimizers)
 
     def check_precision(self, precision: str) -> None:
         if precision == "fp16" and any(c.has_feedback for c in self._compressions):
@@ -340,9 +336,16 @@ class DDPStrategy(Strategy):
 
     def before_forward(self, micro: MicroBatch) -> None:
         super().before_forward(micro)
+        self._set_sync(micro.is_last)
+
+    def _set_sync(self, on: bool) -> None:
         for wrapper in self._wrappers:
             # What `no_sync` does. nn.Module.__setattr__ would take a microsecond.
-            wrapper.__dict__["require_backward_grad_sync"] = micro.is_last
+            wrapper.__dict__["require_backward_grad_sync"] = on
+
+    def leave_step(self) -> None:
+        super().leave_step()
+        self._set_sync(True)
 
     def backward(
         self,
@@ -396,54 +399,68 @@ class DDPStrategy(Strategy):
             self._shapes[id(optimizer)] = shape
 
 
-def check_parameters(job: Job, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def check_parameters(
+    job: Job, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> None:
     """Refuse parameters whose gradients are not summed over ranks; warn about untrained ones.
 
     Raises:
         GradientError: DDP does not know some parameters, or some were frozen after wrapping (`parameters`).
     """
-    wrapper = find_wrapper(model)
     if job.data.size > 1:
-        known = () if wrapper is None else known_parameters(wrapper)
+        wrappers = [w for w in map(find_wrapper, models) if w is not None]
         # An optimizer may own parameters of several models, each with a wrapper of its own.
-        handled = {id(p) for each in _wrappers for p in _handled_parameters(each)}
-        inner = unwrap(model)
-        owned = owned_parameters(*optimizers)
-        trainable = {id(p): p for p in [*inner.parameters(), *owned] if p.requires_grad}
-        named = {id(p): name for name, p in inner.named_parameters()}
-        unknown = [
-            named.get(key, f"a parameter of shape {list(p.shape)} that is in the optimizer only")
-            for key, p in trainable.items()
-            if key not in handled
-        ]
-        if unknown:
-            if wrapper is None:
-                why = "the model is not wrapped, so each rank would train its own copy."
-                fix = "model = paceline.ddp(job, model)."
-            else:
-                why = (
-                    "they were added or unfrozen after wrapping, "
-                    "or are in the optimizer but not in the model."
-                )
-                fix = "call paceline.ddp(...) when all parameters are in the model and unfrozen."
-            raise GradientError(
-                f"DDP does not know {listed(unknown)}: the gradients would differ over ranks.",
-                where=job.where(),
-                why=why,
-                fix=fix,
-                parameters=unknown,
-            )
-        frozen = [name for name, p in known if not p.requires_grad]
-        if frozen and not (wrapper is not None and wrapper.find_unused_parameters):
-            raise GradientError(
-                f"parameters were frozen after DDP wrapped them: {listed(frozen)}.",
-                where=job.where(),
-                why="DDP waits for each parameter that was trainable when it wrapped the model.",
-                fix="call requires_grad_(False) before paceline.ddp(...). To freeze and unfreeze during the "
-                "training, use ddp(..., find_unused=True).",
-                parameters=frozen,
-            )
-    warn_untrained(model, optimizers)
+        handled = {id(p) for wrapper in wrappers for p in _handled_parameters(wrapper)}
+        for model in models:
+            _refuse_unknown(job, model, owned_parameters(*optimizers), handled)
+        for wrapper in wrappers:
+            _refuse_frozen(job, wrapper)
+    for model in models:
+        warn_untrained(model, optimizers)
+
+
+def _refuse_unknown(
+    job: Job, model: nn.Module, owned: Sequence[torch.Tensor], handled: set[int]
+) -> None:
+    inner = unwrap(model)
+    trainable = {id(p): p for p in [*inner.parameters(), *owned] if p.requires_grad}
+    named = {id(p): name for name, p in inner.named_parameters()}
+    unknown = [
+        named.get(key, f"a parameter of shape {list(p.shape)} that is in the optimizer only")
+        for key, p in trainable.items()
+        if key not in handled
+    ]
+    if not unknown:
+        return
+    if find_wrapper(model) is None:
+        why = "the model is not wrapped, so each rank would train its own copy."
+        fix = "model = paceline.ddp(job, model)."
+    else:
+        why = "they were added or unfrozen after wrapping, or are in the optimizer but not in the model."
+        fix = (
+            "call paceline.ddp(...) when all parameters are in the model and unfrozen, and give the result "
+            "to Training. To freeze and unfreeze during the training, use ddp(..., find_unused=True)."
+        )
+    raise GradientError(
+        f"DDP does not know {listed(unknown)}: the gradients would differ over ranks.",
+        where=job.where(),
+        why=why,
+        fix=fix,
+        parameters=unknown,
+    )
+
+
+def _refuse_frozen(job: Job, wrapper: DistributedDataParallel) -> None:
+    frozen = [name for name, p in known_parameters(wrapper) if not p.requires_grad]
+    if frozen and not wrapper.find_unused_parameters:
+        raise GradientError(
+            f"parameters were frozen after DDP wrapped them: {listed(frozen)}.",
+            where=job.where(),
+            why="DDP waits for each parameter that was trainable when it wrapped the model.",
+            fix="call requires_grad_(False) before paceline.ddp(...). To freeze and unfreeze during the "
+            "training, use ddp(..., find_unused=True).",
+            parameters=frozen,
+        )
 
 
 def _handled_parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:

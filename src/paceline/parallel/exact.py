@@ -103,8 +103,30 @@ class ExactStrategy(DDPStrategy):
         self._versions = self._buffer_versions()
 
     def before_forward(self, micro: MicroBatch) -> None:
-        for wrapper in self._wrappers:
-            wrapper.__dict__["require_backward_grad_sync"] = False
+        self._set_sync(False)
+        self._uses = [0] * len(self._folds)
+        self._tracked = self._num_forwards()
+
+    def _num_forwards(self) -> list[int]:
+        """The forwards of each BatchNorm layer in this step. One transfer for all layers."""
+        counts = [fold.layer.num_batches_tracked for fold in self._folds]
+        numbers: list[int] = torch.stack(counts).tolist() if counts else []
+        return numbers
+
+    def _refuse_second_use(self) -> None:
+        for at, number in enumerate(self._num_forwards()):
+            self._uses[at] += number - self._tracked[at]
+            if self._uses[at] > 1:
+                layer = self._folds[at].layer
+                named = (pair for model in self._models for pair in unwrap(model).named_modules())
+                name = next(name for name, module in named if module is layer)
+                raise ConfigError(
+                    f"the BatchNorm layer {name!r} ran {self._uses[at]} times in one micro-batch.",
+                    where=self._job.where(),
+                    why="reproducible training keeps the statistics of one forward of each micro-batch.",
+                    fix="run it once, on all samples together; or use GroupNorm, or leave "
+                    "reproducible=True out.",
+                )
 
     def backward(
         self,
@@ -113,7 +135,11 @@ class ExactStrategy(DDPStrategy):
         micro: MicroBatch,
         inputs: Sequence[torch.Tensor] | None,
     ) -> None:
+        self._refuse_second_use()
         torch.autograd.backward(loss, weight, inputs=inputs)
+        self._tracked = (
+            self._num_forwards()
+        )  # activation checkpointing runs forwards in the backward
         self._sum.add()
         for fold in self._folds:
             fold.record((micro.offset - self._offset) // self._micro_batch)
@@ -133,9 +159,13 @@ class ExactStrategy(DDPStrategy):
         if fitted:
             self._fold_batchnorms()
             self._sum.finish()
-            for wrapper in self._wrappers:
-                wrapper.__dict__["require_backward_grad_sync"] = True
+            self._set_sync(True)
         return not fitted
+
+    def leave_step(self) -> None:
+        super().leave_step()
+        for fold in self._folds:
+            fold.restore()
 
     def _buffer_versions(self) -> list[int]:
         version = torch_private.find("torch.Tensor._version")
@@ -168,6 +198,12 @@ class ExactStrategy(DDPStrategy):
 
 def _fix_kernels(job: Job) -> None:
     """Fix the number of threads and deterministic kernels until the job is left: both change bits."""
+    fixed = os.environ.get("PACELINE_REPRODUCIBLE_THREADS", "1")
+    if not (fixed.isdecimal() and int(fixed) > 0):
+        raise ConfigError(
+            f"PACELINE_REPRODUCIBLE_THREADS must be a number of threads, got {fixed!r}.",
+            where=job.where(),
+        )
     threads = torch.get_num_threads()
     strict = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -180,7 +216,7 @@ def _fix_kernels(job: Job) -> None:
 
     job.on_leave(restore)
     # One thread by default: the number changes bits, and ranks of another job may have fewer cores.
-    torch.set_num_threads(int(os.environ.get("PACELINE_REPRODUCIBLE_THREADS", "1")))
+    torch.set_num_threads(int(fixed))
     job.set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -366,9 +402,8 @@ class _BatchNormFold:
 
     def begin(self, num_micro_batches: int) -> None:
         mean, _, _ = buffers = self._buffers()
-        if not self._saved:
-            self._momentum = self.layer.momentum
-            self._saved = [buffer.clone() for buffer in buffers]
+        self._momentum = self.layer.momentum
+        self._saved = [buffer.clone() for buffer in buffers]
         # A layer in eval mode does not change its statistics.
         rows = num_micro_batches if self.layer.training else 0
         self.table = torch.zeros((rows, 2, len(mean)), dtype=mean.dtype, device=mean.device)
@@ -381,9 +416,10 @@ class _BatchNormFold:
             self.table[index, 1] = var
 
     def restore(self) -> None:
-        for buffer, saved in zip(self._buffers(), self._saved, strict=True):
-            buffer.copy_(saved)
-        self.layer.momentum = self._momentum
+        if self._saved:
+            for buffer, saved in zip(self._buffers(), self._saved, strict=True):
+                buffer.copy_(saved)
+            self.layer.momentum, self._saved = self._momentum, []
 
     def fold(self) -> None:
         mean, var, count = self._buffers()
@@ -392,7 +428,6 @@ class _BatchNormFold:
             factor = 1 / int(count) if self._momentum is None else self._momentum
             mean.mul_(1 - factor).add_(own_mean, alpha=factor)
             var.mul_(1 - factor).add_(own_var, alpha=factor)
-        self._saved = []
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.layer.running_mean, self.layer.running_var, self.layer.num_batches_tracked

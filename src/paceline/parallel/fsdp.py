@@ -349,22 +349,19 @@ class FSDPStrategy(Strategy):
 
     def before_forward(self, micro: MicroBatch) -> None:
         super().before_forward(micro)
+        self._set_sync(micro.is_last)
+
+    def _set_sync(self, on: bool) -> None:
         for root in self._roots:
-            root.set_requires_gradient_sync(micro.is_last)
-            root.set_is_last_backward(micro.is_last)
+            root.set_requires_gradient_sync(on)
+            root.set_is_last_backward(on)
 
-    def backward(
-        self,
-        loss: torch.Tensor,
-        weight: torch.Tensor,
-        micro: MicroBatch,
-        inputs: Sequence[torch.Tensor] | None,
-    ) -> None:
-        # With loss_parallel the loss is a DTensor.
-        super().backward(_whole(loss), _whole(weight), micro, inputs)
+    def leave_step(self) -> None:
+        super().leave_step()
+        self._set_sync(True)
 
-    def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return _whole(loss)
+    def plain_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return _whole(loss)  # with loss_parallel the loss is a DTensor
 
     def check_precision(self, precision: str) -> None:
         if precision == "fp16" and self._is_mixed():

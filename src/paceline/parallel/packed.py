@@ -59,17 +59,24 @@ class PackedStrategy(DDPStrategy):
 
     def before_forward(self, micro: MicroBatch) -> None:
         super(DDPStrategy, self).before_forward(micro)
+        self._bypass(True)
+
+    def _bypass(self, on: bool) -> None:
         for wrapper in self._wrappers:
-            wrapper.__dict__["bypassed"] = True
+            wrapper.__dict__["bypassed"] = on
+
+    def leave_step(self) -> None:
+        super().leave_step()
+        self._bypass(False)
 
     def finish(self, optimizer: Optimizer) -> None:
         """Sum the gradients over ranks. A parameter that only some micro-batches used is summed too."""
         self._refuse_changes(optimizer)
+        self._bypass(False)
         for wrapper in self._wrappers:
             known = known_parameters(wrapper)
             if names := [name for name, p in known if p.grad is None]:
                 raise unused_error(self._job, wrapper, names)
-            wrapper.__dict__["bypassed"] = False
             if wrapper.__dict__["has_hook"]:
                 raise ConfigError(
                     "a communication hook was registered between steps.",

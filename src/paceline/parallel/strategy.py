@@ -133,6 +133,10 @@ class Strategy:
             self._batchnorms.set(False)
         return False
 
+    def leave_step(self) -> None:
+        """Undo what an unfinished step has set on the models. Called when the loop ends or is left."""
+        self._batchnorms.set(False)
+
     def run_micro_batches(self, step: ScheduledStep) -> None:
         """Run forward and backward of all micro-batches, if `runs_micro_batches`."""
         raise NotImplementedError
@@ -157,6 +161,10 @@ class Strategy:
     ) -> dict[str, torch.Tensor]:
         """The p-norm of each gradient by the name of its parameter, of all parameters of the model."""
         return {name: self.grad_norm([g], norm_type) for name, g in gradients.items()}
+
+    def plain_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as a plain tensor, if layers return `DTensor`s; differentiable."""
+        return loss
 
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch in the form that is added up for the log."""

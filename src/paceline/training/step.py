@@ -67,6 +67,11 @@ class StepContext:
     _weight: torch.Tensor | None = None
     _weight_for: tuple[float, torch.dtype] | None = None
 
+    def leave_step(self) -> None:
+        """Undo what an unfinished step has set: autocast, and what the strategy has set on the models."""
+        self.precision.leave()
+        self.strategy.leave_step()
+
     def weight_of(self, loss: torch.Tensor, number: float) -> torch.Tensor:
         """Initial gradient of backward, so that `update` gets gradients divided by `number`; shape ()."""
         key = (number, loss.dtype)
@@ -353,28 +358,30 @@ class Step:
             raise self._error(
                 "`step.backward` belongs inside `for batch in step`, once for each micro-batch."
             )
-        is_mean = reduction == "mean"
         count = self._checked_count(loss, count, reduction, micro, record)
         self._refuse_backward(record)
         record.needs_backward = False
         record.backwards += 1
+        loss = context.strategy.plain_loss(loss)
         scaled = context.precision.scaler.scale(loss)
         if micro.is_ghost:
             start = torch.zeros_like(scaled)
         else:
-            own = weight.as_sum(loss.detach(), count) if is_mean else loss.detach()
-            own = context.strategy.logged_loss(own)
+            start, own = self._weighed(loss, count, reduction, record, scaled)
             record.loss = own if record.loss is None else record.loss + own
             record.count = record.count + count
-            start = self._weight(scaled, record)
-            if is_mean:
-                start = start * count
+        hooks = []
+        if micro.is_ghost or weight.has_no_gradient(loss, count, reduction):
+            hooks = weight.discard_gradients(scaled)
         is_single = len(self._records) == 1
         inputs = None if is_single else record.trained.parameters
         try:
             context.strategy.backward(scaled, start, micro, inputs)
         except RuntimeError as error:
             context.job.reraise(error)
+        finally:
+            for hook in hooks:
+                hook.remove()
         if not is_single and any(other.needs_backward for other in self._records):
             context.precision.enter()  # a forward for the next optimizer may follow
             clock.enter(FORWARD)
@@ -402,17 +409,28 @@ class Step:
                     fix="pass the number of samples, or of tokens, that the loss is a sum over.",
                 ) from None
         if self.number < context.check_losses_until:
-            known = isinstance(count, int) or count.device.type == "cpu"
+            known = int(count) if weight.is_on_host(count) else None
             length = record.trained.sample_length if context.count == "samples" else None
-            weight.check_loss(loss, int(count) if known else None, reduction, self._where, length)
-        if count != micro.count:
-            weight.check_count(count, micro.count, context.count, self._where)
+            weight.check_loss(loss, known, reduction, self._where, length)
+        weight.check_count(count, micro.count, context.count, self._where)
         return count
 
-    def _weight(self, scaled: torch.Tensor, record: _Record) -> torch.Tensor:
+    def _weighed(
+        self,
+        loss: torch.Tensor,
+        count: int | torch.Tensor,
+        reduction: Reduction,
+        record: _Record,
+        scaled: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient that the backward of `scaled` starts from, and the sum of the losses for the log."""
         by_tokens = self._context.count == "tokens"
         number = record.trained.token_divisor if by_tokens else self.num_samples
-        return self._context.weight_of(scaled, number)
+        start = self._context.weight_of(scaled, number)
+        if reduction == "mean":
+            start = start * count
+        own = weight.as_sum(loss.detach(), count, reduction)
+        return start, self._context.strategy.logged_loss(own)
 
     def update(
         self,
@@ -681,9 +699,7 @@ class _Scheduled:
         (record,) = step._records
         loss, count = step._loss_and_count(result, micro)
         count = step._checked_count(loss, count, self._reduction, micro, record)
-        start, own = step._weight(loss, record), loss.detach()
-        if self._reduction == "mean":
-            start, own = start * count, weight.as_sum(own, count)
+        start, own = step._weighed(loss, count, self._reduction, record, loss)
         self._sums[at] = own, count
         weighted: torch.Tensor = loss * start
         return weighted

@@ -36,7 +36,7 @@ from paceline.clock.step_clock import CHECKPOINT, LOGGING, clock
 from paceline.clock.waits import watch_waits
 from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
-from paceline.errors import CheckpointError, ConfigError, StepError
+from paceline.errors import CheckpointError, ConfigError, StepError, name_ranks
 from paceline.job import collectives, current_step
 from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
@@ -291,6 +291,7 @@ class Training:
         finally:
             clock.stop()
             notice.unwatch(self)
+            self._context.leave_step()
         if preempted is not None:
             self._log_preempted(preempted)
             raise preempted
@@ -470,7 +471,7 @@ class Training:
 
         Raises:
             ConfigError: this training has no checkpoints.
-            StepError: no step is in progress.
+            StepError: no step is in progress, or a rank has ended this step without the call.
 
         Collective: all ranks, inside the loop, in the same step.
         """
@@ -486,7 +487,25 @@ class Training:
                 why="a checkpoint is written after the step in progress; the last step is always saved.",
                 fix="call it inside the loop; outside of it use Checkpoints.save(job, step, state).",
             )
+        if not self._save_requested:
+            self._refuse_missing_savers(self._open[0].number)
         self._save_requested, self._is_best = True, best or self._is_best
+
+    def _refuse_missing_savers(self, step: int) -> None:
+        peers, loop = self.job.peers, self._context.loop
+        if peers is None:
+            return
+        _, missing = peers.exchange(
+            f"save/{loop}/{step}", None, step, loop=loop, timeout_s=self.job.timeout_s
+        )
+        if missing:
+            raise StepError(
+                f"{name_ranks(missing)} did not call `training.save` in this step.",
+                where=self.job.where(step=step),
+                why="each rank writes its part of the checkpoint.",
+                fix="call it on every rank, without `if job.rank == 0`.",
+                step=step,
+            )
 
     def export(self, path: str | Path, *, number: int | None = None) -> None:
         """Write only the weights to one file, under the model's own names, for `torch.load` anywhere.
@@ -566,6 +585,7 @@ class Training:
         context.control.measure = self._measure
         for trained in context.optimizers:
             trained.schedule.begin()
+            trained.clear_gradients()  # of a backward before the loop, or of a step that was left
         self._stopping = self._preempted = False
         total = None
         if epochs is not None and self.batches.steps_per_epoch is not None:
@@ -772,7 +792,7 @@ class Training:
 
     def _leave(self) -> None:
         """Leave autocast, and save the step that a preempted evaluation interrupted."""
-        self._context.precision.leave()
+        self._context.leave_step()
         notice.unwatch(self)
         if self._open is not None and self._is_in_loop:
             self.job.left_loop = (self._open[0].number, self._open[0].is_done)

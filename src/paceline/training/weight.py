@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from paceline import torch_private
 from paceline.errors import CountError, LossError
@@ -93,12 +94,47 @@ def default_count(samples: int, kind: str, reduction: Reduction, where: Callable
     )
 
 
-def as_sum(mean: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
-    """The sum over `count` tokens from their mean, shape (); 0 for no token, whose mean is NaN."""
+def as_sum(loss: torch.Tensor, count: int | torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """The sum over `count` tokens, shape (); 0 if there are none, whose mean is NaN."""
+    total = loss * count if reduction == "mean" else loss
     if isinstance(count, torch.Tensor):
-        total = mean * count
-        return torch.where(count > 0, total, torch.zeros_like(total))
-    return mean * count if count else torch.zeros_like(mean)
+        return torch.where((count == 0) & total.isnan(), torch.zeros_like(total), total)
+    return torch.zeros_like(total) if count == 0 and bool(total.isnan()) else total
+
+
+def has_no_gradient(loss: torch.Tensor, count: int | torch.Tensor, reduction: Reduction) -> bool:
+    """Whether a loss is known to be a mean over no tokens, or a multiple of it."""
+    if not is_on_host(count) or count != 0:
+        return False
+    return reduction == "mean" or bool(loss.isnan())
+
+
+def discard_gradients(loss: torch.Tensor) -> list[RemovableHandle]:
+    """Have the backward of `loss` give zeros to all parameters, until the hooks are removed.
+
+    A mean over no tokens may be 0/0. Its gradient is then NaN, and stays NaN times a weight of 0.
+    """
+    hooks: list[RemovableHandle] = []
+    seen: set[Any] = set()
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            hooks.append(node.register_prehook(_zeros))
+        left += [node for node, _ in node.next_functions]
+    return hooks
+
+
+def _zeros(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+
+
+def is_on_host(count: int | torch.Tensor) -> bool:
+    """Whether a count can be read without waiting for a device."""
+    return not isinstance(count, torch.Tensor) or count.device.type == "cpu"
 
 
 @dataclass(slots=True)
@@ -242,7 +278,7 @@ def check_count(
 
     A count of tokens that is a tensor on a device is not checked: reading it would wait for the device.
     """
-    if isinstance(count, torch.Tensor) and count.device.type != "cpu" and kind == "tokens":
+    if kind == "tokens" and not is_on_host(count):
         return
     if not count >= 0:
         raise CountError(f"count must be 0 or more, got {count}.", where=where(), count=count)
