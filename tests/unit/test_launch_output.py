@@ -220,6 +220,34 @@ def test_rank_0_draws_on_a_terminal_and_lines_of_others_replace_its_bar() -> Non
     )
 
 
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_of_lines_of_other_ranks_the_last_state_is_shown(size: int) -> None:
+    reader = Reader()
+    console = Console(reader.write_fd)
+    console.is_terminal = True
+    stream = Stream(-1, console, b"[1] ")
+    written = b"10%\r20%\r\r30%\n\rone\r\n\nlast"
+    for start in range(0, len(written), size):
+        stream.feed(written[start : start + size])
+    stream.emit_lines(end=True)
+    assert reader.close() == b"[1] 30%\n[1] one\r\n[1] \n[1] last\n"
+
+
+def test_a_long_line_of_another_rank_costs_no_more_than_its_length() -> None:
+    reader = Reader()
+    console = Console(reader.write_fd)
+    console.is_terminal = True
+    stream = Stream(-1, console, b"[1] ")
+    began = time.process_time()
+    for _ in range(16):
+        stream.feed(b"x" * 4096)
+    stream.feed(b"\n")
+    assert time.process_time() - began < 5  # a quadratic search takes minutes
+    while console.pending:
+        console.flush()
+    assert reader.close() == b"[1] " + b"x" * 65536 + b"\n"
+
+
 def _screen(data: bytes) -> list[str]:
     """The lines of a terminal after these bytes; it knows what rich's `Live` uses."""
     lines, row, column = [""], 0, 0

@@ -31,7 +31,6 @@ _HOLD_S = 1.0
 _LINE_BREAK = re.compile(rb"\n|\r(?!\n)")
 _COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[\]]")
-_OVERWRITTEN = re.compile(rb"[^\r\n]*\r(?=[^\r\n])")
 _ERASE_LINE = b"\r\x1b[K"
 _LINE_UP = b"\x1b[1A"
 _CURSOR = re.compile(rb"\n|\x1b\[(\d*)A|\x1b\[\?25([lh])")
@@ -266,10 +265,10 @@ class Stream:
                 self.console.write(data, self)
             return
         self._kept += data
-        if self._shares_terminal:
+        if self._shares_terminal and b"\r" in self._kept:
             # Progress bars of two ranks would overwrite each other: only rank 0 draws, and of the others
             # the last state of each line is shown.
-            self._kept[:] = _OVERWRITTEN.sub(b"", self._kept)
+            self._kept[:] = b"\n".join(map(_last_state, self._kept.split(b"\n")))
         self.emit_lines()
 
     @property
@@ -326,6 +325,11 @@ class Stream:
         if not self._line_open:
             body = body[: len(body) - len(self.prefix)]
         return head + body
+
+
+def _last_state(line: bytearray) -> bytearray:
+    """What a line shows at its end: the text after the last carriage return that more text follows."""
+    return line[line.rfind(b"\r", 0, len(line.rstrip(b"\r"))) + 1 :]
 
 
 class Pump:
