@@ -171,6 +171,23 @@ def test_a_reader_that_has_ended_does_not_stop_the_ranks(pump: Pump) -> None:
     os.close(write)
 
 
+def test_an_error_in_a_callback_does_not_stop_the_output(pump: Pump) -> None:
+    errors: list[Exception] = []
+    pump.on_error = errors.append
+    read, write = os.pipe()
+    os.write(write, b"x")
+    pump.watch(read, lambda: next(iter(())))
+    pump.on_turn = lambda: {}["size"]
+    reader = Reader()
+    theirs, stream = _stream(pump, Console(reader.write_fd))
+    _write_all(theirs, b"line\n")
+    assert pump.finish([stream], stalled_s=10)
+    assert reader.close() == b"[0] line\n"
+    assert len(errors) == 1
+    os.close(read)
+    os.close(write)
+
+
 def test_a_full_disk_under_a_log_file_does_not_stop_the_rank(pump: Pump) -> None:
     said: list[str] = []
     reader = Reader()
@@ -218,6 +235,34 @@ def test_rank_0_draws_on_a_terminal_and_lines_of_others_replace_its_bar() -> Non
     assert reader.close() == (
         b"\r 10%\r\x1b[K[1]  2%loaded\x1b[31m!\n\r 20%\ncontinue? \n[1] saved\npaceline: bye\n"
     )
+
+
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_of_lines_of_other_ranks_the_last_state_is_shown(size: int) -> None:
+    reader = Reader()
+    console = Console(reader.write_fd)
+    console.is_terminal = True
+    stream = Stream(-1, console, b"[1] ")
+    written = b"10%\r20%\r\r30%\n\rone\r\n\nlast"
+    for start in range(0, len(written), size):
+        stream.feed(written[start : start + size])
+    stream.emit_lines(end=True)
+    assert reader.close() == b"[1] 30%\n[1] one\r\n[1] \n[1] last\n"
+
+
+def test_a_long_line_of_another_rank_costs_no_more_than_its_length() -> None:
+    reader = Reader()
+    console = Console(reader.write_fd)
+    console.is_terminal = True
+    stream = Stream(-1, console, b"[1] ")
+    began = time.process_time()
+    for _ in range(16):
+        stream.feed(b"x" * 4096)
+    stream.feed(b"\n")
+    assert time.process_time() - began < 5  # a quadratic search takes minutes
+    while console.pending:
+        console.flush()
+    assert reader.close() == b"[1] " + b"x" * 65536 + b"\n"
 
 
 def _screen(data: bytes) -> list[str]:

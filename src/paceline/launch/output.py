@@ -31,7 +31,6 @@ _HOLD_S = 1.0
 _LINE_BREAK = re.compile(rb"\n|\r(?!\n)")
 _COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[\]]")
-_OVERWRITTEN = re.compile(rb"[^\r\n]*\r(?=[^\r\n])")
 _ERASE_LINE = b"\r\x1b[K"
 _LINE_UP = b"\x1b[1A"
 _CURSOR = re.compile(rb"\n|\x1b\[(\d*)A|\x1b\[\?25([lh])")
@@ -266,10 +265,10 @@ class Stream:
                 self.console.write(data, self)
             return
         self._kept += data
-        if self._shares_terminal:
+        if self._shares_terminal and b"\r" in self._kept:
             # Progress bars of two ranks would overwrite each other: only rank 0 draws, and of the others
             # the last state of each line is shown.
-            self._kept[:] = _OVERWRITTEN.sub(b"", self._kept)
+            self._kept[:] = b"\n".join(map(_last_state, self._kept.split(b"\n")))
         self.emit_lines()
 
     @property
@@ -328,8 +327,21 @@ class Stream:
         return head + body
 
 
+def _last_state(line: bytearray) -> bytearray:
+    """What a line shows at its end: the text after the last carriage return that more text follows."""
+    return line[line.rfind(b"\r", 0, len(line.rstrip(b"\r"))) + 1 :]
+
+
 class Pump:
-    """The thread that reads the streams, writes the consoles, and watches other descriptors."""
+    """The thread that reads the streams, writes the consoles, and watches other descriptors.
+
+    An exception does not end the thread, since the ranks would wait for ever to write their output. The
+    descriptor that raised it is watched no longer.
+
+    Attributes:
+        on_turn: Called after each turn of the loop.
+        on_error: Called with the first exception.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -342,7 +354,9 @@ class Pump:
         self._stopping = False
         self._moved_bytes = 0
         self._turn = threading.Condition()
-        self.on_turn: Callable[[], None] | None = None
+        self.on_turn: Callable[[], None] = lambda: None
+        self.on_error: Callable[[Exception], None] = lambda error: None
+        self._has_error = False
         self._thread = threading.Thread(target=self._loop, name="paceline-output", daemon=True)
         self._thread.start()
 
@@ -408,8 +422,10 @@ class Pump:
         done = threading.Event()
 
         def run() -> None:
-            task()
-            done.set()
+            try:
+                task()
+            finally:
+                done.set()
 
         self._post(run)
         return self._wait_moving(done.is_set, stalled_s)
@@ -458,7 +474,7 @@ class Pump:
         with self._lock:
             tasks, self._tasks = self._tasks, []
         for task in tasks:
-            task()
+            self._try(task)
 
     def _register(self, fd: int, ready: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, ready)
@@ -470,18 +486,32 @@ class Pump:
     def _loop(self) -> None:
         while not self._stopping:
             for key, _ in self._selector.select(self._timeout_s()):
-                key.data()
+                if not self._try(key.data):
+                    self._unregister(key.fd)
             # First the consoles: a stream is not read while its console is full.
             for console in self._consoles:
-                self._moved_bytes += console.flush()
+                self._try(self._flush, console)
             for stream in list(self._streams):
-                self._attend(stream)
+                self._try(self._attend, stream)
             for console in self._consoles:
-                self._wait_writable(console)
-            if self.on_turn is not None:
-                self.on_turn()
+                self._try(self._wait_writable, console)
+            self._try(self.on_turn)
             with self._turn:
                 self._turn.notify_all()
+
+    def _try(self, task: Callable[..., None], *args: object) -> bool:
+        """Call `task`; False if it raised."""
+        try:
+            task(*args)
+        except Exception as error:
+            if not self._has_error:
+                self._has_error = True
+                self.on_error(error)
+            return False
+        return True
+
+    def _flush(self, console: Console) -> None:
+        self._moved_bytes += console.flush()
 
     def _wait_writable(self, console: Console) -> None:
         is_watched = console.fd in self._selector.get_map()
