@@ -405,6 +405,7 @@ class Training:
         state.check(self.models, self.optimizers, saved)
         self._refuse_other(saved)
         self._wait_for_copies()
+        context.strategy.load_state_dict(_strategy_state(saved))  # before weights: it may refuse
         state.load(self.models, self.optimizers, saved)
         for trained, schedule, divisor in zip(
             context.optimizers, saved["schedules"], saved["divisors"], strict=True
@@ -412,7 +413,6 @@ class Training:
             trained.token_divisor = divisor
             trained.schedule.load_state_dict(schedule)
         context.precision.load_state_dict(saved["scaler"])
-        context.strategy.load_state_dict(_strategy_state(saved))
         states = saved["kept"] | saved.get("optional", {})
         for name, thing in self._kept.items():
             if name in states:
