@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_trainings import make_data, refusals, weights_of
+from small_trainings import backwards, make_data, refusals, weights_of
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -73,12 +73,13 @@ def _stop_early(job: Any, folder: str) -> dict[str, Any]:
         result = _trainer(values, stop, validation=_validation(every_steps=2)).fit(9)
         found[kind] = (result.steps, [step for step, _ in values.seen], stop.num_bad)
     # Interrupted after the first epoch of 4 steps, in which two evaluations were made.
-    for epochs in (1, 9):
+    found["resumed"] = []
+    for epochs in (1, 9, 9):
         values, stop = Values(list(losses)), paceline.EarlyStopping(patience=2, min_delta=0.1)
         best, rates = paceline.BestCheckpoint(), paceline.LearningRateMonitor(every_n=3)
         trainer = _trainer(values, stop, best, rates, validation=_validation(every_steps=2))
         result = trainer.fit(epochs, folder=folder)
-    found["resumed"] = (result.steps, values.seen, stop.num_bad)
+        found["resumed"].append((result.steps, values.seen, stop.num_bad))
     return found
 
 
@@ -91,7 +92,8 @@ def test_early_stopping_ends_at_the_same_step_and_resumes(nproc: int, tmp_path: 
     assert results[0]["delta"] == (8, [2, 4, 6, 8], 2)
     assert results[0]["max"] == (6, [2, 4, 6], 2)
     assert results[0]["nan"] == (10, [2, 4, 6, 8, 10], 2)
-    assert results[0]["resumed"] == (8, [(6, 4.5), (8, 3.95)], 2)
+    # The third start trains no further step.
+    assert results[0]["resumed"][1:] == [(8, [(6, 4.5), (8, 3.95)], 2), (8, [], 2)]
     # Each of these had the best loss so far.
     manifests = (tmp_path / "checkpoints").glob("step-*/manifest.json")
     best = {
@@ -103,6 +105,39 @@ def test_early_stopping_ends_at_the_same_step_and_resumes(nproc: int, tmp_path: 
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "lr" in line] == [3, 6]
     assert lines[2]["lr"] == 0.5
+
+
+def _loop(job: Any, folder: str, epochs: int) -> tuple[int, int]:
+    """The training of `_trainer` without it; the steps that the checkpoint has, and those at the end."""
+    net = _net()
+    model = paceline.ddp(job, net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    batches = paceline.Batches(job, make_data(26, torch.float64), global_batch=8)
+    checkpoints = paceline.Checkpoints(f"{folder}/checkpoints", every_epochs=1, resume="must")
+    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
+    training.resume()
+    before = training.number
+    for step in training.steps(epochs=epochs):
+        backwards(training, step)
+        step.update()
+    return before, training.number
+
+
+def _take_turns(job: Any, folder: str) -> list[Any]:
+    first = paceline.EarlyStopping("loss", patience=9), paceline.BestCheckpoint("loss")
+    found: list[Any] = [_trainer(*first, validation=_validation()).fit(1, folder=folder).steps]
+    other, same = paceline.EarlyStopping("other", patience=9), paceline.BestCheckpoint("loss")
+    trainer = _trainer(other, same, validation=_validation(every_epochs=9))
+    found += [trainer.fit(1, folder=folder).steps, other.num_bad]
+    found.append(same.state_dict() == first[1].state_dict())
+    found += _loop(job, folder, 2)
+    found.append(_trainer().fit(3, folder=folder).steps)
+    return found
+
+
+def test_trainers_with_other_callbacks_and_loops_resume_from_each_other(tmp_path: Path) -> None:
+    for found in run_ranks(_take_turns, str(tmp_path), nproc=2):
+        assert found == [4, 4, 0, True, 4, 8, 12]
 
 
 def _fit_with_plateau(job: Any) -> list[float]:
@@ -214,20 +249,23 @@ def _wrong(job: Any, kind: str) -> None:
         "delta": lambda: paceline.BestCheckpoint(min_delta=-1.0),
         "metric": lambda: paceline.EarlyStopping("accuracy"),
         "folder": paceline.BestCheckpoint,
+        "two": lambda: (paceline.BestCheckpoint("a"), paceline.BestCheckpoint("b")),
     }
-    _trainer(callback[kind](), validation=_validation()).fit(1)
+    made = callback[kind]()
+    _trainer(*(made if kind == "two" else [made]), validation=_validation()).fit(1)
 
 
 def _wrong_uses(job: Any) -> dict[str, Any]:
-    return refusals(job, _wrong, ["patience", "mode", "delta", "metric", "folder"])
+    return refusals(job, _wrong, ["patience", "mode", "delta", "metric", "folder", "two"])
 
 
 def test_wrong_options_are_refused_on_all_ranks() -> None:
     with pytest.raises(paceline.ConfigError, match="cannot be combined"):
         _validation(every_epochs=1, every_steps=1)
     for found in run_ranks(_wrong_uses, nproc=2):
-        assert [found[kind][0] for kind in ("patience", "mode", "delta")] == ["ConfigError"] * 3
-        assert found["metric"][0] == found["folder"][0] == "CallbackError"
+        assert {name for name, _ in found.values()} == {"ConfigError"}
+        assert len(found) == 6
+        assert "two BestCheckpoints" in found["two"][1]
         assert "has no number 'accuracy'" in found["metric"][1]
         assert found["metric"][1].count("fix:") == 1
         assert "BestCheckpoint needs a folder" in found["folder"][1]

@@ -180,6 +180,33 @@ def _resume_with_other_buckets(job: Any, folder: str) -> Any:
     return None
 
 
+def _load_elsewhere(job: Any) -> tuple[bool, bool]:
+    """Whether a refused state left the weights as they were, and whether an uncompressed model takes it."""
+
+    def make(**options: Any) -> paceline.Training:
+        model = paceline.ddp(job, _model(), **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        return paceline.Training(
+            job, model, optimizer, paceline.Batches(job, make_data(48), global_batch=12)
+        )
+
+    saved = make(bucket_mb=0.02, compress="powersgd").state_dict()
+    saved["models"] = [{name: value + 1 for name, value in saved["models"][0].items()}]
+    refusing, plain = make(bucket_mb=0.01, compress="powersgd"), make()
+    before = weights_of(*refusing.models)
+    with pytest.raises(paceline.CheckpointError):
+        refusing.load_state_dict(saved)
+    plain.load_state_dict(saved)
+    expected = [value + 1 for value in before]
+    return weights_of(*refusing.models) == before, weights_of(*plain.models) == pytest.approx(
+        expected
+    )
+
+
+def test_a_refused_state_changes_nothing() -> None:
+    assert run_ranks(_load_elsewhere, nproc=2) == [(True, True)] * 2
+
+
 def test_the_state_of_other_buckets_is_refused(tmp_path: Path) -> None:
     for message in run_ranks(_resume_with_other_buckets, str(tmp_path), nproc=2):
         assert "saved with bucket_mb=0.02" in message

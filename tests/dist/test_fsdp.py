@@ -313,6 +313,7 @@ def test_a_resumed_training_is_bit_equal_to_a_straight_one(tmp_path: Path) -> No
 
 
 WRONG = {
+    "compiled": "layer.compile() before paceline.fsdp",
     "blocks": "'layers.*' matches no submodule",
     "twice": "sharded already",
     "early": "make the optimizer after paceline.fsdp",
@@ -343,6 +344,8 @@ def _refused(job: Any, kind: str) -> None:
             net.blocks[1] = nn.Linear(10**6, 10**6)
     if kind == "ddp":
         paceline.ddp(job, net)
+    if kind == "compiled":
+        net = torch.compile(net)  # type: ignore[assignment]
     options: dict[str, Any] = {
         "init": {"init": _fill},
         "offload": {"cpu_offload": True},

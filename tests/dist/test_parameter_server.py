@@ -467,8 +467,10 @@ def test_wrong_requests(client: paceline.ServerClient) -> None:
             paceline.ConfigError, match=f"row {row} is not in table 'users' of 60 rows"
         ):
             client.pull("users", torch.tensor([3, row]))
-    with pytest.raises(paceline.ConfigError, match=r"must be int64, got torch\.int32"):
+    with pytest.raises(paceline.ConfigError, match=r"must be an int64 tensor, got torch\.int32"):
         client.pull("users", torch.tensor([0], dtype=torch.int32))
+    with pytest.raises(paceline.ConfigError, match="must be an int64 tensor, got list"):
+        client.pull("users", [0, 1])  # type: ignore[arg-type]
     with pytest.raises(paceline.GradientError, match="nothing to push"):
         client.push()
     (client.pull("users", torch.tensor([0])) * float("nan")).sum().backward()
@@ -524,8 +526,15 @@ def test_wrong_servers(tmp_path: Path) -> None:
         tables = _tables() if tables is None else tables
         return paceline.ParameterServer(tables, make, tmp_path / "s", **options)
 
+    foreign, folder = tmp_path / "foreign", tmp_path / "file" / "folder"
+    foreign.write_text('{"a": 1}')
+    folder.parent.touch()
+    in_no_folder = paceline.ParameterServer(_tables(), _sgd, folder / "s")
     for text, call in (
         ("no parameters", lambda: server({})),
+        ("not one interface and a port", lambda: server(listen="127.0.0.1:99999")),
+        ("not the file of a parameter server", lambda: paceline.connect_server(foreign)),
+        ("cannot be written: Not a directory", in_no_folder.__enter__),
         ("Adam cannot train table 'users'", lambda: server(make=torch.optim.Adam)),
         (
             "state 'momentum_buffer' is sparse",

@@ -150,6 +150,7 @@ class Odd(nn.Module):
 
 
 WRONG = {
+    "compiled": "layer.compile() before paceline.tensor_parallel",
     "names": "'layers.*.attention.w_q' matches no submodule of GPT",
     "near": "did you mean 'layers.*.attention.wq'?",
     "style": "the style 'columns' of 'head' is not known",
@@ -190,6 +191,8 @@ def _refused(job: Any, kind: str) -> None:
     options |= {"sequence": True} if kind == "length" else {}
     if kind == "ddp":
         paceline.ddp(job, net)
+    if kind == "compiled":
+        net = torch.compile(net)
     early = torch.optim.SGD(net.parameters(), lr=0.1)
     if kind != "alone":
         net = paceline.tensor_parallel(job, net, **options)

@@ -449,6 +449,19 @@ def test_a_save_on_one_rank_is_named(tmp_path: Path) -> None:
     assert all(isinstance(outcome.error, PeerFailed) for outcome in outcomes[1:])
 
 
+def _keep_late(job: Any, folder: str) -> str:
+    training = _training(job, checkpoints=paceline.Checkpoints(folder))
+    _run(training, until=1)
+    with pytest.raises(StepError) as raised:
+        training.keep(ema=_model())
+    return str(raised.value)
+
+
+def test_keep_after_the_training_has_resumed_is_refused(tmp_path: Path) -> None:
+    (text,) = run_ranks(_keep_late, str(tmp_path), nproc=1)
+    assert "before training.steps" in text
+
+
 def _mean(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out, y)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -387,9 +388,10 @@ class DDPStrategy(Strategy):
         return {"compression": states} if any(states) else None
 
     def load_state_dict(self, state: Any) -> None:
-        states = (state or {}).get("compression") or [None] * len(self._compressions)
-        for compression, each in zip(self._compressions, states, strict=True):
-            compression.load_state_dict(each)
+        states = (state or {}).get("compression") or []
+        for compression, each in zip_longest(self._compressions, states):
+            if compression is not None:  # else the training no longer compresses
+                compression.load_state_dict(each)
 
     def _refuse_changes(self, optimizer: Optimizer) -> None:
         parameters = owned_parameters(optimizer)

@@ -41,6 +41,7 @@ from paceline.parallel.modules import (
     is_sharded,
     local,
     owned_parameters,
+    refuse_compiled,
     refuse_module,
     unwrap,
     warn_untrained,
@@ -101,6 +102,7 @@ def fsdp(
     """
     if isinstance(module, FSDPModule):
         raise ConfigError("this module is sharded already.", fix="call paceline.fsdp once.")
+    refuse_compiled(module, wrap="paceline.fsdp")
     is_meta = any(p.is_meta for p in module.parameters())
     if init is not None and not is_meta:
         raise ConfigError("init has no effect: no parameter of the module is on the meta device.")

@@ -112,6 +112,15 @@ def refuse_module(job: Job, module: nn.Module, *, wrap: str) -> None:
         )
 
 
+def refuse_compiled(module: nn.Module, *, wrap: str) -> None:
+    """Refuse a module from `torch.compile`, whose layers the function `wrap` would have to replace."""
+    if compiled_module(module) is not None:
+        raise ConfigError(
+            "a compiled model cannot be split.",
+            fix=f"compile its layers: layer.compile() before {wrap}(...).",
+        )
+
+
 def agree_on_parameters(job: Job, module: nn.Module, options: str) -> None:
     """Check that all ranks hold parameters of the same names, shapes and types in the same order.
 

@@ -233,7 +233,8 @@ class ParameterServer:
 
     Raises:
         ConfigError: a table without rows, a name that is used twice, an optimizer that does not take sparse
-            gradients, all interfaces in `listen`, or an address that cannot be bound.
+            gradients, all interfaces in `listen`, an address that cannot be bound, or a file that cannot be
+            written.
 
     Collective: none. One process for each shard.
     """
@@ -278,7 +279,8 @@ class ParameterServer:
                     name, value, make, shard if name in tables else (0, 0)
                 )
         self._host, _, port = listen.rpartition(":")
-        if self._host.strip("[]") in _ANY_ADDRESS or not port.isdigit():
+        is_port = port.isdecimal() and int(port) < 1 << 16
+        if self._host.strip("[]") in _ANY_ADDRESS or not is_port:
             raise ConfigError(
                 f"listen={listen!r} is not one interface and a port.",
                 why="a server listens on the interface of its job only.",
@@ -345,10 +347,17 @@ class ParameterServer:
                 self.address,
                 self._file,
             )
-        self._start(self._accept, self._listener)
         text = json.dumps({"host": host, "port": port, "key": self._key})
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        _replace(self._file, lambda path: path.write_text(text))
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            _replace(self._file, lambda path: path.write_text(text))
+        except OSError as error:
+            self._listener.close()
+            raise ConfigError(
+                f"{self._file} cannot be written: {error.strerror}.",
+                fix="give a path in a folder that this user may write to.",
+            ) from error
+        self._start(self._accept, self._listener)
         return self
 
     def __exit__(
@@ -678,8 +687,9 @@ class ServerClient:
             ConfigError: an unknown table, or ids that are not int64 or not in the table.
         """
         rows = self._rows_of(table)
-        if ids.dtype != torch.int64:
-            raise ConfigError(f"ids of table {table!r} must be int64, got {ids.dtype}.")
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+            found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise ConfigError(f"ids of table {table!r} must be an int64 tensor, got {found}.")
         unique, where = torch.unique(ids.detach(), return_inverse=True)
         unique = unique.cpu()
         if unique.numel() and (int(unique[0]) < 0 or int(unique[-1]) >= rows):
@@ -927,7 +937,8 @@ def connect_server(
         device: Where pulled values are.
 
     Raises:
-        ConfigError: no file, files of different servers or in the wrong order, or a wrong `clip_norm`.
+        ConfigError: no file, a file of something else, files of different servers or in the wrong order, or a
+            wrong `clip_norm`.
         CollectiveTimeout: no server listened in time.
 
     Collective: none. A worker may connect at any time.
@@ -969,10 +980,10 @@ def _connect(file: Path, deadline: float, timeout_s: float) -> tuple[_Connection
     while (left := deadline - time.monotonic()) > 0:
         plain = None
         try:
-            server = json.loads(file.read_text())
-            plain = socket.create_connection((server["host"], server["port"]), left)
+            host, port, key = _read_address(file)
+            plain = socket.create_connection((host, port), left)
             connection = _Connection(plain)
-            connection.send({"key": server["key"]})
+            connection.send({"key": key})
             hello = connection.receive()[0]
         except OSError as error:
             # No file yet, or that of a server that has ended and may be started again.
@@ -990,6 +1001,17 @@ def _connect(file: Path, deadline: float, timeout_s: float) -> tuple[_Connection
         missing=[],
         waited_s=timeout_s,
     )
+
+
+def _read_address(file: Path) -> tuple[str, int, str]:
+    try:
+        server = json.loads(file.read_text())
+        return server["host"], server["port"], server["key"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{file} is not the file of a parameter server.",
+            fix="give the path that ParameterServer was given.",
+        ) from error
 
 
 def _summed(parts: list[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, Tensor]:

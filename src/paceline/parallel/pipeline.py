@@ -42,10 +42,10 @@ from paceline.parallel.modules import (
     OtherStage,
     agree_on_parameters,
     broadcast_state,
-    compiled_module,
     is_pipeline,
     is_sharded,
     owned_parameters,
+    refuse_compiled,
     refuse_module,
     unwrap,
     warn_untrained,
@@ -112,11 +112,7 @@ def pipeline(
         )
     if is_sharded(module):
         raise ConfigError("this module is split already.", fix="call paceline.pipeline once.")
-    if compiled_module(module) is not None:
-        raise ConfigError(
-            "a compiled model cannot be split.",
-            fix="compile its layers: layer.compile() before paceline.pipeline(...).",
-        )
+    refuse_compiled(module, wrap="paceline.pipeline")
     if split is not None and example is not None:
         raise ConfigError("example has no effect: `split` names the stages.", fix="leave one out.")
     if job.mesh is not None and ranks > 1 and (job.mesh.dp_shard > 1 or job.mesh.tp > 1):

@@ -39,6 +39,7 @@ from paceline.parallel.modules import (
     agree_on_parameters,
     broadcast_state,
     is_sharded,
+    refuse_compiled,
     refuse_module,
 )
 
@@ -113,6 +114,7 @@ def tensor_parallel(
         raise ConfigError(
             "this module is split already.", fix="call tensor_parallel once, before paceline.fsdp."
         )
+    refuse_compiled(module, wrap="paceline.tensor_parallel")
     refuse_module(job, module, wrap="paceline.tensor_parallel")
     whole_plan = _known_plan(module) if plan is None else plan
     styles = _resolve(module, whole_plan)

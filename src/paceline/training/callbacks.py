@@ -101,8 +101,16 @@ class Callback:
     Every method runs on every rank, in the order in which the callbacks were given. What `state_dict` returns
     is saved in the checkpoints, from rank 0, and loaded on resume.
 
+    Attributes:
+        name: The name of its state in the checkpoints; if it is empty, that of the class. A number is added
+            if several callbacks have the same name.
+        has_ended: Whether it has ended the training. `fit` then trains no step after a resume.
+
     Collective: none by itself; a method that runs a collective must do so on all ranks.
     """
+
+    name = ""
+    has_ended = False
 
     def on_fit_start(self, event: FitStart) -> None:
         """Before the first step. Parameters may be frozen here."""
@@ -140,8 +148,10 @@ class Callbacks:
     """All callbacks of a training, as one object with a state.
 
     Raises:
-        ConfigError: one of them is not a `Callback`.
+        ConfigError: one of them is not a `Callback`, or there are two `BestCheckpoint`s.
     """
+
+    is_optional = True  # callbacks may be added to a training, and removed
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         for callback in callbacks:
@@ -153,31 +163,43 @@ class Callbacks:
         seen: Counter[str] = Counter()
         self._named: dict[str, Callback] = {}
         for callback in callbacks:
-            name = type(callback).__name__
+            name = callback.name or type(callback).__name__
             seen[name] += 1
             self._named[name if seen[name] == 1 else f"{name}-{seen[name]}"] = callback
+        if sum(isinstance(callback, BestCheckpoint) for callback in callbacks) > 1:
+            raise ConfigError(
+                "two BestCheckpoints were given.",
+                why="one checkpoint is kept as the best, so each would replace that of the other.",
+                fix="give one, or save yourself with `event.training.save()` in a callback.",
+            )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a callback has ended the training."""
+        return any(callback.has_ended for callback in self._named.values())
 
     def call(self, event: Event) -> None:
         """Call the method of the event on each callback.
 
         Raises:
             CallbackError: a callback raised.
+            ConfigError: a callback does not fit the training.
         """
         method = _METHODS[type(event)]
         for name, callback in self._named.items():
             try:
                 getattr(callback, method)(event)
-            except PeerFailed:
+            except (PeerFailed, ConfigError):
                 raise
             except Exception as error:
                 step = event.step.number if isinstance(event, StepEnd) else None
-                what, fix = str(error), "mend the callback, or leave it out."
+                what, fix = str(error), "fix the callback, or remove it."
                 if isinstance(error, PacelineError):
                     what, fix = error.what, error.fix or fix
                 raise CallbackError(
                     f"the callback {name} raised {type(error).__name__} in {method}: {what}",
                     where=event.job.where(step=step),
-                    fix=f"{fix} The checkpoints are untouched.",
+                    fix=f"{fix} Checkpoints are not affected.",
                     callback=name,
                     method=method,
                 ) from error
@@ -186,7 +208,7 @@ class Callbacks:
         return {name: callback.state_dict() for name, callback in self._named.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the states by name. Callbacks may be added to a training, and removed."""
+        """Load the states by name."""
         for name, callback in self._named.items():
             if name in state:
                 callback.load_state_dict(state[name])
@@ -245,11 +267,13 @@ class EarlyStopping(Callback):
             raise ConfigError(f"patience must be an integer of at least 1, got {patience!r}.")
         self.patience = patience
         self.num_bad = 0
+        self.name = f"EarlyStopping({metric})"
         self._best = _Best(metric, mode, min_delta)
 
     def on_evaluation_end(self, event: EvaluationEnd) -> None:
         self.num_bad = 0 if self._best.improves(event.evaluation) else self.num_bad + 1
-        if self.num_bad >= self.patience:
+        self.has_ended = self.num_bad >= self.patience
+        if self.has_ended:
             log.logger.info(
                 "stopping after step %d: %s has not improved in %d evaluation%s; the best was %s.",
                 *(event.step.number, self._best.metric, self.num_bad, "s" * (self.num_bad != 1)),
@@ -262,12 +286,14 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._best.value, self.num_bad = state["best"], state["num_bad"]
+        self.has_ended = self.num_bad >= self.patience
 
 
 class BestCheckpoint(Callback):
     """Saves a checkpoint when a metric of the evaluation is the best so far.
 
-    It is kept until the next best one is saved, in addition to the newest ones that `Checkpoints` keeps.
+    It is kept until the next best one is saved, in addition to the newest ones that `Checkpoints` keeps. A
+    training can have one such callback.
 
     Args:
         metric, mode, min_delta: See `EarlyStopping`.
@@ -279,6 +305,7 @@ class BestCheckpoint(Callback):
     """
 
     def __init__(self, metric: str = "loss", *, mode: Mode = "min", min_delta: float = 0.0) -> None:
+        self.name = f"BestCheckpoint({metric})"
         self._best = _Best(metric, mode, min_delta)
 
     def on_fit_start(self, event: FitStart) -> None:
@@ -301,6 +328,8 @@ class BestCheckpoint(Callback):
 
 class LearningRateMonitor(Callback):
     """Logs the learning rate of each parameter group: `lr`, or `lr/0`, `lr/1`, ... for several.
+
+    It is that after the update, which the next step uses.
 
     Args:
         every_n: Only in steps whose number is a multiple of this.

@@ -305,7 +305,10 @@ class Trainer:
         model, validation = training.models[0], self.validation
         evaluation: Evaluation | None = None
         call(FitStart(**facts, epochs=epochs))
-        for step in training.steps(epochs=epochs):
+        training.resume()
+        # A training that a callback has ended stays ended when the program is started again.
+        steps = () if self._callbacks.has_ended else training.steps(epochs=epochs)
+        for step in steps:
             step.run(partial(self._forward, model), reduction=self._reduction)
             step.update(clip_norm=clip_norm)
             training.log(loss=step.loss)

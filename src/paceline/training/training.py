@@ -209,8 +209,22 @@ class Training:
     def keep(self, **objects: Any) -> None:
         """Save and restore objects in the checkpoints. They must have `state_dict` and `load_state_dict`.
 
-        Collective: all ranks, before `steps`.
+        A checkpoint must hold the same objects as the training that resumes from it, except those with an
+        attribute `is_optional` that is True.
+
+        Raises:
+            ConfigError: an object has not both methods.
+            StepError: the training has resumed already, so the states were not loaded.
+
+        Collective: all ranks, before `steps` and `resume`.
         """
+        if self._is_resumed:
+            raise StepError(
+                "`training.keep` was called after the training had resumed.",
+                where=self.job.where(),
+                why="a checkpoint that holds the state of the object was not loaded into it.",
+                fix="call training.keep(...) before training.steps(...).",
+            )
         for name, thing in objects.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise ConfigError(
@@ -276,7 +290,7 @@ class Training:
             _left_early.checkpoints.finish(self.job)
         _left_early = None
         _check_bounds(epochs, until)
-        self._resume()
+        self.resume()
         if self._is_finished(epochs, until):
             text = "finished: %d steps and %d epochs are done, nothing is left to train."
             log.logger.info(text, self.number, self.position.epoch)
@@ -354,7 +368,15 @@ class Training:
             "divisors": [trained.token_divisor for trained in context.optimizers],
             "scaler": context.precision.scaler.state_dict(),
             "strategy": context.strategy.state_dict(),
-            "kept": {name: thing.state_dict() for name, thing in self._kept.items()},
+            "kept": self._states_kept(is_optional=False),
+            "optional": self._states_kept(is_optional=True),
+        }
+
+    def _states_kept(self, *, is_optional: bool) -> dict[str, Any]:
+        return {
+            name: thing.state_dict()
+            for name, thing in self._kept.items()
+            if _is_optional(thing) == is_optional
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -390,6 +412,7 @@ class Training:
         state.check(self.models, self.optimizers, saved)
         self._refuse_other(saved)
         self._wait_for_copies()
+        context.strategy.load_state_dict(_strategy_state(saved))  # before weights: it may refuse
         state.load(self.models, self.optimizers, saved)
         for trained, schedule, divisor in zip(
             context.optimizers, saved["schedules"], saved["divisors"], strict=True
@@ -397,9 +420,10 @@ class Training:
             trained.token_divisor = divisor
             trained.schedule.load_state_dict(schedule)
         context.precision.load_state_dict(saved["scaler"])
-        context.strategy.load_state_dict(_strategy_state(saved))
+        states = saved["kept"] | saved.get("optional", {})
         for name, thing in self._kept.items():
-            thing.load_state_dict(saved["kept"][name])
+            if name in states:
+                thing.load_state_dict(states[name])
         self.number, self._start, self._last = saved["step"], Position(*saved["position"]), None
 
     def _refuse_other(self, saved: dict[str, Any]) -> None:
@@ -424,7 +448,8 @@ class Training:
                     fix="give the schedule of the run that saved it; for another training start with "
                     "paceline.load_weights and resume='never'.",
                 )
-        differing = sorted(set(self._kept) ^ set(saved["kept"]))
+        optional = {name for name, thing in self._kept.items() if _is_optional(thing)}
+        differing = sorted((set(self._kept) ^ set(saved["kept"])) - optional)
         if differing:
             raise CheckpointError(
                 f"the checkpoint and this training keep different objects: {', '.join(differing)}.",
@@ -747,7 +772,16 @@ class Training:
         if self.checkpoints is not None:
             self.checkpoints.wait_until_copied()
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Load the newest checkpoint, if there is one, now instead of when `steps` begins.
+
+        For programs that look at the state, such as `number`, before the loop. A second call does nothing.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit this training, or `resume="must"` found none.
+
+        Collective: all ranks, after `keep`.
+        """
         if self.checkpoints is None or self._is_resumed:
             return
         self._is_resumed = True
@@ -827,6 +861,10 @@ def _leave(reference: weakref.ref[Training]) -> None:
     training, _left_early = reference(), None
     if training is not None:
         training._leave()
+
+
+def _is_optional(thing: Any) -> bool:
+    return getattr(thing, "is_optional", False) is True
 
 
 def _strategy_state(saved: dict[str, Any]) -> Any:
