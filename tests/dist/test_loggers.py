@@ -13,6 +13,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -394,6 +395,32 @@ def test_the_file_of_the_clock_grows_slowly(tmp_path: Path) -> None:
     at_s = [0, 5, 100, 3600, 7200, 86_400]
     assert [_window_s(s, ranks=8) for s in at_s] == pytest.approx([0.1, 0.6, 1, 1, 2, 10])
     assert _window_s(100, ranks=4096) == 32
+
+
+def test_samples_are_those_of_the_steps_that_a_gpu_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = iter([2, 0, 5, 1])  # of 4 steps in each window, but of none in the last
+    spent_s = [0.0] * len(PHASES)
+
+    def take() -> Times:
+        steps = next(finished)
+        spent_s[FORWARD] = 0.1 * steps
+        return Times(steps=steps, spent_s=list(spent_s))
+
+    monkeypatch.setattr("paceline.metrics.report.clock", SimpleNamespace(take=take))
+    with paceline.join() as job:
+        report = Report(job)
+        report.open(str(tmp_path), progress=False, tensorboard=False, loggers=[])
+        report.begin(0, None, dict)
+        for window in range(4):
+            for _ in range(4 * (window < 2)):
+                report.count(epoch=0, num_samples=3)
+            report.write_times(4 * window + 4, [report.measure()])
+        report.end()
+    windows = read_record(tmp_path).windows
+    assert [(w.steps, w.samples) for w in windows] == [(2, 6), (5, 15), (1, 3)]
+    assert all(w.step_s == pytest.approx(0.1) for w in windows)
 
 
 def _differ(job: Any, kind: str) -> None:

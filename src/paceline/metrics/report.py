@@ -67,8 +67,9 @@ class Report:
         self._epoch = 0  # of the newest step
         self._newest: dict[str, Any] = {}  # the values that were written last
         self._clock_lines: JSONLines | None = None
-        # Of the steps since the last line, and of the steps in it.
-        self._clock_samples = self._measured_samples = 0
+        # Of the steps since the last line, how many, and of the steps in it. A GPU finishes steps later than
+        # they are counted.
+        self._clock_samples = self._clock_steps = self._measured_samples = 0
         self._clock_tokens = 0  # of the steps since the last line whose losses are known
         self._has_asked = False  # for the next line; `measure` answers
         self._usage = Usage(job.device)
@@ -144,7 +145,7 @@ class Report:
         self._pending.clear()
         self._reduced.clear()
         self._has_asked = False
-        self._clock_samples = self._clock_tokens = 0
+        self._clock_samples = self._clock_steps = self._clock_tokens = 0
         if not self._active:
             return
         self.end()
@@ -174,6 +175,7 @@ class Report:
         if self._unit == "samples":
             self._window_count += num_samples
         self._clock_samples += num_samples
+        self._clock_steps += 1
 
     def note(self, step: int, epoch: int, values: dict[str, Any], reduce: str) -> None:
         """Keep values of a step until the control word with its loss has come."""
@@ -237,8 +239,12 @@ class Report:
     def measure(self) -> list[float]:
         """Where the time of this rank's last steps went, as a row for `write_times`."""
         self._has_asked = False
-        self._measured_samples, self._clock_samples = self._clock_samples, 0
-        return record.pack(clock.take(), self._job.rank, *self._usage.measure())
+        times = clock.take()
+        finished = times.steps / max(self._clock_steps, 1)
+        self._measured_samples = round(self._clock_samples * finished)
+        self._clock_samples -= self._measured_samples
+        self._clock_steps -= times.steps
+        return record.pack(times, self._job.rank, *self._usage.measure())
 
     def write_link(self, step: int, link: Mapping[str, float]) -> None:
         """Write what was measured of the connection between the ranks."""
@@ -262,6 +268,8 @@ class Report:
             self._write_line(step, line, self._clock_lines)
             for logger in self._loggers:
                 logger.times(step, line)
+        else:  # a GPU has finished none
+            self._clock_samples += self._measured_samples
 
     def _write_line(self, step: int, line: Mapping[str, Any], lines: JSONLines | None) -> None:
         if lines is None:
