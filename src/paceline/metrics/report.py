@@ -21,7 +21,7 @@ from paceline.clock import record
 from paceline.clock.judge import judge
 from paceline.clock.step_clock import clock
 from paceline.errors import ConfigError, refuse_different_values
-from paceline.job import collectives
+from paceline.job import collectives, current_step
 from paceline.job.job import Job
 from paceline.metrics import flops as model_flops
 from paceline.metrics.json_lines import JSONLines
@@ -291,8 +291,12 @@ class Report:
                 lines.close()
 
     def advise(self) -> None:
-        """Log what limited the run most, if anything did. Rank 0 has the evidence, with a folder."""
-        found = judge(record.Record(runs=[self._run], windows=list(self._windows)))
+        """Log what limited the run most, if anything did. Rank 0 has the evidence, with a folder.
+
+        A slow rank is left out if the launcher has named one, with the line of the script.
+        """
+        found = judge(record.Record(runs=[self._run], windows=list(self._windows))) or []
+        found = [f for f in found if f.kind != "straggler" or not current_step.slow_ranks]
         if found and (found[0].kind, found[0].cure) != self._advised:
             self._advised = found[0].kind, found[0].cure  # a loop of each epoch ends often
             log.logger.info("advice: %s.", found[0])
