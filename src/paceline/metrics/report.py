@@ -35,9 +35,7 @@ _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
 # From one line of clock.jsonl to the next. It grows after the first hour, which limits the size of the file.
 _CLOCK_WINDOW_S, _LONGEST_WINDOW_S = 1.0, 10.0
 _GROWS_AFTER_S = 3600.0
-_SPANS_EVERY = (
-    30  # lines: one in which the phases of a step are kept in their order, which is most of it
-)
+_SPANS_EVERY = 30  # lines of clock.jsonl, after the first ones; see `_keeps_spans`
 _MOST_KEPT = 2000  # rows of ranks that are kept for the advice, each of about 1 KB
 _LEAST_KEPT = 10  # windows
 _RANKS_PER_S = 128  # with more ranks it takes longer, so that the file does not grow faster
@@ -257,10 +255,9 @@ class Report:
         if line["steps"]:
             if self._unit == "tokens":
                 line["tokens"], self._clock_tokens = self._clock_tokens, 0
-            # Those of the first window contain the warm-up.
-            if self._num_windows % _SPANS_EVERY != 1:
-                line.pop("spans", None)
             self._num_windows += 1
+            if not _keeps_spans(self._num_windows):
+                line.pop("spans", None)
             window = record.read_window({"step": step, **line})
             if self._progress is not None:
                 self._progress.show_ranks(window, self._job.device.type)
@@ -343,6 +340,14 @@ def _window_s(passed_s: float, ranks: int) -> float:
     else:
         window_s = min(_LONGEST_WINDOW_S, _CLOCK_WINDOW_S * passed_s / _GROWS_AFTER_S)
     return max(window_s, ranks / _RANKS_PER_S)
+
+
+def _keeps_spans(number: int) -> bool:
+    """Whether this line of clock.jsonl, from 1, has the phases of a step in order, which take most of a line.
+
+    The report shows the newest ones, so short runs have some too: 1, 2, 4, 8, ... and each 30th.
+    """
+    return number & (number - 1) == 0 or number % _SPANS_EVERY == 0
 
 
 def refuse_values(values: dict[str, Any], reduce: str) -> None:
