@@ -13,6 +13,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,14 @@ import paceline
 from paceline.clock.record import pack, read_record
 from paceline.clock.step_clock import DATA, FORWARD, PHASES, Span, Times
 from paceline.errors import ConfigError, RankDisagreement
+from paceline.job import current_step
 from paceline.metrics.logger import BackgroundLogger
 from paceline.metrics.progress import Progress
 from paceline.metrics.report import Report, _window_s
 from paceline.metrics.step_loss import StepTotal
 from paceline.metrics.usage import gpu_use
 from paceline.testing import run_failing_ranks, run_ranks
+from paceline.watch.probe import Probe
 
 
 def _training(job: Any) -> paceline.Training:
@@ -389,11 +392,70 @@ def test_the_file_of_the_clock_grows_slowly(tmp_path: Path) -> None:
             report.write_times(step, [pack(times, 0, 1e9, 0.5, 0.5)])
         report.end()
     windows = read_record(tmp_path).windows
-    assert [w.step for w in windows if w.spans] == [2, 32, 62]
+    assert [w.step for w in windows if w.spans] == [1, 2, 4, 8, 16, 30, 32, 60, 64]
     assert [w.step for w in windows] == list(range(1, 66))
     at_s = [0, 5, 100, 3600, 7200, 86_400]
     assert [_window_s(s, ranks=8) for s in at_s] == pytest.approx([0.1, 0.6, 1, 1, 2, 10])
     assert _window_s(100, ranks=4096) == 32
+
+
+def test_a_slow_rank_that_the_launcher_has_named_is_not_named_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rows() -> list[list[float]]:
+        spent = {"forward": [0.1, 0.2], "communication": [0.1, 0.0]}
+        return [
+            pack(
+                Times(steps=1, spent_s=[spent.get(p, [0.0] * 2)[rank] for p in PHASES]),
+                rank,
+                0,
+                1,
+                1,
+            )
+            for rank in range(2)
+        ]
+
+    probe = Probe.__new__(Probe)  # without its thread
+    monkeypatch.setattr(current_step, "slow_ranks", set())
+    with caplog.at_level(logging.INFO, "paceline"), paceline.join() as job:
+        report = Report(job)
+        report.open(str(tmp_path), progress=False, tensorboard=False, loggers=[])
+        for _ in range(2):
+            report.begin(0, None, dict)
+            for step in range(1, 6):
+                report.write_times(step, rows())
+            report.end()
+            report._advised = ("", "")
+            report.advise()
+            assert caplog.text.count("advice: rank 1 takes 2.00x") == 1
+            probe.hear({"do": "named", "id": 1, "rank": 1}, lambda _: None)
+    assert current_step.slow_ranks == {1}
+
+
+def test_samples_are_those_of_the_steps_that_a_gpu_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = iter([2, 0, 5, 1])  # of 4 steps in each window, but of none in the last
+    spent_s = [0.0] * len(PHASES)
+
+    def take() -> Times:
+        steps = next(finished)
+        spent_s[FORWARD] = 0.1 * steps
+        return Times(steps=steps, spent_s=list(spent_s))
+
+    monkeypatch.setattr("paceline.metrics.report.clock", SimpleNamespace(take=take))
+    with paceline.join() as job:
+        report = Report(job)
+        report.open(str(tmp_path), progress=False, tensorboard=False, loggers=[])
+        report.begin(0, None, dict)
+        for window in range(4):
+            for _ in range(4 * (window < 2)):
+                report.count(epoch=0, num_samples=3)
+            report.write_times(4 * window + 4, [report.measure()])
+        report.end()
+    windows = read_record(tmp_path).windows
+    assert [(w.steps, w.samples) for w in windows] == [(2, 6), (5, 15), (1, 3)]
+    assert all(w.step_s == pytest.approx(0.1) for w in windows)
 
 
 def _differ(job: Any, kind: str) -> None:

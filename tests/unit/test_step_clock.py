@@ -20,6 +20,7 @@ from paceline.clock.step_clock import (
     PHASES,
     DeviceTimes,
     StepClock,
+    Times,
 )
 from paceline.errors import ConfigError
 
@@ -187,6 +188,17 @@ def test_a_window_is_read_as_it_was_written(tmp_path: Path, fake: FakeTime, rank
     assert window.memory_bytes == [1000.0 + rank for rank in range(ranks)]
     assert len(window.spans) == min(ranks, 8)
     assert [(p, s) for p, _, s in window.spans[0] if s] == [("data", 0.01)]
+
+
+def test_a_rank_whose_device_is_a_step_ahead_is_not_slower() -> None:
+    rows = []
+    for rank, steps in enumerate((4, 5)):
+        spent_s = [0.0] * len(PHASES)
+        spent_s[FORWARD] = 0.1 * steps
+        rows.append(record.pack(Times(steps=steps, spent_s=spent_s), rank, 0.0, 0.5, 0.5))
+    window = record.read_window({"step": 4, **record.line_of(rows, 5.0, 64)})
+    assert window.steps == 4
+    assert [window.per_step("forward", rank) for rank in range(2)] == pytest.approx([0.1, 0.1])
 
 
 def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:

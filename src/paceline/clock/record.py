@@ -118,9 +118,13 @@ def pack(times: Times, rank: int, memory_bytes: float, busy: float, cores: float
 def line_of(rows: Sequence[Sequence[float]], time: float, samples: int) -> dict[str, Any]:
     """The line of a window, from what `pack` returned on each rank."""
     ends = _HEAD + len(PHASES)
-    spent = zip(*(row[_HEAD:ends] for row in rows), strict=True)
+    steps = int(min(row[0] for row in rows))
+    # A GPU may have finished more steps than that of another rank.
+    spent = zip(
+        *([s * steps / max(row[0], 1) for s in row[_HEAD:ends]] for row in rows), strict=True
+    )
     line = {
-        "steps": int(min(row[0] for row in rows)),
+        "steps": steps,
         "time": round(time, 4),
         "samples": samples,
         "spent_s": {

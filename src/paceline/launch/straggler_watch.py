@@ -149,3 +149,5 @@ class StragglerWatch:
         process = f"host {socket.gethostname()}, pid {pid}"
         after = sample_host([rank.pid for rank in alive])
         self._local_ranks.say(describe(found, process, where, self._host, after, pid))
+        for rank in alive:  # rank 0 leaves it out of its advice
+            rank.ask(self._number, "named", rank=found.rank)

@@ -21,7 +21,7 @@ from paceline.clock import record
 from paceline.clock.judge import judge
 from paceline.clock.step_clock import clock
 from paceline.errors import ConfigError, refuse_different_values
-from paceline.job import collectives
+from paceline.job import collectives, current_step
 from paceline.job.job import Job
 from paceline.metrics import flops as model_flops
 from paceline.metrics.json_lines import JSONLines
@@ -35,9 +35,7 @@ _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
 # From one line of clock.jsonl to the next. It grows after the first hour, which limits the size of the file.
 _CLOCK_WINDOW_S, _LONGEST_WINDOW_S = 1.0, 10.0
 _GROWS_AFTER_S = 3600.0
-_SPANS_EVERY = (
-    30  # lines: one in which the phases of a step are kept in their order, which is most of it
-)
+_SPANS_EVERY = 30  # lines of clock.jsonl, after the first ones; see `_keeps_spans`
 _MOST_KEPT = 2000  # rows of ranks that are kept for the advice, each of about 1 KB
 _LEAST_KEPT = 10  # windows
 _RANKS_PER_S = 128  # with more ranks it takes longer, so that the file does not grow faster
@@ -67,8 +65,9 @@ class Report:
         self._epoch = 0  # of the newest step
         self._newest: dict[str, Any] = {}  # the values that were written last
         self._clock_lines: JSONLines | None = None
-        # Of the steps since the last line, and of the steps in it.
-        self._clock_samples = self._measured_samples = 0
+        # Of the steps since the last line, how many, and of the steps in it. A GPU finishes steps later than
+        # they are counted.
+        self._clock_samples = self._clock_steps = self._measured_samples = 0
         self._clock_tokens = 0  # of the steps since the last line whose losses are known
         self._has_asked = False  # for the next line; `measure` answers
         self._usage = Usage(job.device)
@@ -144,7 +143,7 @@ class Report:
         self._pending.clear()
         self._reduced.clear()
         self._has_asked = False
-        self._clock_samples = self._clock_tokens = 0
+        self._clock_samples = self._clock_steps = self._clock_tokens = 0
         if not self._active:
             return
         self.end()
@@ -174,6 +173,7 @@ class Report:
         if self._unit == "samples":
             self._window_count += num_samples
         self._clock_samples += num_samples
+        self._clock_steps += 1
 
     def note(self, step: int, epoch: int, values: dict[str, Any], reduce: str) -> None:
         """Keep values of a step until the control word with its loss has come."""
@@ -237,8 +237,12 @@ class Report:
     def measure(self) -> list[float]:
         """Where the time of this rank's last steps went, as a row for `write_times`."""
         self._has_asked = False
-        self._measured_samples, self._clock_samples = self._clock_samples, 0
-        return record.pack(clock.take(), self._job.rank, *self._usage.measure())
+        times = clock.take()
+        finished = times.steps / max(self._clock_steps, 1)
+        self._measured_samples = round(self._clock_samples * finished)
+        self._clock_samples -= self._measured_samples
+        self._clock_steps -= times.steps
+        return record.pack(times, self._job.rank, *self._usage.measure())
 
     def write_link(self, step: int, link: Mapping[str, float]) -> None:
         """Write what was measured of the connection between the ranks."""
@@ -251,10 +255,9 @@ class Report:
         if line["steps"]:
             if self._unit == "tokens":
                 line["tokens"], self._clock_tokens = self._clock_tokens, 0
-            # Those of the first window contain the warm-up.
-            if self._num_windows % _SPANS_EVERY != 1:
-                line.pop("spans", None)
             self._num_windows += 1
+            if not _keeps_spans(self._num_windows):
+                line.pop("spans", None)
             window = record.read_window({"step": step, **line})
             if self._progress is not None:
                 self._progress.show_ranks(window, self._job.device.type)
@@ -262,6 +265,8 @@ class Report:
             self._write_line(step, line, self._clock_lines)
             for logger in self._loggers:
                 logger.times(step, line)
+        else:  # a GPU has finished none
+            self._clock_samples += self._measured_samples
 
     def _write_line(self, step: int, line: Mapping[str, Any], lines: JSONLines | None) -> None:
         if lines is None:
@@ -283,8 +288,12 @@ class Report:
                 lines.close()
 
     def advise(self) -> None:
-        """Log what limited the run most, if anything did. Rank 0 has the evidence, with a folder."""
-        found = judge(record.Record(runs=[self._run], windows=list(self._windows)))
+        """Log what limited the run most, if anything did. Rank 0 has the evidence, with a folder.
+
+        A slow rank is left out if the launcher has named one, with the line of the script.
+        """
+        found = judge(record.Record(runs=[self._run], windows=list(self._windows))) or []
+        found = [f for f in found if f.kind != "straggler" or not current_step.slow_ranks]
         if found and (found[0].kind, found[0].cure) != self._advised:
             self._advised = found[0].kind, found[0].cure  # a loop of each epoch ends often
             log.logger.info("advice: %s.", found[0])
@@ -331,6 +340,14 @@ def _window_s(passed_s: float, ranks: int) -> float:
     else:
         window_s = min(_LONGEST_WINDOW_S, _CLOCK_WINDOW_S * passed_s / _GROWS_AFTER_S)
     return max(window_s, ranks / _RANKS_PER_S)
+
+
+def _keeps_spans(number: int) -> bool:
+    """Whether this line of clock.jsonl, from 1, has the phases of a step in order, which take most of a line.
+
+    The report shows the newest ones, so short runs have some too: 1, 2, 4, 8, ... and each 30th.
+    """
+    return number & (number - 1) == 0 or number % _SPANS_EVERY == 0
 
 
 def refuse_values(values: dict[str, Any], reduce: str) -> None:

@@ -322,7 +322,7 @@ def _events(run: Run, name: str) -> Iterator[Section]:
     ]
     restarts = [event for event in found if event[1] == "restart"]
     others = [event for event in found if event[1] != "restart"]
-    text = f"{len(restarts)} restart{'' if len(restarts) == 1 else 's'}."
+    text = f"{len(restarts) or 'No'} restart{'' if len(restarts) == 1 else 's'}."
     if len(others) > _SHOWN_EVENTS:
         text += f" The table lists the last {_SHOWN_EVENTS} other events."
     rows = [[_clock(at), kind, what] for at, kind, what in restarts + others[-_SHOWN_EVENTS:]]

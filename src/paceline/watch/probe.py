@@ -170,5 +170,11 @@ class Probe:
         spent = profile(self.main, request["seconds"])
         return {"begin_ns": begin_ns, "spent": spent, **self._arrivals(request)}
 
+    def _named(self, request: dict[str, Any]) -> dict[str, Any]:
+        # Only for scripts that import paceline.
+        if job := sys.modules.get("paceline.job.current_step"):
+            job.slow_ranks.add(request["rank"])
+        return {}
+
     def _phases(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"spent": profile(self.main, request["seconds"])}
