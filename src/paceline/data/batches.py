@@ -59,7 +59,8 @@ class Batches:
     Attributes:
         num_samples: Samples of an epoch; None for a stream.
         steps_per_epoch: Steps of an epoch; None for a stream.
-        global_batch, micro_batch: As given, or of the loader; never None.
+        global_batch: As given, or of the loader; never None.
+        micro_batch: As given, or of the loader; never None.
 
     Raises:
         ConfigError: an argument is out of range or contradicts the loader; the dataset is empty or cannot be

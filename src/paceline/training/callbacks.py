@@ -270,7 +270,9 @@ class BestCheckpoint(Callback):
     It is kept until the next best one is saved, in addition to the newest ones that `Checkpoints` keeps.
 
     Args:
-        metric, mode, min_delta: See `EarlyStopping`.
+        metric: See `EarlyStopping`.
+        mode: See `EarlyStopping`.
+        min_delta: See `EarlyStopping`.
 
     Raises:
         ConfigError: an option is out of range; at the start, if `fit` has no `folder`.

@@ -94,7 +94,9 @@ class Training:
             CPU generator if the model is on another device).
 
     Attributes:
-        job, batches, checkpoints: As given.
+        job: As given.
+        batches: As given.
+        checkpoints: As given.
         models: All models, wrapped as given.
         optimizers: All optimizers.
         number: Number of steps done.
