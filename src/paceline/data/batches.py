@@ -40,7 +40,7 @@ class Batches:
         dataset: Map-style (`__getitem__` and `__len__`), a stream (`__iter__` without `__getitem__`, such as
             torch's IterableDataset), or a `torch.utils.data.DataLoader`. A loader gives its dataset, sampler
             or batch sampler, batch size, collate function, `num_workers` and `worker_init_fn`; see
-            docs/howto/data.md.
+            [data](../howto/data.md).
         global_batch: Samples of one step over all ranks, at least 1. Only for a `DataLoader` it may be None:
             then it is the loader's batch size times the number of ranks.
         micro_batch: The largest number of samples in one forward of one rank. None sets no limit; for a
