@@ -20,7 +20,7 @@ def main(job):
     model = paceline.ddp(job, model.to(job.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     batches = paceline.Batches(job, loader, global_batch=64)
-    saves = paceline.Checkpoints("runs/port/checkpoints", every_epochs=1)
+    saves = paceline.Checkpoints("runs/port/checkpoints", every_epochs=10)
     training = paceline.Training(job, model, optimizer, batches, checkpoints=saves)
     training.report("runs/port", progress=True)
     for step in training.steps(epochs=200):

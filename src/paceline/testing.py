@@ -65,7 +65,7 @@ def run_ranks(
     """Call `function(job, *args)` on `nproc` ranks; their results in rank order.
 
     Raises:
-        The first original error of a rank.
+        Exception: the first original error of a rank.
         LaunchFailed: a rank was killed, or the deadline passed.
     """
     return spawn(

@@ -99,7 +99,7 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
         Run(
             PARTS
             + "ema, is_best = torch.optim.swa_utils.AveragedModel(model), True\n# block\n"
-            + "assert paceline.Checkpoints('runs/a').resume(job)['step'] == 40",
+            + "assert paceline.Checkpoints('runs/a/checkpoints').resume(job)['step'] == 40",
             dots=BACKWARD,
         ),
         Run(

@@ -52,7 +52,8 @@ class Checkpoints:
         folder: A path that all ranks see, or a URL for fsspec: "s3://bucket/run", "gs://bucket/run" or
             "abfs://container/run" with the extra `s3`, `gcs` or `azure`. Created if missing, unlike a bucket.
             Holds `step-N` folders.
-        every_steps, every_epochs: When to save. The end of the training is always saved.
+        every_steps: Steps between saves. The end of the training is always saved.
+        every_epochs: Epochs between saves.
         every_s: Seconds between saves by rank 0's clock; "auto" chooses so that saving takes at most 3.5 % of
             the time.
         keep: How many of the newest checkpoints to keep, at least 1. The last one marked best is kept too.

@@ -40,7 +40,7 @@ class Batches:
         dataset: Map-style (`__getitem__` and `__len__`), a stream (`__iter__` without `__getitem__`, such as
             torch's IterableDataset), or a `torch.utils.data.DataLoader`. A loader gives its dataset, sampler
             or batch sampler, batch size, collate function, `num_workers` and `worker_init_fn`; see
-            docs/howto/data.md.
+            [data](../howto/data.md).
         global_batch: Samples of one step over all ranks, at least 1. Only for a `DataLoader` it may be None:
             then it is the loader's batch size times the number of ranks.
         micro_batch: The largest number of samples in one forward of one rank. None sets no limit; for a
@@ -59,7 +59,8 @@ class Batches:
     Attributes:
         num_samples: Samples of an epoch; None for a stream.
         steps_per_epoch: Steps of an epoch; None for a stream.
-        global_batch, micro_batch: As given, or of the loader; never None.
+        global_batch: As given, or of the loader; never None.
+        micro_batch: As given, or of the loader; never None.
 
     Raises:
         ConfigError: an argument is out of range or contradicts the loader; the dataset is empty or cannot be

@@ -49,7 +49,10 @@ class Job:
     """This process as a rank of a job. `join` makes it; it ends with its `with` block or with `leave`.
 
     Attributes:
-        rank, world_size, local_rank, local_world_size: as torchrun defines them.
+        rank: number of this process in the job, from 0.
+        world_size: number of ranks of the job.
+        local_rank: number of this process on its host, from 0.
+        local_world_size: number of ranks on this host.
         one_host: whether all ranks are on this host.
         device: where this rank computes; it is the current device already.
         seed: the source of all randomness of the job; equal on all ranks.

@@ -80,12 +80,14 @@ def spawn(
 
     Args:
         nproc: Number of ranks.
-        seed, device, mesh: See `join`.
+        seed: See `join`.
+        device: See `join`.
+        mesh: See `join`.
         timeout_s: How long a collective may wait, in seconds.
         deadline_s: When to end all ranks, in seconds from now; None: never.
 
     Raises:
-        The first original error of a rank, with the rank's traceback as a note.
+        Exception: the first original error of a rank, with the rank's traceback as a note.
         LaunchFailed: a rank was killed or called `sys.exit`, or the deadline passed; with the stacks of
             running ranks.
         ConfigError: `nproc` is less than 1, or a time is not more than 0.

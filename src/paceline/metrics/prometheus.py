@@ -18,7 +18,7 @@ class Prometheus:
     Metrics: `paceline_step`, `paceline_steps_total`, `paceline_samples_total`,
     `paceline_phase_seconds_total{phase,rank}`, `paceline_memory_bytes{rank}`, `paceline_busy{rank}` (cores in
     use, or the share of time that the GPU was busy), `paceline_value{name}` for each logged value, and
-    `paceline_restarts`. See docs/howto/monitoring.md.
+    `paceline_restarts`. See [monitoring](../howto/monitoring.md).
 
     Args:
         port: TCP port, which no other job of the host may use; 0 lets the system choose one.

@@ -394,7 +394,7 @@ class ParameterServer:
         A worker that was killed counts as one that has left. Leave the `with` block to stop earlier.
 
         Raises:
-            The error of an optimizer, or another that made this server fail.
+            Exception: the error of an optimizer, or another that made this server fail.
         """
         with self._changed:
             self._changed.wait_for(
@@ -629,7 +629,8 @@ class ServerClient:
     left.
 
     Attributes:
-        bytes_pulled, bytes_pushed: bytes of the messages that brought values and took gradients.
+        bytes_pulled: bytes of the messages that brought values.
+        bytes_pushed: bytes of the messages that took gradients.
         version: the number of pushes that the server had applied after the last push of this worker.
         lead: how many steps this worker was ahead of the slowest one after its last push.
 

@@ -296,7 +296,9 @@ class BestCheckpoint(Callback):
     training can have one such callback.
 
     Args:
-        metric, mode, min_delta: See `EarlyStopping`.
+        metric: See `EarlyStopping`.
+        mode: See `EarlyStopping`.
+        min_delta: See `EarlyStopping`.
 
     Raises:
         ConfigError: an option is out of range; at the start, if `fit` has no `folder`.

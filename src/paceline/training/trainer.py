@@ -112,7 +112,8 @@ class Fit:
 
     Attributes:
         model: The trained model, unwrapped. With `Mesh(pp=)` it has this rank's stages only.
-        steps, epochs: Numbers done, counted from the start of the training.
+        steps: Number of steps done, counted from the start of the training.
+        epochs: Number of epochs done, counted in the same way.
         evaluation: The last one; None without `validation`.
 
     Collective: none.

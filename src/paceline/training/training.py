@@ -86,7 +86,7 @@ class Training:
         count: What `step.backward(count=...)` counts: "samples", whose number is checked, or "tokens".
         checkpoints: Where and when to save; None saves nothing.
         reproducible: Whether weights, optimizer state and logged losses are bit for bit equal on any
-            number of ranks; see docs/concepts/reproducible.md for what that costs.
+            number of ranks; see [reproducible](../concepts/reproducible.md) for what that costs.
         desync_every: Number of steps from one bitwise comparison of the replicas to the next; they are
             also compared before each save. None chooses it so that comparisons take 0.5 % of the time,
             0 never compares.
@@ -94,7 +94,9 @@ class Training:
             CPU generator if the model is on another device).
 
     Attributes:
-        job, batches, checkpoints: As given.
+        job: As given.
+        batches: As given.
+        checkpoints: As given.
         models: All models, wrapped as given.
         optimizers: All optimizers.
         number: Number of steps done.
