@@ -431,6 +431,11 @@ def _outside(job: Job, dataset: Any, workers: int) -> None:
     _read(Batches(job, loader))
 
 
+class Some(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        return iter([0, 1, None, 3])
+
+
 def _none(samples: list[Any]) -> Any:
     return default_collate([sample for sample in samples if sample is not None])
 
@@ -544,6 +549,11 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Job], Any]]] = [
         "sample 5 is None",
         DataError,
         lambda job: _read(Batches(job, DataLoader(Missing(), batch_size=4, collate_fn=_none))),
+    ),
+    (
+        "sample 2 is None",
+        DataError,
+        lambda job: _read(Batches(job, Some(), global_batch=4, collate=_none)),
     ),
     (
         "batch_size=None",

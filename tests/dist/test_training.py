@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import GradientError, LossError, NonFinite, PeerFailed, StepError
+from paceline.errors import DataError, GradientError, LossError, NonFinite, PeerFailed, StepError
 from paceline.testing import (
     Fault,
     InjectedFault,
@@ -658,6 +658,31 @@ def _train_on_pairs(job: Any, reduction: Any, lengths: list[int]) -> list[float]
         step.update()
         losses.append(float(step.loss))
     return losses
+
+
+def _positive(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([sample for sample in samples if sample > 0])
+
+
+def _train_on_the_rest(job: Any, count: str, first: float) -> float:
+    """One step whose collate function drops negative samples; the value of the first sample is given."""
+    model = paceline.ddp(job, nn.Linear(1, 1))
+    data = [torch.tensor([value]) for value in (first, 2.0, 3.0, 4.0)]
+    batches = paceline.Batches(job, data, global_batch=4, micro_batch=2, collate=_positive)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    training = paceline.Training(job, model, optimizer, batches, count=count)  # type: ignore[arg-type]
+    for step in training.steps(until=1):
+        for x in step:
+            step.backward(model(x).square().mean(), count=len(x), reduction="mean")
+        step.update()
+    return float(step.loss)
+
+
+def test_a_collate_function_that_drops_samples_is_refused_unless_tokens_are_counted() -> None:
+    with pytest.raises(DataError, match="2 samples has tensors of 1 rows"):
+        run_ranks(_train_on_the_rest, "samples", -1.0, nproc=1)
+    (loss,) = run_ranks(_train_on_the_rest, "tokens", -1.0, nproc=1)
+    assert loss > 0
 
 
 @pytest.mark.parametrize("nproc", [1, 3])

@@ -32,6 +32,7 @@ from torch.utils.data import (
 )
 
 from paceline.clock.step_clock import DATA, clock
+from paceline.data.device import tensors_of
 from paceline.errors import ConfigError, DataError, SampleError, listed, rank_location
 from paceline.job import rng
 
@@ -68,6 +69,22 @@ class ReadErrors:
             why="the samples of a micro-batch have different shapes or types, or `collate` raised.",
             fix="return equal shapes from `__getitem__`, or pass a `collate` function that pads.",
         )
+
+    def refuse_missing(self, ids: Sequence[int], samples: list[Any]) -> None:
+        """Refuse samples that are None, which a collate function would drop.
+
+        Raises:
+            DataError: for the first.
+        """
+        for sample_id, sample in zip(ids, samples, strict=True):
+            if sample is None:
+                raise DataError(
+                    f"sample {sample_id} is None.",
+                    where=self.where(),
+                    why="a collate function that drops it would change the number of samples of the step.",
+                    fix="leave such samples out of the dataset (torch.utils.data.Subset).",
+                    sample=sample_id,
+                )
 
     def _error(self, ids: Sequence[int], error: Exception, what: str, **text: str) -> SampleError:
         return SampleError(
@@ -162,7 +179,7 @@ class Samples:
             else:
                 samples = self._read_unseeded(id_list, rows)
             if self._collate is not default_collate:
-                self._refuse_missing(id_list, samples)
+                self.errors.refuse_missing(id_list, samples)
             began_ns = time.perf_counter_ns()
             try:
                 return self._collate(samples)
@@ -233,18 +250,6 @@ class Samples:
             return self._dataset[row]
         except Exception as error:
             raise self._not_read([sample_id], error) from error
-
-    def _refuse_missing(self, id_list: list[int], samples: list[Any]) -> None:
-        # A collate function that drops samples gets them as None.
-        for sample_id, sample in zip(id_list, samples, strict=True):
-            if sample is None:
-                raise DataError(
-                    f"sample {sample_id} is None.",
-                    where=self.errors.where(),
-                    why="a collate function that drops it would change the number of samples of the step.",
-                    fix="leave such samples out of the dataset (torch.utils.data.Subset).",
-                    sample=sample_id,
-                )
 
     def _not_read(self, id_list: list[int], error: Exception) -> SampleError:
         why = f"`__getitem__` of {type(self._dataset).__name__} raised."
@@ -344,6 +349,41 @@ def keep_globals() -> Iterator[None]:
 
 
 # Checks of what a user passes
+
+
+def refuse_dropped_samples(batch: Any, count: int, where: Callable[[], str]) -> None:
+    """Refuse a batch of fewer than `count` samples, if its shapes show it.
+
+    Raises:
+        DataError: see `rows_left`.
+    """
+    # Quick, because it runs in each micro-batch.
+    first = batch[0] if type(batch) in (tuple, list) and batch else batch
+    if isinstance(first, torch.Tensor) and first.dim() and len(first) >= count:
+        return
+    rows = rows_left(batch, count)
+    if rows is not None:
+        raise DataError(
+            f"a micro-batch of {count} samples has tensors of {rows} rows.",
+            where=where(),
+            why="the collate function drops samples, and the loss would be divided by the number of all.",
+            fix="leave them out of the dataset or the sampler, or give the loss a count with "
+            'Training(count="tokens").',
+        )
+
+
+def rows_left(batch: Any, count: int) -> int | None:
+    """The rows of a batch from which the collate function dropped some of `count` samples; else None.
+
+    It is known only if all tensors of the batch have the same, smaller first dimension, and none has the
+    number of samples as another dimension, as time-major batches do.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors_of(batch) if tensor.dim()]
+    lengths = {shape[0] for shape in shapes}
+    if len(lengths) != 1 or any(count in shape for shape in shapes):
+        return None
+    rows = lengths.pop()
+    return rows if rows < count else None
 
 
 def is_stream(dataset: Any) -> bool:

@@ -264,6 +264,8 @@ class StreamReader:
             return None if sample is _MISSING else self._collate_items([sample], [place])
 
     def _collate_items(self, items: list[Any], places: list[int]) -> Any:
+        if self._collate is not default_collate:
+            self.errors.refuse_missing(places, items)
         try:
             return self._collate(items)
         except Exception as error:

@@ -16,14 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline import log, torch_private
 from paceline.clock.step_clock import EVALUATION, clock
-from paceline.data.device import tensors_of
 from paceline.data.evaluation import (
     EvaluationBatch,
     EvaluationBatches,
     EvaluationStream,
     batches_to_evaluate,
 )
-from paceline.data.samples import Collate
+from paceline.data.samples import Collate, rows_left
 from paceline.errors import EvaluationError, name_ranks
 from paceline.job import collectives
 from paceline.job.arguments import checks_arguments
@@ -254,19 +253,12 @@ def _reset_copy(metric: Any, device: torch.device) -> Any:
 
 
 def _refuse_dropped_samples(each: EvaluationBatch, results: Mapping[str, Any]) -> None:
-    """Refuse sums over a batch from which the collate function dropped samples.
-
-    Their number is known only if all tensors of the batch have the same, smaller first dimension, and none
-    has the number of samples as another dimension, as time-major batches do.
-    """
-    shapes = [tuple(tensor.shape) for tensor in tensors_of(each.batch) if tensor.dim()]
-    lengths = {shape[0] for shape in shapes}
-    if len(lengths) != 1 or max(lengths) >= each.count or any(each.count in s for s in shapes):
-        return
+    """Refuse sums over a batch from which the collate function dropped samples."""
+    rows = rows_left(each.batch, each.count)
     summed = [name for name, value in results.items() if not isinstance(value, tuple)]
-    if summed:
+    if rows is not None and summed:
         raise EvaluationError(
-            f"a batch of {each.count} samples has tensors of {max(lengths)} rows, but the sum {summed[0]!r} "
+            f"a batch of {each.count} samples has tensors of {rows} rows, but the sum {summed[0]!r} "
             "is divided by the number of samples.",
             why="the collate function drops samples.",
             fix="leave them out of the dataset or the sampler, or return pairs (sum, count).",

@@ -26,6 +26,7 @@ from paceline.clock.step_clock import (
     clock,
 )
 from paceline.data.plan import MicroBatch, PlannedStep
+from paceline.data.samples import refuse_dropped_samples
 from paceline.errors import CountError, NonFinite, StepError, listed
 from paceline.job.job import Job
 from paceline.job.rng import pair_seed
@@ -225,6 +226,8 @@ class Step:
         context = self._context
         self._seen += 1
         self._micro = micro
+        if context.count == "samples":
+            refuse_dropped_samples(micro.batch, micro.count, self._where)
         context.strategy.before_forward(micro)
         for record in self._records:
             record.needs_backward = not record.is_skipped
