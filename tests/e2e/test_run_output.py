@@ -51,6 +51,43 @@ if os.environ["RANK"] == "0":
     assert "\r\x1b[2K100% ######\n" in text
 
 
+PRINTS_ON = """
+import os, pathlib, sys, time
+print("begun", flush=True)
+while not pathlib.Path("closed").exists():
+    time.sleep(0.05)
+for _ in range(1000):
+    print("x" * 999, flush=True)
+pathlib.Path("done" + os.environ["RANK"]).touch()
+"""
+
+
+def test_a_job_goes_on_after_its_terminal_was_closed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PRINTS_ON)
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "run", "--nproc-per-node=2", "train.py"],
+        cwd=tmp_path,
+        env=environment(PACELINE_PRELOAD="0"),
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    shown = b""
+    while shown.count(b"begun") < 2:
+        shown += os.read(ours, 65536)
+    os.close(ours)
+    (tmp_path / "closed").touch()
+    try:
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1"]
+
+
 def test_log_files_are_where_torchrun_puts_them(tmp_path: Path) -> None:
     script = "import os, sys; print('out'); print('err', file=sys.stderr)"
     words = "--nproc-per-node=2 --log-dir logs --redirects 1 --tee 0:2"

@@ -171,6 +171,23 @@ def test_a_reader_that_has_ended_does_not_stop_the_ranks(pump: Pump) -> None:
     os.close(write)
 
 
+def test_an_error_in_a_callback_does_not_stop_the_output(pump: Pump) -> None:
+    errors: list[Exception] = []
+    pump.on_error = errors.append
+    read, write = os.pipe()
+    os.write(write, b"x")
+    pump.watch(read, lambda: next(iter(())))
+    pump.on_turn = lambda: {}["size"]
+    reader = Reader()
+    theirs, stream = _stream(pump, Console(reader.write_fd))
+    _write_all(theirs, b"line\n")
+    assert pump.finish([stream], stalled_s=10)
+    assert reader.close() == b"[0] line\n"
+    assert len(errors) == 1
+    os.close(read)
+    os.close(write)
+
+
 def test_a_full_disk_under_a_log_file_does_not_stop_the_rank(pump: Pump) -> None:
     said: list[str] = []
     reader = Reader()

@@ -169,9 +169,10 @@ class Rank:
         """Give the rank's terminal the size of ours."""
         for stream in self.streams:
             if stream.terminal and stream.console is not None and not stream.ended:
-                size = fcntl.ioctl(stream.console.fd, termios.TIOCGWINSZ, _NO_SIZE)
-                if size != fcntl.ioctl(stream.fd, termios.TIOCGWINSZ, _NO_SIZE):
-                    fcntl.ioctl(stream.fd, termios.TIOCSWINSZ, size)
+                with contextlib.suppress(OSError):  # our terminal was closed
+                    size = fcntl.ioctl(stream.console.fd, termios.TIOCGWINSZ, _NO_SIZE)
+                    if size != fcntl.ioctl(stream.fd, termios.TIOCGWINSZ, _NO_SIZE):
+                        fcntl.ioctl(stream.fd, termios.TIOCSWINSZ, size)
 
     def send(self, request: Mapping[str, Any]) -> None:
         """Send a request to worker.py; an ended rank ignores it."""
@@ -351,6 +352,9 @@ class LocalRanks:
         self.consoles = consoles
         self.pump = Pump()
         self.pump.on_turn = self._follow_window_size
+        self.pump.on_error = lambda error: self.say(
+            f"paceline: an error of Paceline itself, after which output may be missing: {error!r}\n"
+        )
         self.ranks: list[Rank] = []
         self.announced = False
         self.signalled: Callable[[], bool] = lambda: False

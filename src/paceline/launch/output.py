@@ -333,7 +333,15 @@ def _last_state(line: bytearray) -> bytearray:
 
 
 class Pump:
-    """The thread that reads the streams, writes the consoles, and watches other descriptors."""
+    """The thread that reads the streams, writes the consoles, and watches other descriptors.
+
+    An exception does not end the thread, since the ranks would wait for ever to write their output. The
+    descriptor that raised it is watched no longer.
+
+    Attributes:
+        on_turn: Called after each turn of the loop.
+        on_error: Called with the first exception.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -346,7 +354,9 @@ class Pump:
         self._stopping = False
         self._moved_bytes = 0
         self._turn = threading.Condition()
-        self.on_turn: Callable[[], None] | None = None
+        self.on_turn: Callable[[], None] = lambda: None
+        self.on_error: Callable[[Exception], None] = lambda error: None
+        self._has_error = False
         self._thread = threading.Thread(target=self._loop, name="paceline-output", daemon=True)
         self._thread.start()
 
@@ -412,8 +422,10 @@ class Pump:
         done = threading.Event()
 
         def run() -> None:
-            task()
-            done.set()
+            try:
+                task()
+            finally:
+                done.set()
 
         self._post(run)
         return self._wait_moving(done.is_set, stalled_s)
@@ -462,7 +474,7 @@ class Pump:
         with self._lock:
             tasks, self._tasks = self._tasks, []
         for task in tasks:
-            task()
+            self._try(task)
 
     def _register(self, fd: int, ready: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, ready)
@@ -474,18 +486,32 @@ class Pump:
     def _loop(self) -> None:
         while not self._stopping:
             for key, _ in self._selector.select(self._timeout_s()):
-                key.data()
+                if not self._try(key.data):
+                    self._unregister(key.fd)
             # First the consoles: a stream is not read while its console is full.
             for console in self._consoles:
-                self._moved_bytes += console.flush()
+                self._try(self._flush, console)
             for stream in list(self._streams):
-                self._attend(stream)
+                self._try(self._attend, stream)
             for console in self._consoles:
-                self._wait_writable(console)
-            if self.on_turn is not None:
-                self.on_turn()
+                self._try(self._wait_writable, console)
+            self._try(self.on_turn)
             with self._turn:
                 self._turn.notify_all()
+
+    def _try(self, task: Callable[..., None], *args: object) -> bool:
+        """Call `task`; False if it raised."""
+        try:
+            task(*args)
+        except Exception as error:
+            if not self._has_error:
+                self._has_error = True
+                self.on_error(error)
+            return False
+        return True
+
+    def _flush(self, console: Console) -> None:
+        self._moved_bytes += console.flush()
 
     def _wait_writable(self, console: Console) -> None:
         is_watched = console.fd in self._selector.get_map()
