@@ -40,6 +40,23 @@ with paceline.join(seed=1, device="cpu") as job:
 """
 
 
+SETS_A_VARIABLE = """
+import os, time
+os.environ["TORCH_COMPILE_DISABLE"] = "1"
+import torch._dynamo
+print(torch._dynamo.config.disable, flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(5)  # until there are spares
+    os._exit(3)
+"""
+
+
+def test_a_variable_of_the_script_counts_after_a_restart_too(tmp_path: Path) -> None:
+    done = run("--max-restarts=1", SETS_A_VARIABLE, tmp_path)
+    assert done.code == 0, done
+    assert done.out == "True\nTrue\n"
+
+
 def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
     strike = "os.kill(os.getpid(), signal.SIGSTOP)"
     done = run("--nproc-per-node=2 --max-restarts=1", WAITS, tmp_path, STRIKE=strike, STEPS="10")

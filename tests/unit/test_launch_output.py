@@ -200,6 +200,24 @@ def test_a_full_disk_under_a_log_file_does_not_stop_the_rank(pump: Pump) -> None
     assert "/dev/full" not in [os.path.realpath(fd) for fd in os.scandir("/proc/self/fd")]
 
 
+def test_a_full_disk_is_told_once_and_output_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    reader = Reader()
+    fd = os.open("/dev/full", os.O_WRONLY)
+    console = Console(fd)
+    console.other = Console(reader.write_fd)
+    stream = Stream(-1, console, b"[0] ")
+    stream.feed(b"lost\n")
+    stream.feed(b"lost too\n")
+    with open(tmp_path / "log", "wb") as file:
+        os.dup2(file.fileno(), fd)
+    stream.feed(b"later\n")
+    os.close(fd)
+    assert (tmp_path / "log").read_bytes() == b"[0] later\n"
+    said = reader.close().decode()
+    assert said.endswith("cannot be written: No space left on device; output is lost\n")
+    assert said.count("\n") == 1
+
+
 def test_a_console_that_is_not_read_blocks_neither_messages_nor_other_consoles(pump: Pump) -> None:
     read, write = os.pipe()
     console = Console(write)

@@ -57,6 +57,8 @@ _EVENTS: dict[str, dict[str, Any]] = {
     "raised": _FAILED,
     "exit": {"place": str},
     "interrupted": {"place": str},
+    # The script has set a variable that torch._dynamo may read when it is imported.
+    "variable": {},
     **{answer: {"id": int} for answer in Probe.REQUESTS},
 }
 _NO_SIZE = bytes(8)
@@ -360,6 +362,7 @@ class LocalRanks:
         self.signalled: Callable[[], bool] = lambda: False
         # Interpreters that have imported torch, and become the ranks after a restart.
         self._spares: list[Rank] = []
+        self._spares_import = ""
         self._count = 0
         self._environment: Mapping[str, str] = {}
         self._wrap: Wrap | None = None
@@ -424,8 +427,15 @@ class LocalRanks:
 
     def keep_spares(self) -> None:
         """Start the interpreters of the next restart, when the scripts have run for 3 s."""
-        if not self._spares and time.monotonic() - self._script_began > _SPARES_AFTER_S:
-            self._spares = self._start_all(f"torch.distributed,{COMPILER}")
+        if time.monotonic() - self._script_began < _SPARES_AFTER_S:
+            return
+        modules = f"torch.distributed,{COMPILER}"
+        if any(e["event"] == "variable" for rank in self.ranks for e in list(rank.events)):
+            modules = "torch.distributed"
+        if modules != self._spares_import:
+            self._end_spares()
+        if not self._spares:
+            self._spares, self._spares_import = self._start_all(modules), modules
 
     def _end_spares(self) -> None:
         spares, self._spares = self._spares, []

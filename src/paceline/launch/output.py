@@ -66,6 +66,9 @@ class Console:
     """One of the launcher's own outputs, shared by the streams that it shows.
 
     Only the pump's thread may call the methods.
+
+    Attributes:
+        other: Where it is said that this one is a file on a full disk; None if that cannot be said.
     """
 
     def __init__(self, fd: int) -> None:
@@ -82,6 +85,7 @@ class Console:
         self._may_write_all = not self._is_file
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
+        self.other: Console | None = None
         self._pending = bytearray()
         self._holder: Stream | None = None
         self._written_at = 0.0
@@ -146,9 +150,15 @@ class Console:
                 count = self._write_some()
             except BlockingIOError:
                 break
-            except OSError:  # the reader is gone; the job goes on without it
-                self.closed = True
+            except OSError as error:
                 self._pending.clear()
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    self.closed = True  # the reader is gone; the job goes on without it
+                elif self.other is not None:
+                    other, self.other = self.other, None
+                    name = "standard output" if self.fd == 1 else "standard error"
+                    text = f"paceline: {name} cannot be written: {error.strerror}; output is lost\n"
+                    other.write(text.encode())
                 break
             del self._pending[:count]
             written += count
@@ -188,7 +198,10 @@ class Consoles:
     def of_this_process() -> Consoles:
         """Standard output and error of this process."""
         out, err = Console(1), Console(2)
-        return Consoles(out, out if out.identity == err.identity else err)
+        if out.identity == err.identity:
+            return Consoles(out, out)
+        out.other, err.other = err, out
+        return Consoles(out, err)
 
 
 class LogFile:

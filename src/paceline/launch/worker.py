@@ -167,7 +167,7 @@ def main() -> NoReturn:
     if "command" in script:
         _exec(script["command"])
     if "torch" in sys.modules:
-        _variables.watch(_apply_variable)
+        _variables.watch(functools.partial(_apply_variable, control))
         _watch_spawned_processes()
     # A crash in native code shows its Python line.
     if not faulthandler.is_enabled():
@@ -439,7 +439,7 @@ def _watch_spawned_processes() -> None:
     spawn.start_processes = package.start_processes = start_watched
 
 
-def _apply_variable(name: str, value: str) -> None:
+def _apply_variable(control: Control, name: str, value: str) -> None:
     """Apply a variable that a script sets before its own `import torch`: torch is imported already."""
     if name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") and value.isdigit() and int(value) > 0:
         os.environ.pop("PACELINE_THREADS", None)
@@ -450,7 +450,9 @@ def _apply_variable(name: str, value: str) -> None:
         return  # it was set before torch was imported
     elif name == "MASTER_PORT":
         _variables.meet_at_port(name, value)
-    elif name in _READ_AT_IMPORT or (name in _ALLOCATOR and "backend:" in value):
+    elif name.startswith("TORCH") and "torch._dynamo" not in sys.modules:
+        control.send({"event": "variable"})
+    if name in _READ_AT_IMPORT or (name in _ALLOCATOR and "backend:" in value):
         print(
             f"paceline: {name} has no effect here: torch reads it when it is imported, which under "
             "`paceline run` is before the script. Set it outside the script, or set PACELINE_PRELOAD=0",
