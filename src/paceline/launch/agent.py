@@ -125,7 +125,7 @@ class Agent(LocalElasticAgent):
             f"{count_of(world_size, 'rank')}{where}",
             self._threads,
             f"store {group.master_addr}:{group.master_port}",
-            f"restarts {group.spec.max_restarts}",
+            f"at most {count_of(group.spec.max_restarts, 'restart')}",
             "pids " + " ".join(str(rank.pid) for rank in self._local_ranks.ranks),
         ]
         if not self._options.is_python:
