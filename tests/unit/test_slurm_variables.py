@@ -238,7 +238,8 @@ def test_node_lists(text: str, nodes: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "n[1-2", "n[a-b]", "n1,", "n[]", "[n[1]]", "n[3-1]", "n[5,3-1]", "n[1-]"]
+    "text",
+    ["", "n[1-2", "n[a-b]", "n1,", "n[]", "[n[1]]", "n[3-1]", "n[5,3-1]", "n[1-]", "n[1-9999999]"],
 )
 def test_node_lists_that_cannot_be_read(text: str) -> None:
     with pytest.raises(LauncherError, match="is no list of nodes"):

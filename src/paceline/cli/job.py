@@ -215,7 +215,8 @@ def _add_common(one: CommandParser, without: Sequence[str]) -> None:
             "--time",
             type=duration_s,
             metavar="TIME",
-            help="longest time of the job, such as 4h or 1-00:00:00",
+            help="longest time of the job, such as 4h or 1-00:00:00; Slurm counts it anew when the job was "
+            "queued again, and Kubernetes ends the job after it",
         )
     one.add_argument(
         "--grace",

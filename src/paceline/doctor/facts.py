@@ -12,13 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import paceline
 from paceline.job.environment import FIREWALL_PORTS, RankInfo
 from paceline.job.network import addresses_of
-from paceline.machine import owner_of_port, read_memory, read_text, usable_cores
+from paceline.machine import network_interfaces, owner_of_port, read_memory, read_text, usable_cores
 
 Facts = dict[str, Any]
 
@@ -54,7 +53,7 @@ def gather(place: RankInfo, folder: Path | None) -> Facts:
             "shm_free": memory.shm_free_bytes,
             "gpus": torch.cuda.device_count(),
             "infiniband": sorted(p.name for p in Path("/sys/class/infiniband").glob("*")),
-            "interfaces": interfaces(),
+            "interfaces": network_interfaces(),
             "names": _names(),
             "port_owner": owner_of_port(FIREWALL_PORTS[0]),
             "ephemeral_ports": [
@@ -99,15 +98,6 @@ def _device(place: RankInfo) -> Facts | None:
         "name": properties.name,
         "used": total - free,
         "total": total,
-    }
-
-
-def interfaces() -> dict[str, list[str]]:
-    """Names and IP addresses of this host's network interfaces."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: [a.address.partition("%")[0] for a in addresses if a.family in families]
-        for name, addresses in psutil.net_if_addrs().items()
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from paceline.doctor.facts import Facts
 from paceline.doctor.variables import interface_fits, judge_variables
 from paceline.explain.reading import recognise
 from paceline.job.environment import FIREWALL_PORTS
+from paceline.job.network import is_loopback
 from paceline.machine import format_bytes
 
 # Limits beyond which there is a warning.
@@ -220,11 +220,11 @@ def _host_name(host: Facts, label: str, interfaces: dict[int, str | None]) -> It
     addresses = host["names"]["addresses"]
     text = f"the name {host['host']} resolves to {', '.join(addresses) or 'nothing'} on {label}"
     # Without GLOO_SOCKET_IFNAME, Gloo listens on the first address and gives it to its peers.
-    reachable = addresses and not _is_loopback(addresses[0])
+    reachable = addresses and not is_loopback(addresses[0])
     if reachable or "GLOO_SOCKET_IFNAME" in host["variables"]:
         yield _ok("host name", f"{text}.")
         return
-    usable = [n for n, found in host["interfaces"].items() if not all(map(_is_loopback, found))]
+    usable = [n for n, found in host["interfaces"].items() if not all(map(is_loopback, found))]
     interface = interfaces.get(host["rank"])
     if interface not in usable:
         interface = next(iter(usable), "<interface>")
@@ -234,10 +234,6 @@ def _host_name(host: Facts, label: str, interfaces: dict[int, str | None]) -> It
         f"{text}; over several hosts Gloo would connect to itself.",
         f"set GLOO_SOCKET_IFNAME={interface}, or correct /etc/hosts.",
     )
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _ports(host: Facts, label: str) -> Iterator[Finding]:

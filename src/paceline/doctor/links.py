@@ -1,7 +1,7 @@
 """Links from each host to each other host, with plain sockets: reachability, latency, rate and clock offset.
 
 Each host listens on the address that leads to the others, on a port that the kernel chooses and on one of the
-range that firewalls usually open. A client must send the job's key. Uses no torch and no pickle.
+range that firewalls usually open. A client must send the job's key. Uses no pickle.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from paceline.doctor.facts import Facts
 from paceline.job.environment import FIREWALL_PORTS
 from paceline.job.network import addresses_of
+from paceline.job.store_server import listen
 
 _CONNECT_S = 3.0
 _IO_S = 30.0
@@ -158,13 +159,9 @@ def _listen(address: str, port: int) -> socket.socket | None:
     if not address:
         return None  # the empty address would be all interfaces
     try:
-        return socket.create_server((address, port), family=_family(address))
+        return listen(address, port)
     except OSError:
         return None
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What this process does now, for error messages and for the launcher."""
+"""The training step and the pipeline stage of this process, for error messages and for the launcher."""
 
 step = 0  # the training step that it is in; 0 outside of one
 stage: int | None = None  # its place on the axis `pp` of the mesh; None without one

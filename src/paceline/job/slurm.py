@@ -21,6 +21,7 @@ PORTS = (29500, 29550)
 NEEDED = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_JOB_ID")
 # Slurm numbers the steps of shells (salloc, sbatch) from the top; they are not parallel tasks.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_MAX_NODES = 1 << 16  # in one range of a node list; Slurm's own limit is lower
 
 
 class Situation(Enum):
@@ -173,7 +174,7 @@ def _expand_name(name: str) -> Iterator[str]:
     for part in inside.split(","):
         low, dash, high = part.partition("-")
         first, last = int(low), int(high if dash else low)
-        if last < first:
+        if not 0 <= last - first < _MAX_NODES:
             raise ValueError(part)
         for number in range(first, last + 1):
             for end in _expand_name(rest) if rest else [""]:

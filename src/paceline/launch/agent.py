@@ -127,7 +127,7 @@ class Agent(LocalElasticAgent):
             f"{count_of(world_size, 'rank')}{where}",
             self._threads,
             f"store {group.master_addr}:{group.master_port}",
-            f"restarts {group.spec.max_restarts}",
+            f"at most {count_of(group.spec.max_restarts, 'restart')}",
             self._pids(),
         ]
         if not self._options.is_python:
