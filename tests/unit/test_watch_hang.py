@@ -156,6 +156,16 @@ def test_of_two_ranks_the_one_that_called_by_hand_is_named(by_hand: int) -> None
     in_backward = rank(1 - by_hand, call(), where=StackSummary(script=TRAIN, gradients=True))
     found = verdict(in_backward, rank(by_hand, call(kind="f32[]")), world=2)
     assert found.culprits == (by_hand,)
+    assert "Or rank" not in found.text  # both wait in an all_reduce
+
+
+def test_a_rank_with_more_batches_than_the_others_is_a_possible_cause() -> None:
+    in_backward = rank(1, call(), where=StackSummary(script=TRAIN, gradients=True))
+    found = verdict(rank(0, call(name="barrier", kind="")), in_backward, world=2)
+    assert (
+        "why:  the ranks called different collectives as number 4107 of this group. Or rank 1 takes more "
+        "steps than the others: uneven batches."
+    ) in found.text
 
 
 def test_of_two_ranks_that_both_called_by_hand_none_is_named() -> None:

@@ -142,6 +142,12 @@ def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Ha
     names = {call.name for call in calls.values()}
     if len(names) > 1:
         why = f"the ranks called different collectives as number {number} of this group."
+        stepping = [
+            rank for rank, call in calls.items() if at[rank].where.gradients and not call.over
+        ]
+        if 0 < len(stepping) < len(calls):
+            takes = "takes" if len(stepping) == 1 else "take"
+            why += f" Or {name_ranks(stepping)} {takes} more steps than the others: uneven batches."
     else:
         why = "the ranks called the same collective with different tensors."
     culprits = _differing_ranks([members for _, members in largest_first], calls)
