@@ -117,12 +117,19 @@ def test_any_metric_and_predictions_in_order(nproc: int) -> None:
 
 
 def _bad(job: Any, kind: str) -> None:
+    scored: list[int] = []
+
     def score(model: nn.Module, batch: Any) -> dict[str, Any]:
         x, _ = batch
         if kind == "vector":
             return {"loss": model(x)}
         if kind == "rows":
             return {"r": model(x).sum()}
+        if kind == "name":
+            return {"values": 1.0}
+        if kind == "pairs":
+            scored.append(len(x))
+            return {"r": (1.0, len(x)) if len(scored) == 1 else 1.0}
         return {"r": model(x)}
 
     data: Any = _data(9)
@@ -148,6 +155,8 @@ WRONG = {
     "empty": "ConfigError",
     "stream": "ConfigError",
     "lengths": "EvaluationError",
+    "name": "EvaluationError",
+    "pairs": "EvaluationError",
 }
 
 
