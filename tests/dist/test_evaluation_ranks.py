@@ -117,6 +117,8 @@ def test_any_metric_and_predictions_in_order(nproc: int) -> None:
 
 
 def _bad(job: Any, kind: str) -> None:
+    scored: list[int] = []
+
     def score(model: nn.Module, batch: Any) -> dict[str, Any]:
         x, _ = batch
         if kind == "vector":
@@ -125,6 +127,11 @@ def _bad(job: Any, kind: str) -> None:
             return model(x).sum()  # type: ignore[return-value]
         if kind == "rows":
             return {"r": model(x).sum()}
+        if kind == "name":
+            return {"values": 1.0}
+        if kind == "pairs":
+            scored.append(len(x))
+            return {"r": (1.0, len(x)) if len(scored) == 1 else 1.0}
         return {"r": model(x)}
 
     data: Any = _data(9)
@@ -151,6 +158,8 @@ WRONG = {
     "empty": "ConfigError",
     "stream": "ConfigError",
     "lengths": "EvaluationError",
+    "name": "EvaluationError",
+    "pairs": "EvaluationError",
 }
 
 

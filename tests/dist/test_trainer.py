@@ -315,6 +315,13 @@ def test_a_strategy_changes_nothing_else() -> None:
                 assert evaluation == pytest.approx(want[1], rel=1e-9)
 
 
+def test_a_loss_without_a_signature_is_refused() -> None:
+    with pytest.raises(
+        paceline.ConfigError, match="the loss hinge_embedding_loss is a sum or a mean"
+    ):
+        paceline.Trainer(nn.Linear(4, 3), torch.hinge_embedding_loss, torch.optim.SGD, [])
+
+
 def test_strategies_that_do_not_fit_are_refused() -> None:
     with pytest.raises(paceline.ConfigError, match='strategy must be "ddp", "fsdp"'):
         _with_strategies(None, ["sharded"])

@@ -55,6 +55,11 @@ class Evaluation:
     def __init__(self, num_samples: int, values: dict[str, Any]) -> None:
         self.num_samples = num_samples
         self.values = values
+        if taken := sorted(self.__dict__.keys() & values.keys()):
+            raise EvaluationError(
+                f"a result is named {taken[0]!r}, which is an attribute of each evaluation.",
+                fix="give it another name.",
+            )
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("values", {})
@@ -328,6 +333,11 @@ def _add_up(
     for name in names:
         total = collectives.exact_sum([numbers[name][0] for numbers in sums])
         own_counts = [numbers[name][1] for numbers in sums if len(numbers[name]) == 2]
+        if 0 < len(own_counts) < len(sums):
+            raise EvaluationError(
+                f"the score returned {name!r} with a count for some batches, and without for others.",
+                fix="return the same form for every batch.",
+            )
         count = collectives.exact_sum(own_counts) if own_counts else float(num_samples)
         if count == 0:
             raise EvaluationError(

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from paceline import log
 from paceline.errors import ConfigError, StepError
 
 
@@ -39,7 +40,7 @@ class TrainedSchedule:
         needs_metric: Whether it advances with `step_metric` only.
 
     Raises:
-        ConfigError: the schedule belongs to another optimizer, or never advances.
+        ConfigError: it is no schedule, belongs to another optimizer, or never advances.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule | None) -> None:
@@ -50,6 +51,13 @@ class TrainedSchedule:
             raise ConfigError(
                 "PerEpoch has no effect on ReduceLROnPlateau, which advances with each metric.",
                 fix="give ReduceLROnPlateau alone, and call training.step_schedule(metric).",
+            )
+        is_class = isinstance(inner, type)
+        if inner is not None and (is_class or not (callable(inner) or hasattr(inner, "optimizer"))):
+            raise ConfigError(
+                f"{inner.__name__ if is_class else repr(inner)} is no schedule.",
+                fix="give a scheduler of torch, such as StepLR(optimizer, 10), or a function from the number "
+                "of optimizer steps to a factor of the learning rate.",
             )
         if callable(inner) and not isinstance(inner, LRScheduler):
             inner = LambdaLR(optimizer, inner)
@@ -80,6 +88,11 @@ class TrainedSchedule:
         if self.scheduler is None:
             return
         if self.needs_metric:
+            if self._epochs_without_metric > 1 and not self._had_metric:
+                log.once(
+                    "ReduceLROnPlateau got no metric in 2 epochs; it changes the learning rate only when "
+                    "training.step_schedule(metric) is called."
+                )
             self._epochs_without_metric += ends_epoch
         elif ends_epoch if self._by_epoch else was_updated:
             self.scheduler.step()
@@ -119,7 +132,7 @@ def trained_schedules(
     Raises:
         ConfigError: the schedules do not fit the optimizers.
     """
-    if isinstance(schedule, Sequence):
+    if isinstance(schedule, Sequence) and not isinstance(schedule, str):
         schedules = list(schedule)
     elif schedule is None:
         schedules = [None] * len(optimizers)
@@ -127,7 +140,8 @@ def trained_schedules(
         schedules = [schedule]
     if len(schedules) != len(optimizers):
         raise ConfigError(
-            f"{len(schedules)} schedule{'s' * (len(schedules) != 1)} for {len(optimizers)} optimizers.",
+            f"got {len(schedules)} schedule{'s' * (len(schedules) != 1)} for {len(optimizers)} "
+            f"optimizer{'s' * (len(optimizers) != 1)}.",
             fix="schedule=[...] with one schedule or None for each optimizer.",
         )
     return [

@@ -332,11 +332,11 @@ class Trainer:
 
     def _forward(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
         if isinstance(batch, Mapping):
-            result, size = self.loss(model(**batch), batch), len(next(iter(batch.values())))
+            result, target = self.loss(model(**batch), batch), next(iter(batch.values()))
         else:
             *inputs, target = _parts(batch)
-            result, size = self.loss(model(*inputs), target), len(target)
-        return result if isinstance(result, tuple) else (result, size)
+            result = self.loss(model(*inputs), target)
+        return result if isinstance(result, tuple) else (result, len(target))
 
     def _evaluate(self, training: Training, validation: Validation) -> Evaluation:
         return evaluate(
@@ -377,9 +377,17 @@ def _summing(loss: Callable[..., Any]) -> Callable[..., Any]:
         return loss
     if isinstance(loss, PerToken):
         return loss
-    if "reduction" in inspect.signature(loss).parameters:
-        return partial(loss, reduction="sum")
-    return loss
+    try:
+        has_reduction = "reduction" in inspect.signature(loss).parameters
+    except ValueError:
+        name = getattr(loss, "__name__", repr(loss))
+        raise ConfigError(
+            f"whether the loss {name} is a sum or a mean is not known.",
+            why="it is a built-in function without a signature.",
+            fix=f'loss=lambda output, target: {name}(output, target, reduction="sum"), or the function of '
+            "torch.nn.functional.",
+        ) from None
+    return partial(loss, reduction="sum") if has_reduction else loss
 
 
 def _is_mean(loss: Callable[..., Any]) -> bool:
