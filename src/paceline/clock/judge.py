@@ -41,13 +41,11 @@ _MOST_ROWS = 20_000  # of ranks in windows; more take seconds to judge and tell 
 _MIB = 2**20
 _BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
 _MOST_ACCUMULATION = 4  # micro-batches; a much larger batch needs another learning rate
-_HIDDEN_SHARE = (
-    0.8  # workers are enough if they produce a batch in this share of the rest of a step
-)
+# Workers are enough if they produce a batch in this share of the rest of a step.
+_HIDDEN_SHARE = 0.8
 _MOST_WORKERS = 16
-_BUSY_SHARE = (
-    0.8  # of the time of workers; if they have more time left, they are not what a rank waits for
-)
+# Of the time of workers; if they have more time left, they are not what a rank waits for.
+_BUSY_SHARE = 0.8
 _LARGE_DATA_SHARE = 0.3  # of a step; then it is told also if the host has no free cores
 _USABLE_SHARE = 0.9  # of the time of the cores; workers have costs of their own
 _LINK_FACTOR = 1.5  # communication may take so much longer than the link explains
@@ -55,11 +53,7 @@ _LINK_FACTOR = 1.5  # communication may take so much longer than the link explai
 _STALLS = {
     "checkpoint": ('Checkpoints(..., every_s="auto")', 0.035, "the time"),
     "evaluation": ("evaluate half as often", 0.5, "what it takes now"),
-    "logging": (
-        "log in a tenth of the steps (training.log(..., every_n=))",
-        0.1,
-        "what it takes now",
-    ),
+    "logging": ("training.log(..., every_n=) in a tenth of the steps", 0.1, "what it takes now"),
 }
 JUDGED = "data, slow ranks, communication, checkpoints, evaluation and logging"
 _COLLATE_SHARE = 0.5  # of the loading in the collate function, so that it is named
