@@ -35,32 +35,28 @@ from paceline.clock.step_clock import PHASES, WAITS
 from paceline.errors import name_ranks
 
 LEAST_GAIN = 1.1  # smaller ones are within the noise of a shared machine
-_LEAST_DATA = 0.05  # of a step; what takes less is not judged
+_LEAST_DATA_SHARE = 0.05  # of a step; what takes less is not judged
 _LEAST_WINDOWS = 3
 _MOST_ROWS = 20_000  # of ranks in windows; more take seconds to judge and tell nothing new
 _MIB = 2**20
 _BUCKETS_MIB = (1, 2, 5, 10, 25, 50, 100, 200)
 _MOST_ACCUMULATION = 4  # micro-batches; a much larger batch needs another learning rate
-_HIDDEN = 0.8  # workers are enough if they produce a batch in this share of the rest of a step
+# Workers are enough if they produce a batch in this share of the rest of a step.
+_HIDDEN_SHARE = 0.8
 _MOST_WORKERS = 16
-_BUSY = (
-    0.8  # of the time of workers; if they have more time left, they are not what a rank waits for
-)
-_MUCH_DATA = 0.3  # of a step; then it is told also if the host has no free cores
-_USABLE = 0.9  # of the time of the cores; workers have costs of their own
+# Of the time of workers; if they have more time left, they are not what a rank waits for.
+_BUSY_SHARE = 0.8
+_LARGE_DATA_SHARE = 0.3  # of a step; then it is told also if the host has no free cores
+_USABLE_SHARE = 0.9  # of the time of the cores; workers have costs of their own
 _LINK_FACTOR = 1.5  # communication may take so much longer than the link explains
 # By phase: what to do, and the share of the time that it then takes, or of what it takes now.
 _STALLS = {
     "checkpoint": ('Checkpoints(..., every_s="auto")', 0.035, "the time"),
     "evaluation": ("evaluate half as often", 0.5, "what it takes now"),
-    "logging": (
-        "log in a tenth of the steps (training.log(..., every_n=))",
-        0.1,
-        "what it takes now",
-    ),
+    "logging": ("training.log(..., every_n=) in a tenth of the steps", 0.1, "what it takes now"),
 }
 JUDGED = "data, slow ranks, communication, checkpoints, evaluation and logging"
-_MOSTLY = 0.5  # of the loading in the collate function, so that it is named
+_COLLATE_SHARE = 0.5  # of the loading in the collate function, so that it is named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +241,7 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     workers = run.get("workers")
     if workers is None:
         return
-    waiting = [rank for rank in evidence.ranks if data_s[rank] >= _LEAST_DATA * step_s]
+    waiting = [rank for rank in evidence.ranks if data_s[rank] >= _LEAST_DATA_SHARE * step_s]
     # If only some ranks wait, they are stragglers. But workers read ahead: if they are equally slow on all
     # ranks, the wait can be on the rank whose workers began last, and the other ranks wait for this one.
     if not waiting or (not workers and len(waiting) < len(evidence.ranks)):
@@ -253,7 +249,7 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     # Seconds that one process needs for the batches of a step; w busy workers deliver w times as often.
     produce_s = max(evidence.load_s, default=0.0) if workers else max(data_s)
     busy = produce_s / (workers * step_s) if workers else 1.0
-    if busy < _BUSY:
+    if busy < _BUSY_SHARE:
         return
     rest_s = max(evidence.own_s(rank, {"data"}) for rank in evidence.ranks) + evidence.exposed_s
     cores, share = run.get("cores", 1), fmean(data_s[rank] for rank in waiting) / step_s
@@ -264,18 +260,18 @@ def _loading(evidence: Evidence) -> Iterator[Finding]:
     wanted, new_s = _with_workers(evidence, produce_s, rest_s, workers, cores)
     option = "DataLoader(..., num_workers=" if run.get("dataloader") else "Batches(..., workers="
     cure = f"{option}{wanted})"
-    if step_s < LEAST_GAIN * new_s and share > _MUCH_DATA:
+    if step_s < LEAST_GAIN * new_s and share > _LARGE_DATA_SHARE:
         wanted, new_s = _with_workers(evidence, produce_s, rest_s, workers, 2 * cores)
         cure = f"samples that cost less, or {2 * cores} cores with {option}{wanted})"
         details += f" The {cores} cores of the host are busy, so more workers alone would not help."
     where = f" on {name_ranks(waiting, len(evidence.ranks))}" if len(evidence.ranks) > 1 else ""
     in_collate = fmean(evidence.collate_s or [0.0]) / fmean(data_s)
-    if in_collate > _MOSTLY:
+    if in_collate > _COLLATE_SHARE:
         where += f", {_percent(in_collate)} of that in the collate function"
     if workers:
         where += f", {workers} worker{'s' if workers > 1 else ''} busy {_percent(min(busy, 1.0))}"
     yield Finding(
-        kind="collate" if in_collate > _MOSTLY else "data",
+        kind="collate" if in_collate > _COLLATE_SHARE else "data",
         title=f"input-bound: {_percent(share)} of the step waits for data{where}",
         cure=cure,
         gain=step_s / new_s,
@@ -289,11 +285,11 @@ def _with_workers(
     """How many workers a rank needs, at least one more than now, and the length of a step with them."""
     local = evidence.run.get("local_world_size", len(evidence.ranks))
     if evidence.cpu_s:
-        least_s = fmean(evidence.cpu_s) * local / (_USABLE * cores)
+        least_s = fmean(evidence.cpu_s) * local / (_USABLE_SHARE * cores)
     else:  # unknown: as if loading used a core all the time
         least_s = produce_s * local / cores
-    bound_s = max(rest_s, least_s, produce_s / (_HIDDEN * _MOST_WORKERS))
-    wanted = min(max(math.ceil(produce_s / (_HIDDEN * bound_s)), workers + 1), _MOST_WORKERS)
+    bound_s = max(rest_s, least_s, produce_s / (_HIDDEN_SHARE * _MOST_WORKERS))
+    wanted = min(max(math.ceil(produce_s / (_HIDDEN_SHARE * bound_s)), workers + 1), _MOST_WORKERS)
     return wanted, max(rest_s, least_s, produce_s / wanted)
 
 
@@ -315,13 +311,13 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
     title = f"communication-bound: {duration(exposed_s)} of {duration(step_s)} exposed"
     yield from _buckets(evidence, exposed_s, size, title)
     yield from _compression(evidence, exposed_s, size, title)
-    rare_s = exposed_s + fmean(evidence.spent_s["optimizer"])
+    per_update_s = exposed_s + fmean(evidence.spent_s["optimizer"])
     k = _MOST_ACCUMULATION
     yield Finding(
         kind="accumulation",
         title=title,
         cure=f"Batches(..., global_batch={k * run['global_batch']}, micro_batch={_forward_size(run)})",
-        gain=k * step_s / (k * (step_s - rare_s) + rare_s),
+        gain=k * step_s / (k * (step_s - per_update_s) + per_update_s),
         details=f"The ranks communicate once for {k} times as many samples. This changes the training: fewer "
         "updates of the weights for an epoch, so the learning rate has to be chosen again.",
     )
