@@ -91,6 +91,8 @@ class EvaluationBatches:
             source = Source(dataset, collate, 0 if workers is None else workers)
         if micro_batch is None:
             micro_batch = source.batch_size or _MICRO_BATCH
+            if source.sampled is not None:
+                source.sampled.warn_of_sizes()
         refuse_sizes(micro_batch=(micro_batch, 1), workers=(source.workers, 0))
         self.num_samples = size = source.num_samples or checked_size(source.dataset)
         self.num_batches = num_micro_batches(size, micro_batch)
