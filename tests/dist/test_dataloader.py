@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import multiprocessing
 import random
 import tarfile
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from torch.utils.data import (
 from paceline.data.batches import Batches
 from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Position
-from paceline.errors import ConfigError, DataError, RankDisagreement, SampleError
+from paceline.errors import ConfigError, DataError, RankDisagreement, SampleError, StepError
 from paceline.job.job import Job
 from paceline.testing import run_failing_ranks, run_ranks
 
@@ -344,6 +345,31 @@ def test_a_stream_may_divide_itself_by_rank_and_worker(nproc: int) -> None:
     for by_workers in zip(*ranks, strict=True):
         for epochs in zip(*by_workers, strict=True):
             assert sorted(itertools.chain(*epochs)) == list(range(25))
+
+
+def _ended(job: Job) -> Any:
+    loader = DataLoader(Divided(job, 25), batch_size=3, num_workers=2)
+    divided: Any = loader, {"shard": "by_rank_and_worker"}
+    found = []
+    for data, options in (divided, (Whole(), {"global_batch": 3, "workers": 2})):
+        batches = Batches(job, data, **options)
+        steps = batches.iterate(Position(7), epochs=1)
+        next(steps)
+        running = len(multiprocessing.active_children())
+        batches.close()
+        with pytest.raises(StepError, match="they were closed"):
+            next(steps)
+        found.append((running, len(multiprocessing.active_children()), batches.facts()["workers"]))
+    return found
+
+
+def test_closing_the_batches_ends_the_workers_of_any_stream() -> None:
+    assert run_ranks(_ended, nproc=1) == [[(2, 0, 2), (2, 0, 2)]]
+
+
+class Whole(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(25))
 
 
 class Parts(IterableDataset):  # type: ignore[type-arg]

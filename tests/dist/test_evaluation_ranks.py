@@ -337,6 +337,7 @@ def _bad_stream(job: Any, kind: str) -> None:
     data: Any = {
         "split": Stream((job.rank, job.world_size)),
         "shuffled": _shuffled(loader, job.rank),
+        "shuffled later": _shuffled(loader, job.rank, first=1),
         "exhausted": iter([]),
         "no tensors": iter([["a", "b"]]),
         "workers": Stream(),
@@ -344,19 +345,46 @@ def _bad_stream(job: Any, kind: str) -> None:
     paceline.evaluate(job, _model(), data, _score, workers=2 if kind == "workers" else None)
 
 
-def _shuffled(loader: Any, rank: int) -> Any:
+def _shuffled(loader: Any, rank: int, first: int = 0) -> Any:
     batches = list(loader)
-    return iter(batches[rank % 3 :] + batches[: rank % 3])
+    at = first + rank % (3 - first)
+    return iter(batches[:first] + batches[at:] + batches[first:at])
+
+
+class Reordered(IterableDataset[Any]):
+    """The numbers 0 to 8, from the second on in an order from torch's global generator."""
+
+    def __iter__(self) -> Any:
+        yield 0
+        yield from (torch.randperm(8) + 1).tolist()
+
+
+def _reordered(job: Any) -> Any:
+    model = _model()
+    torch.manual_seed(job.rank)
+    state = torch.get_rng_state()
+    rows = paceline.evaluate(
+        job, model, Reordered(), lambda model, x: {"x": x}, metrics={"x": "rows"}, micro_batch=2
+    ).x
+    return rows.tolist(), torch.equal(state, torch.get_rng_state())
+
+
+def test_a_stream_may_shuffle_with_the_global_generators() -> None:
+    for rows, unchanged in run_ranks(_reordered, nproc=2):
+        assert sorted(rows) == list(range(9)) != rows
+        assert unchanged
 
 
 def _bad_streams(job: Any) -> dict[str, Any]:
-    return refusals(job, _bad_stream, ["split", "shuffled", "exhausted", "no tensors", "workers"])
+    kinds = ["split", "shuffled", "shuffled later", "exhausted", "no tensors", "workers"]
+    return refusals(job, _bad_stream, kinds)
 
 
 def test_streams_that_differ_between_ranks_are_refused() -> None:
     for found in run_ranks(_bad_streams, nproc=2):
         assert "15 samples by rank 0, 14 samples by rank 1" in found["split"][1]
         assert "the ranks read different batches" in found["shuffled"][1]
+        assert "the ranks read different batches" in found["shuffled later"][1]
         assert "gave no batch" in found["exhausted"][1]
         assert "the number of samples of a batch is not known" in found["no tensors"][1]
         assert found["workers"][0] == "ConfigError"

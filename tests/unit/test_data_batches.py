@@ -25,6 +25,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    Sampler,
     Subset,
     TensorDataset,
 )
@@ -696,3 +697,26 @@ def test_batches_of_tensors_begin_at_aligned_addresses(job: Job) -> None:
         batches = Batches(job, data, global_batch=2 * size, micro_batch=size)
         for step in batches.iterate(START, epochs=2):
             assert all(t.data_ptr() % 64 == 0 for micro in step for t in micro.batch)
+
+
+class Budget(Sampler[list[int]]):
+    """Batches of about as many tokens: the first samples are long. The last batch is smaller."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1], [2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12])
+
+
+def test_batches_of_different_size_are_joined_with_a_warning(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = TensorDataset(torch.arange(13))
+    for loader in (
+        DataLoader(data, batch_size=4),  # the last batch is smaller
+        DataLoader(data, batch_sampler=BatchSampler(range(13), 4, drop_last=False)),
+    ):
+        Batches(job, loader)
+    Batches(job, DataLoader(data, batch_sampler=Budget()), micro_batch=2)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    Batches(job, DataLoader(data, batch_sampler=Budget()))
+    assert "Budget gives batches of 2 to 8 samples" in caplog.text
+    assert "Pass micro_batch=2" in caplog.text

@@ -294,6 +294,8 @@ def _loader_sizes(
     """The global batch and the micro-batch for a `DataLoader`."""
     size = source.batch_size
     assert size is not None
+    if micro_batch is None and source.sampled is not None:
+        source.sampled.warn_of_sizes()
     if global_batch is None:
         global_batch = size * job.data.size
         ranks = "1 rank" if job.data.size == 1 else f"{job.data.size} ranks"

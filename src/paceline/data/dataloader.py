@@ -118,7 +118,8 @@ def adopt(job: Job, loader: DataLoader[Any], shard: str | None = None) -> Source
         )
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
     if is_iterable:
-        return Source(DividedStream(job, loader), collate, batch_size=loader.batch_size)
+        stream = DividedStream(job, loader)
+        return Source(stream, collate, loader.num_workers, batch_size=loader.batch_size)
     size = checked_size(dataset)
     shuffle, sampled, batch_size = False, None, loader.batch_size
     if type(loader.batch_sampler) is BatchSampler and batch_size is not None:
@@ -207,6 +208,7 @@ class SampledOrder:
         digest: a checksum of two draws of epoch 0.
         num_samples: number of indices of an epoch.
         largest_batch: size of the largest batch in epoch 0; 1 for a sampler of single indices.
+        smallest_batch: size of the smallest, except one, because the last batch is often smaller.
         has_state: whether the sampler keeps a state of its own.
 
     Raises:
@@ -227,7 +229,7 @@ class SampledOrder:
         self._drawn = np.empty(0, np.int64)
         self._draws = 0
         self._original: Any = None
-        self.largest_batch = 1
+        self._batch_sizes = [1]
         try:
             self._original = _copy(sampler)
             self._sampler = _copy(sampler)
@@ -249,6 +251,8 @@ class SampledOrder:
                 f"{self.name} gives no index.", fix="check the sampler of the loader."
             )
         self.num_samples = len(first)
+        sizes = sorted(self._batch_sizes)
+        self.largest_batch, self.smallest_batch = sizes[-1], sizes[:2][-1]
         self.digest = zlib.crc32(again.tobytes(), zlib.crc32(first.tobytes()))
         self._restart()
 
@@ -274,6 +278,15 @@ class SampledOrder:
                 )
             self._drawn, self._drawn_of = drawn, (seed, epoch)
         return self._drawn.take
+
+    def warn_of_sizes(self) -> None:
+        """Warn that a micro-batch of `largest_batch` samples joins smaller batches, if there are any."""
+        if self.smallest_batch < self.largest_batch:
+            log.once(
+                f"{self.name} gives batches of {self.smallest_batch} to {self.largest_batch} samples. "
+                f"They are joined, and cut into micro-batches of {self.largest_batch}: a limit on the tokens "
+                f"of a batch is not kept. Pass micro_batch={self.smallest_batch} to keep it."
+            )
 
     def log_replay(self, epoch: int) -> None:
         """Log that a resume in this epoch repeats earlier draws, if it does."""
@@ -302,6 +315,8 @@ class SampledOrder:
         if not self._gives_batches:
             batches = iter(lambda: list(islice(items, _CHUNK)), [])
         indices = array("q")
+        if self._gives_batches:
+            self._batch_sizes = []
         for batch in batches:
             try:
                 found = array("q", map(index, batch))
@@ -314,7 +329,7 @@ class SampledOrder:
                 ) from error
             indices += found
             if self._gives_batches:
-                self.largest_batch = max(self.largest_batch, len(found))
+                self._batch_sizes.append(len(found))
             if len(indices) > self._max_indices:
                 raise ConfigError(
                     f"{self.name} gives more than {self._max_indices} indices and does not end.",
@@ -341,13 +356,14 @@ def _parts(sampler: Any, kind: type, path: str = "") -> Iterator[tuple[str, Any]
 class DividedStream:
     """A stream whose dataset divides itself by rank and loader worker, read as `DataLoader` reads it.
 
-    `StreamLoader` takes this rank's samples from `shard`.
+    `StreamLoader` takes this rank's samples from `shard`. The loader's workers are started here.
     """
 
     def __init__(self, job: Job, loader: DataLoader[Any]) -> None:
         self._job = job
         self._loader = loader
         self._epoch = 0
+        self._open: list[Workers] = []
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset the epoch, if it takes it."""
@@ -388,6 +404,7 @@ class DividedStream:
             init=loader.worker_init_fn,
             seed=rng.key(self._job.seed, rng.SAMPLER, self._epoch, self._job.data.rank) >> 1,
         )
+        self._open.append(workers)
         try:
             workers.start()
             while True:
@@ -396,4 +413,10 @@ class DividedStream:
                 except StopIteration:
                     return
         finally:
+            workers.close()
+            self._open.remove(workers)
+
+    def close(self) -> None:
+        """End the loader workers."""
+        for workers in self._open:
             workers.close()

@@ -6,6 +6,7 @@ read whole by every rank, which scores its share of the batches.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -18,13 +19,22 @@ from paceline.data.device import tensors_of, to_device
 from paceline.data.digest import digest
 from paceline.data.loader import SampleWork
 from paceline.data.plan import Plan, num_micro_batches, share
-from paceline.data.samples import Collate, ReadErrors, Samples, checked_size, refuse_sizes
+from paceline.data.samples import (
+    Collate,
+    ReadErrors,
+    Samples,
+    checked_size,
+    keep_globals,
+    refuse_sizes,
+    seed_globals,
+)
 from paceline.data.workers import ComputeThreads, Workers
 from paceline.errors import ConfigError, EvaluationError
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 
 _MICRO_BATCH = 64  # samples, if the caller and the loader give none
+_ELEMENTS = 1 << 14  # of each tensor of a batch that are compared between ranks; takes some 50 us
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,8 @@ class EvaluationBatches:
             source = Source(dataset, collate, 0 if workers is None else workers)
         if micro_batch is None:
             micro_batch = source.batch_size or _MICRO_BATCH
+            if source.sampled is not None:
+                source.sampled.warn_of_sizes()
         refuse_sizes(micro_batch=(micro_batch, 1), workers=(source.workers, 0))
         self.num_samples = size = source.num_samples or checked_size(source.dataset)
         self.num_batches = num_micro_batches(size, micro_batch)
@@ -141,6 +153,7 @@ class EvaluationStream:
     """This rank's share of the batches of a stream, or of a loader, that every rank reads whole.
 
     Rank r scores batch r, r + n, r + 2n, ... of n ranks. So the batches do not depend on the number of ranks.
+    The global generators are seeded for each batch, so that a stream may shuffle with them.
 
     Attributes:
         num_samples, num_batches: over all ranks; known after the iteration.
@@ -175,17 +188,25 @@ class EvaluationStream:
         self._micro_batch = micro_batch
         self._collate = collate or default_collate
         self._equal = equal
-        self._first_digest = 0
+        self._digest = 0  # of all batches
         self.num_samples = self.num_batches = 0
 
     def __iter__(self) -> Generator[EvaluationBatch]:
         job, axis = self._job, self._job.data
         first_batch: Any = None
-        for index, (batch, count) in enumerate(self._batches()):
+        batches = self._batches()
+        for index in itertools.count():
+            with keep_globals():
+                seed_globals(rng.key(job.seed, rng.EVALUATION, index))
+                read = next(batches, None)
+            if read is None:
+                break
+            batch, count = read
             self.num_samples += count
             self.num_batches = index + 1
+            self._digest = digest((self._digest, batch), elements=_ELEMENTS)
             if index == 0:
-                self._first_digest, first_batch = digest(batch), batch
+                first_batch = batch
             if index % axis.size == axis.rank:
                 yield EvaluationBatch(index, _to_device(job, batch, pin=True), count)
         if self._equal and 0 < self.num_batches % axis.size <= axis.rank:
@@ -208,7 +229,7 @@ class EvaluationStream:
 
         Collective: all ranks.
         """
-        own = [self.num_batches, self.num_samples, self._first_digest]
+        own = [self.num_batches, self.num_samples, self._digest]
         each = collectives.gather(self._job, own)
         if any(other != own for other in each):
             read = ", ".join(
@@ -217,7 +238,8 @@ class EvaluationStream:
             raise EvaluationError(
                 f"the ranks read different batches: {read}.",
                 why="of a stream or a loader every rank must read all batches, to score its share of them.",
-                fix="do not split the stream over ranks, and shuffle it with the same seed on all ranks.",
+                fix="do not split the stream over ranks; shuffle it with the global generators, or with one "
+                "seed on all ranks.",
             )
         if not self.num_batches:
             raise EvaluationError(

@@ -313,10 +313,12 @@ class StreamLoader(Loader):
         self._reader = StreamReader(
             dataset, plan, errors, sample_randomness=sample_randomness, collate=collate
         )
-        self._num_workers = workers
+        self._divided = dataset if isinstance(dataset, DividedStream) else None
+        self._num_workers = (
+            0 if self._divided is not None else workers
+        )  # a divided stream starts its own
         self._workers: Workers | None = None
         self._control = job.data.control
-        self._divides_itself = isinstance(dataset, DividedStream)
         self._ghost: Any = None
 
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
@@ -336,7 +338,7 @@ class StreamLoader(Loader):
         parts = self._parts(position, epochs, equal)
         for epoch in range(position.epoch, epochs):
             offset = position.offset if epoch == position.epoch else 0
-            self.num_divided = 0 if self._divides_itself else None
+            self.num_divided = None if self._divided is None else 0
             for part, n, ends in self._steps_of_epoch(parts, epoch, offset):
                 self._refuse_unless_current(run)
                 if self.num_divided is not None:
@@ -351,6 +353,8 @@ class StreamLoader(Loader):
                     position.seed, epoch, offset, stop, n, ends, number, micro_batches
                 )
                 offset = stop
+                if not ends or epoch + 1 < epochs:
+                    self._refuse_unless_current(run)
 
     def _steps_of_epoch(
         self, parts: Iterator[Part | End], epoch: int, offset: int
@@ -377,7 +381,7 @@ class StreamLoader(Loader):
                 read_ahead()  # one more step, so that the reduction below was started one step ago
             step = ahead.popleft()
             following = self._finish_reduction(ahead[0], epoch, offset + size)
-            if following and n < size and not self._divides_itself:
+            if following and n < size and self._divided is None:
                 raise self._uneven_shards_error(epoch, offset + size)
             yield step.part, n, following == 0
             offset, n = offset + size, following
@@ -424,7 +428,7 @@ class StreamLoader(Loader):
 
     def _uneven_shards_error(self, epoch: int, offset: int) -> DataError:
         fix = "let `shard(index, count)` give the items index, index + count, ... of one stream."
-        if self._divides_itself:
+        if self._divided is not None:
             fix = f"use a global_batch of at least the number of ranks, {self._plan.size}."
         return DataError(
             f"some ranks have more samples after sample {offset} of epoch {epoch}, and others have none.",
@@ -513,6 +517,8 @@ class StreamLoader(Loader):
         """End the loader workers."""
         super().close()
         self._end_workers()
+        if self._divided is not None:
+            self._divided.close()
 
 
 class _StreamWork(IterableDataset[Any]):
