@@ -315,6 +315,48 @@ def test_a_strategy_changes_nothing_else() -> None:
                 assert evaluation == pytest.approx(want[1], rel=1e-9)
 
 
+def _with_transformers(job: Any) -> list[float]:
+    """A model of Hugging Face, whose batches are `BatchEncoding`s and whose output is a `ModelOutput`."""
+    from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
+
+    def collate(rows: list[dict[str, torch.Tensor]]) -> BatchEncoding:
+        return BatchEncoding({name: torch.stack([r[name] for r in rows]) for name in rows[0]})
+
+    ids = torch.randint(0, 30, (10, 6), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[::3, 2:] = -100
+    labels[4] = -100  # a sample without targets
+    rows = [{"input_ids": i, "labels": y} for i, y in zip(ids, labels, strict=True)]
+    loader = DataLoader(rows, batch_size=3, collate_fn=collate)  # type: ignore[arg-type]
+
+    def loss(output: Any, batch: BatchEncoding) -> tuple[torch.Tensor, torch.Tensor]:
+        count = paceline.count_labels(batch["labels"], shifted=True)
+        return output.loss * count, count
+
+    config = GPT2Config(
+        vocab_size=30, n_positions=6, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0
+    )
+    config.embd_pdrop = config.attn_pdrop = 0.0
+    trainer = paceline.Trainer(
+        lambda: GPT2LMHeadModel(config).double(),
+        paceline.PerToken(loss),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loader,
+        global_batch=6,
+        validation=paceline.Validation(dataset=loader),
+    )
+    result = trainer.fit(2)
+    assert result.evaluation is not None
+    return [result.evaluation.loss, *weights_of(result.model)]
+
+
+def test_models_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    (one,) = run_ranks(_with_transformers, nproc=1)
+    for ranks in run_ranks(_with_transformers, nproc=2):
+        assert ranks == pytest.approx(one, rel=1e-9)  # sums in another order
+
+
 def test_a_loss_without_a_signature_is_refused() -> None:
     with pytest.raises(
         paceline.ConfigError, match="the loss hinge_embedding_loss is a sum or a mean"

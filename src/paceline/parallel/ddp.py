@@ -149,12 +149,6 @@ def _has_sparse(module: nn.Module) -> bool:
 
 
 def _refuse_options(bucket_mb: Any, static_graph: bool, find_unused: bool) -> None:
-    if bucket_mb == "auto":
-        raise ConfigError(
-            "bucket_mb='auto' is not supported any more.",
-            why="no bucket size was faster than the default beyond the noise.",
-            fix="leave bucket_mb out, or give a number of MiB.",
-        )
     if not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
         raise ConfigError(
             f"bucket_mb must be a number of MiB greater than 0, got {bucket_mb!r}.",

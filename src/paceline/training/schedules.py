@@ -132,8 +132,9 @@ def trained_schedules(
     Raises:
         ConfigError: the schedules do not fit the optimizers.
     """
-    if isinstance(schedule, Sequence) and not isinstance(schedule, str):
-        schedules = list(schedule)
+    given: Any = schedule
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        schedules: list[Any] = list(given)
     elif schedule is None:
         schedules = [None] * len(optimizers)
     else:

@@ -25,7 +25,7 @@ from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job, current, join
 from paceline.job.mesh import Mesh
 from paceline.metrics.logger import Logger
-from paceline.parallel.choose import Wrap, refuse_strategy, wrap_for
+from paceline.parallel.ddp import ddp
 from paceline.parallel.modules import unwrap
 from paceline.parallel.syncbn import plain_batchnorms, sync_batchnorm
 from paceline.training.callbacks import (
@@ -46,6 +46,7 @@ from paceline.training.training import Training
 from paceline.training.weight import Reduction
 
 Batch = Any
+Wrap = Callable[[Job, nn.Module], nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +185,7 @@ class Trainer:
                 "optimizer must be a function from parameters to an optimizer.",
                 fix="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
             )
-        refuse_strategy(self.strategy)
+        _refuse_strategy(self.strategy)
         self._callbacks = Callbacks(self.callbacks)
         self.loss = _summing(self.loss)
         self._reduction: Reduction = "mean" if _is_mean(self.loss) else "sum"
@@ -256,7 +257,7 @@ class Trainer:
         module = module.to(job.device)
         if job.data.size > 1 and plain_batchnorms(module) and not self.reproducible:
             module = sync_batchnorm(job, module)
-        model = wrap_for(self.strategy, job, module)
+        model = _wrap_for(self.strategy, job, module)
         optimizer = self.optimizer(model.parameters())
         checkpoints = None
         if folder is not None:
@@ -355,6 +356,37 @@ class Trainer:
 
 # Not as a decorator: `dataclass` writes `__init__`.
 Trainer.__init__ = checks_arguments(Trainer.__init__, elsewhere=Trainer.fit)  # type: ignore[method-assign]
+def _refuse_strategy(strategy: str | Mesh | Wrap) -> None:
+    """Raise ConfigError unless `_wrap_for` knows this strategy."""
+    if isinstance(strategy, Mesh):
+        return
+    if strategy not in ("ddp", "fsdp") and not callable(strategy):
+        raise ConfigError(
+            f'strategy must be "ddp", "fsdp", a Mesh or a function, got {strategy!r}.',
+            fix="for example strategy=paceline.Mesh(dp_shard=-1, tp=2)",
+        )
+
+
+def _wrap_for(strategy: str | Mesh | Wrap, job: Job, module: nn.Module) -> nn.Module:
+    """Wrap a module as the axes of the job's mesh need it, with `ddp` or `fsdp`, or by a function."""
+    if not isinstance(strategy, str | Mesh):
+        return strategy(job, module)
+    if isinstance(strategy, Mesh) and job.mesh is not None and job.mesh.pp > 1:
+        from paceline.parallel.pipeline import pipeline
+
+        return pipeline(job, module)
+    if isinstance(strategy, Mesh):
+        is_split = strategy.tp != 1 or strategy.dp_shard != 1
+    else:
+        is_split = strategy == "fsdp"
+    if not is_split:
+        return ddp(job, module)
+    from paceline.parallel.fsdp import fsdp
+    from paceline.parallel.tensor import tensor_parallel
+
+    if job.mesh is not None and job.mesh.tp > 1:
+        module = tensor_parallel(job, module)
+    return fsdp(job, module)
 
 
 def _parts(batch: Batch) -> tuple[Any, ...]:
