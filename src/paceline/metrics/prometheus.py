@@ -71,8 +71,7 @@ class Prometheus:
             self._start()
         self._step.set(step)
         for name, value in values.items():
-            if not isinstance(value, str):
-                self._values.labels(name).set(value)
+            self._values.labels(name).set(value)
 
     def times(self, step: int, line: Mapping[str, Any]) -> None:
         """Show where the time of the last steps went; see `Logger.times`."""
