@@ -174,7 +174,8 @@ class Failing:
             raise ConnectionError("no route to the server")
 
     def close(self) -> None:
-        raise AssertionError("a logger that failed is not closed")
+        self.seen.append(0)
+        raise ConnectionError("still away")
 
 
 def test_a_logger_that_fails_stops_no_training(
@@ -185,7 +186,7 @@ def test_a_logger_that_fails_stops_no_training(
         training = _training(job)
         training.report(str(tmp_path), loggers=[failing])
         assert len([training.log(loss=step.loss) for step in _train(training)]) == 6
-    assert failing.seen == [1, 2]
+    assert failing.seen == [1, 2, 0]
     said = [record.getMessage() for record in caplog.records if "Failing" in record.getMessage()]
     assert len(said) == 1
     assert "the training goes on" in said[0]
@@ -241,18 +242,80 @@ def test_a_table_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
     assert path.read_text() == "name,value\na,1\n"
 
 
-def test_wandb_gets_nan_and_infinity_as_numbers() -> None:
-    logged: dict[str, float] = {}
+def test_rows_that_were_cut_are_left_out_of_a_resumed_table(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("step,epoch,loss\n1,0,0.5\n2\n,0,0.7\n3,0,0.25\n4,0,0.1")
+    paceline.CSV(path).log(5, {"epoch": 0, "loss": 1.0})
+    assert path.read_text().split() == ["step,epoch,loss", "1,0,0.5", "3,0,0.25", "5,0,1.0"]
+
+
+def test_a_table_with_only_a_header_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("name,value\n")
+    with pytest.raises(ValueError, match="has no column `step`"):
+        paceline.CSV(path).log(1, {"loss": 1.0})
+
+
+def test_nan_and_infinity_reach_every_logger(tmp_path: Path) -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.values: Any = {}
+
+        def log(self, step: int, values: Any) -> None:
+            self.values = values
+
+        def close(self) -> None:
+            pass
+
+    kept = Kept()
+    with paceline.join() as job:
+        training = _training(job)
+        training.report(str(tmp_path), tensorboard=True, loggers=[kept])
+        for step in _train(training, epochs=1):
+            training.log(bad=math.nan, norm=-math.inf, number=step.number)
+    assert math.isnan(kept.values["bad"])
+    assert kept.values["norm"] == -math.inf
+    assert math.isnan(_read_tensorboard(tmp_path)[-1]["bad"])
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["bad"], last["norm"], last["number"]) == ("nan", "-inf", 3)
+
+
+def test_the_run_of_a_failed_job_is_marked_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    codes: list[int] = []
 
     class Run:
         def log(self, values: dict[str, float], step: int) -> None:
-            logged.update(values)
+            pass
 
-    logger = paceline.WandB()
-    logger._run = Run()
-    logger.log(1, {"loss": "nan", "norm": "inf", "lr": 0.5})
-    assert math.isnan(logged.pop("loss"))
-    assert logged == {"norm": math.inf, "lr": 0.5}
+        def finish(self, exit_code: int) -> None:
+            codes.append(exit_code)
+
+    wandb = paceline.WandB()
+    wandb._run = Run()
+    uri = f"file:{tmp_path}/mlruns"
+
+    def fail() -> None:
+        with paceline.join() as job:
+            training = _training(job)
+            training.report(loggers=[wandb, paceline.MLflow("trial", tracking_uri=uri)])
+            for step in _train(training):
+                training.log(number=step.number)
+                if step.number == 3:
+                    raise LookupError
+
+    with pytest.raises(LookupError):
+        fail()
+    client = mlflow.MlflowClient(uri)
+    experiment = client.get_experiment_by_name("trial")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FAILED"
+    assert codes == [1]
 
 
 def test_files_stay_where_they_are_if_the_program_changes_its_folder(
@@ -291,7 +354,7 @@ def test_names_with_brackets_are_shown_as_they_are(
     monkeypatch.setattr("paceline.metrics.progress.Console", lambda stderr: console)
     progress = Progress()
     progress.begin(0, 3)
-    progress.show(1, 0, {"loss[bold]": 0.5, "[/x]": "nan"}, "10 samples/s")
+    progress.show(1, 0, {"loss[bold]": 0.5, "[/x]": math.nan}, "10 samples/s")
     progress.end()
     assert "epoch 1  10 samples/s  loss[bold] 0.5  [/x] nan" in shown.getvalue()
 
@@ -490,8 +553,9 @@ def test_a_missing_package_is_named_with_its_cure(
 def test_wrong_use_is_refused() -> None:
     with paceline.join() as job:
         training = _training(job)
-        with pytest.raises(ConfigError, match="is not a logger"):
-            training.report(loggers=[print])
+        for logger in (print, paceline.TensorBoard):
+            with pytest.raises(ConfigError, match="is not a logger"):
+                training.report(loggers=[logger])  # type: ignore[list-item]
         for step in _train(training, epochs=1):
             with pytest.raises(ConfigError, match="reduce must be"):
                 training.log(reduce="max", value=1)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ class CSV:
         assert self._names is not None
         new = [name for name in row if name not in self._names]
         if new:
-            self._rewrite(self._rows(), self._names + new)
+            self._rewrite(self._read()[1], self._names + new)
         with self._path.open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, self._names, restval="").writerow(row)
 
@@ -39,17 +39,23 @@ class CSV:
 
     def _start(self, step: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        rows = self._rows()
-        if rows and "step" not in rows[0]:
+        names, rows = self._read()
+        if names and "step" not in names:
             raise ValueError(f"{self._path} is another table: it has no column `step`")
-        rows = [row for row in rows if int(row["step"]) < step]
-        self._rewrite(rows, list(rows[0]) if rows else [])
+        rows = [row for row in rows if row["step"].isdecimal() and int(row["step"]) < step]
+        self._rewrite(rows, names if rows else [])
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def _read(self) -> tuple[list[str], list[dict[str, Any]]]:
+        """The columns, and the rows without those that a crash or a full disk has cut."""
         if not self._path.exists():
-            return []
+            return [], []
         with self._path.open(encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
+            lines = file.readlines()
+        if lines and not lines[-1].endswith("\n"):
+            del lines[-1]
+        reader = csv.DictReader(lines)
+        rows = [row for row in reader if None not in row and None not in row.values()]
+        return list(reader.fieldnames or []), rows
 
     def _rewrite(self, rows: list[dict[str, Any]], names: list[str]) -> None:
         scratch = self._path.with_name(self._path.name + ".new")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 class JSONLines:
     """Appends one line per step to a file.
 
-    After `close`, the next line opens the file again. A line that cannot be written raises an OSError, and
-    the file keeps whole lines only.
+    After `close`, the next line opens the file again. NaN and infinity are written as strings. A line that
+    cannot be written raises an OSError, and the file keeps whole lines only.
 
     Collective: none.
     """
@@ -42,7 +43,8 @@ class JSONLines:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
         size = self._file.tell()
-        left = memoryview(json.dumps({"step": step, **values}).encode() + b"\n")
+        line = {name: _jsonable(value) for name, value in values.items()}
+        left = memoryview(json.dumps({"step": step, **line}).encode() + b"\n")
         try:
             while left:  # a disk that is nearly full takes a part
                 left = left[self._file.write(left) :]
@@ -56,6 +58,11 @@ class JSONLines:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _jsonable(value: Any) -> Any:
+    # JSON has no NaN and no infinity.
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -10,9 +11,9 @@ from typing import Any, Protocol
 
 from paceline import log
 
-Values = Mapping[str, float | int | str]
+Values = Mapping[str, float | int]
 
-_Call = tuple[str, int, Mapping[str, Any]]  # a method of a logger, and its arguments
+_Call = tuple[Any, ...]  # a method of a logger, and its arguments
 _CLOSE_S = 30.0  # longest wait for a slow server at the end
 
 
@@ -22,10 +23,10 @@ class Logger(Protocol):
     A third one, `times(step, line)`, is called about once a second if the object has it, and less often after
     the first hour. `line` is a dictionary about the steps since the last call: `steps`, `samples`, `spent_s`
     (by phase, the seconds of each rank), `memory_bytes` and `busy` (by rank); see
-    `paceline.clock.record.Window`.
+    `paceline.clock.record.Window`. A fourth one, `fail()`, is called before `close` if the job has failed.
 
     All are called on rank 0, in a thread of their own, so that a slow server does not delay the training. If
-    one raises, a warning names the error once, the logger gets nothing more, and the training goes on.
+    one raises, a warning names the error once, the logger gets no more values, and the training goes on.
 
     Collective: none.
     """
@@ -34,8 +35,7 @@ class Logger(Protocol):
         """Write the values of one step. Steps come in increasing order.
 
         Args:
-            values: By name: `epoch` (from 0), `time_s` since the start, and what was logged. NaN and
-                infinity are strings.
+            values: By name: `epoch` (from 0), `time_s` since the start, and what was logged.
         """
 
     def close(self) -> None:
@@ -46,44 +46,61 @@ class BackgroundLogger:
     """Calls a logger in a thread. The thread ends when the object is closed, freed, or Python exits."""
 
     def __init__(self, logger: Logger) -> None:
-        lines: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         name = type(logger).__name__
         thread = threading.Thread(
-            target=_run, args=(logger, lines), name=f"{name} log", daemon=True
+            target=_run, args=(logger, calls), name=f"{name} log", daemon=True
         )
         thread.start()
-        self._lines = lines
+        self._calls = calls
         self.takes_times = callable(getattr(logger, "times", None))
-        self.close = weakref.finalize(self, _end, name, lines, thread)
+        self.close = weakref.finalize(self, _end, name, calls, thread)
 
     def log(self, step: int, values: Values) -> None:
         """Hand over the values of one step; returns at once."""
-        self._lines.put(("log", step, values))
+        self._calls.put(("log", step, values))
 
     def times(self, step: int, line: Mapping[str, Any]) -> None:
         """Hand over where the time went, if the logger wants to know; returns at once."""
         if self.takes_times:
-            self._lines.put(("times", step, line))
+            self._calls.put(("times", step, line))
+
+    def fail(self) -> None:
+        """Say that the job has failed; called before `close`."""
+        self._calls.put(("fail",))
 
 
-def _run(logger: Logger, lines: queue.SimpleQueue[_Call | None]) -> None:
+def _run(logger: Logger, calls: queue.SimpleQueue[_Call | None]) -> None:
+    works = True
+    while (call := calls.get()) is not None:
+        method, *arguments = call
+        if method == "fail":
+            with contextlib.suppress(Exception):
+                getattr(logger, "fail", bool)()
+        elif works:  # otherwise dropped, so that they do not fill the memory
+            works = _succeeds(logger, method, *arguments)
+    if works:
+        _succeeds(logger, "close")
+    else:
+        with contextlib.suppress(Exception):
+            logger.close()
+
+
+def _succeeds(logger: Logger, method: str, *arguments: Any) -> bool:
     try:
-        while (call := lines.get()) is not None:
-            method, *arguments = call
-            getattr(logger, method)(*arguments)
-        logger.close()
+        getattr(logger, method)(*arguments)
     except Exception as error:
         log.logger.warning(
             "%s failed and gets no more metrics; the training goes on. metrics.jsonl has all of them, if "
             "`report` got a folder. The error was: %s: %s",
             *(type(logger).__name__, type(error).__name__, error),
         )
-        while lines.get() is not None:
-            continue  # so that they do not fill the memory
+        return False
+    return True
 
 
-def _end(name: str, lines: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
-    lines.put(None)
+def _end(name: str, calls: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    calls.put(None)
     thread.join(_CLOSE_S)
     if thread.is_alive():
         text = "%s did not take the last metrics within %.0f s; it may lack some."

@@ -43,25 +43,28 @@ class MLflow:
         self._run_name = run_name
         self._parameters = parameters or {}
         self._client: Any = None
+        self._status = "FINISHED"
 
     def log(self, step: int, values: Values) -> None:
-        """Log the numbers of a step; strings are left out, because MLflow has only numbers."""
+        """Log the values of a step."""
         if self._client is None:
             self._start()
         import mlflow
 
         now = round(1000 * time.time())
         metrics = [
-            mlflow.entities.Metric(name, float(value), now, step)
-            for name, value in values.items()
-            if not isinstance(value, str)
+            mlflow.entities.Metric(name, float(value), now, step) for name, value in values.items()
         ]
         self._client.log_batch(self._run_id, metrics=metrics)
+
+    def fail(self) -> None:
+        """Let `close` give the run the status FAILED."""
+        self._status = "FAILED"
 
     def close(self) -> None:
         """Finish the run."""
         if self._client is not None:
-            self._client.set_terminated(self._run_id)
+            self._client.set_terminated(self._run_id, self._status)
 
     def _start(self) -> None:
         import mlflow

@@ -53,8 +53,7 @@ class OpenTelemetry:
             self._start()
         self._step.set(step)
         for name, value in values.items():
-            if not isinstance(value, str):  # OpenTelemetry has no NaN and no infinity
-                self._value.set(value, {"name": name})
+            self._value.set(value, {"name": name})
 
     def times(self, step: int, line: Mapping[str, Any]) -> None:
         """Record where the time of the last steps went; see `Logger.times`."""

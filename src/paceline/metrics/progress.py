@@ -102,10 +102,7 @@ class Progress:
 
     def show(self, step: int, epoch: int, values: Values, rate: str) -> None:
         """Show the newest step, its epoch (from 0), the values that were logged last, and the rate."""
-        shown = [
-            f"{name} {value}" if isinstance(value, str) else f"{name} {value:.4g}"
-            for name, value in values.items()
-        ]
+        shown = [f"{name} {value:.4g}" for name, value in values.items()]
         text = "  ".join([f"epoch {epoch + 1}", rate, *shown])  # the end may be cut
         if self._bar is not None:
             self._bar.update(self._task, completed=step, values=text)

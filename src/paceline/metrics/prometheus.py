@@ -71,7 +71,7 @@ class Prometheus:
             self._start()
         self._step.set(step)
         for name, value in values.items():
-            self._values.labels(name).set(float(value))  # "nan" and "inf" are text
+            self._values.labels(name).set(value)
 
     def times(self, step: int, line: Mapping[str, Any]) -> None:
         """Show where the time of the last steps went; see `Logger.times`."""

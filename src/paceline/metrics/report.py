@@ -98,9 +98,10 @@ class Report:
                 raise ConfigError("tensorboard=True needs a folder to write to.")
             loggers = [*loggers, TensorBoard(Path(folder) / "tensorboard")]
         for logger in loggers:
-            if not callable(getattr(logger, "log", None)) or not hasattr(logger, "close"):
+            methods = [getattr(logger, name, None) for name in ("log", "close")]
+            if isinstance(logger, type) or not all(map(callable, methods)):
                 raise ConfigError(
-                    f"{type(logger).__name__} is not a logger.",
+                    f"{logger!r} is not a logger.",
                     why="a logger has the methods `log(step, values)` and `close()`.",
                     fix="pass an object with both.",
                 )
@@ -302,6 +303,8 @@ class Report:
         """Close all destinations, at the end of the job."""
         self.end()
         for logger in self._loggers:
+            if self._job.failed:
+                logger.fail()
             logger.close()
         self._loggers = []
 
@@ -385,12 +388,10 @@ def _is_number(value: Any) -> bool:
     return hasattr(value, "__float__")  # a text such as "3" has none
 
 
-def _number(value: Any, mean: float) -> float | int | str:
+def _number(value: Any, mean: float) -> float | int:
     if isinstance(value, StepLoss):
         return mean
-    number = value if isinstance(value, int) else float(value)
-    # JSON has no NaN and no infinity.
-    return number if math.isfinite(number) else str(number)
+    return value if isinstance(value, int) else float(value)
 
 
 def _copied(value: Any) -> Any:

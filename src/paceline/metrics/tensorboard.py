@@ -28,13 +28,13 @@ class TensorBoard:
         self._writer: Any = None
 
     def log(self, step: int, values: Values) -> None:
-        """Write the numbers of a step; strings are left out."""
+        """Write the values of a step."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(self._folder)
         for name, value in values.items():
-            if name not in ("epoch", "time_s") and not isinstance(value, str):
+            if name not in ("epoch", "time_s"):
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:

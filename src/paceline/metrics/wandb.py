@@ -27,18 +27,21 @@ class WandB:
             raise ConfigError("wandb is not installed.", fix="pip install 'paceline[wandb]'")
         self._options = options
         self._run: Any = None
+        self._exit_code = 0
 
     def log(self, step: int, values: Values) -> None:
-        """Log the values of a step; NaN and infinity as numbers."""
+        """Log the values of a step."""
         if self._run is None:
             import wandb
 
             self._run = wandb.init(**self._options)
-        self._run.log(
-            {name: float(v) if isinstance(v, str) else v for name, v in values.items()}, step=step
-        )
+        self._run.log(dict(values), step=step)
+
+    def fail(self) -> None:
+        """Let `close` mark the run as failed."""
+        self._exit_code = 1
 
     def close(self) -> None:
         """Finish the run."""
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=self._exit_code)
