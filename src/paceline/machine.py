@@ -96,8 +96,11 @@ class Memory:
 
     def killed_since(self, before: Memory) -> str:
         """Describe the out-of-memory kills since `before`; empty if there were none."""
-        if self.kills is not None and self.kills > (before.kills or 0):
-            limit = "no limit of its own"
+        if self.kills is not None:
+            # It counts kills of this cgroup by any limit, so those of the host are of other processes.
+            if self.kills <= (before.kills or 0):
+                return ""
+            limit = "the job has no memory limit"
             if self.limit_bytes:
                 limit = f"limit {format_bytes(self.limit_bytes)}"
             peak = f", peak {format_bytes(self.peak_bytes)}" if self.peak_bytes else ""

@@ -126,6 +126,34 @@ def test_an_error_that_was_handled_before_the_exit_is_not_named(
     assert said in done.err
 
 
+PRINTED = """
+import sys, traceback
+failed = False
+try:
+    raise ValueError("bad sample 17")
+except Exception:
+    traceback.print_exc()
+    failed = True
+if failed:
+    sys.exit(1)
+"""
+
+
+def test_an_error_that_was_printed_before_the_exit_is_pointed_at(tmp_path: Path) -> None:
+    done = run("", PRINTED, tmp_path, PACELINE_PRELOAD="0")
+    assert done.code == 1
+    why = "  why:   the script called sys.exit(). It had printed an exception before, see above.\n"
+    assert why in done.err
+
+
+def test_an_abort_is_not_explained_by_an_earlier_message(tmp_path: Path) -> None:
+    script = "import os\nos.write(2, b'port 29500: Address already in use; trying 29501\\n')\n"
+    done = run("", script + "os.abort()", tmp_path, PACELINE_PRELOAD="0")
+    assert done.code == 128 + signal.SIGABRT
+    assert "killed by SIGABRT" in done.err
+    assert "listens" not in done.err
+
+
 ENDS = [
     ("os._exit(7)", 7, "exit code 7"),
     ("sys.exit(3)", 3, "exit code 3"),

@@ -88,6 +88,15 @@ def test_a_job_goes_on_after_its_terminal_was_closed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1"]
 
 
+def test_a_job_needs_no_standard_streams(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('lost', flush=True)\nopen('done', 'w').close()\n")
+    command = f"exec {sys.executable} -m paceline run train.py <&- >&- 2>&-"
+    env = environment(PACELINE_PRELOAD="0")
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=env, timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "done").exists()
+
+
 def test_log_files_are_where_torchrun_puts_them(tmp_path: Path) -> None:
     script = "import os, sys; print('out'); print('err', file=sys.stderr)"
     words = "--nproc-per-node=2 --log-dir logs --redirects 1 --tee 0:2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import json
@@ -24,9 +25,10 @@ import torch
 import paceline
 from paceline.checkpoint import codec
 from paceline.checkpoint.export import read_weights, write_file
-from paceline.checkpoint.manifest import Damaged
+from paceline.checkpoint.manifest import Damaged, Manifest
 from paceline.checkpoint.store import Store, committed, open_store, read_manifest, verify
 from paceline.checkpoint.writer import Staging
+from paceline.cli import ckpt
 from paceline.cli.main import main
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job.job import Job
@@ -604,10 +606,11 @@ def _run(*words: object) -> int:
 def test_the_command_lists_shows_checks_and_removes(
     job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run("ls", tmp_path) == 65
-    shown = capsys.readouterr()
-    assert "no checkpoint of Paceline" in shown.err
-    assert shown.out == ""
+    for words in (("ls", tmp_path), ("show", tmp_path, "--step", 3)):
+        assert _run(*words) == 65
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert "no checkpoint of Paceline" in printed.err
     _save(job, tmp_path, 1, 20)
     assert _run("ls", tmp_path) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step", "1", "20"]
@@ -634,6 +637,31 @@ def test_the_command_takes_the_folder_of_a_run(
     assert capsys.readouterr().out.splitlines()[1].split()[0] == "3"
     assert _run("export", f"{tmp_path}/", tmp_path / "w.xyz") == 0
     assert "(format of torch.save)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [CheckpointError("version 9"), OSError(errno.EIO, "I/O error")])
+def test_a_check_goes_on_after_a_checkpoint_that_cannot_be_read(
+    job: Job,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    _save(job, tmp_path, 1, 20)
+    read = ckpt.read_manifest
+
+    def read_manifest(store: Store, step: int) -> Manifest:
+        if step == 1:
+            raise error
+        return read(store, step)
+
+    monkeypatch.setattr(ckpt, "read_manifest", read_manifest)
+    assert _run("check", tmp_path) == 65
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        f"step 1: cannot be read: {error}",
+        "step 20: whole",
+    ]
 
 
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from test_layers import FILES, SOURCE
 
+from paceline.cli import ckpt
 from paceline.cli import main as cli
 from paceline.command_line import CommandParser, nearest_file
 from paceline.exit_codes import ExitCode
@@ -276,6 +278,40 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (ExitCode.BROKEN_PIPE, "")
+
+
+def test_a_reader_of_checkpoints_that_ends_early_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def show(*_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(ckpt, "_show", show)
+    with pytest.raises(BrokenPipeError):
+        ckpt.main(["show", str(tmp_path)])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_interrupt_ends_a_command_without_a_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "explain"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(SOURCE.parent)},
+    )
+    assert process.stdin is not None
+    process.stdin.write(b"line\n" * 100_000)  # more than the pipe holds: the command reads it
+    process.stdin.flush()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert (process.returncode, err) == (ExitCode.INTERRUPTED, b"")
+
+
+@pytest.mark.parametrize(("words", "code"), [("explain --all", 0), ("explain", 1)])
+def test_a_command_runs_without_standard_streams(words: str, code: int) -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m paceline {words} <&- >&- 2>&-"
+    env = os.environ | {"PYTHONPATH": str(SOURCE.parent)}
+    assert subprocess.run(command, shell=True, env=env).returncode == code
 
 
 def test_a_file_that_resembles_nothing_has_no_match(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -157,8 +156,8 @@ def test_outcomes_count_if_the_store_ends_afterwards() -> None:
     store = HashStore()
     NodeExchange(PrefixStore("a", store), 1, 2).publish_outcomes([outcome(1, 80.0)])
     found, silent = NodeExchange(Ending("a", store), 0, 2).exchange_outcomes([], lambda: False)
-    assert [(outcome.rank, outcome.time, outcome.clock_error_s) for outcome in found] == [
-        (1, 80.0, math.inf)
+    assert [(outcome.rank, outcome.time, outcome.elsewhere) for outcome in found] == [
+        (1, 80.0, True)
     ]
     assert silent == 0
 

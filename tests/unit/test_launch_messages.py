@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from paceline.launch.messages import JobInfo, render_failure
@@ -21,15 +23,20 @@ LOADER = Error(
 )
 
 
+MISTAKE = dataclasses.replace(LOADER, type="ValueError", message="bad sample")
+ELSEWHERE = Memory(kills=0, host_kills=6)
+
+
 @pytest.mark.parametrize(
     ("number", "error", "after", "words"),
     [
         (9, None, KILLED, "killed it for memory: limit 2.0 GiB, peak 2.0 GiB (oom_kill 0 -> 1)."),
         (9, None, KILLED, "fix:   lower the micro-batch or the number of loader workers, or raise"),
-        (9, None, BEFORE, "by its counter, the kernel did not kill it for memory."),
+        (9, None, BEFORE, "a process sent SIGKILL. It was not the kernel: its count of"),
         (9, None, Memory(host_kills=6), "memory: the host ran out (oom_kill 5 -> 6)."),
         (9, None, Memory(host_kills=5), "most often the kernel, because memory ran out."),
         (7, None, FULL, "/dev/shm has 64 MiB, 1 MiB free now."),
+        (9, None, ELSEWHERE, "a process sent SIGKILL. It was not the kernel"),
         (0, LOADER, KILLED, "the kernel killed a process of this job for memory: limit 2.0 GiB"),
     ],
 )
@@ -43,3 +50,13 @@ def test_memory_is_named_as_the_cause(
     before = BEFORE if after.kills is not None else Memory(host_kills=5)
     shape = JobInfo(world_size=2, restarts=0, max_restarts=0, memory=(before, after))
     assert words in render_failure(verdict, shape)
+
+
+@pytest.mark.parametrize("after", [KILLED, ELSEWHERE])
+def test_an_error_of_the_script_is_not_explained_by_a_killed_process(after: Memory) -> None:
+    verdict = find_first_failure(
+        [RankOutcome(rank=0, host="h", pid=8, time=1.0, returncode=1, error=MISTAKE)]
+    )
+    assert verdict is not None
+    info = JobInfo(world_size=1, restarts=0, max_restarts=0, memory=(BEFORE, after))
+    assert "why:" not in render_failure(verdict, info)

@@ -148,6 +148,19 @@ def test_a_failure_wins_over_a_rank_that_ended_with_0() -> None:
     assert (verdict.original.rank, verdict.alike, verdict.followers) == (2, (2,), (0,))
 
 
+def test_a_preempted_rank_did_not_fail() -> None:
+    preempted = fact(0, 1.0, returncode=75)
+    assert find_first_failure([preempted]) is None
+    verdict = judged(preempted, fact(1, 1.2, error=error()))
+    assert (verdict.original.rank, verdict.exit_code, verdict.others) == (1, 1, ())
+    # If the others only lost it, a scheduler may start the job again.
+    verdict = judged(preempted, fact(1, 1.2, error=lost_peer()))
+    assert (verdict.original.rank, verdict.exit_code) == (0, 75)
+    text = render_failure(verdict, SHAPE)
+    assert "rank 0 ended with exit code 75 while the others went on" in text
+    assert "why:   it was preempted, and the others were not." in text
+
+
 def test_a_rank_that_ended_long_after_the_loss_did_not_cause_it() -> None:
     verdict = judged(fact(0, 1.0, error=lost_peer()), fact(1, 9.0, returncode=0))
     assert verdict.original.rank == 0

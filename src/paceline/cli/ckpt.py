@@ -49,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
     actions = {"ls": _ls, "show": _show, "check": _check, "export": _export, "rm": _rm}
     try:
         return actions[args.action](_open(args.folder), args)
+    except BrokenPipeError:  # the reader of the output has ended: cli/main.py
+        raise
     except (Damaged, PacelineError, OSError) as error:
         print(f"paceline ckpt: {error}", file=sys.stderr)
         return ExitCode.DATA
@@ -101,16 +103,16 @@ def _open(folder: str) -> Store:
 def _steps(store: Store, step: int | None) -> list[int]:
     """The chosen steps, at least one."""
     steps = list(folders(store))
-    if step is not None and step not in steps:
-        raise CheckpointError(
-            f"there is no checkpoint of step {step} in {store.root}; there are {steps}."
-        )
     if not steps:
         names = store.names()
         whose = next((text for name, text in _FOREIGN.items() if name in names), "")
         raise CheckpointError(
             f"there is no checkpoint of Paceline in {store.root}.",
             why=f"the folder is {whose}." if whose else "" if names else "it is empty or missing.",
+        )
+    if step is not None and step not in steps:
+        raise CheckpointError(
+            f"there is no checkpoint of step {step} in {store.root}; there are {steps}."
         )
     return steps if step is None else [step]
 
@@ -146,15 +148,17 @@ def _show(store: Store, args: argparse.Namespace) -> int:
 
 
 def _check(store: Store, args: argparse.Namespace) -> int:
-    damaged = 0
+    bad = 0
     for step in _steps(store, args.step):
         try:
             done = verify(store, read_manifest(store, step))
+        except (Damaged, CheckpointError, OSError) as error:
+            bad += 1
+            what = "damaged" if isinstance(error, Damaged) else "cannot be read"
+            print(f"step {step}: {what}: {error}")
+        else:
             print(f"step {step}: whole, {done:,} bytes")
-        except Damaged as error:
-            damaged += 1
-            print(f"step {step}: damaged: {error}")
-    return ExitCode.DATA if damaged else ExitCode.OK
+    return ExitCode.DATA if bad else ExitCode.OK
 
 
 def _export(store: Store, args: argparse.Namespace) -> int:

@@ -34,6 +34,7 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    _open_missing_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
         try:
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A reader such as `head` has ended. Python would report this again when it flushes at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.BROKEN_PIPE
+        except KeyboardInterrupt:
+            return ExitCode.INTERRUPTED
         return code
     ours = parser()
     if words and words[0].endswith(".py"):
@@ -50,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours.parse_args(words)
     ours.print_help()
     return ExitCode.USAGE
+
+
+def _open_missing_streams() -> None:
+    """Open the null device as each standard stream that the caller has closed, as a daemon does."""
+    for name in ("stdin", "stdout", "stderr"):  # in this order each gets its own number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
 
 
 def parser() -> CommandParser:
@@ -66,6 +76,7 @@ def parser() -> CommandParser:
         exit_codes={
             ExitCode.OK: "the command succeeded",
             ExitCode.USAGE: "the command line is wrong",
+            ExitCode.INTERRUPTED: "it was interrupted (Ctrl-C)",
             ExitCode.BROKEN_PIPE: "the reader of the output ended before the end of the output",
             "other": "listed by `paceline COMMAND --help`",
         },

@@ -368,7 +368,9 @@ class Agent(LocalElasticAgent):
         ranks = self._local_ranks
         verdict = find_first_failure([*outcomes, *elsewhere])
         if verdict is None:
-            ranks.say("paceline: another node failed without reporting why\n")
+            ranks.say(
+                "paceline: a rank of another node failed; its launcher did not report the error\n"
+            )
             ranks.forget()
             return RunResult(state=WorkerState.FAILED)
         repeated = self.verdict is not None and verdict.repeats(self.verdict)
@@ -412,7 +414,9 @@ class Agent(LocalElasticAgent):
     def _lose_round(self, why: str) -> RunResult:
         may_restart = self._remaining_restarts > 0
         restart = f"restart {self._restarts + 1} of {self._worker_group.spec.max_restarts} begins"
-        what_next = restart if may_restart else "the ranks of this node had ended well"
+        what_next = (
+            restart if may_restart else "the ranks of this node had already ended with exit code 0"
+        )
         self._local_ranks.say(f"paceline: {why}; {what_next}\n")
         self._end_ranks(signal.SIGTERM, may_save=False)
         return RunResult(state=WorkerState.UNHEALTHY if may_restart else WorkerState.FAILED)

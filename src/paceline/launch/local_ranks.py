@@ -61,6 +61,7 @@ _EVENTS: dict[str, dict[str, Any]] = {
     "variable": {},
     **{answer: {"id": int} for answer in Probe.REQUESTS},
 }
+_TRACEBACK = b"Traceback (most recent call last):\n"
 _NO_SIZE = bytes(8)
 _PIPE_BYTES = 1 << 18  # of an output: a rank that prints much wakes the launcher less often
 
@@ -312,7 +313,9 @@ class Rank:
                 interrupted_at = event["place"]
         abort = b""
         if self.returncode == -signal.SIGABRT:
-            abort = self.streams[-1].tail.rpartition(b"terminate called")[2]
+            _, found, rest = self.streams[-1].tail.rpartition(b"terminate called")
+            abort = rest if found else b""
+        printed = exit_place is not None and _TRACEBACK in self.streams[-1].tail
         return RankOutcome(
             rank=self.rank,
             host=socket.gethostname(),
@@ -321,6 +324,7 @@ class Rank:
             returncode=self.returncode,
             error=error,
             exit_place=exit_place,
+            printed_error=printed and error is None,
             interrupted_at=interrupted_at,
             hung=self.hung,
             frozen_s=self.frozen_s,

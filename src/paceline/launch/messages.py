@@ -11,10 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import LaunchFailed, name_ranks
+from paceline.exit_codes import ExitCode
 from paceline.explain.facts import facts
 from paceline.explain.reading import Found, recognise
 from paceline.machine import Memory, format_bytes
 from paceline.watch.crash import FirstFailure, RankOutcome
+
+# Known errors of a rank whose loader worker or other child may have been killed for memory.
+_LOST_PROCESS = ("host-out-of-memory", "loader-worker-died")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
     others = ((outcome.rank, _later(verdict, outcome)) for outcome in verdict.others)
     for text, numbers in _ranks_by_text(others):
         lines.append(f"  {name_ranks(numbers)} failed {text}.")
-    if original.abort_message and (called := _ranks_by_text(info.calls.items())):
+    if original.returncode == -signal.SIGABRT and (called := _ranks_by_text(info.calls.items())):
         last = "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in called)
         lines.append(f"  called last: {last}.")
     if info.repeated:
@@ -85,7 +89,7 @@ def _how(verdict: FirstFailure, info: JobInfo) -> str:
 
 
 def _later(verdict: FirstFailure, outcome: RankOutcome) -> str:
-    if verdict.is_certainly_before(outcome):
+    if outcome.host == verdict.original.host:
         return f"later: {outcome.how}"
     return f"too, perhaps earlier (the clocks of the hosts are not compared): {outcome.how}"
 
@@ -131,13 +135,15 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
         return ""
     if outcome.left:
         elsewhere = "; or the cause is on another host" if info.silent_nodes else ""
-        return (
+        why = (
             "it reached its end, or called sys.exit(0) or os._exit(0), before the others were done"
-            f"{elsewhere}."
         )
+        if outcome.returncode == ExitCode.PREEMPTED:
+            why = "it was preempted, and the others were not"
+        return f"{why}{elsewhere}."
     if outcome.elsewhere:
         return ""
-    if cause := _cause_by_counters(outcome, info):
+    if cause := _cause_by_counters(outcome, info, known):
         return cause
     if outcome.frozen_s:
         return "something outside the job sent SIGSTOP, and the other ranks waited for it."
@@ -160,21 +166,25 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
     if outcome.error is not None or (outcome.returncode is not None and outcome.returncode < 0):
         return ""
     if outcome.exit_place is not None:
-        return "the script called sys.exit()."
+        printed = " It had printed an exception before, see above." if outcome.printed_error else ""
+        return f"the script called sys.exit().{printed}"
     return "the process ended itself, by os._exit() or from native code; there was no exception."
 
 
-def _cause_by_counters(outcome: RankOutcome, info: JobInfo) -> str:
+def _cause_by_counters(outcome: RankOutcome, info: JobInfo, known: Found | None) -> str:
     before, after = info.memory
     killed = after.killed_since(before)
-    if killed and (outcome.error is not None or outcome.returncode == -signal.SIGKILL):
-        victim = "a process of this job" if outcome.error is not None else "it"
-        return f"the kernel killed {victim} for memory: {killed}."
+    # Other errors have nothing to do with a process that was killed in the meantime.
+    lost_process = known is not None and known.cause.name in _LOST_PROCESS
+    if killed and outcome.error is not None and lost_process:
+        return f"the kernel killed a process of this job for memory: {killed}."
+    if killed and outcome.returncode == -signal.SIGKILL:
+        return f"the kernel killed it for memory: {killed}."
     if outcome.error is not None or outcome.frozen_s:
         return ""
     if outcome.returncode == -signal.SIGKILL and after.kills is not None:
-        why = "by its counter, the kernel did not kill it for memory."
-        return f"something outside the job sent SIGKILL; {why}"
+        why = "It was not the kernel: its count of out-of-memory kills did not change."
+        return f"a process sent SIGKILL. {why}"
     if outcome.returncode == -signal.SIGBUS and after.shm_bytes:
         free = f"{format_bytes(after.shm_bytes)}, {format_bytes(after.shm_free_bytes)} free now"
         return f"native code used memory that the system could not provide; /dev/shm has {free}."
@@ -184,6 +194,8 @@ def _cause_by_counters(outcome: RankOutcome, info: JobInfo) -> str:
 def _fix(outcome: RankOutcome, info: JobInfo, known: Found | None) -> str:
     if outcome.hung or outcome.frozen_s:
         return ""
+    if outcome.left and outcome.returncode == ExitCode.PREEMPTED:
+        return "let all ranks stop after the same step, as those of a `Training` do."
     if outcome.left:
         return "let all ranks do the same number of steps and end together."
     if outcome.elsewhere:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -189,5 +188,4 @@ def _read_state(read: dict[str, Any]) -> RankState:
 
 def _read_outcome(read: dict[str, Any]) -> RankOutcome:
     error = read["error"] and Error(**read["error"] | {"kinds": tuple(read["error"]["kinds"])})
-    at = {"time": float(read["time"]), "clock_error_s": math.inf}  # the clock of another host
-    return RankOutcome(**read | {"error": error, "elsewhere": True} | at)
+    return RankOutcome(**read | {"error": error, "elsewhere": True, "time": float(read["time"])})

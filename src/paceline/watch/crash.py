@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from traceback import walk_tb
 
-from paceline.exit_codes import signal_name
+from paceline.exit_codes import ExitCode, signal_name
 from paceline.watch.stacks import place_of_error
 
 # Modules that raise an error if a peer is lost.
@@ -101,6 +101,7 @@ class RankOutcome:
         time: When the error was raised, otherwise when the rank ended, in seconds since the epoch.
         returncode: As in subprocess: negative for a signal; None while it runs.
         exit_place: Where the script called sys.exit(); None if it did not.
+        printed_error: The script printed an exception, and called sys.exit() later.
         interrupted_at: Where the script was at a KeyboardInterrupt; empty without one.
         stopped: The launcher stopped it, so its end is not a failure.
         hung: The launcher stopped it because it blocked the others.
@@ -108,7 +109,6 @@ class RankOutcome:
         step: The training step of the error; 0 if unknown.
         abort_message: What native code wrote when it aborted; empty if nothing.
         elsewhere: The launcher of another node reported this.
-        clock_error_s: Uncertainty of `time`, compared with the clocks of other hosts.
     """
 
     rank: int
@@ -118,6 +118,7 @@ class RankOutcome:
     returncode: int | None
     error: Error | None = None
     exit_place: str | None = None
+    printed_error: bool = False
     interrupted_at: str = ""
     stopped: bool = False
     hung: bool = False
@@ -125,12 +126,11 @@ class RankOutcome:
     step: int = 0
     abort_message: str = ""
     elsewhere: bool = False
-    clock_error_s: float = 0.0
 
     @property
     def failed(self) -> bool:
         """Whether the rank failed by itself."""
-        ended_badly = self.error is not None or self.returncode not in (None, 0)
+        ended_badly = self.error is not None or self.returncode not in (None, 0, ExitCode.PREEMPTED)
         return self.hung or (not self.stopped and ended_badly)
 
     @property
@@ -140,8 +140,9 @@ class RankOutcome:
 
     @property
     def left(self) -> bool:
-        """Whether the rank ended with exit code 0 by itself."""
-        return not self.stopped and self.error is None and self.returncode == 0
+        """Whether the rank ended by itself and did not fail: with exit code 0, or preempted."""
+        ended_well = self.returncode in (0, ExitCode.PREEMPTED)
+        return not self.stopped and self.error is None and ended_well
 
     @property
     def place(self) -> str:
@@ -166,8 +167,8 @@ class RankOutcome:
             return "KeyboardInterrupt"
         if self.returncode is not None and self.returncode < 0:
             return f"killed by {signal_name(-self.returncode)}"
-        if self.returncode == 0:
-            return "ended with exit code 0 while the others went on"
+        if self.left:
+            return f"ended with exit code {self.returncode} while the others went on"
         return f"exit code {self.returncode}"
 
 
@@ -201,12 +202,6 @@ class FirstFailure:
             and (this.error.type, this.error.place) == (last.error.type, last.error.place)
         )
 
-    def is_certainly_before(self, other: RankOutcome) -> bool:
-        """Whether the original failure came before this one, whatever the error of their hosts' clocks."""
-        first = self.original
-        error_s = other.clock_error_s + first.clock_error_s if other.host != first.host else 0.0
-        return other.time - first.time >= error_s
-
     @property
     def exit_code(self) -> int:
         """What `paceline run` exits with."""
@@ -223,8 +218,10 @@ def find_first_failure(outcomes: Iterable[RankOutcome]) -> FirstFailure | None:
     if not failures:
         return None
     causes = [each for each in failures if not each.follows]
-    latest = failures[0].time + failures[0].clock_error_s + _NOTICED_LATE_S
-    left = [] if causes else [f for f in in_time if f.left and f.time - f.clock_error_s <= latest]
+    first, left = failures[0], []
+    if not causes:  # the clocks of two hosts are not compared
+        latest = first.time + _NOTICED_LATE_S
+        left = [f for f in in_time if f.left and (f.host != first.host or f.time <= latest)]
     original = (causes or left or failures)[0]
     alike = left or [each for each in failures if each.how == original.how]
     rest = [each for each in failures if each.how != original.how]

@@ -306,7 +306,7 @@ def _why_and_fix(absent: Sequence[RankState], stuck: Sequence[RankState]) -> tup
         return "a disk or a network file system does not answer.", "check the disk that it uses."
     if first.state == "Z":
         return (
-            "its main thread has ended, and another one has not.",
+            "its main thread has ended, but another thread still runs.",
             "end or join the threads that the script starts.",
         )
     if first.where.loader:
