@@ -199,7 +199,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 def test_a_rank_whose_peer_failed_does_not_finish_its_step(tmp_path: Path) -> None:
     # On a busy host the kernel may take seconds to end a killed process.
-    process = begin(tmp_path, "--nproc-per-node=2", "--shutdown-timeout=25", SLOW_S="20")
+    process = begin(tmp_path, "--nproc-per-node=2 --shutdown-timeout=25", SLOW_S="20")
     wait_for(process, tmp_path, "step", 2)
     os.kill(pids(tmp_path)[1], signal.SIGKILL)
     done = finish(process)
