@@ -356,6 +356,8 @@ class Trainer:
 
 # Not as a decorator: `dataclass` writes `__init__`.
 Trainer.__init__ = checks_arguments(Trainer.__init__, elsewhere=Trainer.fit)  # type: ignore[method-assign]
+
+
 def _refuse_strategy(strategy: str | Mesh | Wrap) -> None:
     """Raise ConfigError unless `_wrap_for` knows this strategy."""
     if isinstance(strategy, Mesh):
