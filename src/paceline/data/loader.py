@@ -23,7 +23,7 @@ from paceline.data.plan import (
     num_micro_batches,
 )
 from paceline.data.samples import Samples
-from paceline.data.workers import Failure, Workers, refuse_unsendable, worker_number
+from paceline.data.workers import Failure, Timed, Workers, refuse_unsendable, worker_number
 from paceline.errors import PacelineError, StepError
 from paceline.job.job import Job
 
@@ -259,8 +259,7 @@ class SampleWork:
         self._order: Order | None = None
         self._checked = False
 
-    def __getitem__(self, task: Task) -> tuple[int, tuple[Int64Array, Any] | Failure]:
-        """What `Workers.get` receives: the ns that it took, and the result."""
+    def __getitem__(self, task: Task) -> Timed:
         began_ns = time.perf_counter_ns()
         self._samples.errors.worker = worker_number()
         result: tuple[Int64Array, Any] | Failure
@@ -271,7 +270,7 @@ class SampleWork:
                 self._checked = True
         except PacelineError as error:
             result = Failure.of(error)
-        return time.perf_counter_ns() - began_ns, result
+        return Timed(time.perf_counter_ns() - began_ns, result)
 
     def read(self, task: Task) -> tuple[Int64Array, Any]:
         """Sample ids and batch of a task."""

@@ -30,7 +30,7 @@ from paceline.data.digest import digest
 from paceline.data.loader import Loader
 from paceline.data.plan import MicroBatch, PlannedStep, Position, max_micro_batches
 from paceline.data.samples import Collate, ReadErrors, keep_globals, sample_keys, seed_globals
-from paceline.data.workers import Failure, Workers, refuse_unsendable
+from paceline.data.workers import Failure, Timed, Workers, refuse_unsendable
 from paceline.errors import DataError, PacelineError, RankDisagreement
 from paceline.job import rng
 from paceline.job.job import Job
@@ -528,8 +528,7 @@ class _StreamWork(IterableDataset[Any]):
         self._reader = reader
         self._run = position, epochs, equal
 
-    def __iter__(self) -> Iterator[tuple[int, Part | End | Failure]]:
-        """What `Workers.get` receives: the ns that it took, and the result."""
+    def __iter__(self) -> Iterator[Timed]:
         info = get_worker_info()
         assert info is not None
         worker, workers = info.id, info.num_workers
@@ -544,7 +543,7 @@ class _StreamWork(IterableDataset[Any]):
                 if not checked:
                     refuse_unsendable(part, self._reader.errors)
                     checked = True
-                yield time.perf_counter_ns() - began_ns, part
+                yield Timed(time.perf_counter_ns() - began_ns, part)
                 began_ns = time.perf_counter_ns()
         except PacelineError as error:
-            yield time.perf_counter_ns() - began_ns, Failure.of(error)
+            yield Timed(time.perf_counter_ns() - began_ns, Failure.of(error))

@@ -36,7 +36,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -86,12 +86,19 @@ class Failure:
         raise self.error from self.original
 
 
+class Timed(NamedTuple):
+    """What a worker sends: the time that it worked, and the result, which may be a `Failure`."""
+
+    worked_ns: int
+    result: Any
+
+
 class Workers:
     """The loader workers of one rank.
 
     Args:
-        work: Copied into each worker: a map-style object whose indices are tasks, or an iterable. It returns
-            pairs: the ns that it worked for a result, and the result.
+        work: Copied into each worker: a map-style object whose indices are tasks, or an iterable. Results
+            may be `Timed`.
         tasks: Whether `work` is map-style.
         init: A user's `worker_init_fn`, which each worker calls with its number.
         seed: Decides torch's seeds of the workers.
@@ -160,7 +167,7 @@ class Workers:
         """
         assert self._results is not None
         try:
-            worked_ns, result = next(self._results)
+            result = next(self._results)
         except (RuntimeError, OSError, EOFError) as error:
             # If a worker dies before its tensor was fetched, the kernel closes first the connection, then the
             # sentinel, and only then sets the exit code.
@@ -171,8 +178,10 @@ class Workers:
             if death := self.death():
                 raise death from error
             raise
-        if clock.phase == DATA:
-            clock.load_ns += worked_ns
+        if isinstance(result, Timed):
+            if clock.phase == DATA:
+                clock.load_ns += result.worked_ns
+            result = result.result
         if isinstance(result, Failure):
             result.throw()
         return result
