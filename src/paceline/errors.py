@@ -10,6 +10,7 @@
     |-- StepError                    the training loop is used wrongly (a forgotten backward, a break)
     |   |-- LossError                the loss is not a scalar sum
     |   `-- CountError               counts that are negative, wrong, or sum to 0
+    |-- CallbackError                a callback of `Trainer` raised
     |-- NonFinite                    NaN or infinity in a loss or gradient
     |-- GradientError                parameters that would not be trained, or not equally
     |-- EvaluationError              a validation that did not see each sample once
@@ -34,7 +35,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.exit_codes import ExitCode
 
@@ -47,6 +48,8 @@ class PacelineError(Exception):
     """
 
     exit_code: int = ExitCode.FAILED
+    # The documented attributes of a class; None in an error in which they are not known.
+    attributes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, what: str, *, where: str = "", why: str = "", fix: str = "", **facts: Any
@@ -64,6 +67,8 @@ class PacelineError(Exception):
         facts = self.__dict__.get("facts", {})
         if name in facts:
             return facts[name]
+        if name in type(self).attributes:
+            return None
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def __str__(self) -> str:
@@ -85,9 +90,13 @@ class ConfigError(PacelineError, ValueError):
 class LauncherError(ConfigError):
     """Environment variables of a launcher that are partial or contradict themselves (`variables`)."""
 
+    attributes = ("variables",)
+
 
 class LaunchFailed(PacelineError):
     """Ranks could not be started, or did not all finish (`exit_code`, `rank` where known)."""
+
+    attributes = ("rank",)
 
 
 class DataError(PacelineError):
@@ -95,15 +104,21 @@ class DataError(PacelineError):
 
 
 class SampleError(DataError):
-    """A dataset's `__getitem__` raised (`sample`, `rank`, `worker`, `original`)."""
+    """A dataset's `__getitem__` raised (`sample`, `samples`, `rank`, `worker`, `original`)."""
+
+    attributes = ("sample", "samples", "rank", "worker", "original")
 
 
 class AuditError(DataError):
     """An epoch lost samples or saw some twice (`expected`, `seen`; `lost`, `doubled` if it was one)."""
 
+    attributes = ("expected", "seen", "lost", "doubled")
+
 
 class StepError(PacelineError):
     """The training loop is used wrongly (`step`)."""
+
+    attributes = ("step",)
 
 
 class LossError(StepError):
@@ -117,21 +132,31 @@ class CountError(StepError):
 class CallbackError(PacelineError):
     """A callback of `Trainer` raised (`callback`, `method`); its error is the cause."""
 
+    attributes = ("callback", "method")
+
 
 class NonFinite(PacelineError):
     """NaN or infinity (`quantity`, `step`, `parameters` where known)."""
+
+    attributes = ("quantity", "step", "parameters")
 
 
 class GradientError(PacelineError):
     """Parameters that would not be trained, or not equally on all ranks (`parameters`)."""
 
+    attributes = ("parameters",)
+
 
 class EvaluationError(PacelineError):
-    """A validation that did not see each sample exactly once."""
+    """A validation that did not see each sample exactly once (`seen` where known)."""
+
+    attributes = ("seen",)
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint that cannot be written or read (`path`)."""
+    """A checkpoint that cannot be written or read (`path`, `parameter` where known)."""
+
+    attributes = ("path", "parameter", "step")
 
 
 class SaveFailed(CheckpointError):
@@ -143,19 +168,27 @@ class SaveFailed(CheckpointError):
 class Desync(PacelineError):
     """Replicas that are no longer equal (`parameter`, `differing`, `ranks` where known, `step`, `since`)."""
 
+    attributes = ("parameter", "differing", "ranks", "step", "since")
+
     exit_code = ExitCode.DESYNC
 
 
 class RankDisagreement(PacelineError, RuntimeError):
     """Ranks hold different values of what must be equal (`values`: one per rank)."""
 
+    attributes = ("values",)
+
 
 class PeerFailed(PacelineError, RuntimeError):
     """Another rank failed first, so this rank cannot go on (`rank`: the one that failed)."""
 
+    attributes = ("rank",)
+
 
 class CollectiveTimeout(PacelineError, RuntimeError):
     """A rank did not arrive in time (`missing`: ranks, `waited_s`)."""
+
+    attributes = ("missing", "waited_s")
 
 
 def listed(names: Sequence[str]) -> str:

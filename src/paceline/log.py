@@ -10,18 +10,21 @@ import logging
 import os
 import sys
 
+from paceline.errors import ConfigError
+
 logger = logging.getLogger("paceline")
 
 _shown: set[str] = set()
 
 
 class _RankFilter(logging.Filter):
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
+    rank = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         return self.rank == 0 or record.levelno >= logging.WARNING
+
+
+_filter = _RankFilter()
 
 
 def show(rank: int, world_size: int) -> logging.Handler | None:
@@ -29,7 +32,16 @@ def show(rank: int, world_size: int) -> logging.Handler | None:
 
     Returns:
         The handler that was added, for `hide`; None if logging was configured already.
+
+    Raises:
+        ConfigError: PACELINE_LOG is not a level of `logging`.
     """
+    level = os.environ.get("PACELINE_LOG", "INFO")
+    if level.upper() not in logging.getLevelNamesMapping():
+        known = ", ".join(sorted(logging.getLevelNamesMapping()))
+        raise ConfigError(f"PACELINE_LOG={level} is not a level.", fix=f"use one of {known}.")
+    _filter.rank = rank
+    logger.addFilter(_filter)
     if logger.handlers or logging.getLogger().handlers:
         return None
     prefixed = os.environ.get("PACELINE_LAUNCHED") == "1" or world_size == 1
@@ -39,17 +51,17 @@ def show(rank: int, world_size: int) -> logging.Handler | None:
             "paceline: %(message)s" if prefixed else f"[{rank}] paceline: %(message)s"
         )
     )
-    handler.addFilter(_RankFilter(rank))
     logger.addHandler(handler)
-    logger.setLevel(os.environ.get("PACELINE_LOG", "INFO").upper())
+    logger.setLevel(level.upper())
     return handler
 
 
 def hide(handler: logging.Handler | None) -> None:
-    """Remove the handler that `show` added."""
+    """Remove what `show` added."""
     if handler is not None:
         logger.removeHandler(handler)
-        _shown.clear()
+    logger.removeFilter(_filter)
+    _shown.clear()
 
 
 def once(message: str) -> None:

@@ -544,6 +544,23 @@ def test_a_tensor_that_changes_while_it_is_copied_is_not_saved(
     assert committed(open_store(tmp_path)) == []
 
 
+def test_the_sum_of_large_weights_may_overflow_and_complex_ones_are_examined(
+    job: Job, tmp_path: Path
+) -> None:
+    checkpoints = paceline.Checkpoints(tmp_path)
+    large = {"models": [{"w": torch.full((4,), 1e308, dtype=torch.float64)}]}
+    checkpoints.save(job, 1, large, finite_prefix="models.")
+    bad = {"models": [{"w": torch.tensor([complex(1, math.nan)])}]}
+    with pytest.raises(NonFinite, match="w holds NaN"):
+        checkpoints.save(job, 2, bad, finite_prefix="models.")
+
+
+@pytest.mark.parametrize("every_s", [True, math.inf, math.nan, 0, -1.0, "often"])
+def test_an_interval_that_is_no_number_of_seconds_is_refused(every_s: Any) -> None:
+    with pytest.raises(ConfigError, match="every_s must be more than 0"):
+        paceline.Checkpoints("folder", every_s=every_s)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_not_saved(job: Job, tmp_path: Path, value: float) -> None:
     state = {"models": [{"ok": torch.full((9,), 3e38), "bad": torch.tensor([1.0, value])}]}

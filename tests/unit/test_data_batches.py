@@ -720,3 +720,34 @@ def test_batches_of_different_size_are_joined_with_a_warning(
     Batches(job, DataLoader(data, batch_sampler=Budget()))
     assert "Budget gives batches of 2 to 8 samples" in caplog.text
     assert "Pass micro_batch=2" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iteration_ends_when_another_one_begins(job: Job, workers: int) -> None:
+    batches = Batches(job, TensorDataset(torch.arange(12)), global_batch=4, workers=workers)
+    first = batches.iterate(START, epochs=1)
+    list(next(first))
+    for step in batches.iterate(START, epochs=1):
+        list(step)
+    with pytest.raises(StepError, match="a later one was started"):
+        next(first)
+    batches.close()
+
+
+class OwnState(Sampler[int]):
+    def __init__(self) -> None:
+        self.random = random.Random(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.sample(range(8), 8))
+
+
+def test_a_replay_is_logged_only_after_a_resume(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paceline")
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=4, sampler=OwnState())
+    batches = Batches(job, loader)
+    for epoch in range(3):
+        _everything(batches, Position(7, epoch), epochs=epoch + 1)
+    assert "earlier epochs again" not in caplog.text
+    _everything(Batches(job, loader), Position(7, 2), epochs=3)
+    assert "drawing the orders of 2 earlier epochs again" in caplog.text

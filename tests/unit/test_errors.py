@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from paceline.errors import name_ranks
+from paceline.errors import CheckpointError, EvaluationError, SampleError, SaveFailed, name_ranks
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,13 @@ from paceline.errors import name_ranks
 def test_ranks_are_named(ranks: list[int], text: str) -> None:
     assert name_ranks(ranks) == text
     assert name_ranks(ranks, world_size=9) == ("all ranks" if len(ranks) == 9 else text)
+
+
+def test_documented_attributes_are_none_if_they_are_not_known() -> None:
+    assert EvaluationError("no batch").seen is None
+    assert SaveFailed("no space", path="runs").step is None
+    assert CheckpointError("damaged").parameter is None
+    error = pickle.loads(pickle.dumps(SampleError("broken", sample=3)))
+    assert (error.sample, error.worker) == (3, None)
+    with pytest.raises(AttributeError, match="no attribute 'smaple'"):
+        error.smaple  # noqa: B018

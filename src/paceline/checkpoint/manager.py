@@ -6,6 +6,7 @@ committed checkpoint whose bytes match their digests is loaded.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection
@@ -88,8 +89,12 @@ class Checkpoints:
         for name, value in (given | {"keep": keep}).items():
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
-        if every_s not in (None, "auto") and not (isinstance(every_s, int | float) and every_s > 0):
-            raise ConfigError(f"every_s must be more than 0, or 'auto'; got {every_s!r}.")
+        if every_s not in (None, "auto"):
+            is_number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
+            if not (is_number and 0 < float(every_s) < math.inf):
+                raise ConfigError(
+                    f"every_s must be more than 0 and finite, or 'auto'; got {every_s!r}."
+                )
         if resume not in get_args(Resume):
             known = ", ".join(get_args(Resume))
             raise ConfigError(f"resume must be one of {known}; got {resume!r}.")

@@ -123,13 +123,16 @@ class Staging:
     def non_finite(self, prefix: str) -> str | None:
         """The first tensor with this prefix that holds NaN or infinity in this rank's share."""
         for piece in self.layout.mine:
-            if piece.name.startswith(prefix) and piece.dtype.is_floating_point and piece.size_bytes:
+            can_hold_nan = piece.dtype.is_floating_point or piece.dtype.is_complex
+            if piece.name.startswith(prefix) and can_hold_nan and piece.size_bytes:
                 part = self.bytes[piece.offset : piece.offset + piece.size_bytes]
                 values = part.view(piece.dtype)
+                if piece.dtype.is_complex:
+                    values = torch.view_as_real(values)
                 # A finite sum proves that all values are finite, and allocates nothing. It may overflow, so
                 # an infinite one proves nothing.
                 total = values.sum(dtype=torch.float64)
-                if not total.isfinite() and not values.float().isfinite().all():
+                if not total.isfinite() and not values.double().isfinite().all():
                     return piece.name
         return None
 

@@ -253,7 +253,7 @@ class Batches:
                 )
             position = Position(position.seed, position.epoch + 1, 0)
         if self._sampled is not None:
-            self._sampled.log_replay(position.epoch)
+            self._sampled.log_replay(position.epoch, epochs)
         if self._num_workers and position.epoch < epochs:
             if self._unregister is None:
                 self._unregister = self._job.on_leave(self.close)

@@ -228,6 +228,7 @@ class SampledOrder:
         self._drawn_of = (-1, -1)
         self._drawn = np.empty(0, np.int64)
         self._draws = 0
+        self._epochs_drawn = 0  # by this job, also in loader workers
         self._original: Any = None
         self._batch_sizes = [1]
         try:
@@ -288,11 +289,12 @@ class SampledOrder:
                 f"of a batch is not kept. Pass micro_batch={self.smallest_batch} to keep it."
             )
 
-    def log_replay(self, epoch: int) -> None:
-        """Log that a resume in this epoch repeats earlier draws, if it does."""
-        if self.has_state and epoch:
+    def log_replay(self, epoch: int, epochs: int) -> None:
+        """Log, before the iteration of `[epoch, epochs)`, that a resume repeats earlier draws, if it does."""
+        if self.has_state and epoch > self._epochs_drawn:
             text = "drawing the orders of %d earlier epochs again, because %s keeps a random state."
             log.logger.info(text, epoch, self.name)
+        self._epochs_drawn = max(self._epochs_drawn, epochs)
 
     def _restart(self) -> None:
         if self._original is not None:

@@ -74,7 +74,7 @@ class Loader(ABC):
         if run != self._run:
             raise StepError(
                 "this iteration over the batches has ended: a later one was started, or they were closed.",
-                why="the loader workers read ahead for one iteration at a time.",
+                why="the batches are read, and audited, for one iteration at a time.",
                 fix="end one iteration before you start the next.",
             )
 
@@ -102,10 +102,12 @@ class LocalLoader(Loader):
     def steps(self, position: Position, epochs: int, equal: bool) -> Iterator[PlannedStep]:
         """The steps from `position` to the end of epoch `epochs - 1`."""
         plan, size, seed = self.plan, self.plan.num_samples, position.seed
+        run = self._start_run()
         for block in plan.blocks(position, epochs):
             ids = torch.from_numpy(block.ids).to(self._ids_device)
             offset, begin = block.offset, 0
             for count, first in zip(block.counts, block.firsts, strict=True):
+                self._refuse_unless_current(run)
                 n = min(plan.global_batch, size - offset)
                 if equal:
                     number = plan.max_micro_batches(n)
