@@ -105,6 +105,26 @@ def test_a_script_that_sets_its_own_port_meets_there(
     assert told == (1 if kind == "spawns" else 2)
 
 
+SPAWNS = """
+import torch.multiprocessing as mp
+import paceline
+
+def work(index):
+    print("child", index, paceline.value, flush=True)
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=1)
+"""
+
+
+def test_a_file_named_paceline_hides_only_the_package_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/train.py").write_text(SPAWNS)
+    (tmp_path / "job/paceline.py").write_text("value = 7")
+    done = finish(start(["run", "job/train.py"], tmp_path))
+    assert (done.code, done.out) == (0, "child 0 7\n"), done.err
+
+
 SETS_VARIABLES = """
 import os
 for name, value in {
@@ -272,6 +292,26 @@ def test_bad_input_is_refused_with_a_reason(tmp_path: Path) -> None:
     for (words, code, reason), (ended, text) in zip(BAD, json.loads(done.out), strict=True):
         assert (ended, reason in text) == (code, True), (words, text)
         assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("limit", "more", "fix"),
+    [
+        ("unlimited", {"PYTHON_EXEC": "/nonexistent"}, "set PYTHON_EXEC to an interpreter"),
+        ("60", {}, "raise the limit of open files"),
+    ],
+)
+def test_ranks_that_cannot_be_started_are_an_error_with_a_fix(
+    tmp_path: Path, limit: str, more: dict[str, str], fix: str
+) -> None:
+    (tmp_path / "train.py").touch()
+    limits = f"ulimit -n {limit}; " if limit != "unlimited" else ""
+    command = f"{limits}exec {sys.executable} -m paceline run --nproc-per-node 20 train.py"
+    done = finish(spawn(["sh", "-c", command], tmp_path, **more))
+    assert done.code == 1
+    assert "of 20 cannot be started on this host" in done.err
+    assert fix in done.err
+    assert "Traceback" not in done.err
 
 
 def test_one_rank_per_gpu_without_gpus_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LaunchFailed
 from paceline.exit_codes import ExitCode
 from paceline.launch.local_ranks import LocalRanks, choose_threads, environment_of_ranks
 from paceline.launch.output import Consoles
@@ -46,6 +46,9 @@ def run(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return ExitCode.USAGE
+    except LaunchFailed as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return ExitCode.FAILED
     except ScriptError as error:
         print(error, end="", file=sys.stderr)
         return ExitCode.FAILED

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
+import math
 import os
 import signal
 import socket
@@ -22,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import LaunchFailed
 from paceline.exit_codes import ExitCode
 from paceline.launch.output import Console, Consoles, Pump, Stream
 from paceline.machine import usable_cores
@@ -62,6 +65,11 @@ _EVENTS: dict[str, dict[str, Any]] = {
     **{answer: {"id": int} for answer in Probe.REQUESTS},
 }
 _TRACEBACK = b"Traceback (most recent call last):\n"
+_START_FIXES = {
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`), or start fewer ranks on this host.",
+    errno.ENOENT: "set PYTHON_EXEC to an interpreter, or unset it.",
+    errno.EACCES: "set PYTHON_EXEC to an interpreter, or unset it.",
+}
 _NO_SIZE = bytes(8)
 _PIPE_BYTES = 1 << 18  # of an output: a rank that prints much wakes the launcher less often
 
@@ -406,7 +414,7 @@ class LocalRanks:
         self.ranks, self._spares = self._spares or self._start_all("torch.distributed"), []
 
     def _start_all(self, preload: str) -> list[Rank]:
-        ranks = []
+        ranks: list[Rank] = []
         for local_rank in range(self._count):
             command: tuple[str, ...] = (
                 os.environ.get("PYTHON_EXEC", sys.executable),
@@ -415,16 +423,24 @@ class LocalRanks:
             )
             if self._wrap is not None:
                 command = self._wrap(local_rank, command)
-            rank = Rank(
-                local_rank,
-                command,
-                environment={"PACELINE_PRELOAD": preload, **self._environment},
-                consoles=self.consoles,
-                pump=self.pump,
-                changed=self._changed.set,
-                prefix=f"[{local_rank}] ".encode() if self._count > 1 else b"",
-                terminal=self._terminal and local_rank == 0,
-            )
+            try:
+                rank = Rank(
+                    local_rank,
+                    command,
+                    environment={"PACELINE_PRELOAD": preload, **self._environment},
+                    consoles=self.consoles,
+                    pump=self.pump,
+                    changed=self._changed.set,
+                    prefix=f"[{local_rank}] ".encode() if self._count > 1 else b"",
+                    terminal=self._terminal and local_rank == 0,
+                )
+            except OSError as error:
+                self._abandon(ranks)
+                raise LaunchFailed(
+                    f"process {local_rank + 1} of {self._count} cannot be started on this host.",
+                    why=f"{error.strerror}{f': {error.filename}' if error.filename else ''}.",
+                    fix=_START_FIXES.get(error.errno or 0, "start fewer ranks on this host."),
+                ) from error
             self._tell_guard(f"+{rank.pid}\n")
             ranks.append(rank)
         return ranks
@@ -439,14 +455,20 @@ class LocalRanks:
         if modules != self._spares_import:
             self._end_spares()
         if not self._spares:
-            self._spares, self._spares_import = self._start_all(modules), modules
+            try:
+                self._spares, self._spares_import = self._start_all(modules), modules
+            except LaunchFailed:
+                self._script_began = math.inf  # no spares in this round: a restart starts its ranks
 
     def _end_spares(self) -> None:
         spares, self._spares = self._spares, []
-        for rank in spares:
+        self._abandon(spares)
+
+    def _abandon(self, ranks: Sequence[Rank]) -> None:
+        for rank in ranks:
             rank.kill()
             rank.process.wait(_KILLED_S)
-        self._clean_up(spares)
+        self._clean_up(ranks)
 
     def run(self, local_rank: int, rank: int, script: Mapping[str, Any]) -> None:
         """Send a started process its global rank and its script."""

@@ -18,6 +18,7 @@ import faulthandler
 import functools
 import gc
 import importlib.machinery
+import importlib.util
 import io
 import json
 import os
@@ -427,13 +428,24 @@ def _drop_script() -> None:
     gc.collect()
 
 
+def _is_importable() -> bool:
+    """Whether processes that the script spawns import this paceline, not a file of the script's folder."""
+    with contextlib.suppress(ImportError, ValueError):
+        found = importlib.util.find_spec("paceline")
+        package = os.path.dirname(os.path.dirname(__file__))
+        return found is not None and found.origin == os.path.join(package, "__init__.py")
+    return False
+
+
 def _watch_spawned_processes() -> None:
     """Watch for a port that processes of `torch.multiprocessing.spawn` set."""
     spawn: Any = sys.modules["torch.multiprocessing.spawn"]
     start = spawn.start_processes
 
     def start_watched(function: Any, *args: Any, **options: Any) -> Any:
-        return start(functools.partial(_variables.run_spawned, function), *args, **options)
+        if _is_importable():
+            function = functools.partial(_variables.run_spawned, function)
+        return start(function, *args, **options)
 
     package: Any = sys.modules["torch.multiprocessing"]
     spawn.start_processes = package.start_processes = start_watched
