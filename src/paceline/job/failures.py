@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -56,7 +57,7 @@ class Peers:
         self._rank = rank
         self._world_size = world_size
         self._loop = 0
-        self._num_calls = 0
+        self._num_calls = Counter[str]()
         self._lingered = False
         self._stop = threading.Event()
         # The main thread may be in a blocking call of the store, which holds its client's lock.
@@ -144,16 +145,16 @@ class Peers:
                 step=step,
             )
 
-    def missing_in_step(self, *, timeout_s: float) -> list[int]:
+    def missing_in_step(self, call: str, *, timeout_s: float) -> list[int]:
         """The ranks that end the current step without making this call, which all ranks make in it.
 
-        Outside of a step none is known.
+        Outside of a step none is known. `call` is the name of the function that is called.
         """
         step = current_step.step
         if self.passed >= step:
             return []
-        self._num_calls += 1
-        name = f"call/{self._num_calls}"
+        self._num_calls[call] += 1
+        name = f"{call}/{self._num_calls[call]}"
         _, missing = self.exchange(name, None, step, loop=self._loop, timeout_s=timeout_s)
         return list(missing)
 

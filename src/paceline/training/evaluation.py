@@ -158,7 +158,9 @@ def evaluate(
 
 
 def _refuse_missing_ranks(job: Job) -> None:
-    missing = [] if job.peers is None else job.peers.missing_in_step(timeout_s=job.timeout_s)
+    missing = (
+        [] if job.peers is None else job.peers.missing_in_step("evaluate", timeout_s=job.timeout_s)
+    )
     if missing:
         raise EvaluationError(
             f"{name_ranks(missing)} did not call `evaluate` in this step.",

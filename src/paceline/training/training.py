@@ -515,23 +515,19 @@ class Training:
                 fix="call it inside the loop; outside of it use Checkpoints.save(job, step, state).",
             )
         if not self._save_requested:
-            self._refuse_missing_savers(self._open[0].number)
+            self._refuse_missing_savers()
         self._save_requested, self._is_best = True, best or self._is_best
 
-    def _refuse_missing_savers(self, step: int) -> None:
-        peers, loop = self.job.peers, self._context.loop
-        if peers is None:
-            return
-        _, missing = peers.exchange(
-            f"save/{loop}/{step}", None, step, loop=loop, timeout_s=self.job.timeout_s
-        )
+    def _refuse_missing_savers(self) -> None:
+        peers = self.job.peers
+        missing = peers.missing_in_step("save", timeout_s=self.job.timeout_s) if peers else []
         if missing:
             raise StepError(
                 f"{name_ranks(missing)} did not call `training.save` in this step.",
-                where=self.job.where(step=step),
+                where=self.job.where(),
                 why="each rank writes its part of the checkpoint.",
                 fix="call it on every rank, without `if job.rank == 0`.",
-                step=step,
+                step=self.number,
             )
 
     def export(self, path: str | Path, *, number: int | None = None) -> None:
