@@ -326,7 +326,11 @@ def averaged_metric(case: Case) -> Judgement:
         # After a gather the script computes the sums, so both its values and their sums count.
         results = [x for pair in pairs for x in pair[1]["results"] + _sums(pair)]
         if any(_close(x, samples) for x in results):
-            with_counts += len(pairs)  # sums, which the script divides by the number of samples
+            # Sums, which the script divides by the number of samples; another value may be a score.
+            with_counts += len(pairs)
+            unclear = unclear or next(
+                (p for p in pairs if _differs(p, pairs, case.world_size)), None
+            )
             continue
         judged += len(pairs)
         for index, pair in enumerate(pairs):

@@ -16,6 +16,8 @@ _NEAR = 0.25
 _SAME_METRIC = 1e-6
 # A fault needs at least this many steps with the rate of a later part of the epoch.
 _MIN_EARLY = 3
+# And this part of the steps whose rate is not the expected one.
+_MIN_SHARE = 0.8
 # A fault needs at least this many times the calls per update of one process.
 _MORE_CALLS = 1.5
 # The end of a schedule has less than the first part of the largest rate; above the second it is not reached.
@@ -44,18 +46,23 @@ def fast_schedule(case: Case) -> Judgement:
     solo_rates = _rates(solo)
     if len(set(solo_rates)) < 2:
         return NoFault("the learning rate of one process did not change in the watched steps.")
-    early = agree = other = 0
+    early = late = agree = other = 0
     for step, rate in enumerate(_rates(log)):
         position = step * lengths[0] / lengths[1]
-        here, ahead = (
-            _interpolate(solo_rates, position),
-            _interpolate(solo_rates, position * case.world_size),
+        here, ahead, behind = (
+            _interpolate(solo_rates, position * factor)
+            for factor in (1, case.world_size, 1 / case.world_size)
         )
         reach = max(1, lengths[0] / lengths[1])
         other += not any(_is_near(solo_rates, each, rate, reach) for each in (position, step))
         if here is not None and ahead is not None and not _close(here, ahead):
             agree += abs(rate - here) < _NEAR * abs(ahead - here)
             early += abs(rate - ahead) < _NEAR * abs(ahead - here)
+        if here is not None and behind is not None and not _close(here, behind):
+            late += abs(rate - behind) < _NEAR * abs(behind - here)
+    is_late = late >= _MIN_SHARE * other and late > _MORE_CALLS * max(early, agree)
+    if is_late and other >= _MIN_EARLY:
+        return _slow_schedule(case, late)
     if early < _MIN_EARLY or agree >= early:
         if other >= _MIN_EARLY and calls > _MORE_CALLS * solo_calls > 0:
             return _fast_length(case, calls, solo_calls, other)
@@ -83,6 +90,20 @@ def fast_schedule(case: Case) -> Judgement:
         evidence=f"in {early} steps the learning rate was that of one process at {case.world_size} times "
         "the position in the epoch",
         effect=f"the learning rate changes {case.world_size} times too fast",
+    )
+
+
+def _slow_schedule(case: Case, late: int) -> FaultFound:
+    log, count = case.ranks[0], case.world_size
+    return FaultFound(
+        what=f"the schedule runs {count} times too slowly.",
+        at=(log.first("schedule") or log.of("step")[0])["at"],
+        step=1,
+        why="it counts the samples or tokens of one rank, and its length those of all ranks.",
+        fix=f"count the samples of all ranks: multiply those of one rank by {count}, or all_reduce them.",
+        evidence=f"in {late} steps the learning rate was that of one process at 1/{count} of the position in "
+        "the epoch",
+        effect=f"the learning rate changes {count} times too slowly",
     )
 
 
