@@ -68,7 +68,7 @@ class Checkpoints:
         ConfigError: a number is not an integer of at least 1 (`every_s`: not above 0); an unknown `resume`;
             a URL that holds credentials, or whose package is not installed.
 
-    Creating it is not collective.
+    Collective: none to create it.
     """
 
     def __init__(
