@@ -100,7 +100,9 @@ class LaunchFailed(PacelineError):
 
 
 class DataError(PacelineError):
-    """Data that cannot be trained on."""
+    """Data that cannot be trained on (`rank`, `worker` where known)."""
+
+    attributes: ClassVar[tuple[str, ...]] = ("rank", "worker")
 
 
 class SampleError(DataError):
@@ -156,7 +158,7 @@ class EvaluationError(PacelineError):
 class CheckpointError(PacelineError):
     """A checkpoint that cannot be written or read (`path`, `parameter` where known)."""
 
-    attributes = ("path", "parameter", "step")
+    attributes: ClassVar[tuple[str, ...]] = ("path", "parameter", "step")
 
 
 class SaveFailed(CheckpointError):

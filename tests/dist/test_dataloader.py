@@ -32,7 +32,7 @@ from torch.utils.data import (
 from paceline.data.batches import Batches
 from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Position
-from paceline.errors import ConfigError, DataError, RankDisagreement, SampleError, StepError
+from paceline.errors import ConfigError, DataError, RankDisagreement, StepError
 from paceline.job.job import Job
 from paceline.testing import run_failing_ranks, run_ranks
 
@@ -457,6 +457,10 @@ def _outside(job: Job, dataset: Any, workers: int) -> None:
     _read(Batches(job, loader))
 
 
+class Prepared(DataLoader):  # type: ignore[type-arg]
+    __module__ = "accelerate.data_loader"
+
+
 class Some(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[Any]:
         return iter([0, 1, None, 3])
@@ -550,8 +554,8 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Job], Any]]] = [
     ),
     *(
         (
-            "sample 99 could not be read",
-            SampleError,
+            "gives the index 99, but the dataset has",
+            ConfigError,
             lambda job, data=data, workers=workers: _outside(job, data, workers),
         )
         for data in (
@@ -560,6 +564,16 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Job], Any]]] = [
             Subset(DATA, [4, 5, 6, 7]),
         )
         for workers in (0, 1)
+    ),
+    (
+        "gives the index -1",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(DATA, batch_sampler=[[0, 1], [-1]])),
+    ),
+    (
+        "prepared by Accelerate",
+        ConfigError,
+        lambda job: Batches(job, Prepared(DATA)),
     ),
     (
         "cannot be copied",

@@ -161,7 +161,7 @@ def test_blocks_hold_the_ids_of_the_coming_steps(n, b, micro, world, seed, start
 
 @pytest.mark.parametrize(("n", "b"), [(100_000, 300), (70_000, 70_000), (200_000, 90_000)])
 def test_long_epochs_come_in_several_blocks(n: int, b: int, monkeypatch) -> None:
-    monkeypatch.setattr(plan_module, "_BLOCK", 1 << 13)
+    monkeypatch.setattr(plan_module, "_IDS_PER_BLOCK", 1 << 13)
     assert _blocks_are_the_steps(_plan(n, b, b, 1, 3), Position(5, 1, 0), 3) >= 2 + (n > b)
 
 

@@ -113,7 +113,7 @@ class Checkpoints:
         self._token = ""  # of rank 0, in the names of attempts to save
         self._attempts = 0
         self._last_begun = time.monotonic()
-        self._stall_s = 0.0  # for which the last save stopped the training
+        self._stall_s = 0.0  # time that the last save blocked the training
         self._cost_s = 0.0  # of the last save: the stall, and the processor time of its thread
 
     def is_due(self, step: int, *, epoch: int, ends_epoch: bool) -> bool:

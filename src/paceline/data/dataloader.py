@@ -90,11 +90,17 @@ def adopt(job: Job, loader: DataLoader[Any], shard: str | None = None) -> Source
         shard: "by_rank_and_worker", if its dataset is a stream that divides itself; else None.
 
     Raises:
-        ConfigError: its dataset is a stream and `shard` is None, it does not make batches of samples, or its
-            sampler gives no indices or cannot be drawn again.
+        ConfigError: its dataset is a stream and `shard` is None, it does not make batches of samples,
+            Accelerate has prepared it, or its sampler gives no or wrong indices, or cannot be drawn again.
     """
     dataset, name = loader.dataset, type(loader.dataset).__name__
     is_iterable = isinstance(dataset, IterableDataset)
+    if type(loader).__module__.partition(".")[0] == "accelerate":
+        raise ConfigError(
+            "this DataLoader was prepared by Accelerate, which divides its batches over the ranks.",
+            why="Paceline itself decides which samples each rank gets.",
+            fix="pass the loader that you had before `prepare`.",
+        )
     if shard not in (None, BY_RANK_AND_WORKER) or (shard is not None and not is_iterable):
         raise ConfigError(
             f"shard={shard!r} cannot be used here.",
@@ -196,8 +202,8 @@ class SampledOrder:
     Before each draw the global generators of torch, numpy and `random` and every `torch.Generator` in the
     sampler are seeded from `(seed, epoch)`, and `set_epoch(epoch)` is called if the sampler has it. A sampler
     that nevertheless draws two different orders for one epoch keeps a state of its own. The order of such a
-    sampler depends on all earlier draws, so they are repeated after a resume. The user's sampler is not
-    changed, because a copy is drawn.
+    sampler depends on all earlier draws, so they are repeated after a resume. A copy is
+    drawn, so that the user's sampler does not change, unless it cannot be copied.
 
     Args:
         size: Samples of the dataset.
@@ -212,12 +218,13 @@ class SampledOrder:
         has_state: whether the sampler keeps a state of its own.
 
     Raises:
-        ConfigError: the sampler gives no indices or is endless, or has a state of its own and cannot be
-            copied.
+        ConfigError: the sampler gives no or wrong indices, is endless, or has a state of its own and cannot
+            be copied.
     """
 
     def __init__(self, sampler: Any, seed: int, size: int, *, gives_batches: bool) -> None:
         self.name = type(sampler).__name__
+        self._size = size
         self._gives_batches = gives_batches
         self._max_indices = max(_MAX_INDICES, _MAX_REPEATS * size)
         # Generators are seeded from their first seeds, so a seed that the user chose has an effect. By the
@@ -338,7 +345,14 @@ class SampledOrder:
                     why="an epoch is what a sampler gives in one iteration.",
                     fix="end its `__iter__` after one epoch, or pass the dataset with `shuffle=True`.",
                 )
-        return np.array(indices, dtype=np.int64)
+        drawn = np.array(indices, dtype=np.int64)
+        outside = drawn[(drawn < 0) | (drawn >= self._size)]
+        if len(outside):
+            raise ConfigError(
+                f"{self.name} gives the index {outside[0]}, but the dataset has {self._size} samples.",
+                fix="let it give the indices of the dataset of the loader, from 0 on.",
+            )
+        return drawn
 
 
 def _copy(sampler: Any) -> Any:

@@ -29,7 +29,7 @@ Order = Callable[[Int64Array], Int64Array]
 
 # Sample ids are computed in blocks: large enough to spread numpy's cost per call over many steps, small
 # enough that the first block takes a millisecond or two.
-_BLOCK = 1 << 16
+_IDS_PER_BLOCK = 1 << 16
 _ROUNDS = 8  # of the Feistel network
 # A small set has few permutations, and 8 rounds do not give all of them with equal probability.
 _ROUNDS_SMALL = 32
@@ -304,7 +304,7 @@ class Plan:
             order = self.order(position.seed, epoch)
             while offset < self.num_samples:
                 own = max(1, self.global_batch // self.size)
-                stop = offset + max(1, _BLOCK // own) * self.global_batch
+                stop = offset + max(1, _IDS_PER_BLOCK // own) * self.global_batch
                 starts = np.arange(offset, min(stop, self.num_samples), self.global_batch)
                 begins, ends = self.share(np.minimum(self.global_batch, self.num_samples - starts))
                 counts = ends - begins

@@ -198,7 +198,7 @@ class Samples:
                 return [_index_pinned(tensor, rows) for tensor in tensors]
             return [tensor.index_select(0, rows) for tensor in tensors]
         except (IndexError, RuntimeError) as error:
-            raise self._not_in_dataset(ids, error) from error
+            raise self.errors.not_read(ids.tolist(), error, "") from error
 
     def _rows_of(self, ids: torch.Tensor, id_list: list[int]) -> list[int]:
         """The rows of these samples in the innermost dataset."""
@@ -207,18 +207,8 @@ class Samples:
         try:
             rows: list[int] = self._rows.index_select(0, ids).tolist()
         except (IndexError, RuntimeError) as error:
-            raise self._not_in_dataset(ids, error) from error
+            raise self.errors.not_read(ids.tolist(), error, "") from error
         return rows
-
-    def _not_in_dataset(self, ids: torch.Tensor, error: Exception) -> SampleError:
-        size = len(self.dataset)
-        outside = [sample_id for sample_id in ids.tolist() if not 0 <= sample_id < size]
-        why = (
-            f"the dataset has {size} samples, and the sampler gave another index."
-            if outside
-            else ""
-        )
-        return self.errors.not_read(outside or ids.tolist(), error, why)
 
     def _read_unseeded(self, id_list: list[int], rows: list[int]) -> list[Any]:
         if self._batched is None:

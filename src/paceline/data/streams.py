@@ -36,7 +36,7 @@ from paceline.job import rng
 from paceline.job.job import Job
 
 _MISSING: Any = object()
-_KEYS = 1 << 14  # computed in one call; a resume may skip billions of items
+_KEYS_PER_CALL = 1 << 14  # computed in one call; a resume may skip billions of items
 
 # Only a warning: with a dataset that augments from its own generator, the samples differ but none is lost.
 _DIFFERENT_STREAMS = (
@@ -219,8 +219,8 @@ class StreamReader:
     @staticmethod
     def _keys(place: int, stop: int, stride: int, prefix: tuple[int, ...]) -> Iterator[int]:
         """The keys of every `stride`-th place of `[place, stop)`."""
-        for begin in range(place, stop, _KEYS * stride):
-            end = min(begin + _KEYS * stride, stop)
+        for begin in range(place, stop, _KEYS_PER_CALL * stride):
+            end = min(begin + _KEYS_PER_CALL * stride, stop)
             yield from sample_keys(prefix, np.arange(begin, end, stride, dtype=np.int64))
 
     def _next(self, stream: _OpenStream) -> Any:
