@@ -201,6 +201,8 @@ class HangWatch:
     def _sample(self, rank: Rank, now: float) -> None:
         activity = self._activities.setdefault(rank.local_rank, Activity(since=now))
         beat = read_beat(rank.probed())
+        if "error" in beat:
+            raise RuntimeError(beat["error"])
         if beat:
             activity.beat = beat
             counts = (beat["entered"], beat["over"])
