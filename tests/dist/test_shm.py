@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -171,7 +172,7 @@ def test_ranks_that_cannot_share_memory_use_gloo() -> None:
     assert run_ranks(_without_memory, nproc=3) == [["ProcessGroup 3.0"] * 2] * 3
 
 
-def _disagree(job: Job) -> dict[str, str]:
+def _disagree(job: Job) -> tuple[dict[str, str], list[int]]:
     """The error of each case. A group that failed stays failed, so each case has a group of its own."""
     rank, three = job.rank, torch.ones(3)
     longer = torch.ones(3 + rank)
@@ -200,12 +201,20 @@ def _disagree(job: Job) -> dict[str, str]:
             of_ranks[rank % len(of_ranks)](group)
         except RankDisagreement as error:
             texts[case] = str(error)
+    frames = []
+    for _ in range(20):  # each later call raises the same error
+        try:
+            dist.all_reduce(three, group=group)
+        except RankDisagreement as error:
+            frames.append(len(traceback.extract_tb(error.__traceback__)))
     dist.barrier(group=job.control)
-    return texts
+    return texts, frames
 
 
 def test_all_ranks_get_the_error_if_they_disagree() -> None:
-    for texts in run_ranks(_disagree, nproc=2):
+    for texts, frames in run_ranks(_disagree, nproc=2):
+        assert len(frames) == 20
+        assert frames[0] == frames[-1]
         assert len(texts) == 9
         for case, text in texts.items():
             assert text.startswith("ranks called different collectives: rank 0"), (case, text)

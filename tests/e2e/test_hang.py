@@ -97,6 +97,30 @@ def test_a_hang_may_end_the_ranks_and_uses_up_a_restart(tmp_path: Path) -> None:
     assert "SIGTERM" not in done.err
 
 
+CHANGED_TORCH = """
+import os, sys, time
+import torch, torch.distributed as dist
+def counts():
+    raise KeyError("last_enqueued_collective")
+sys.modules["paceline.watch.probe"].counts = counts
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    time.sleep(6)
+dist.barrier()
+print("done")
+"""
+
+
+def test_counts_of_another_torch_switch_the_detection_off(tmp_path: Path) -> None:
+    done = run("--nproc-per-node=2 --hang-after=2", CHANGED_TORCH, tmp_path)
+    assert (done.code, done.out.count("done")) == (0, 2), done.err
+    off = "paceline: the detection of hangs is off: RuntimeError"
+    lines = [line for line in done.err.splitlines() if "ranks on localhost" not in line]
+    assert len(lines) == 1, done.err
+    assert lines[0].startswith(off)
+    assert "last_enqueued_collective" in lines[0]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

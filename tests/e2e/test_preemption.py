@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from launching import Finished, alive, finish, node_words, run, spawn, start
 
+from paceline.job.preemption import SAME_SIGNAL_S
+
 SCRIPT = """
 import atexit, hashlib, os, signal, time, torch, paceline
 from torch.utils.data import TensorDataset
@@ -187,10 +189,10 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     process = begin(tmp_path, "--nproc-per-node=2", SLOW_S="20")
     wait_for(process, tmp_path, "step", 2)
     process.send_signal(signal.SIGTERM)
-    # Two signals of a kind that are pending at the same time count as one.
     while not all((tmp_path / f"signals{rank}").read_bytes() for rank in (0, 1)):
         assert process.poll() is None
         time.sleep(0.01)
+    time.sleep(SAME_SIGNAL_S)
     process.send_signal(signal.SIGTERM)
     done = finish(process)
     assert done.code == 143

@@ -494,7 +494,9 @@ def test_answering_the_launcher_does_not_make_a_rank_busy(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         "paceline.watch.processes.read_process", lambda pid: process(ranks[pid].cpu_s, pid=pid)
     )
-    monkeypatch.setattr("paceline.watch.processes.descendants", lambda pid: [])
+    monkeypatch.setattr("paceline.watch.processes.descendants", lambda pid, children: [])
+    reads = []
+    monkeypatch.setattr("paceline.watch.processes.read_children", lambda: reads.append(now) or {})
     watch = HangWatch(local_ranks, after_s=2.0, ends=False)
     watch._stragglers = types.SimpleNamespace(look=lambda *_: False, begin=lambda: None)  # type: ignore[assignment]
     while not said:
@@ -505,6 +507,7 @@ def test_answering_the_launcher_does_not_make_a_rank_busy(monkeypatch: pytest.Mo
     warning = "reports of hangs do not name the ranks of a group"
     assert said[0] == f"paceline: torch has no {WORLD}: {warning}\n"
     assert said[1].startswith("hang: rank 0 "), said
+    assert len(reads) == len(set(reads)) > 0  # once for all ranks
 
 
 def test_a_rank_reports_names_that_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from paceline.exit_codes import ExitCode
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 # Signals within this time count as one. A scheduler that signals every process of a job reaches a rank twice:
-# directly and through the launcher.
-_SAME_SIGNAL_S = 1.0
+# directly and through the launcher. It may reach the launcher twice too, as a shell that ends may.
+SAME_SIGNAL_S = 1.0
 
 
 class Preempted(SystemExit):
@@ -118,7 +118,7 @@ class Notice:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._came_at is not None:
-            if now - self._came_at < _SAME_SIGNAL_S:
+            if now - self._came_at < SAME_SIGNAL_S:
                 return
         elif self._watchers:
             self._came_at = now

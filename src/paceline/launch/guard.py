@@ -23,7 +23,8 @@ def main() -> None:
         else:
             groups.discard(group)
     for group in groups:
-        with contextlib.suppress(ProcessLookupError):
+        # A group that has changed its user may not be signalled.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
 
 

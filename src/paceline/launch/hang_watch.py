@@ -11,7 +11,7 @@ import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,8 +148,11 @@ class HangWatch:
         if pids != self._pids:
             self._begin(pids)
         alive = [rank for rank in self._local_ranks.ranks if rank.returncode is None]
+        # Only if a rank is idle, since this reads all processes of the host.
+        idle = any(now - activity.since > 1 for activity in self._activities.values())
+        children = processes.read_children() if idle and not self._deadline else {}
         for rank in alive:
-            self._sample(rank, now)
+            self._sample(rank, now, children)
         if self._stragglers.look(
             now, alive, sum(activity.counts[0] for activity in self._activities.values())
         ):
@@ -198,9 +201,11 @@ class HangWatch:
         usual_s = statistics.median(self._steps) if self._steps else 0.0
         return max(_HANG_AFTER_S, _STEPS * usual_s)
 
-    def _sample(self, rank: Rank, now: float) -> None:
+    def _sample(self, rank: Rank, now: float, children: Mapping[int, Sequence[int]]) -> None:
         activity = self._activities.setdefault(rank.local_rank, Activity(since=now))
         beat = read_beat(rank.probed())
+        if "error" in beat:
+            raise RuntimeError(beat["error"])
         if beat:
             activity.beat = beat
             counts = (beat["entered"], beat["over"])
@@ -220,8 +225,7 @@ class HangWatch:
             activity.ending = self._watched_s
         if self._deadline:
             return  # to answer, a rank uses the CPU and reads files
-        # Only if the rank is idle, since finding its descendants reads all processes of the host.
-        below = processes.descendants(rank.pid) if now - activity.since > 1 else ()
+        below = processes.descendants(rank.pid, children) if now - activity.since > 1 else ()
         tree = [found, *filter(None, map(processes.read_process, below))]
         activity.add(self._watched_s, tree, activity.beat.get("at"), window_s=self._window_s)
 

@@ -16,6 +16,8 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from paceline.job.preemption import SAME_SIGNAL_S
+
 # torch's default of --signals-to-handle.
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
@@ -36,6 +38,7 @@ class Signals:
 
     def __init__(self, stuck: Callable[[int], None], wake: Callable[[], None]) -> None:
         self.received: list[signal.Signals] = []
+        self._first_at = self._last_at = 0.0
         self._for_ranks: list[signal.Signals] = []
         self._stuck = stuck
         self._wake = wake
@@ -44,8 +47,8 @@ class Signals:
 
     @property
     def hurry(self) -> bool:
-        """Whether a second signal asks to end without a grace period."""
-        return len(self.received) > 1
+        """Whether a later signal asks to end without a grace period."""
+        return self._last_at - self._first_at > SAME_SIGNAL_S
 
     def check(self) -> None:
         """Raise for a received signal.
@@ -124,6 +127,8 @@ class Signals:
                 self._stuck(ours[0])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self._last_at = time.monotonic()
+        self._first_at = self._first_at or self._last_at
         self.received.append(signal.Signals(number))
         if self._interruptible:
             self._interruptible = False

@@ -181,7 +181,8 @@ class WorkQueue:
         work = QueuedWork(self, collective, outputs, timeout_s)
         with self.lock:
             if self._error is not None:
-                raise self._error
+                # It is raised again and again: the frames of earlier calls would stay alive.
+                raise self._error.with_traceback(None)
             alone = not self._works
             self.entered = work.number = self.entered + 1
             self._works.append(work)
@@ -260,8 +261,7 @@ class WorkQueue:
             progressed = self._collectives.round != before
             if progressed or self._waiting_since == 0:
                 self._adapt_spinning()
-        while self._finished:
-            self._finished.popleft().complete_future()
+        self._complete_futures()
         return progressed
 
     def _adapt_spinning(self) -> None:
@@ -271,6 +271,16 @@ class WorkQueue:
             soon = now - self._waiting_since < _SOON_S
             self._spins = min(self._max_spins, 2 * self._spins) if soon else self._spins // 2 or 1
         self._waiting_since = now if self._works else 0.0
+
+    def _complete_futures(self) -> None:
+        # Without the lock, since the callbacks of a future may issue a collective. The main thread and the
+        # background thread may both be here.
+        while True:
+            try:
+                work = self._finished.popleft()
+            except IndexError:
+                return
+            work.complete_future()
 
     def _pop(self, work: QueuedWork) -> None:
         self._works.popleft()
@@ -390,8 +400,7 @@ class WorkQueue:
         if held:
             self.lock.release()
         self._wake.set()
-        while self._finished:
-            self._finished.popleft().complete_future()
+        self._complete_futures()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
 

@@ -70,12 +70,13 @@ def sample_host(pids: Sequence[int]) -> HostSample:
         if (times := process.info["cpu_times"]) is not None:
             names[process.pid] = process.info["name"]
             cpu_s[process.pid] = times.user + times.system
+    children = read_children()
     delays = {pid: read_text(Path(f"/proc/{pid}/schedstat")).split() for pid in pids}
     return HostSample(
         time_s=time.monotonic(),
         names=names,
         cpu_s=cpu_s,
-        job=frozenset(pids).union(*(descendants(pid) for pid in pids)),
+        job=frozenset(pids).union(*(descendants(pid, children) for pid in pids)),
         delay_s={
             pid: int(words[1]) / 1e9 if len(words) > 1 else 0.0 for pid, words in delays.items()
         },
@@ -116,12 +117,21 @@ def read_process(pid: int) -> Process | None:
     )
 
 
-def descendants(pid: int, *, children_only: bool = False) -> list[int]:
-    """The children of a process, and their descendants unless `children_only`."""
-    try:
-        return [p.pid for p in psutil.Process(pid).children(recursive=not children_only)]
-    except psutil.Error:
-        return []
+def read_children() -> dict[int, list[int]]:
+    """The children of each process, by pid. This reads all processes of the host."""
+    children: dict[int, list[int]] = {}
+    for pid in psutil.pids():
+        if fields := stat_fields(f"/proc/{pid}"):
+            children.setdefault(int(fields[1]), []).append(pid)
+    return children
+
+
+def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
+    """The children of a process, and theirs; `children` as from `read_children`."""
+    found = [pid]
+    for each in found:
+        found += (child for child in children.get(each, ()) if child not in found)
+    return found[1:]
 
 
 def is_ending(pid: int) -> bool:
@@ -149,7 +159,7 @@ def waits_in(pid: int) -> str:
 def describe_workers(pid: int, cwd: str) -> tuple[str, ...]:
     """A few words for each child of a rank that may be a loader worker; those in the script first."""
     words = []
-    for child in descendants(pid, children_only=True):
+    for child in read_children().get(pid, ()):
         found, text = read_process(child), _read_probe(child)
         if found is None or not (text or found.name.startswith("pt_data_worker")):
             continue  # a spawned worker has no probe

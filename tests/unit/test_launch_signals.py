@@ -1,0 +1,27 @@
+"""Signals that the launcher receives."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from paceline.job.preemption import SAME_SIGNAL_S
+from paceline.launch.signals import Signals
+
+
+def test_two_signals_at_once_are_one_and_a_later_one_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    signals = Signals(stuck=lambda _: None, wake=lambda: None)
+    assert not signals.hurry
+    for passed_s in (0, SAME_SIGNAL_S):
+        now = 100.0 + passed_s
+        signals._note(signal.SIGHUP, None)
+        assert not signals.hurry
+    now += 0.1
+    signals._note(signal.SIGHUP, None)
+    assert signals.hurry
