@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -24,7 +25,7 @@ print("done")
 """
 
 RAISES = """
-import torch, paceline
+import time, torch, paceline
 from torch.utils.data import TensorDataset
 with paceline.join(seed=1, device="cpu") as job:
     model = paceline.ddp(job, torch.nn.Linear(1, 1))
@@ -36,6 +37,8 @@ with paceline.join(seed=1, device="cpu") as job:
             step.backward(model(x).square().sum(), count=len(x))
         if step.number == 3 and job.rank == 1:
             raise OSError("bad sample")
+        if step.number == 3:
+            time.sleep(60)
         step.update()
 """
 
@@ -70,6 +73,9 @@ def test_the_same_exception_in_the_same_step_ends_the_job(tmp_path: Path) -> Non
     assert done.code == 1, done
     assert done.err.count("begins") == 1
     assert "The same exception was raised in step 3 before the restart" in done.err
+    folder = Path(done.err.splitlines()[-1].rpartition(" are in ")[2])
+    state = json.loads((folder / "rank0-state.json").read_text())
+    assert state["stacks and collectives"]["threads"]
 
 
 def test_the_loss_of_the_rendezvous_host_ends_the_job_with_69(

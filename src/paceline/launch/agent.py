@@ -351,7 +351,8 @@ class Agent(LocalElasticAgent):
             exchange.announce_failure()
         if ranks.failing:
             ranks.settle(enough, hurry=hurry)
-        if self._remaining_restarts <= 0:
+        settled = find_first_failure(ranks.outcomes())
+        if self._remaining_restarts <= 0 or (settled is not None and self._repeats(settled)):
             ranks.request_states()
         elsewhere: list[RankOutcome] = []
         silent = 0
@@ -373,7 +374,7 @@ class Agent(LocalElasticAgent):
             )
             ranks.forget()
             return RunResult(state=WorkerState.FAILED)
-        repeated = self.verdict is not None and verdict.repeats(self.verdict)
+        repeated = self._repeats(verdict)
         if repeated:
             self._remaining_restarts = 0
         self.verdict = verdict
@@ -403,6 +404,9 @@ class Agent(LocalElasticAgent):
         }
         ranks.forget()
         return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _repeats(self, verdict: FirstFailure) -> bool:
+        return self.verdict is not None and verdict.repeats(self.verdict)
 
     def _report(self, outcomes: Sequence[RankOutcome], text: str) -> str:
         try:
