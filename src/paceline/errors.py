@@ -94,15 +94,15 @@ class LauncherError(ConfigError):
 
 
 class LaunchFailed(PacelineError):
-    """Ranks could not be started, or did not all finish (`exit_code`, `rank` where known)."""
+    """Ranks could not be started, or did not all finish (`rank`, `rank_exit_code`)."""
 
-    attributes = ("rank",)
+    attributes = ("rank", "rank_exit_code")
 
 
 class DataError(PacelineError):
-    """Data that cannot be trained on (`rank`, `worker` where known)."""
+    """Data that cannot be trained on (`rank`, `worker`, `worker_exit_code` where known)."""
 
-    attributes: ClassVar[tuple[str, ...]] = ("rank", "worker")
+    attributes: ClassVar[tuple[str, ...]] = ("rank", "worker", "worker_exit_code")
 
 
 class SampleError(DataError):

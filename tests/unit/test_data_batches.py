@@ -529,6 +529,7 @@ def test_a_worker_that_dies_is_named_with_the_probable_cause(
         _everything(batches)
     # Places 0 to 7 are steps 0 to 3, dealt to workers in turn.
     assert (caught.value.worker, caught.value.rank) == (1, 0)
+    assert caught.value.worker_exit_code == (-how or 5)
     assert why in caught.value.why
     batches.close()
 

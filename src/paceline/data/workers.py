@@ -217,7 +217,7 @@ class Workers:
             fix=fix,
             rank=self._job.rank,
             worker=worker,
-            exit_code=code,
+            worker_exit_code=code,
         )
 
     def close(self) -> None:

@@ -117,7 +117,7 @@ def spawn(
                 where=f"rank {first.rank}",
                 fix="return from the function instead.",
                 rank=first.rank,
-                exit_code=code,
+                rank_exit_code=code,
             )
         # A rank with a timeout may have waited for one that did not end: its stacks show why.
         for outcome in failed:
@@ -409,5 +409,5 @@ def _receive(number: int, rank: _Rank) -> Outcome:
         if code >= 0:
             how = f"ended with exit code {code} before its function returned"
             why = "the function or a library called os._exit, or exit of C."
-        error = LaunchFailed(f"rank {number} {how}.", why=why, rank=number, exit_code=code)
+        error = LaunchFailed(f"rank {number} {how}.", why=why, rank=number, rank_exit_code=code)
         return Outcome(number, error=error, ended=_rank_outcome(number, returncode=code))
