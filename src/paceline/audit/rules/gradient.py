@@ -125,6 +125,9 @@ def _wrong_multiple(case: Case, run: Run) -> FaultFound | None:
 
 def _scale_by_weight(case: Case, why: str) -> Judgement:
     """Compare the total weight of the samples of step 1, for samples that cannot be replayed."""
+    updates = [_first_update(log) for log in (case.solo.ranks[0], *case.ranks)]
+    if len({update[0]["at"] for update in updates if update}) > 1:
+        return NotJudged("the ranks make their first step at different lines.")
     solo, ordinary = _total_weight(case.solo), _total_weight(case.ordinary)
     if not solo or not ordinary:
         return NotJudged(why)
