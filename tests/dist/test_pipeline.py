@@ -356,7 +356,7 @@ class Simple(nn.Module):
 
 # Raised before the model is split.
 WRONG = {
-    "name": "split: Simple has no submodule 'thrd'.\n  fix:   did you mean 'third'?",
+    "name": "split: 'thrd' matches no submodule of Simple.\n  fix:   did you mean 'third'?",
     "twice named": "split: ['third', 'third'] must name different submodules with parameters",
     "number": "split makes 3 stages; pp=2 with schedule='1f1b' needs 2.\n"
     "  fix:   give 1 names, or change pp.",

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from paceline.parallel.modules import (
     equalize_buffers,
     is_sharded,
     local,
+    names_matching,
     owned_parameters,
     refuse_compiled,
     refuse_module,
@@ -279,15 +279,16 @@ def _block_names(module: nn.Module, blocks: Blocks) -> list[str]:
     wanted = [blocks] if isinstance(blocks, (type, str)) else list(blocks)
     found: dict[str, None] = {}
     for each in wanted:
+        named = set(names_matching(module, each, option="blocks") if isinstance(each, str) else ())
         matches = [
             name
             for name, layer in module.named_modules()
             if name
-            and (fnmatchcase(name, each) if isinstance(each, str) else isinstance(layer, each))
+            and (name in named or (isinstance(each, type) and isinstance(layer, each)))
             and any(True for _ in layer.parameters())
         ]
         if not matches:
-            shown = repr(each) if isinstance(each, str) else each.__name__
+            shown = each.__name__ if isinstance(each, type) else repr(each)
             raise ConfigError(
                 f"blocks: {shown} matches no submodule with parameters in {type(module).__name__}.",
                 fix='give a class of its submodules, or a pattern of their names such as "layers.*".',
@@ -398,17 +399,37 @@ class FSDPStrategy(Strategy):
                     p.grad = p.grad.redistribute(placements=p.placements)
 
     def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        own = self._own_norm(gradients, norm_type)
+        norms = self._norms_over_ranks(own.double().reshape(1), norm_type, self._job.group)
+        return norms[0].to(own.dtype)
+
+    def grad_norms(
+        self, gradients: Mapping[str, torch.Tensor], norm_type: float
+    ) -> dict[str, torch.Tensor]:
+        own = [self._own_norm([gradient], norm_type) for gradient in gradients.values()]
+        packed = torch.stack([norm.double() for norm in own])
+        norms = self._norms_over_ranks(packed, norm_type, self._job.group)
+        return {
+            name: norm.to(part.dtype)
+            for name, norm, part in zip(gradients, norms.unbind(), own, strict=True)
+        }
+
+    def _own_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The share of this rank in the norm: parts that several ranks hold count once over all ranks."""
+        parts = [local(g) for g in gradients]
         if norm_type == math.inf:
-            return self._largest(gradients)
-        # Parts by how many ranks hold the same one: their powers are added up over all ranks.
+            # torch has no infinity norm of an empty shard, which a rank may hold of a small parameter.
+            largest = [g.abs().max() for g in parts if g.numel()]
+            return torch.stack(largest or [parts[0].new_zeros(())]).max()
         by_copies: dict[int, list[torch.Tensor]] = {}
-        for g in gradients:
-            by_copies.setdefault(self._copies(g), []).append(local(g))
-        total = torch.zeros((), device=self._job.device)
-        for copies, parts in by_copies.items():
-            total = total + get_total_norm(parts, norm_type, foreach=True) ** norm_type / copies
-        dist.all_reduce(total, group=self._job.group)
-        return total ** (1 / norm_type)
+        for g, part in zip(gradients, parts, strict=True):
+            by_copies.setdefault(self._copies(g), []).append(part)
+        shares = [
+            get_total_norm(each, norm_type, foreach=True) / copies ** (1 / norm_type)
+            for copies, each in by_copies.items()
+        ]
+        own: torch.Tensor = torch.linalg.vector_norm(torch.stack(shares), norm_type)
+        return own
 
     def _copies(self, tensor: torch.Tensor) -> int:
         """The number of ranks of the job that hold the same part of a tensor."""
@@ -418,15 +439,6 @@ class FSDPStrategy(Strategy):
         return self._job.world_size // math.prod(
             size for at, size in sizes if not at.is_replicate()
         )
-
-    def _largest(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        # torch has no infinity norm of an empty shard, which a rank may hold of a small parameter.
-        parts = [local(g) for g in gradients]
-        own = torch.stack([g.abs().max() for g in parts if g.numel()] or [parts[0].new_zeros(())])
-        # Gathered, because a maximum over ranks does not keep NaN on every backend.
-        each = [torch.empty_like(own[0]) for _ in range(self._job.world_size)]
-        dist.all_gather(each, own.max(), group=self._job.group)
-        return torch.stack(each).max()
 
     def whole_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return {

@@ -6,7 +6,10 @@ torch finds the same mistakes later, or reports them as indices of buckets.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from itertools import zip_longest
 
 import torch
@@ -119,6 +122,35 @@ def refuse_compiled(module: nn.Module, *, wrap: str) -> None:
             "a compiled model cannot be split.",
             fix=f"compile its layers: layer.compile() before {wrap}(...).",
         )
+
+
+def names_matching(
+    module: nn.Module, pattern: str, *, option: str, remove_duplicate: bool = True
+) -> list[str]:
+    """The names of the submodules that match a pattern such as "layers.*".
+
+    Args:
+        option: What the user gave the pattern for.
+        remove_duplicate: Whether a submodule that has several names has only the first here.
+
+    Raises:
+        ConfigError: there are none; the fix is the nearest name.
+    """
+    named = module.named_modules(remove_duplicate=remove_duplicate)
+    names = [name for name, _ in named if name]
+    matches = [name for name in names if fnmatchcase(name, pattern)]
+    if not matches:
+        near = get_close_matches(pattern, [*names, *map(pattern_of, names)], n=1)
+        raise ConfigError(
+            f"{option}: {pattern!r} matches no submodule of {type(module).__name__}.",
+            fix=f"did you mean {near[0]!r}?" if near else "see model.named_modules().",
+        )
+    return matches
+
+
+def pattern_of(name: str) -> str:
+    """A name with `*` for each number in it."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
 def agree_on_parameters(job: Job, module: nn.Module, options: str) -> None:

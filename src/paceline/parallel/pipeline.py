@@ -13,7 +13,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import groupby
 from typing import Any, Literal, NoReturn
 
@@ -44,6 +43,7 @@ from paceline.parallel.modules import (
     broadcast_state,
     is_pipeline,
     is_sharded,
+    names_matching,
     owned_parameters,
     refuse_compiled,
     refuse_module,
@@ -165,14 +165,8 @@ def _layers(module: nn.Module, prefix: str = "") -> list[str]:
 
 
 def _named_stages(module: nn.Module, split: list[str]) -> list[list[str]]:
-    known = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     for name in split:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"split: {type(module).__name__} has no submodule {name!r}.",
-                fix=f"did you mean {near[0]!r}?" if near else "see model.named_modules().",
-            )
+        names_matching(module, name, option="split", remove_duplicate=False)
 
     def expand(parent: nn.Module, prefix: str) -> Iterator[str]:
         for name, child in _children(parent):
@@ -1030,19 +1024,11 @@ class PipelineStrategy(Strategy):
             )
 
     def grad_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        device = self._job.device
-        own = torch.zeros((), device=device)
+        own = torch.zeros((), device=self._job.device)
         if gradients:
             own = super().grad_norm(gradients, norm_type)
-        # In one dtype on all stages. Gathered, because a maximum over ranks does not keep NaN everywhere.
-        each = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(self._pipe.size)]
-        try:
-            dist.all_gather(each, own.double(), group=self._pipe.group)
-        except RuntimeError as error:
-            self._job.reraise(error)
-        norms = torch.stack(each)
-        whole = norms.max() if norm_type == math.inf else norms.norm(norm_type)
-        return whole.to(own.dtype)
+        norms = self._norms_over_ranks(own.double().reshape(1), norm_type, self._pipe.group)
+        return norms[0].to(own.dtype)
 
     def grad_norms(
         self, gradients: Mapping[str, torch.Tensor], norm_type: float

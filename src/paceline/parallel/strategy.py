@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -165,6 +166,23 @@ class Strategy:
     def plain_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as a plain tensor, if layers return `DTensor`s; differentiable."""
         return loss
+
+    def _norms_over_ranks(
+        self, own: torch.Tensor, norm_type: float, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        """The p-norms of vectors that are split over the ranks of a group, from those of this rank's parts.
+
+        Args:
+            own: Shape (number of vectors,), float64.
+        """
+        # Gathered, because a maximum over ranks does not keep NaN on every backend.
+        each = own.new_empty((dist.get_world_size(group), len(own)))
+        try:
+            dist.all_gather(list(each.unbind()), own, group=group)
+        except RuntimeError as error:
+            self._job.reraise(error)
+        norms: torch.Tensor = torch.linalg.vector_norm(each, norm_type, dim=0)
+        return norms
 
     def logged_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch in the form that is added up for the log."""

@@ -9,11 +9,8 @@ Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -39,6 +36,8 @@ from paceline.parallel.modules import (
     agree_on_parameters,
     broadcast_state,
     is_sharded,
+    names_matching,
+    pattern_of,
     refuse_compiled,
     refuse_module,
 )
@@ -175,16 +174,9 @@ def _known_plan(module: nn.Module) -> Plan:
 
 def _resolve(module: nn.Module, plan: Plan) -> dict[str, str | ParallelStyle]:
     """The plan with names of submodules instead of patterns."""
-    names = [name for name, _ in module.named_modules() if name]
     styles: dict[str, str | ParallelStyle] = {}
     for pattern, style in plan.items():
-        matches = [name for name in names if fnmatchcase(name, pattern)]
-        if not matches:
-            near = get_close_matches(pattern, [*names, *(_pattern(n) for n in names)], n=1)
-            raise ConfigError(
-                f"plan: {pattern!r} matches no submodule of {type(module).__name__}.",
-                fix=f"did you mean {near[0]!r}?" if near else "see model.named_modules().",
-            )
+        matches = names_matching(module, pattern, option="plan")
         if isinstance(style, str):
             if style not in _STYLES:
                 raise ConfigError(
@@ -381,12 +373,8 @@ def _tie_again(module: nn.Module, tied: list[list[str]]) -> None:
             setattr(module.get_submodule(path), attribute, kept)
 
 
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
-
-
 def _summary(styles: Mapping[str, str | ParallelStyle]) -> dict[str, str]:
     return {
-        _pattern(name): style if isinstance(style, str) else type(style).__name__
+        pattern_of(name): style if isinstance(style, str) else type(style).__name__
         for name, style in styles.items()
     }
