@@ -33,8 +33,8 @@ class PrivateName:
 
     path: str
     why: str
-    since: str
     without: str
+    since: str = "2.11"
     of_objects: bool = False
 
 
@@ -44,149 +44,126 @@ NAMES = (
     PrivateName(
         "torch.distributed.distributed_c10d._abort_process_group",
         why="the public destroy_process_group may wait for work that never ends after a failure",
-        since="2.11",
         without="a failed job destroys its process group the public way, which may take its timeout",
     ),
     PrivateName(
         "torch.distributed.distributed_c10d._get_default_store",
         why="the store of a process group that Ray Train has made is nowhere else",
-        since="2.11",
         without="paceline.join refuses the process group of Ray Train",
     ),
     # audit
     PrivateName(
         "torch._C._are_functorch_transforms_active",
         why="torch.func has no public way to tell that a forward runs inside vmap or grad",
-        since="2.11",
         without="paceline verify cannot watch a model that is called inside torch.func",
     ),
     # shm
     PrivateName(
         "torch.distributed.ProcessGroup._allgather_base",
         why="torch before 2.13 has all_gather_single, a method of groups, under this name only",
-        since="2.11",
         without="nothing changes: later versions of torch call all_gather_single",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._reduce_scatter_base",
         why="torch before 2.13 has reduce_scatter_single, a method of groups, under this name only",
-        since="2.11",
         without="nothing changes: later versions of torch call reduce_scatter_single",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._register_backend",
         why="a process group in Python has no public way to use Gloo for what it does not do itself",
-        since="2.11",
         without="groups of the backend `shm` use Gloo",
     ),
     PrivateName(
         "torch.distributed.ProcessGroup._set_default_backend",
         why="torch asks every group for its default backend, which only this method sets",
-        since="2.11",
         without="groups of the backend `shm` use Gloo",
     ),
     PrivateName(
         "torch.distributed.ProcessGroupGloo._set_sequence_number_for_group",
         why="torch calls it for each Gloo group that it makes, so that the flight recorder counts works",
-        since="2.11",
         without="the flight recorder does not number the collectives that `shm` leaves to Gloo",
     ),
     PrivateName(
         "torch.UntypedStorage._share_fd_cpu_",
         why="the public share_memory_() does not return the file descriptor that other ranks open",
-        since="2.11",
         without="`shm` copies gradients to sum them",
     ),
     # data
     PrivateName(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
         why="DataLoader ends its workers when its iterator is deleted; a traceback can keep the iterator",
-        since="2.11",
         without="loader workers are killed instead of asked to end",
     ),
     # parallel
     PrivateName(
         "torch.distributed.Reducer._autograd_hook",
         why="no public call has DDP lay out its buckets before the first backward",
-        since="2.11",
         without="a training resumed on 3 or more ranks over Gloo or NCCL is exact to rounding only",
     ),
     PrivateName(
         "torch.distributed.Reducer._reset_state",
         why="no public call tells DDP that no backward follows a forward",
-        since="2.11",
         without="a forward without a backward inside a step may break DDP's reduction",
     ),
     PrivateName(
         "torch.distributed.Reducer._check_reducer_finalized",
         why="DDP reports an unfinished reduction only in its next forward",
-        since="2.11",
         without="a parameter that a backward did not reach is reported one step later, by torch",
     ),
     PrivateName(
         "torch.distributed.Reducer._get_zeros_like_grad_buckets",
         why="which parameters a user's own DistributedDataParallel waits for is stored in its buckets only",
-        since="2.11",
         without="parameters frozen or unfrozen after DistributedDataParallel(...) are not named",
     ),
     PrivateName(
         "torch.nn.BatchNorm1d._check_input_dim",
         why="torch's forward calls it; SyncBatchNorm takes inputs of the layer that it replaces",
-        since="2.11",
         without="the shape of SyncBatchNorm's input is not checked",
     ),
     PrivateName(
         "torch._subclasses.FakeTensorMode",
         why="no public tensor without values names the device of another tensor",
-        since="2.11",
         without="models that ask a tensor for its device between their layers cannot be pipelines",
     ),
     # clock
     PrivateName(
         "torch.autograd.Variable._execution_engine",
         why="no public call tells when a backward has computed its gradients and waits for their sums",
-        since="2.11",
         without="what a backward of DDP waits for counts as backward",
     ),
     PrivateName(
         "torch.distributed._functional_collectives.wait_tensor",
         why="tensor parallelism waits for other ranks in it, and torch has no hook there",
-        since="2.11",
         without="what tensor parallelism waits for counts as forward and backward",
     ),
     # training
     PrivateName(
         "torch.autograd.graph.Node._saved_reduction",
         why="nothing else in a loss tells whether torch's loss function took the mean or the sum",
-        since="2.11",
         without="a loss that is a mean is not refused",
         of_objects=True,
     ),
     PrivateName(
         "torch.autograd.graph.Node._saved_self_sym_sizes",
         why="nothing else in a loss tells over how many values `mean` was taken",
-        since="2.11",
         without="a loss that is a mean is not refused",
         of_objects=True,
     ),
     PrivateName(
         "torch.autograd.graph.Node._saved_total_weight",
         why="nothing else tells by what the mean of `cross_entropy` was divided",
-        since="2.11",
         without="a mean over another number than the count is not refused",
         of_objects=True,
     ),
     PrivateName(
         "torch.autograd.graph.Node._saved_target",
         why="nothing else tells how many targets each sample of a mean over tokens has",
-        since="2.11",
         without="a mean over the tokens of samples of one length needs count='tokens'",
         of_objects=True,
     ),
     PrivateName(
         "torch.autograd.graph.Node._saved_ignore_index",
         why="nothing else tells which targets `cross_entropy` ignored",
-        since="2.11",
         without="a mean over the tokens of samples of one length needs count='tokens'",
         of_objects=True,
     ),
@@ -201,26 +178,22 @@ NAMES = (
     PrivateName(
         "torch.Tensor._version",
         why="no public name tells whether a tensor was changed while it was copied in the background",
-        since="2.11",
         without="a change of parameters during a save is not noticed",
     ),
     # watch: flight_recorder.py does not use `find`, because it must not import torch
     PrivateName(
         "torch._C._distributed_c10d._dump_nccl_trace",
         why="the only way to read the flight recorder of NCCL in a running rank; only in builds with NCCL",
-        since="2.11",
         without="hangs in collectives of NCCL are explained by stacks alone",
     ),
     PrivateName(
         "torch._C._distributed_c10d._dump_fr_trace",
         why="the only way to read the flight recorder of a running rank",
-        since="2.11",
         without="hangs are explained by stacks alone, and stragglers are not found",
     ),
     PrivateName(
         "torch.distributed.distributed_c10d._world",
         why="the names and the ranks of all process groups are nowhere else",
-        since="2.11",
         without="reports of hangs do not name the ranks of a group",
     ),
     # launch
@@ -242,33 +215,28 @@ NAMES = (
     PrivateName(
         "torch.numa.binding._maybe_wrap_command_args_with_numa_binding",
         why="no public function builds the numactl command of --numa-binding",
-        since="2.11",
         without="--numa-binding is refused",
     ),
     PrivateName(
         COMPILER,
         why="ranks that wait for a restart import it early, since the first optimizer imports it",
-        since="2.11",
         without="a restarted rank imports less before its script begins",
     ),
     # profile
     PrivateName(
         "torch.cuda.memory._record_memory_history",
         why="torch's documentation of memory snapshots gives this name; there is no public one",
-        since="2.11",
         without="`paceline profile` writes no memory snapshots",
     ),
     PrivateName(
         "torch.cuda.memory._dump_snapshot",
         why="torch's documentation of memory snapshots gives this name; there is no public one",
-        since="2.11",
         without="`paceline profile` writes no memory snapshots",
     ),
     # audit
     PrivateName(
         "torch.utils.data.dataloader._BaseDataLoaderIter._next_index",
         why="no public hook tells which samples a DataLoader puts into a batch",
-        since="2.11",
         without="`paceline verify` knows samples by their content only, and some rules cannot judge",
     ),
     *(

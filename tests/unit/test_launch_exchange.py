@@ -185,7 +185,7 @@ def test_states_of_ranks_arrive_whole() -> None:
     other.request_states(new=False)
     assert not other.states_requested()
     call = Call(name="all_reduce", number=4, members=(0, 1), kind="f32[3]", since_s=2.0)
-    where = StackSummary(script=(("train.py", 3, "step"),), waits="recv", lock=True)
+    where = StackSummary(script=(("train.py", 3, "step"),), waits_in="recv", lock=True)
     state = RankState(rank=1, host="b", pid=7, where=where, calls=(call,), entered={"0": 4})
     other.publish_states([state])
     assert node.collect_states() == ([state], True)

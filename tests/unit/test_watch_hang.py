@@ -96,7 +96,7 @@ def test_a_call_that_does_not_return_is_not_called_a_branch() -> None:
 
 LOADER = StackSummary(script=TRAIN, loader=True)
 LOCK = StackSummary(script=EVALUATE, lock=True)
-RECEIVES = StackSummary(script=TRAIN, waits="recv")
+RECEIVES = StackSummary(script=TRAIN, waits_in="recv")
 UNKNOWN = StackSummary()
 CAUSES = [
     ({"busy": True}, "evaluate() at train.py:31, in time.sleep, busy", "it is evaluating"),
@@ -225,7 +225,7 @@ def test_all_ranks_have_entered_it() -> None:
 
 
 def test_calls_that_the_flight_recorder_does_not_know() -> None:
-    begins = StackSummary(script=(("train.py", 3, "<module>"),), waits="init_process_group")
+    begins = StackSummary(script=(("train.py", 3, "<module>"),), waits_in="init_process_group")
     found = verdict(
         rank(0, where=begins), rank(1, where=StackSummary(script=EVALUATE), call="time.sleep")
     )
@@ -317,15 +317,15 @@ def test_stacks(packages: str) -> None:
         "/home/me/run",
     )
     assert found == StackSummary(
-        script=(("train.py", 9, "exchange"), ("/elsewhere/tool.py", 2, "<module>")), waits="recv"
+        script=(("train.py", 9, "exchange"), ("/elsewhere/tool.py", 2, "<module>")), waits_in="recv"
     )
     package = read_stack(
         [(torch + "distributed/distributed_c10d.py", 7, "recv"), (packages + "a/b.py", 3, "f")], "/"
     )
-    assert package == StackSummary(script=((packages[1:] + "a/b.py", 3, "f"),), waits="recv")
+    assert package == StackSummary(script=((packages[1:] + "a/b.py", 3, "f"),), waits_in="recv")
     backward = read_stack([(torch + "autograd/graph.py", 1, "_engine"), ("/a.py", 2, "f")], "/")
     assert backward.gradients
-    assert not backward.waits
+    assert not backward.waits_in
     queue = [(threading.__file__, 1, "wait"), (torch + "utils/data/dataloader.py", 5, "_get")]
     loading = read_stack(queue, "/")
     assert loading.loader
@@ -459,7 +459,7 @@ class Silent:
 
     def probed(self) -> str:
         entered, over = self.counts
-        beat = {"time": 0.0, "entered": entered, "over": over, "place": "", "at": 1}
+        beat = {"time": 0.0, "entered": entered, "over": over, "place": "", "stack_hash": 1}
         return json.dumps(beat) + "\n"
 
 
@@ -529,5 +529,5 @@ def test_the_patience_follows_the_usual_step(
     for number in range(1, 6):
         local_ranks.counts = (number, number)
         watch._progress_at -= step_s  # as if so much time had passed since the last collective
-        watch._sample(local_ranks, watch._progress_at + step_s)
+        watch._sample(local_ranks, watch._progress_at + step_s, {})
     assert watch._patience_s == pytest.approx(patience_s, rel=0.01)

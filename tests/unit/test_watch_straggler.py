@@ -446,7 +446,7 @@ def test_a_garbage_collection_is_its_own_phase() -> None:
     told: list[dict[str, Any]] = []
     junk: list[list[int]] = [[] for _ in range(100_000)]
     begun = time.perf_counter()
-    probe.hear({"do": "profile", "id": 7, "seconds": 0.3, "since": 0}, told.append)
+    probe.answer({"do": "profile", "id": 7, "seconds": 0.3, "since": 0}, told.append)
     while not told:
         gc.collect()
         time.sleep(0.002)

@@ -51,7 +51,7 @@ class Sample:
     at_s: float
     cpu_s: float
     io_bytes: int
-    place: Any
+    stack_hash: Any
 
 
 @dataclass
@@ -71,7 +71,9 @@ class Activity:
     state: str = ""
     ending: float | None = None  # since when its process has been exiting
 
-    def add(self, at_s: float, tree: Sequence[Process], place: Any, *, window_s: float) -> None:
+    def add(
+        self, at_s: float, tree: Sequence[Process], stack_hash: Any, *, window_s: float
+    ) -> None:
         """Add a sample, and drop those that `busy` does not need.
 
         A process counts from its first sample, since what it used before says nothing about now.
@@ -81,7 +83,7 @@ class Activity:
         io_bytes = self.used[1] + sum(new.io_bytes - old.io_bytes for old, new in known)
         self.used = (cpu_s, io_bytes)
         self.processes = {process.pid: process for process in tree}
-        self.samples.append(Sample(at_s, cpu_s, io_bytes, place))
+        self.samples.append(Sample(at_s, cpu_s, io_bytes, stack_hash))
         # The window, and the last sample before it.
         while len(self.samples) > 1 and self.samples[1].at_s <= at_s - window_s:
             self.samples.popleft()
@@ -96,8 +98,8 @@ class Activity:
         passed = last.at_s - first.at_s
         if passed < window_s:
             return True
-        places = [sample.place for sample in self.samples]
-        moves = len(places) > 3 and max(map(places.count, places)) * 2 < len(places)
+        hashes = [sample.stack_hash for sample in self.samples]
+        moves = len(hashes) > 3 and max(map(hashes.count, hashes)) * 2 < len(hashes)
         return (
             moves
             or last.cpu_s - first.cpu_s > _BUSY * passed
@@ -227,7 +229,9 @@ class HangWatch:
             return  # to answer, a rank uses the CPU and reads files
         below = processes.descendants(rank.pid, children) if now - activity.since > 1 else ()
         tree = [found, *filter(None, map(processes.read_process, below))]
-        activity.add(self._watched_s, tree, activity.beat.get("at"), window_s=self._window_s)
+        activity.add(
+            self._watched_s, tree, activity.beat.get("stack_hash"), window_s=self._window_s
+        )
 
     @property
     def _window_s(self) -> float:

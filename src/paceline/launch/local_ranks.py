@@ -217,10 +217,10 @@ class Rank:
     def failed(self) -> bool:
         """Whether it has failed, or is about to end because of an error."""
         # A preempted rank did not fail. Its peers may fail because they lost it; they are judged then.
-        return self.returncode not in (None, 0, ExitCode.PREEMPTED) or self.leaving
+        return self.returncode not in (None, 0, ExitCode.PREEMPTED) or self.reported_error
 
     @property
-    def leaving(self) -> bool:
+    def reported_error(self) -> bool:
         """Whether it has reported an error and will end by itself."""
         return any(event["event"] == "failed" for event in list(self.events))
 
@@ -518,7 +518,7 @@ class LocalRanks:
     def forward_signal(self, number: int) -> None:
         """Signal the ranks whose scripts have begun."""
         for rank in self.ranks:
-            if rank.has_script and not rank.leaving:
+            if rank.has_script and not rank.reported_error:
                 rank.send_signal(number, stops=False)
 
     def stop(
@@ -533,7 +533,7 @@ class LocalRanks:
         for rank in self.ranks:
             if not rank.has_script:
                 rank.kill()
-            elif not rank.leaving:
+            elif not rank.reported_error:
                 if not may_save:
                     rank.stopped_at = rank.stopped_at or time.time()
                     rank.send({"do": "end"})
@@ -556,7 +556,7 @@ class LocalRanks:
 
     def request_states(self) -> None:
         """Have running ranks report their stacks and collectives before they are ended."""
-        running = [rank for rank in self.ranks if rank.poll() is None and not rank.leaving]
+        running = [rank for rank in self.ranks if rank.poll() is None and not rank.reported_error]
         for rank in running:
             rank.ask(-1)
         deadline = time.monotonic() + _STATE_S

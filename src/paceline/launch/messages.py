@@ -54,7 +54,7 @@ def render_failure(verdict: FirstFailure, info: JobInfo) -> str:
     known = _known_cause(shown)
     failure = LaunchFailed(
         f"{ranks} {original.how}"
-        if original.left
+        if original.ended_early
         else f"{ranks} of {info.world_size} failed: {_how(verdict, info)}",
         where=_where(original, several=len(verdict.alike) > 1),
         why=_why(verdict, info, known),
@@ -97,8 +97,9 @@ def _later(verdict: FirstFailure, outcome: RankOutcome) -> str:
 def render_restart(verdict: FirstFailure, info: JobInfo) -> str:
     """One line: which rank failed and how, and that the ranks start again."""
     original = verdict.original
+    failed = "" if original.ended_early else "failed: "
     return (
-        f"paceline: {name_ranks(verdict.alike)} {'' if original.left else 'failed: '}{_how(verdict, info)}"
+        f"paceline: {name_ranks(verdict.alike)} {failed}{_how(verdict, info)}"
         f"{f' at {original.place}' if original.place else ''} (host {original.host}, pid {original.pid}); "
         f"restart {info.restarts + 1} of {info.max_restarts} begins\n"
     )
@@ -133,7 +134,7 @@ def _why(verdict: FirstFailure, info: JobInfo, known: Found | None) -> str:
     outcome = verdict.original
     if outcome.hung:
         return ""
-    if outcome.left:
+    if outcome.ended_early:
         elsewhere = "; or the cause is on another host" if info.silent_nodes else ""
         why = (
             "it reached its end, or called sys.exit(0) or os._exit(0), before the others were done"
@@ -194,9 +195,9 @@ def _cause_by_counters(outcome: RankOutcome, info: JobInfo, known: Found | None)
 def _fix(outcome: RankOutcome, info: JobInfo, known: Found | None) -> str:
     if outcome.hung or outcome.frozen_s:
         return ""
-    if outcome.left and outcome.returncode == ExitCode.PREEMPTED:
+    if outcome.ended_early and outcome.returncode == ExitCode.PREEMPTED:
         return "let all ranks stop after the same step, as those of a `Training` do."
-    if outcome.left:
+    if outcome.ended_early:
         return "let all ranks do the same number of steps and end together."
     if outcome.elsewhere:
         return f"see the output of the launcher on host {outcome.host}."

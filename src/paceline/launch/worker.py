@@ -93,7 +93,7 @@ class Control:
         self.handlers: dict[str, Callable[[dict[str, Any]], Any]] = {"run": self.scripts.put}
         if probe is not None:
             for word in probe.REQUESTS:
-                self.handlers[word] = lambda request: probe.hear(request, self.send)
+                self.handlers[word] = lambda request: probe.answer(request, self.send)
         # A forked child is not the rank: it must neither send events nor keep the socket open.
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._listen, name="paceline-control", daemon=True).start()
@@ -109,7 +109,7 @@ class Control:
                 elif self._probe is None or event["event"] in self.handlers:
                     return False  # the probe's memory has room for events that end the rank, not for answers
                 else:
-                    self._probe.leave(line)
+                    self._probe.write_last_line(line)
         except OSError:
             return False
         return True

@@ -139,7 +139,7 @@ class RankOutcome:
         return self.error is not None and self.error.lost_peer and not self.hung
 
     @property
-    def left(self) -> bool:
+    def ended_early(self) -> bool:
         """Whether the rank ended by itself and did not fail: with exit code 0, or preempted."""
         ended_well = self.returncode in (0, ExitCode.PREEMPTED)
         return not self.stopped and self.error is None and ended_well
@@ -167,7 +167,7 @@ class RankOutcome:
             return "KeyboardInterrupt"
         if self.returncode is not None and self.returncode < 0:
             return f"killed by {signal_name(-self.returncode)}"
-        if self.left:
+        if self.ended_early:
             return f"ended with exit code {self.returncode} while the others went on"
         return f"exit code {self.returncode}"
 
@@ -221,7 +221,7 @@ def find_first_failure(outcomes: Iterable[RankOutcome]) -> FirstFailure | None:
     first, left = failures[0], []
     if not causes:  # the clocks of two hosts are not compared
         latest = first.time + _NOTICED_LATE_S
-        left = [f for f in in_time if f.left and (f.host != first.host or f.time <= latest)]
+        left = [f for f in in_time if f.ended_early and (f.host != first.host or f.time <= latest)]
     original = (causes or left or failures)[0]
     alike = left or [each for each in failures if each.how == original.how]
     rest = [each for each in failures if each.how != original.how]

@@ -179,7 +179,7 @@ def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None
     """No rank is in a collective that the flight recorder knows."""
     alive = [state for state in states if state.returncode is None]
     loading = [state for state in alive if state.where.loader]
-    stuck = [state for state in alive if state.where.waits and not state.busy]
+    stuck = [state for state in alive if state.where.waits_in and not state.busy]
     if not alive or (world_size == 1 and not loading and alive[0].state not in "TD"):
         return None
     if not stuck and any(state.busy or state.where.serves for state in alive):
@@ -199,8 +199,8 @@ def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None
         why, fix = _why_and_fix(rest, stuck)
     elif ended:
         why, fix = _why_and_fix(ended, stuck)
-    elif all(state.where.waits == stuck[0].where.waits for state in stuck):
-        why = f"all ranks are in {stuck[0].where.waits}, and none gets an answer."
+    elif all(state.where.waits_in == stuck[0].where.waits_in for state in stuck):
+        why = f"all ranks are in {stuck[0].where.waits_in}, and none gets an answer."
         fix = "check that they name the same peers and can reach each other."
     else:
         why, fix = "the ranks wait for each other in different calls.", _SAME_ORDER
@@ -228,7 +228,7 @@ def _collective_text(state: RankState) -> str:
 
 
 def _torch_call_text(state: RankState) -> str:
-    return state.where.waits + (f" with rank {state.peer}" if state.peer is not None else "")
+    return state.where.waits_in + (f" with rank {state.peer}" if state.peer is not None else "")
 
 
 def _call_text(call: Call, state: RankState) -> str:
@@ -265,7 +265,7 @@ def _activity(state: RankState) -> str:
     function = state.where.script[0][2] if state.where.script else ""
     text = f"{function}(){_at(state)}" if function.isidentifier() else _at(state).strip()
     text = text or ("not in the script" if state.answered else "it does not report where")
-    called = _torch_call_text(state) if state.where.waits else state.call
+    called = _torch_call_text(state) if state.where.waits_in else state.call
     text += f", in {called}" if called else ""
     if state.where.loader:
         text += f", waiting for a loader worker{_workers(state)}"
@@ -319,7 +319,7 @@ def _why_and_fix(absent: Sequence[RankState], stuck: Sequence[RankState]) -> tup
             "it waits for a lock, a queue or a process.",
             "find out what should release or fill it, and why that does not happen.",
         )
-    if first.where.waits:
+    if first.where.waits_in:
         return "the ranks wait for each other in different calls.", _SAME_ORDER
     return _diverging_line(first, stuck)
 

@@ -87,7 +87,7 @@ class Probe:
             except (
                 Exception
             ) as error:  # as with another torch: the launcher no longer detects hangs
-                self._write_last(json.dumps({"error": f"the counts of collectives: {error!r}"}))
+                self._write_error(json.dumps({"error": f"the counts of collectives: {error!r}"}))
                 return
             frame = sys._current_frames().get(self.main)
             beat = {
@@ -95,7 +95,7 @@ class Probe:
                 "entered": entered,
                 "over": over,
                 "place": place_of_frame(frame),
-                "at": hash_of(frame),
+                "stack_hash": hash_of(frame),
             }
             del frame
             line = json.dumps(beat).encode() + b"\n"
@@ -121,7 +121,7 @@ class Probe:
             return os.fstat(self._fd).st_ino == self._inode
         return False
 
-    def _write_last(self, text: str) -> None:
+    def _write_error(self, text: str) -> None:
         with self._arming:
             if self._timer:
                 faulthandler.cancel_dump_traceback_later()
@@ -129,7 +129,7 @@ class Probe:
                 os.ftruncate(self._fd, 0)
                 os.pwrite(self._fd, text.encode() + b"\n", 0)
 
-    def leave(self, line: bytes) -> None:
+    def write_last_line(self, line: bytes) -> None:
         """Write a last line into the file, and end the beats.
 
         Raises:
@@ -141,10 +141,10 @@ class Probe:
                 raise OSError("the launcher is gone")
             os.pwrite(self._fd, line, os.fstat(self._fd).st_size)
 
-    def hear(self, request: dict[str, Any], send: Callable[[dict[str, Any]], Any]) -> None:
+    def answer(self, request: dict[str, Any], send: Callable[[dict[str, Any]], Any]) -> None:
         """Answer a request of the launcher."""
 
-        def answer() -> None:
+        def reply() -> None:
             message = {"event": request["do"], "id": request["id"]}
             try:
                 message |= getattr(self, f"_{request['do']}")(request)
@@ -153,9 +153,9 @@ class Probe:
             send(message)
 
         if request["do"] in ("profile", "phases"):  # they last for some time
-            threading.Thread(target=answer, name=NAME, daemon=True).start()
+            threading.Thread(target=reply, name=NAME, daemon=True).start()
         else:
-            answer()
+            reply()
 
     def _explain(self, _: dict[str, Any]) -> dict[str, Any]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}

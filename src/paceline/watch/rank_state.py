@@ -59,7 +59,7 @@ class StackSummary:
 
     Args:
         script: The frames of the script, innermost first.
-        waits: The function of torch.distributed that the script called; empty if it is in none.
+        waits_in: The function of torch.distributed that the script called; empty if it is in none.
         gradients: Whether it is in a backward.
         loader: Whether it waits for the workers of a DataLoader.
         lock: Whether it waits for a lock, a queue or a process.
@@ -67,7 +67,7 @@ class StackSummary:
     """
 
     script: tuple[Frame, ...] = ()
-    waits: str = ""
+    waits_in: str = ""
     gradients: bool = False
     loader: bool = False
     lock: bool = False
@@ -196,7 +196,7 @@ def read_stack(stack: Sequence[Sequence[Any]], cwd: str) -> StackSummary:
     )
     return StackSummary(
         script=script,
-        waits=waits.strip("_"),
+        waits_in=waits.strip("_"),
         gradients=any("torch/autograd/" in file for file in inner),
         loader=any(file.endswith(_LOADERS) for file in inner),
         lock=any(file.endswith(_LOCKS) for file in inner),
