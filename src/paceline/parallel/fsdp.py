@@ -428,8 +428,9 @@ class FSDPStrategy(Strategy):
             get_total_norm(each, norm_type, foreach=True) / copies ** (1 / norm_type)
             for copies, each in by_copies.items()
         ]
-        own: torch.Tensor = torch.linalg.vector_norm(torch.stack(shares), norm_type)
-        return own
+        stacked = torch.stack(shares)  # in float64, in which a large power does not overflow
+        own: torch.Tensor = torch.linalg.vector_norm(stacked.double(), norm_type)
+        return own.to(stacked.dtype)
 
     def _copies(self, tensor: torch.Tensor) -> int:
         """The number of ranks of the job that hold the same part of a tensor."""
