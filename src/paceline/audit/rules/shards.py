@@ -28,8 +28,20 @@ _ALONE = NotJudged(
 def whole_dataset(case: Case) -> Judgement:
     """Every rank draws from the whole dataset: N ranks repeat the work of one."""
     judgement = _overlap(case, sharded=False)
+    if isinstance(judgement, FaultFound) and _divides_batches(case):
+        return NoFault("each rank gives the model its own part of each batch.")
     is_alone = isinstance(judgement, FaultFound) and not case.trains_together
     return _ALONE if is_alone else judgement
+
+
+def _divides_batches(case: Case) -> bool:
+    """Whether the ranks get equal batches, and together give each sample of a batch to the model once."""
+    log = case.ranks[0]
+    names = log.training_loaders
+    sizes = [e["size"] for e in log.of("batch") if e["loader"] in names][:_MIN_FORWARDS]
+    forwards = zip(*(each.training_forwards for each in case.ranks), strict=False)
+    given = [sum(e["samples"] or 0 for e in parts) for parts in forwards][:_MIN_FORWARDS]
+    return bool(sizes) and sizes == given
 
 
 def overlapping_shards(case: Case) -> Judgement:
