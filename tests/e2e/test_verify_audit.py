@@ -200,7 +200,7 @@ SENTENCES = {
     "wants_arguments": "the script does not accept its arguments",
     "exits_early": "every rank exits after 3 of 20 steps",
     "exits_early_at_once": "ended after 3 of 20 steps without an error",
-    "exits_early_on_one_rank": "rank 1 exits after 3 of 20 steps",
+    "exits_early_on_one_rank": "rank 1 exits after 3 of ",
     "forks": "the script forks",
     "forks_a_trainer": "the script forks",
     "needs_gpu_cuda": "the script needs a GPU",

@@ -50,7 +50,10 @@ def test_the_host(host: str, endpoint: str) -> None:
     ("words", "said"),
     [
         *(
-            (["--nnodes=2", "--host", host], f"--host is '{host}', and that is no host")
+            (
+                ["--nnodes=2", "--host", host],
+                f"--host is '{host}', which is not a host name or address",
+            )
             for host in ("", ":29400", "http://x:1", "10.0.0.1:99999", "10.0.0.1:abc", "a b", "[a]")
         ),
         (["--nnodes=0"], "--nnodes must be 1 or more, and is 0"),

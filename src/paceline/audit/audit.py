@@ -103,7 +103,7 @@ def audit(
     end = solo.ranks[0].first("end") or {}
     steps = min(solo.steps, end.get("wanted", solo.steps))
     plan = replace(solo.plan, mode="ordinary", world_size=world_size, max_steps=steps)
-    plan = replace(plan, cuts=bool(solo.ranks[0].of("pass-cut")))
+    plan = replace(plan, cut_at=next((e["s"] for e in solo.ranks[0].of("pass-cut")), None))
     ordinary = execute(replace(plan, folder=folder / f"ordinary-{world_size}"))
     refuse_early_exit(ordinary)
     mode, why = _replay_mode(solo, ordinary)

@@ -39,7 +39,7 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 #   forward, forward-end    model, trains, evaluation, samples, rows, sync (DDP), buffers, params (or
 #                           other_params, of a model that is not trained), drew
 #   backward, backward-end  forwards, loss, weight (of a sample in it), sync (DDP), loaders (of this step);
-#                           after it: shards (the norm of the rank's shards of gradients)
+#                           after it: shards (the norms of the rank's shards of gradients)
 #   collective, collective-end   op, group, reduce, shape, items, values, evaluation
 #   read                    the script takes the number of a tensor in an evaluation: at, value, evaluation
 #   zero, clip, scaler-unscale, scaler-step   zero_grad, clipping (norm, scale), the GradScaler (scale)
@@ -72,7 +72,7 @@ class RunPlan:
         bitwise: Whether paceline's reproducible mode is turned on.
         max_steps: If it is more than `steps`, the solo run goes up to it as long as its steps are fast, and
             the other runs take as many steps as the solo run did.
-        cuts: Whether this run may cut the first pass over a loader (see `record_data`).
+        cut_at: The step after which the solo run cut the first pass over a loader; None if it did not.
     """
 
     folder: Path
@@ -82,7 +82,7 @@ class RunPlan:
     solo: Path | None = None
     bitwise: bool = False
     max_steps: int = 0
-    cuts: bool = True
+    cut_at: int | None = None
 
     @property
     def wanted(self) -> int:

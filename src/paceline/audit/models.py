@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -82,15 +81,14 @@ class Models:
             if p.grad is not None
         }
 
-    def norm_of_shards(self) -> float | None:
-        """The norm of this rank's shards of the gradients; None if no gradient is sharded."""
-        shards = [
-            plain(p.grad).double()
+    def norms_of_shards(self) -> dict[str, float]:
+        """The norms of this rank's shards of the gradients, by name; empty if no gradient is sharded."""
+        return {
+            self.name_of(p): float(plain(p.grad).double().norm())
             for _, inner in self._roots.values()
             for p in inner.parameters()
             if isinstance(p.grad, DTensor)
-        ]
-        return math.hypot(*(float(each.norm()) for each in shards)) if shards else None
+        }
 
     def add_ddp(self, model: DistributedDataParallel) -> None:
         """Add a model that was wrapped in DDP: it reduces the gradients from now on."""

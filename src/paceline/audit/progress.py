@@ -37,7 +37,7 @@ class Progress:
 
     Attributes:
         steps: Rounds of updates; one round is one update of each optimizer.
-        wanted: The steps after which the training ends.
+        wanted: The steps after which the training ends; those before the first DDP do not count.
         updates: Steps of all optimizers.
         ends_by_itself: Whether the script uses paceline, whose `Training` gets the number of steps.
         loaders_of_step: The loaders that gave a batch since the latest step.
@@ -50,6 +50,7 @@ class Progress:
         self.plan, self.recorder, self.rank = plan, recorder, rank
         self.steps = 0
         self.wanted = plan.wanted
+        self._alone = 0  # the steps before the first DDP, which rank 0 may take alone
         self._first_step: tuple[float, float] | None = None  # CPU time and time
         self.evaluations = 0
         self.random_at_batch: torch.Tensor | None = None
@@ -64,23 +65,30 @@ class Progress:
         self._empty_passes = 0
 
     @property
-    def is_at_half(self) -> bool:
-        """Whether half of the wanted steps are done, and the next batch begins a step."""
-        return self.steps >= self.plan.steps // 2 and not self.loaders_of_step
+    def is_at_cut(self) -> bool:
+        """Whether a pass may be cut here: after half of the planned steps, and before the next one begins."""
+        at = self.plan.steps // 2 if self.plan.cut_at is None else self.plan.cut_at
+        return self.steps >= at and not self.loaders_of_step
 
     @property
     def is_over(self) -> bool:
         """Whether the wanted steps are done."""
-        return self.steps >= self.wanted
+        return self.steps - self._alone >= self.wanted
 
     @property
     def expected_steps(self) -> int:
         """The steps that this run will take, from the CPU time of those before."""
-        if self.plan.mode != "solo" or self._first_step is None or self.steps < 2:
+        if self.plan.cut_at is not None:
+            return self.plan.cut_at  # as the solo run was cut there, this one is
+        if self._first_step is None or self.steps < 2:
             return self.plan.steps
         of_step = (time.process_time() - self._first_step[0]) / (self.steps - 1)
         fitting = int(_FURTHER_CPU_S / max(of_step, 1e-6))
         return max(self.plan.steps, min(self.plan.max_steps, fitting))
+
+    def on_first_ddp(self) -> None:
+        """Note that the ranks train together from now on."""
+        self._alone = self.steps
 
     def on_batch(self, loader: str) -> None:
         """Note that a loader has given a batch to the script."""
@@ -145,9 +153,10 @@ class Progress:
             return
         self.steps, self._round = number, {id(optimizer)}
         is_fast = self._is_fast()
-        if self.steps == self.wanted < self.plan.max_steps and is_fast:
+        if self.steps - self._alone == self.wanted < self.plan.max_steps and is_fast:
             self.wanted += 1  # in the solo run
-        must_end = not self.loaders_of_step or self.steps > self.wanted + _GRACE_STEPS
+        is_late = self.steps - self._alone > self.wanted + _GRACE_STEPS
+        must_end = not self.loaders_of_step or is_late
         if self.is_over and must_end and not self.ends_by_itself:
             self.end()
         self.loaders_of_step.clear()

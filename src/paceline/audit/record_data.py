@@ -61,7 +61,9 @@ class _Hooks:
         self._passes: Counter[str] = Counter()
         self._lengths: dict[str, int] = {}  # of loaders whose first pass may be cut
         self._cut_at: int | None = None  # the step in which they were cut
-        self._may_cut = progress.plan.cuts and progress.plan.solo is None  # not in a replay
+        # A replay ends where the solo run ended, and the ordinary run is cut where the solo run was.
+        mode = progress.plan.mode
+        self._may_cut = mode == "solo" or (mode == "ordinary" and progress.plan.cut_at is not None)
         self._replayed = replay.replayed_loaders(progress.plan)
 
     def begin_pass(self, begin: Callable[[Any], Iterator[Any]], loader: DataLoader[Any]) -> Any:
@@ -108,7 +110,7 @@ class _Hooks:
 
     def record_end(self, of: _RecordedPass, kind: str) -> None:
         """Record the end of a pass ("pass-end"), or that it was left before ("pass-left", "pass-cut")."""
-        self._recorder.write(kind, loader=of.name, pass_number=of.number)
+        self._recorder.write(kind, loader=of.name, pass_number=of.number, s=self._progress.steps)
 
     def end_here(self, of: _RecordedPass, frame: FrameType) -> None:
         """End a pass after the wanted steps; end a script that calls `next()`.
@@ -129,7 +131,7 @@ class _Hooks:
         cuts = (
             self._lengths.get(of.name, 0) > self._progress.expected_steps
             and of.name in self._progress.training_loaders
-            and self._progress.is_at_half
+            and self._progress.is_at_cut
             and self._cut_at in (None, self._progress.steps)
             and _is_in_loop(frame)
         )

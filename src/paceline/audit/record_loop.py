@@ -131,6 +131,8 @@ class _Hooks:
     ) -> None:
         with self._building_ddp:
             init(model, *args, **kwargs)
+        if not self._models.ddp:
+            self._progress.on_first_ddp()
         self._recorder.write("ddp", at=user_line(), ranks=model.process_group.size())
         self._models.add_ddp(model)
         self._tracer.start()
@@ -159,7 +161,7 @@ class _Hooks:
             self._tracer.paused(),
         ):
             backward(tensors, *args, **kwargs)
-            found["shards"] = self._models.norm_of_shards()
+            found["shards"] = self._models.norms_of_shards()
         if self._progress.steps == 0 and not self._models.ddp:
             # Before the script itself reduces them over the ranks.
             path = self._progress.plan.folder / f"local-{self._progress.rank}.pt"

@@ -28,6 +28,7 @@ _EXIT_CODES: dict[ExitCode | str, str] = {
     ExitCode.DATA: "the folder is not that of a run",
 }
 _INTERVAL_S = 1.0
+_PAUSE = 10  # times as long as a frame takes, so that a slow folder does not keep a core busy
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,9 +80,10 @@ def _watch(folder: str) -> None:
     try:
         with _keys(), Live(newest, console=console, screen=True, auto_refresh=False) as live:
             while True:
+                began = time.monotonic()
                 newest = frame.read(reader, time.time())
                 live.update(newest, refresh=True)
-                if _quits(_INTERVAL_S):
+                if _quits(max(_INTERVAL_S, _PAUSE * (time.monotonic() - began))):
                     break
     except KeyboardInterrupt:
         pass  # the usual end of such a display

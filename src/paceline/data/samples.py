@@ -16,7 +16,7 @@ import contextlib
 import inspect
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ from torch.utils.data import (
 )
 
 from paceline.clock.step_clock import DATA, clock
-from paceline.data.device import tensors_of
 from paceline.errors import ConfigError, DataError, SampleError, listed, rank_location
 from paceline.job import rng
 
@@ -348,7 +347,7 @@ def refuse_dropped_samples(batch: Any, count: int, where: Callable[[], str]) -> 
         DataError: see `rows_left`.
     """
     # Quick, because it runs in each micro-batch.
-    first = batch[0] if type(batch) in (tuple, list) and batch else batch
+    first = next(iter(_items(batch)), None)
     if isinstance(first, torch.Tensor) and first.dim() and len(first) >= count:
         return
     rows = rows_left(batch, count)
@@ -365,15 +364,26 @@ def refuse_dropped_samples(batch: Any, count: int, where: Callable[[], str]) -> 
 def rows_left(batch: Any, count: int) -> int | None:
     """The rows of a batch from which the collate function dropped some of `count` samples; else None.
 
-    It is known only if all tensors of the batch have the same, smaller first dimension, and none has the
-    number of samples as another dimension, as time-major batches do.
+    It is known only if the batch is a tensor, or a flat sequence or mapping of tensors, which all have the
+    same, smaller first dimension, and none has the number of samples as another dimension, as time-major
+    batches do. One row may be all samples, packed.
     """
-    shapes = [tuple(tensor.shape) for tensor in tensors_of(batch) if tensor.dim()]
+    items = list(_items(batch))
+    if any(isinstance(item, tuple | list | Mapping) for item in items):
+        return None
+    tensors = [item for item in items if isinstance(item, torch.Tensor) and not item.is_nested]
+    shapes = [tuple(tensor.shape) for tensor in tensors if tensor.dim()]
     lengths = {shape[0] for shape in shapes}
     if len(lengths) != 1 or any(count in shape for shape in shapes):
         return None
     rows = lengths.pop()
-    return rows if rows < count else None
+    return rows if rows < count and rows != 1 else None
+
+
+def _items(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    return batch if type(batch) in (tuple, list) else (batch,)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+from paceline import log
 from paceline.errors import ConfigError
 from paceline.job.network import addresses_of, is_loopback
 from paceline.machine import owner_of_port
@@ -74,6 +75,10 @@ def listen_for(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
+    log.logger.info(
+        "no interface of this host has the address of %s, so the store listens on all interfaces.",
+        host,
+    )
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             (_ANY_INTERFACE, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True

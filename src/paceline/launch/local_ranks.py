@@ -137,6 +137,10 @@ class Rank:
                 pass_fds=[theirs.fileno(), self._probe],
                 start_new_session=True,
             )
+        except OSError:
+            for fd in (self._probe, *(stream.fd for stream in self.streams)):
+                os.close(fd)
+            raise
         finally:
             theirs.close()
             for fd in {out, err}:

@@ -336,7 +336,7 @@ def _host_and_port(text: str) -> tuple[str, int | None]:
         host = f"[{ipaddress.IPv6Address(host.strip('[]'))}]"
     if not re.fullmatch(r"\[.*:.*\]|[\w.-]+", host) or not (port is None or 0 < port < 1 << 16):
         raise ConfigError(
-            f"--host is {text!r}, and that is no host.",
+            f"--host is {text!r}, which is not a host name or address.",
             fix="give HOST or HOST:PORT, such as 10.0.0.1, node0:29400 or [fd00::1]:29400.",
         )
     return host, port

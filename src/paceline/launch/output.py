@@ -68,7 +68,7 @@ class Console:
     Only the pump's thread may call the methods.
 
     Attributes:
-        other: Where it is said that this one is a file on a full disk; None if that cannot be said.
+        other: The console that reports a full disk of this one; None if there is none.
     """
 
     def __init__(self, fd: int) -> None:
@@ -348,8 +348,8 @@ def _last_state(line: bytearray) -> bytearray:
 class Pump:
     """The thread that reads the streams, writes the consoles, and watches other descriptors.
 
-    An exception does not end the thread, since the ranks would wait for ever to write their output. The
-    descriptor that raised it is watched no longer.
+    An exception does not end the thread, since the ranks would wait for ever to write their output. What
+    was read in that turn is lost.
 
     Attributes:
         on_turn: Called after each turn of the loop.

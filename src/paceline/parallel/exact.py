@@ -137,9 +137,8 @@ class ExactStrategy(DDPStrategy):
     ) -> None:
         self._refuse_second_use()
         torch.autograd.backward(loss, weight, inputs=inputs)
-        self._tracked = (
-            self._num_forwards()
-        )  # activation checkpointing runs forwards in the backward
+        # Activation checkpointing runs forwards in the backward.
+        self._tracked = self._num_forwards()
         self._sum.add()
         for fold in self._folds:
             fold.record((micro.offset - self._offset) // self._micro_batch)

@@ -322,9 +322,9 @@ def _checkpoints(path: Path) -> list[tuple[int, int, float]]:
         if not folder.is_dir():
             continue
         store = open_store(str(folder))
-        for step in folders(store):
+        for step, name in folders(store).items():
             try:
-                manifest = read_manifest(store, step)
+                manifest = read_manifest(store, step, name)
             except (Damaged, PacelineError, OSError):
                 continue
             found.append((step, manifest.size_bytes, manifest.saved_at))

@@ -179,6 +179,12 @@ def _install(options: argparse.Namespace) -> tuple[list[str], list[str]]:
                 fix="give a path relative to this folder.",
             )
     lines = [line.strip() for file in files for line in Path(file).read_text().splitlines()]
+    if any(line.split()[0] in ("-e", "--editable") for line in lines if line):
+        raise ConfigError(
+            f"{' or '.join(files)} has a line with -e, and an editable project needs its folder, which the "
+            "image does not have.",
+            fix="name the project without -e.",
+        )
     others = [word for word in words if word not in ("-r", "-c", *files)]
     needs_more = any(line.startswith("-") for line in lines) or any(
         map(_is_path, [*lines, *others])

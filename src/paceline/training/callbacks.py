@@ -270,6 +270,9 @@ class EarlyStopping(Callback):
         self.name = f"EarlyStopping({metric})"
         self._best = _Best(metric, mode, min_delta)
 
+    def on_fit_start(self, event: FitStart) -> None:
+        self._best.value, self.num_bad, self.has_ended = None, 0, False  # of an earlier `fit`
+
     def on_evaluation_end(self, event: EvaluationEnd) -> None:
         self.num_bad = 0 if self._best.improves(event.evaluation) else self.num_bad + 1
         self.has_ended = self.num_bad >= self.patience
@@ -331,7 +334,7 @@ class BestCheckpoint(Callback):
 class LearningRateMonitor(Callback):
     """Logs the learning rate of each parameter group: `lr`, or `lr/0`, `lr/1`, ... for several.
 
-    It is that after the update, which the next step uses.
+    The value after the update, which the next step uses.
 
     Args:
         every_n: Only in steps whose number is a multiple of this.

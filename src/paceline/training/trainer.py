@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from paceline import log
 from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
 from paceline.errors import ConfigError
@@ -308,8 +309,13 @@ class Trainer:
         evaluation: Evaluation | None = None
         call(FitStart(**facts, epochs=epochs))
         training.resume()
-        # A training that a callback has ended stays ended when the program is started again.
-        steps = () if self._callbacks.has_ended else training.steps(epochs=epochs)
+        steps: Iterable[Step] = training.steps(epochs=epochs)
+        if self._callbacks.has_ended:  # it stays ended when the program is started again
+            log.logger.info(
+                "finished: a callback, such as EarlyStopping, ended this training after step %d.",
+                training.number,
+            )
+            steps = ()
         for step in steps:
             step.run(partial(self._forward, model), reduction=self._reduction)
             step.update(clip_norm=clip_norm)

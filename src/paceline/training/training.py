@@ -286,12 +286,8 @@ class Training:
 
         Collective: all ranks, same arguments.
         """
-        global _left_early
-        self.job.settle()
-        if _left_early is not None and _left_early.checkpoints is not None:
-            _left_early.checkpoints.finish(self.job)
-        _left_early = None
         _check_bounds(epochs, until)
+        self._finish_left_loop()
         self.resume()
         if self._is_finished(epochs, until):
             text = "finished: %d steps and %d epochs are done, nothing is left to train."
@@ -515,19 +511,19 @@ class Training:
                 fix="call it inside the loop; outside of it use Checkpoints.save(job, step, state).",
             )
         if not self._save_requested:
-            self._refuse_missing_savers()
+            self._refuse_missing_savers(self._open[0].number)
         self._save_requested, self._is_best = True, best or self._is_best
 
-    def _refuse_missing_savers(self) -> None:
+    def _refuse_missing_savers(self, step: int) -> None:
         peers = self.job.peers
         missing = peers.missing_in_step("save", timeout_s=self.job.timeout_s) if peers else []
         if missing:
             raise StepError(
                 f"{name_ranks(missing)} did not call `training.save` in this step.",
-                where=self.job.where(),
+                where=self.job.where(step=step),
                 why="each rank writes its part of the checkpoint.",
                 fix="call it on every rank, without `if job.rank == 0`.",
-                step=self.number,
+                step=step,
             )
 
     def export(self, path: str | Path, *, number: int | None = None) -> None:
@@ -770,6 +766,14 @@ class Training:
         if self.checkpoints is not None:
             self.checkpoints.wait_until_copied()
 
+    def _finish_left_loop(self) -> None:
+        """Finish what a loop of this job that was left early has begun, also one of another training."""
+        global _left_early
+        self.job.settle()
+        if _left_early is not None and _left_early.checkpoints is not None:
+            _left_early.checkpoints.finish(self.job)
+        _left_early = None
+
     def resume(self) -> None:
         """Load the newest checkpoint, if there is one, now instead of when `steps` begins.
 
@@ -782,6 +786,7 @@ class Training:
         """
         if self.checkpoints is None or self._is_resumed:
             return
+        self._finish_left_loop()
         self._is_resumed = True
         _, tensors = codec.encode(state.save(self.models, self.optimizers))
         size_bytes = sum(t.numel() * t.element_size() for t in tensors.values())

@@ -120,7 +120,11 @@ def _compare(
     runs = [solo]
     for count in counts:
         plan = replace(
-            solo.plan, folder=folder / f"ordinary-{count}", mode="ordinary", world_size=count
+            solo.plan,
+            folder=folder / f"ordinary-{count}",
+            mode="ordinary",
+            world_size=count,
+            max_steps=0,
         )
         runs.append(run(plan))
         refuse(runs[-1])

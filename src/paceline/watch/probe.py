@@ -38,7 +38,7 @@ class Probe:
         fd: A file in memory that the launcher reads.
     """
 
-    REQUESTS = ("explain", "arrivals", "profile", "phases")
+    REQUESTS = ("explain", "arrivals", "profile", "phases", "named")
 
     def __init__(self, fd: int) -> None:
         self.main = threading.main_thread().ident or 0

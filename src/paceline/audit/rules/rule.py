@@ -59,10 +59,11 @@ class Case:
 
     @property
     def updates_apart(self) -> bool:
-        """Whether each rank updates other parameters, and as often as it likes: their steps do not match."""
+        """Whether ranks update other parameters in other numbers of steps, which do not match then."""
         each = [{name for e in log.of("step") for name in e["grads"]} for log in self.ranks]
+        are_disjoint = sum(map(len, each)) == len(set.union(*each))
         numbers = {log.steps for log in self.ranks}
-        return len(numbers) > 1 and any(each) and not set.intersection(*each)
+        return are_disjoint and len(numbers) > 1 and sum(map(bool, each)) > 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,8 @@ _MIN_SHARE = 0.8
 _MORE_CALLS = 1.5
 # The end of a schedule has less than the first part of the largest rate; above the second it is not reached.
 _END, _NOT_END = 0.01, 0.1
+# After three quarters of a schedule that ends with the training, the rate is above this part.
+_STILL = 0.05
 
 
 def fast_schedule(case: Case) -> Judgement:
@@ -54,14 +56,15 @@ def fast_schedule(case: Case) -> Judgement:
             for factor in (1, case.world_size, 1 / case.world_size)
         )
         reach = max(1, lengths[0] / lengths[1])
-        other += not any(_is_near(solo_rates, each, rate, reach) for each in (position, step))
+        is_other = not any(_is_near(solo_rates, each, rate, reach) for each in (position, step))
+        other += is_other
         if here is not None and ahead is not None and not _close(here, ahead):
             agree += abs(rate - here) < _NEAR * abs(ahead - here)
-            early += abs(rate - ahead) < _NEAR * abs(ahead - here)
+            early += is_other and abs(rate - ahead) < _NEAR * abs(ahead - here)
         if here is not None and behind is not None and not _close(here, behind):
-            late += abs(rate - behind) < _NEAR * abs(behind - here)
-    is_late = late >= _MIN_SHARE * other and late > _MORE_CALLS * max(early, agree)
-    if is_late and other >= _MIN_EARLY:
+            late += is_other and abs(rate - behind) < _NEAR * abs(behind - here)
+    as_many_steps = lengths[0] < _MORE_CALLS * lengths[1]
+    if as_many_steps and late >= max(_MIN_EARLY, _MIN_SHARE * other) and late > agree:
         return _slow_schedule(case, late)
     if early < _MIN_EARLY or agree >= early:
         if other >= _MIN_EARLY and calls > _MORE_CALLS * solo_calls > 0:
@@ -112,11 +115,22 @@ def unfinished_schedule(case: Case) -> Judgement:
     solo, log = case.solo.ranks[0], case.ranks[0]
     if any(each.of("trains-on") for each in (solo, *case.ranks)):
         return NotJudged("the script trains on after the watched steps.")
+    if case.ordinary.hung or case.ordinary.returncode or case.updates_apart:
+        return NotJudged("not every rank trained to the end of the script.")
+    if any(event["metric"] is not None for event in solo.of("schedule")):
+        return NotJudged("the schedule follows a metric.")
     rates, others = _rates(solo), _rates(log)
-    if not rates or not others or rates[-1] > _END * max(rates) or len(others) >= len(rates):
+    if (
+        not rates
+        or rates[-1] > _END * max(rates)
+        or rates[3 * len(rates) // 4] < _STILL * max(rates)
+    ):
         return NoFault(
-            "the learning rate of one process does not end near 0, or N take as many steps."
+            "the learning rate of one process does not reach 0 at the end of the training."
         )
+    share = len(others) * case.world_size / len(rates)
+    if not 1 / _MORE_CALLS < share < _MORE_CALLS or not all(map(_close, rates, others)):
+        return NoFault("the learning rate is not that of one process at the same step.")
     if others[-1] < _NOT_END * max(others):
         return NoFault("the learning rate ends near 0, as that of one process.")
     return FaultFound(

@@ -35,13 +35,18 @@ def whole_dataset(case: Case) -> Judgement:
 
 
 def _divides_batches(case: Case) -> bool:
-    """Whether the ranks get equal batches, and together give each sample of a batch to the model once."""
+    """Whether the ranks get equal batches, and each gives the model another part of them."""
     log = case.ranks[0]
     names = log.training_loaders
-    sizes = [e["size"] for e in log.of("batch") if e["loader"] in names][:_MIN_FORWARDS]
-    forwards = zip(*(each.training_forwards for each in case.ranks), strict=False)
-    given = [sum(e["samples"] or 0 for e in parts) for parts in forwards][:_MIN_FORWARDS]
-    return bool(sizes) and sizes == given
+    sizes = [e["size"] or 0 for e in log.of("batch") if e["loader"] in names][:_MIN_FORWARDS]
+    forwards = list(zip(*(each.training_forwards for each in case.ranks), strict=False))
+    if not sizes or len(forwards) < len(sizes):
+        return False
+    for size, parts in zip(sizes, forwards, strict=False):
+        rows = [row for event in parts for row in event.get("rows", ())]
+        if not rows or len(set(rows)) < len(rows) or len(rows) > size:
+            return False
+    return True
 
 
 def overlapping_shards(case: Case) -> Judgement:

@@ -83,7 +83,7 @@ def clip_of_shard(case: Case) -> Judgement:
     """Each rank clips its shards of the gradient by their own norm."""
     each = [_shard_factors(log) for log in case.ranks]
     if not all(each):
-        return NoFault("no gradient is sharded, or its norm is 0.")
+        return NoFault("no gradient is sharded, or a rank scales its shards by different factors.")
     shared = sorted(set.intersection(*map(set, each)))
     differing = [
         step
@@ -110,16 +110,19 @@ def clip_of_shard(case: Case) -> Judgement:
 
 
 def _shard_factors(log: RankLog) -> dict[int, float]:
-    """By step, the norm of the rank's shards at the step, relative to that after the backward."""
+    """By step, the factor by which the rank scaled all its shards after the backward; only if it is one."""
     found: dict[int, float] = {}
-    norm: float | None = None
+    norms: dict[str, float] = {}
     for event in log.of("backward-end", "step"):
         if event["k"] == "backward-end":
-            norm = event.get("shards")
-        elif norm:
-            at_step = math.hypot(*(value[1] for value in event["grads"].values()))
-            found.setdefault(event["s"], at_step / norm)
-    return {step: factor for step, factor in found.items() if factor}
+            norms = event.get("shards") or {}
+            continue
+        known = [name for name in event["grads"] if norms.get(name)]
+        factors = [event["grads"][name][1] / norms[name] for name in known]
+        same = factors and math.isclose(min(factors), max(factors), rel_tol=_SAME_FACTOR)
+        if same and min(factors) and len(known) == len(event["grads"]):
+            found.setdefault(event["s"], factors[0])
+    return found
 
 
 def update_on_one_rank(case: Case) -> Judgement:

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from paceline.audit.evidence import Event, RankLog
+from paceline.audit.evidence import Event, RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # Up to this share of the samples may be used more or less often: padding, and samples that a pass leaves out.
 _FEW = 0.05
+_DROPPED = 0.005
 # In shorter passes, more samples than that may be left out in each of them.
 _STEPS_OF_PASS = 20
 # The loss falls clearly on one process if less than this part of it is left at the end.
@@ -26,6 +27,10 @@ _SAME_RATE = 0.01
 def uneven_use(case: Case) -> Judgement:
     """One process uses each sample equally often, and N processes together do not."""
     logs = [case.solo.ranks[0], *case.ranks]
+    if any(log.of("pass-cut") for log in logs):
+        return NotJudged("verification cut a pass over the samples.")
+    if _leaves_out(case.solo) or _leaves_out(case.ordinary):
+        return NotJudged("a pass leaves out some samples, others in each pass.")
     batches = [_batches(log) for log in logs]
     if all(own and all(event["ids"] for event in own) for own in batches):
         solo, *each = [Counter[Any](i for e in own for i in e["ids"]) for own in batches]
@@ -61,6 +66,16 @@ def uneven_use(case: Case) -> Judgement:
         f"{times + 1} times",
         effect=f"{share:.0%} of the samples are used too often or too rarely",
     )
+
+
+def _leaves_out(run: Run) -> bool:
+    """Whether the batches of a pass have fewer samples than the dataset, as with `drop_last`."""
+    log = run.ranks[0]
+    for loader in (log.loaders[name] for name in log.training_loaders[:1]):
+        samples, batches, size = (loader[k] for k in ("root_samples", "batches", "batch_size"))
+        if None not in (samples, batches, size):
+            return bool(batches * size * len(run.ranks) < (1 - _DROPPED) * samples)
+    return False
 
 
 def _batches(log: RankLog) -> list[Event]:
