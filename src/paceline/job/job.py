@@ -25,10 +25,12 @@ import torch.distributed as dist
 
 from paceline import log
 from paceline.errors import (
+    CollectiveTimeout,
     ConfigError,
     PacelineError,
     PeerFailed,
     StepError,
+    name_ranks,
     rank_location,
     refuse_different_values,
 )
@@ -402,8 +404,23 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
     job.control = dist.new_group(backend="gloo", timeout=timeout)
     if job.mesh is not None:
         _connect_axes(job, job.mesh, timeout)
+    _wait_until_connected(job, job.peers)
     failures.install_excepthook(job.peers)
     atexit.register(job._abandon_at_exit)
+
+
+def _wait_until_connected(job: Job, peers: Peers) -> None:
+    """Wait until all ranks are connected. A rank that fails before would break the connections of others."""
+    _, missing = peers.exchange("connected", None, 1, loop=0, timeout_s=job.timeout_s)
+    if missing:
+        raise CollectiveTimeout(
+            f"{name_ranks(missing)} did not connect within {job.timeout_s:g} s.",
+            where=job.where(),
+            why="it stopped, or it cannot reach the addresses of the other ranks.",
+            fix="see the output of that rank, and `paceline doctor`.",
+            missing=list(missing),
+            waited_s=job.timeout_s,
+        )
 
 
 def _connect_axes(job: Job, mesh: Mesh, timeout: timedelta) -> None:
