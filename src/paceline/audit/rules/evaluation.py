@@ -328,9 +328,8 @@ def averaged_metric(case: Case) -> Judgement:
         if any(_close(x, samples) for x in results):
             # Sums, which the script divides by the number of samples; another value may be a score.
             with_counts += len(pairs)
-            unclear = unclear or next(
-                (p for p in pairs if _differs(p, pairs, case.world_size)), None
-            )
+            scores = (p for p in pairs if _has_mean_of_scores(p, samples, case.world_size))
+            unclear = unclear or next(scores, None)
             continue
         judged += len(pairs)
         for index, pair in enumerate(pairs):
@@ -425,6 +424,15 @@ def _differs(pair: Pair, pairs: list[Pair], world_size: int) -> bool:
         and not _close(x * world_size, y)
         and not any(u and v and (u, v) != (x, y) and _close(x / u, y / v) for u, v in others)
         for x, y in _results(pair)
+    )
+
+
+def _has_mean_of_scores(pair: Pair, samples: int, world_size: int) -> bool:
+    """Whether a call that sums a number of samples also sums scores of the ranks, such as F1."""
+    values = _results(pair)
+    return any(_close(y, samples) for _, y in values) and any(
+        0 < x < 1 and 0 < y / world_size < 1 and not _close(x, y) and not _close(x, y / world_size)
+        for x, y in values
     )
 
 
