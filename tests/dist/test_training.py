@@ -667,8 +667,8 @@ def _positive(samples: list[torch.Tensor]) -> torch.Tensor:
 def _train_on_the_rest(job: Any, count: str, first: float) -> float:
     """One step whose collate function drops negative samples; the value of the first sample is given."""
     model = paceline.ddp(job, nn.Linear(1, 1))
-    data = [torch.tensor([value]) for value in (first, 2.0, 3.0, 4.0)]
-    batches = paceline.Batches(job, data, global_batch=4, micro_batch=2, collate=_positive)
+    data = [torch.tensor([value]) for value in (first, 2.0, 3.0, 4.0, 5.0, 6.0)]
+    batches = paceline.Batches(job, data, global_batch=6, micro_batch=3, collate=_positive)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     training = paceline.Training(job, model, optimizer, batches, count=count)  # type: ignore[arg-type]
     for step in training.steps(until=1):
@@ -679,7 +679,7 @@ def _train_on_the_rest(job: Any, count: str, first: float) -> float:
 
 
 def test_a_collate_function_that_drops_samples_is_refused_unless_tokens_are_counted() -> None:
-    with pytest.raises(DataError, match="2 samples has tensors of 1 rows"):
+    with pytest.raises(DataError, match="3 samples has tensors of 2 rows"):
         run_ranks(_train_on_the_rest, "samples", -1.0, nproc=1)
     (loss,) = run_ranks(_train_on_the_rest, "tokens", -1.0, nproc=1)
     assert loss > 0

@@ -36,6 +36,7 @@ from paceline.clock.step_clock import DATA, clock
 from paceline.data.batches import Batches
 from paceline.data.evaluation import EvaluationBatches
 from paceline.data.plan import Permutation, Position
+from paceline.data.samples import rows_left
 from paceline.data.workers import Workers, _kill_all
 from paceline.errors import ConfigError, DataError, SampleError, StepError
 from paceline.job import rng
@@ -752,3 +753,20 @@ def test_a_replay_is_logged_only_after_a_resume(job: Job, caplog: pytest.LogCapt
     assert "earlier epochs again" not in caplog.text
     _everything(Batches(job, loader), Position(7, 2), epochs=3)
     assert "drawing the orders of 2 earlier epochs again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        (torch.zeros(6, 3), 6),
+        ((torch.zeros(6, 3), torch.zeros(6)), 6),
+        ({"x": torch.zeros(6, 3), "y": torch.zeros(6)}, 6),
+        (torch.zeros(8, 3), None),
+        (torch.zeros(5, 8, 3), None),  # time-major
+        ([[torch.zeros(3, 20)] * 8, [1] * 8], None),  # a list for each field
+        ({"input_ids": torch.zeros(1, 512)}, None),  # packed
+        ("text", None),
+    ],
+)
+def test_batches_from_which_samples_were_dropped(batch: Any, rows: int | None) -> None:
+    assert rows_left(batch, 8) == rows
