@@ -298,6 +298,8 @@ def test_an_interrupt_ends_a_command_without_a_traceback() -> None:
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(SOURCE.parent)},
+        # A shell that started the tests with `&` lets its children ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdin is not None
     process.stdin.write(b"line\n" * 100_000)  # more than the pipe holds: the command reads it
