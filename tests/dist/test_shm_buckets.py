@@ -22,11 +22,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import paceline
 from paceline import torch_private
-from paceline.errors import LaunchFailed
 from paceline.job.job import Job
 from paceline.shm.group import ShmGroup
 from paceline.shm.shared_buckets import SharedBuckets
-from paceline.testing import Fault, inject, run_failing_ranks, run_ranks
+from paceline.testing import run_ranks
 
 WIDTH = 200  # 160 KB of gradients a layer
 
@@ -206,18 +205,3 @@ def _open_memory() -> int:
 def test_memory_of_freed_models_is_released() -> None:
     for counts in run_ranks(_one_after_another, nproc=2):
         assert counts[1:] == counts[:1] * 3
-
-
-def _dies(job: Job, faults: list[Fault]) -> None:
-    model = paceline.ddp(job, Net())
-    for step in range(3):
-        inject(job, faults, step)
-        model(torch.randn(2, WIDTH)).sum().backward()
-
-
-def test_a_killed_rank_is_named() -> None:
-    faults = [Fault(rank=1, step=2, kind="kill")]
-    outcomes = run_failing_ranks(_dies, faults, nproc=3, faults=faults)
-    assert isinstance(outcomes[1].error, LaunchFailed)
-    for rank in (0, 2):
-        assert "rank 1" in str(outcomes[rank].error)

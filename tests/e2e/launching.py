@@ -93,6 +93,43 @@ def run(
     return finish(start(["run", *words.split(), "train.py"], tmp_path, **more), deadline_s)
 
 
+# Calls the launcher for each command line, with the output of each in files of its own.
+_EACH = """
+import json, os, sys
+from paceline.launch import run
+codes = []
+for number, words in enumerate(json.loads(sys.argv[1])):
+    for fd in (1, 2):
+        os.dup2(os.open(f"{number}.{fd}", os.O_WRONLY | os.O_CREAT), fd)
+    try:
+        codes.append(run(words))
+    except SystemExit as error:
+        codes.append(error.code)
+    sys.stdout.flush()
+with open("codes", "w") as file:
+    json.dump(codes, file)
+"""
+
+
+def run_each(cases: Sequence[tuple[str, str]], folder: Path) -> list[Finished]:
+    """As `run` for each (words, script), in one launcher process and with ranks that do not import torch.
+
+    `{}` in the words is the script; without it, the script is the last word.
+    """
+    lines = []
+    for number, (words, script) in enumerate(cases):
+        (folder / f"case{number}.py").write_text(script)
+        line = words if "{}" in words else f"{words} {{}}"
+        lines.append(line.format(f"case{number}.py").split())
+    done = finish(
+        spawn([sys.executable, "-c", _EACH, json.dumps(lines)], folder, PACELINE_PRELOAD="0")
+    )
+    assert done == Finished(0, "", "")
+    codes = json.loads((folder / "codes").read_text())
+    read = [[(folder / f"{n}.{fd}").read_text() for fd in (1, 2)] for n in range(len(codes))]
+    return [Finished(code, *texts) for code, texts in zip(codes, read, strict=True)]
+
+
 def rows_of(benchmark: str, words: Sequence[str], deadline_s: float) -> list[dict[str, Any]]:
     """The rows of `benchmarks/BENCHMARK.py --json`, which writes no file."""
     path = Path(__file__).resolve().parents[2] / "benchmarks" / f"{benchmark}.py"

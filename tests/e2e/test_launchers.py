@@ -216,10 +216,6 @@ def test_torchrun_ends_with_0_if_no_rank_leaves_the_job(tmp_path: Path) -> None:
     assert "without an active exception" not in done.err
 
 
-def test_no_launcher(tmp_path: Path) -> None:
-    assert lines(finish(launch(script(tmp_path, FACTS), tmp_path)), "none") == expected("none", 1)
-
-
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A Slurm cluster of one node; yields the variables that its commands need."""
@@ -227,9 +223,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         yield made.variables
 
 
-@pytest.mark.parametrize(
-    "words", [["-n", "3"], pytest.param(["-n", "2", "--mpi=pmi2"], marks=pytest.mark.slow)]
-)
+# test_slurm.py has the tests of `make test`, on a cluster of two nodes.
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["-n", "3"], ["-n", "2", "--mpi=pmi2"]])
 def test_a_slurm_step(tmp_path: Path, slurm: dict[str, str], words: list[str]) -> None:
     done = finish(launch(["srun", *words, *script(tmp_path, FACTS)], tmp_path, **slurm))
     assert lines(done, "slurm") == expected("slurm", int(words[1]))
@@ -267,12 +263,9 @@ def test_a_batch_script_and_its_step(tmp_path: Path, slurm: dict[str, str]) -> N
     assert said == expected("none", 1) + expected("slurm", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "inner",
-    [
-        pytest.param([str(BIN / "torchrun"), "--standalone"], marks=pytest.mark.slow),
-        [sys.executable, "-m", "paceline", "run"],
-    ],
+    "inner", [[str(BIN / "torchrun"), "--standalone"], [sys.executable, "-m", "paceline", "run"]]
 )
 def test_torchrun_inside_a_step_is_the_launcher(
     tmp_path: Path, slurm: dict[str, str], inner: list[str]
@@ -287,10 +280,8 @@ def test_torchrun_inside_a_step_is_the_launcher(
     )
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["raise", *(pytest.param(how, marks=pytest.mark.slow) for how in ("exit", "unleft"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "exit", "unleft"])
 def test_the_other_ranks_of_a_step_name_the_rank_that_ended_first(
     tmp_path: Path, slurm: dict[str, str], how: str
 ) -> None:

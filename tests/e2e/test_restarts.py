@@ -1,4 +1,4 @@
-"""Restarts after stopped ranks and lost nodes; `benchmarks/restarts.py` has more kinds of failures."""
+"""The end of restarts: a repeated error, a lost host; `benchmarks/restarts.py` has more kinds of failures."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ import pytest
 from launching import finish, node_words, rows_of, run, start, wait_served
 
 WAITS = """
-import os, signal, time, torch, torch.distributed as dist
+import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-rank = dist.get_rank()
-open(f"began-{rank}", "w").close()
-for step in range(int(os.environ["STEPS"])):
+open(f"began-{dist.get_rank()}", "w").close()
+while True:
     dist.all_reduce(torch.ones(10))
-    if step == 5 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        exec(os.environ.get("STRIKE", ""))
     time.sleep(0.01)
-print("done")
 """
 
 RAISES = """
@@ -60,14 +56,6 @@ def test_a_variable_of_the_script_counts_after_a_restart_too(tmp_path: Path) -> 
     assert done.out == "True\nTrue\n"
 
 
-def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
-    strike = "os.kill(os.getpid(), signal.SIGSTOP)"
-    done = run("--nproc-per-node=2 --max-restarts=1", WAITS, tmp_path, STRIKE=strike, STEPS="10")
-    assert done.code == 0, done
-    assert sorted(done.out.splitlines()) == ["[0] done", "[1] done"]
-    assert "rank 1 failed: stopped by SIGSTOP, and killed after 1 s" in done.err
-
-
 def test_the_same_exception_in_the_same_step_ends_the_job(tmp_path: Path) -> None:
     done = run("--nproc-per-node=2 --max-restarts=5", RAISES, tmp_path)
     assert done.code == 1, done
@@ -83,12 +71,12 @@ def test_the_loss_of_the_rendezvous_host_ends_the_job_with_69(
 ) -> None:
     (tmp_path / "train.py").write_text(WAITS)
     words = node_words(free_port, "--max-restarts=3", "train.py")
-    host = start(words, tmp_path, STEPS="100000")
+    host = start(words, tmp_path)
     assert host.stderr is not None
     assert "waiting for 2 nodes" in host.stderr.readline()
     # It prints this before it serves. Only a node that starts later is certainly not the host.
     wait_served(free_port)
-    other = start(words, tmp_path, STEPS="100000")
+    other = start(words, tmp_path)
     while len(list(tmp_path.glob("began-*"))) < 2:
         assert other.poll() is None, finish(other)
         time.sleep(0.02)

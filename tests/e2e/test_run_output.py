@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -14,7 +15,8 @@ import termios
 from pathlib import Path
 
 import psutil
-from launching import environment, run
+import pytest
+from launching import environment, finish, run, start
 
 
 def test_rank_0_has_a_terminal_where_the_launcher_has_one(tmp_path: Path) -> None:
@@ -141,3 +143,43 @@ def test_a_signal_ends_a_job_whose_output_is_not_read(tmp_path: Path) -> None:
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
     assert not any(rank.is_running() for rank in ranks)
     process.stdout.close()
+
+
+PRINTS = """
+import os, sys, time
+# One line without an end, or many.
+chunk = "x" * (1 << 20) if os.environ["RANK"] == "0" else ("x" * 99 + "\\n") * 10486
+for _ in range(150):
+    sys.stdout.write(chunk)
+print("\\nthat was all", flush=True)
+while not os.path.exists("looked"):
+    time.sleep(0.01)
+raise OSError("disk is full")
+"""
+
+
+@pytest.mark.slow
+def test_much_output_needs_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PRINTS)
+    process = start(["run", "--nproc-per-node=2", "train.py"], tmp_path, PACELINE_PRELOAD="0")
+    assert process.stdout is not None
+    size, last = 0, b""
+    ended: set[bytes] = set()
+    while len(ended) < 2:
+        data = os.read(process.stdout.fileno(), 1 << 20)
+        assert data, process.communicate()
+        size += len(data)
+        ended |= set(re.findall(rb"(\[\d\]) that was all", last + data))
+        last = data[-100:]
+    most = _peak_kib(process)
+    (tmp_path / "looked").touch()
+    done = finish(process)
+    assert size > 300 << 20
+    # Most of this is torch; a copy of the output would be 300 MiB more.
+    assert most < 450 << 10, f"{most >> 10} MiB"
+    assert re.search(r"ranks? (0 and 1|0|1) of 2 failed: OSError: disk is full", done.err)
+
+
+def _peak_kib(process: subprocess.Popen[str]) -> int:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])

@@ -37,7 +37,7 @@ HOST: dict[str, Any] = {
     "gpus": 2,
     "infiniband": ["mlx5_0"],
     "interfaces": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
-    "names": {"addresses": ["10.0.0.1"], "back": {"10.0.0.1": "a"}},
+    "addresses": ["10.0.0.1"],
     "port_owner": None,
     "ephemeral_ports": [32768, 60999],
     "folder": None,
@@ -63,7 +63,7 @@ def _two_hosts() -> dict[str, Any]:
         facts = copy.deepcopy(HOST)
         facts |= {"rank": rank, "local_rank": rank % 2, "host": "ab"[rank // 2]}
         facts["device"]["uuid"] = f"u{rank}"
-        facts["interfaces"]["eth0"] = facts["names"]["addresses"] = [f"10.0.0.{rank // 2 + 1}"]
+        facts["interfaces"]["eth0"] = facts["addresses"] = [f"10.0.0.{rank // 2 + 1}"]
         ranks.append(facts)
     there = copy.deepcopy(LINK)
     back = there | {"from": 2, "to": 0, "from_address": "10.0.0.2", "resolved": ["10.0.0.1"]}
@@ -103,7 +103,7 @@ CHANGES = [
         "/dev/shm of b has 30.0 GiB free of 64 MiB: little for loader workers and NCCL.",
     ),
     (
-        "ranks.2.names.addresses",
+        "ranks.2.addresses",
         ["127.0.1.1"],
         "fail",
         "the name b resolves to 127.0.1.1 on b; over several hosts Gloo would connect to itself.",
@@ -179,8 +179,7 @@ def test_each_fault_makes_one_finding(where: str, value: Any, level: str, what: 
 
 def test_a_name_that_leads_to_loopback_first_is_a_fault_only_for_several_hosts() -> None:
     found = _two_hosts()
-    names: dict[str, Any] = found["ranks"][2]["names"]
-    names["addresses"] = ["127.0.1.1", "10.0.0.2"]  # Gloo takes the first one
+    found["ranks"][2]["addresses"] = ["127.0.1.1", "10.0.0.2"]  # Gloo takes the first one
     (wrong,) = _wrong(found)
     assert (wrong.level, wrong.fix) == (
         "fail",
@@ -188,7 +187,7 @@ def test_a_name_that_leads_to_loopback_first_is_a_fault_only_for_several_hosts()
     )
     alone = found | {"ranks": found["ranks"][2:], "links": [], "reduce": [REDUCE]}
     assert [finding.level for finding in _wrong(alone)] == ["warn"]
-    names["addresses"] = ["10.0.0.2", "127.0.1.1"]
+    found["ranks"][2]["addresses"] = ["10.0.0.2", "127.0.1.1"]
     assert _wrong(found) == []
 
 

@@ -91,28 +91,6 @@ def test_what_is_no_address_is_refused(launcher: dict[str, str], host: str, port
         read({**launcher, "MASTER_ADDR": host, "MASTER_PORT": port})
 
 
-def test_slurm_step_on_two_nodes() -> None:
-    place = read(SLURM)
-    assert (place.launcher, place.rank, place.world_size) == ("slurm", 2, 3)
-    assert (place.local_rank, place.local_world_size) == (0, 1)
-    assert place.master is not None
-    host, port = place.master.split(":")
-    assert host == "node7"
-    assert 29500 <= int(port) <= 29550
-
-
-@pytest.mark.parametrize(
-    "shell",
-    [
-        {"SLURM_JOB_ID": "42", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"},  # salloc
-        {**SLURM, "SLURM_STEP_ID": "4294967290"},  # an interactive step
-        {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # sbatch
-    ],
-)
-def test_a_shell_inside_an_allocation_is_one_process(shell: dict[str, str]) -> None:
-    assert read(shell).world_size == 1
-
-
 def test_the_innermost_complete_set_wins() -> None:
     assert read({**SLURM, **TORCHRUN}).launcher == "torchrun"
     assert read({**SLURM, **OPEN_MPI}).launcher == "mpi"

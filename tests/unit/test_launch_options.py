@@ -1,13 +1,16 @@
-"""Values that `paceline run` derives from its options and the environment."""
+"""What is known before torch is imported, and the options as torch's parser reads them."""
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 import pytest
 
 from paceline.errors import ConfigError
 from paceline.launch.options import read_options
+from paceline.launch.prescan import ScriptError, check_script, early_count
 
 
 @pytest.mark.parametrize(
@@ -46,19 +49,124 @@ def test_the_host(host: str, endpoint: str) -> None:
     assert str(read_options(["--nnodes=2", "--host", host, "train.py"]).endpoint) == endpoint
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        *(
-            (
-                ["--nnodes=2", "--host", host],
-                f"--host is '{host}', which is not a host name or address",
-            )
-            for host in ("", ":29400", "http://x:1", "10.0.0.1:99999", "10.0.0.1:abc", "a b", "[a]")
-        ),
-        (["--nnodes=0"], "--nnodes must be 1 or more, and is 0"),
-    ],
-)
-def test_what_is_no_host_or_number_of_nodes(words: list[str], said: str) -> None:
+NOT_HOSTS = ("", ":29400", "http://x:1", "10.0.0.1:99999", "10.0.0.1:abc", "a b", "[a]")
+REFUSED = [
+    *(
+        (["--nnodes=2", "--host", host], f"--host is '{host}', which is not a")
+        for host in NOT_HOSTS
+    ),
+    *(
+        (words.split(), said)
+        for words, said in {
+            "--nproc-per-node=0": "--nproc-per-node must be at least 1",
+            "--nproc-per-node=x": "--nproc-per-node must be a number, and is 'x'",
+            "--nnodes=0": "--nnodes must be 1 or more, and is 0",
+            "--nnodes=a": "--nnodes must be a number or MIN:MAX",
+            "--nnodes=2 --node-rank=-1": "--node-rank is -1, and there are 2 nodes",
+            "--node-rank=1": "--node-rank is 1, and there is 1 node",
+            "--nnodes=2 --rdzv-endpoint=a:b": "--rdzv-endpoint is not an address: 'a:b'",
+            "--standalone --nnodes=2": "--standalone is for one node",
+            "--max-restarts=-1": "max_restarts",
+            "--start-method=fork": "--start-method=fork has no effect here",
+            "--duplicate-stdout-filters=a": "cannot be used here",
+            "--redirects=7": "7",
+            "--no-python no-such-program": "there is no program 'no-such-program'",
+            "--hang-after=-1": "0 to switch it off; it is -1.0.",
+            "--hang-after=0 --on-hang=end": "has no effect with --hang-after=0",
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED)
+def test_options_that_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         read_options([*words, "train.py"])
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ("train.py --nproc-per-node 9", 1),
+        ("--nproc-per-node=2 train.py", 2),
+        ("--nproc_per_node 3 --max-restarts=1 train.py", 3),
+        ("--standalone --nproc-per-node 2 -m pkg.train --nproc-per-node 9", 2),
+        ("--rdzv_endpoint a:1 --nnodes 2 train.py", 1),
+        ("--nproc-per-node=gpu train.py", None),
+        ("--nproc-per-node=0 train.py", None),
+        ("--no-python train.sh", None),
+        ("--log-dir x train.py", None),
+        ("--help", None),
+        ("", None),
+        ("--nproc-per-node", None),
+    ],
+)
+def test_how_many_ranks_start_early(words: str, count: int | None) -> None:
+    assert early_count(words.split(), {}) == count
+
+
+def test_the_early_start_reads_the_environment_as_torchrun_does() -> None:
+    assert early_count(["train.py"], {"PET_NPROC_PER_NODE": "4"}) == 4
+    assert early_count(["train.py"], {"PET_TEE": "3"}) is None
+
+
+@pytest.mark.parametrize("content", ["def f(\n", "x = = 1\n", "\0"])
+def test_a_script_that_is_not_valid_python(tmp_path: Path, content: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(content)
+    with pytest.raises(ScriptError) as caught:
+        check_script(str(script), module=False)
+    assert "site-packages" not in str(caught.value)
+
+
+def test_missing_scripts_and_modules(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no script"):
+        check_script(str(tmp_path / "no.py"), module=False)
+    with pytest.raises(ConfigError, match="is a directory"):
+        check_script(str(tmp_path), module=False)
+    notebook = tmp_path / "train.ipynb"
+    notebook.write_text("{}")  # valid Python too
+    with pytest.raises(ConfigError, match="is a notebook"):
+        check_script(str(notebook), module=False)
+    with pytest.raises(ConfigError, match="there is no module"):
+        check_script("no_such_module_at_all", module=True)
+    (tmp_path / "__main__.py").touch()
+    check_script(str(tmp_path), module=False)
+    check_script("json.tool", module=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        ("t.py", ("127.0.0.1", 0)),
+        ("--standalone t.py", ("127.0.0.1", 0)),
+        ("--master-port=4711 t.py", ("127.0.0.1", 4711)),
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", ("127.0.0.1", 0)),
+        ("--nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=localhost:4711 t.py", None),
+        ("--nnodes=2 --master-addr=10.0.0.1 t.py", None),
+    ],
+)
+def test_one_node_binds_its_own_store(words: str, address: tuple[str, int] | None) -> None:
+    options = read_options(words.split())
+    assert options.address == address
+    assert options.notes == ()
+
+
+def test_an_option_of_the_launcher_after_the_script_is_noted() -> None:
+    (note,) = read_options(["t.py", "--nproc_per_node=2", "--lr", "1"]).notes
+    assert note.startswith("--nproc-per-node after the script is given to the script")
+    assert read_options(["--nproc-per-node=2", "t.py", "--lr", "1"]).notes == ()
+
+
+def test_reading_options_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    read_options(["--nproc-per-node=2", "t.py"])
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_host_counts_more_than_the_port_that_kubeflow_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--host and --master-port contradict"):
+        read_options(["--nnodes=2", "--host=10.0.0.1", "--master-port=4711", "t.py"])
+    monkeypatch.setenv("PET_MASTER_PORT", "4711")
+    options = read_options(["--nnodes=2", "--host=10.0.0.1", "t.py"])
+    assert str(options.endpoint) == "10.0.0.1:29400"

@@ -86,14 +86,6 @@ def test_the_axis_of_a_mesh_and_the_stage_are_named() -> None:
     ]
 
 
-def test_a_call_that_does_not_return_is_not_called_a_branch() -> None:
-    # All ranks take the lock in line 30; rank 1 does not get it, and the others are in line 31.
-    stuck = StackSummary(script=(("train.py", 30, "step"), ("train.py", 90, "<module>")))
-    found = verdict(*waiting(0, 2, 3), absent(where=stuck, call="fcntl.flock"))
-    assert "either the call there does not return" in found.text
-    assert "find what it waits for" in found.text
-
-
 LOADER = StackSummary(script=TRAIN, loader=True)
 LOCK = StackSummary(script=EVALUATE, lock=True)
 RECEIVES = StackSummary(script=TRAIN, waits_in="recv")

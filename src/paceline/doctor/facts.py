@@ -25,23 +25,23 @@ _VARIABLES = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_"
 _WRITTEN_BYTES = 64 << 20
 
 
-def gather(place: RankInfo, folder: Path | None) -> Facts:
+def gather(info: RankInfo, folder: Path | None) -> Facts:
     """Facts of this rank, and of its host if this is the host's first rank.
 
     Args:
         folder: the run folder, to test its disk with a file that is removed again.
     """
     facts: Facts = {
-        "rank": place.rank,
-        "local_rank": place.local_rank,
-        "local_world_size": place.local_world_size,
+        "rank": info.rank,
+        "local_rank": info.local_rank,
+        "local_world_size": info.local_world_size,
         "host": socket.gethostname(),
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },
-        "device": _device(place),
+        "device": _device(info),
     }
-    if place.local_rank == 0:
+    if info.local_rank == 0:
         memory = read_memory()
         facts |= {
             "versions": _versions(),
@@ -54,7 +54,7 @@ def gather(place: RankInfo, folder: Path | None) -> Facts:
             "gpus": torch.cuda.device_count(),
             "infiniband": sorted(p.name for p in Path("/sys/class/infiniband").glob("*")),
             "interfaces": network_interfaces(),
-            "names": _names(),
+            "addresses": addresses_of(socket.gethostname()),
             "port_owner": owner_of_port(FIREWALL_PORTS[0]),
             "ephemeral_ports": [
                 int(n) for n in read_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
@@ -81,12 +81,12 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _device(place: RankInfo) -> Facts | None:
+def _device(info: RankInfo) -> Facts | None:
     """The GPU that this rank would use."""
     count = torch.cuda.device_count()
     if count == 0:
         return None
-    index = place.local_rank if count > 1 else 0
+    index = info.local_rank if count > 1 else 0
     if index >= count:
         return {"index": index, "missing": True}
     properties: Any = torch.cuda.get_device_properties(index)
@@ -99,15 +99,6 @@ def _device(place: RankInfo) -> Facts | None:
         "used": total - free,
         "total": total,
     }
-
-
-def _names() -> Facts:
-    """The addresses of this host's name, and the names of these addresses."""
-    back = {}
-    for address in addresses_of(socket.gethostname()):
-        with contextlib.suppress(OSError):
-            back[address] = socket.gethostbyaddr(address)[0]
-    return {"addresses": addresses_of(socket.gethostname()), "back": back}
 
 
 def _folder(folder: Path) -> Facts:

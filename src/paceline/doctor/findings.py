@@ -217,7 +217,7 @@ def _host_name(host: Facts, label: str, interfaces: dict[int, str | None]) -> It
     Args:
         interfaces: by first rank, the interface through which each host reaches others; {} for one host.
     """
-    addresses = host["names"]["addresses"]
+    addresses = host["addresses"]
     text = f"the name {host['host']} resolves to {', '.join(addresses) or 'nothing'} on {label}"
     # Without GLOO_SOCKET_IFNAME, Gloo listens on the first address and gives it to its peers.
     reachable = addresses and not is_loopback(addresses[0])

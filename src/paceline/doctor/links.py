@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import hmac
 import socket
+import socketserver
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from paceline.doctor.facts import Facts
 from paceline.job.environment import FIREWALL_PORTS
@@ -25,8 +26,7 @@ _PINGS = 20
 _SIZES = {b"s": 1 << 20, b"l": 32 << 20}  # the large one only if the link is fast enough
 _CHUNK = 1 << 20
 _SLOW_S = 0.2
-_MAX_CLIENTS = 32  # at one time; others wait
-_PAUSE_S = 0.01  # after a failed accept
+_POLL_S = 0.05  # within which a listener notices that it is closed
 _KEY_CHARS = 64
 _PING = b"p"
 
@@ -39,62 +39,53 @@ class Listener:
     """
 
     def __init__(self, address: str, key: str) -> None:
-        self._key = key.encode()
-        self._open = True
-        self._slots = threading.Semaphore(_MAX_CLIENTS)
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
         free = next((s for p in range(*FIREWALL_PORTS) if (s := _listen(address, p))), None)
         chosen = _listen(address, 0)
-        self._sockets = [s for s in (chosen, free) if s is not None]
         self.endpoint: Facts = {
             "address": address,
             "ephemeral": chosen.getsockname()[1] if chosen else None,
             "fixed": free.getsockname()[1] if free else None,
         }
-        for listening in self._sockets:
-            self._start(self._accept, listening)
+        self._servers = [_Server(s, key) for s in (chosen, free) if s is not None]
+        self._threads = [
+            threading.Thread(target=s.serve_forever, args=(_POLL_S,)) for s in self._servers
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Stop listening, and wait for the clients that are being answered."""
-        self._open = False
-        for listening in self._sockets:
-            with contextlib.suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)  # wakes accept()
-            listening.close()
-        for _ in range(2):  # a thread that accepts may have started another thread
-            for thread in self._threads:
-                thread.join(_IO_S)
+        for server, thread in zip(self._servers, self._threads, strict=True):
+            server.shutdown()
+            thread.join()
+            server.server_close()
 
-    def _start(self, work: Callable[[socket.socket], None], connection: socket.socket) -> None:
-        thread = threading.Thread(target=work, args=(connection,), daemon=True)
-        with self._lock:
-            thread.start()
-            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
-    def _accept(self, listening: socket.socket) -> None:
-        while self._open:
-            try:
-                peer = listening.accept()[0]
-            except OSError:
-                time.sleep(_PAUSE_S)  # closed, the peer has left, or too many files are open
-                continue
-            self._slots.acquire()
-            self._start(self._serve, peer)
+class _Answers(socketserver.BaseRequestHandler):
+    """The answers to one client; it must send the key first."""
 
-    def _serve(self, peer: socket.socket) -> None:
-        try:
-            with peer, contextlib.suppress(OSError):  # the client reports what failed
-                peer.settimeout(_CONNECT_S)
-                if not hmac.compare_digest(_receive(peer, _KEY_CHARS), self._key):
-                    return
-                peer.settimeout(_IO_S)
-                while request := peer.recv(1):
-                    for _ in range(_SIZES.get(request, 0) // _CHUNK):
-                        _receive(peer, _CHUNK)
-                    peer.sendall(struct.pack("d", time.time()))
-        finally:
-            self._slots.release()
+    server: _Server
+
+    def handle(self) -> None:
+        peer: socket.socket = self.request
+        with contextlib.suppress(OSError):  # the client reports what failed
+            peer.settimeout(_CONNECT_S)
+            if not hmac.compare_digest(_receive(peer, _KEY_CHARS), self.server.key):
+                return
+            peer.settimeout(_IO_S)
+            while request := peer.recv(1):
+                for _ in range(_SIZES.get(request, 0) // _CHUNK):
+                    _receive(peer, _CHUNK)
+                peer.sendall(struct.pack("d", time.time()))
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Serves on a socket that listens already, with a thread for each client."""
+
+    def __init__(self, listening: socket.socket, key: str) -> None:
+        super().__init__(listening.getsockname(), _Answers, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.key = listening, key.encode()
 
 
 def measure(endpoint: Facts, key: str, host: str) -> Facts:

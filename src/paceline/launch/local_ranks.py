@@ -378,7 +378,7 @@ class LocalRanks:
         self.signalled: Callable[[], bool] = lambda: False
         # Interpreters that have imported torch, and become the ranks after a restart.
         self._spares: list[Rank] = []
-        self._spares_import = ""
+        self._spares_fit = True  # until the script sets a variable that their imports read
         self._count = 0
         self._environment: Mapping[str, str] = {}
         self._wrap: Wrap | None = None
@@ -413,7 +413,7 @@ class LocalRanks:
 
     def start_again(self) -> None:
         """Start the processes of the next round, unless spares wait already."""
-        if any(spare.poll() is not None for spare in self._spares):
+        if not self._spares_fit or any(spare.poll() is not None for spare in self._spares):
             self._end_spares()
         self.ranks, self._spares = self._spares or self._start_all("torch.distributed"), []
 
@@ -451,18 +451,16 @@ class LocalRanks:
 
     def keep_spares(self) -> None:
         """Start the interpreters of the next restart, when the scripts have run for 3 s."""
-        if time.monotonic() - self._script_began < _SPARES_AFTER_S:
-            return
-        modules = f"torch.distributed,{COMPILER}"
         if any(e["event"] == "variable" for rank in self.ranks for e in list(rank.events)):
-            modules = "torch.distributed"
-        if modules != self._spares_import:
-            self._end_spares()
-        if not self._spares:
-            try:
-                self._spares, self._spares_import = self._start_all(modules), modules
-            except LaunchFailed:
-                self._script_began = math.inf  # no spares in this round: a restart starts its ranks
+            # Spares are ended before the restart: here it could wait for a reader of our output.
+            self._spares_fit = False
+        early = time.monotonic() - self._script_began < _SPARES_AFTER_S
+        if early or self._spares or not self._spares_fit:
+            return
+        try:
+            self._spares = self._start_all(f"torch.distributed,{COMPILER}")
+        except LaunchFailed:
+            self._script_began = math.inf  # no spares in this round: a restart starts its ranks
 
     def _end_spares(self) -> None:
         spares, self._spares = self._spares, []

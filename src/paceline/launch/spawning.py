@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
 import multiprocessing
 import os
 import signal
@@ -17,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -270,7 +269,8 @@ def _serve(
         int(environ.get("OMP_NUM_THREADS", 0))
         or max(1, usable_cores() // int(environ["WORLD_SIZE"]))
     )
-    sys.stdout, sys.stderr = _Lines(sys.stdout, rank), _Lines(sys.stderr, rank)
+    streams = [_Lines(sys.stdout, rank), _Lines(sys.stderr, rank)]
+    sys.stdout, sys.stderr = streams
     outcome = Outcome(rank)
     try:
         function, args = cloudpickle.loads(payload)
@@ -282,12 +282,11 @@ def _serve(
         outcome.ended = _rank_outcome(rank, Error.of(error, outcome.text))
     pipe.send_bytes(_pack(outcome))
     pipe.close()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, _Lines):
-            stream.finish()
+    for stream in streams:
+        stream.finish()
 
 
-class _Lines(io.TextIOBase):
+class _Lines:
     """The output of a rank: whole lines, so that those of several ranks do not mix.
 
     Lines of rank 0 are as they are; those of other ranks begin with "[1] ", as under `paceline run`. A line
@@ -299,6 +298,9 @@ class _Lines(io.TextIOBase):
         self._prefix = f"[{rank}] " if rank else ""
         self._partial = ""
         self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Write the lines that are complete."""
@@ -312,37 +314,14 @@ class _Lines(io.TextIOBase):
                 self._stream.flush()
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write all of them."""
+        self.write("".join(lines))
+
     def finish(self) -> None:
         """Write what is left."""
         if self._partial:
             self.write("\n")
-
-    def fileno(self) -> int:
-        """The file that it writes to."""
-        return self._stream.fileno()
-
-    @property
-    def buffer(self) -> Any:
-        """The stream of bytes below, whose output is not cut into lines."""
-        return self._stream.buffer
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """As of the stream below."""
-        return self._stream.encoding
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        """As of the stream below."""
-        return self._stream.errors
-
-    def reconfigure(self, **options: Any) -> None:
-        """Change the encoding of the stream below."""
-        self._stream.reconfigure(**options)  # type: ignore[attr-defined]
-
-    def writable(self) -> bool:
-        """Whether it can be written to."""
-        return True
 
     def isatty(self) -> bool:
         """A progress bar needs the terminal for itself, which several ranks share."""

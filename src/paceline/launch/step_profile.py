@@ -123,4 +123,4 @@ def _place(spent: Mapping[int, Spent], phase: str, cwd: str) -> str:
         for (name, place), seconds in own.items():
             if name == phase and place:
                 places[place] += seconds
-    return read_place(max(places, key=places.__getitem__), cwd).place if places else ""
+    return read_place(max(places, key=places.__getitem__), cwd).line if places else ""

@@ -141,7 +141,7 @@ class StragglerWatch:
         pid = next(rank.pid for rank in alive if rank.rank == found.rank)
         cwd = os.getcwd()
         stack = read_place(found.place, cwd)
-        where = stack.place
+        where = stack.line
         if stack.script and (function := stack.script[0][2]).isidentifier():
             where = f"{function}() at {where}"
         if found.phase == "data" and (workers := describe_workers(pid, cwd)):

@@ -79,9 +79,7 @@ def _explain_collective(states: Sequence[RankState], waiting: Sequence[RankState
     alarm = not busy and bool(absent or not remote)
     # A notice is given once for a place in the script, an alarm once for a collective.
     key = (
-        (call.group, call.number)
-        if alarm
-        else (call.name, *(state.where.place for state in absent))
+        (call.group, call.number) if alarm else (call.name, *(state.where.line for state in absent))
     )
     return _hang(alarm, absent or stuck, lines, why, fix, key)
 
@@ -208,7 +206,7 @@ def _explain_others(states: Sequence[RankState], world_size: int) -> Hang | None
         why = "all ranks of this node wait; a rank on another node may not have arrived."
     alarm = not any(state.busy for state in rest)
     culprits = rest or ended or stuck
-    return _hang(alarm, culprits, lines, why, fix, ("others", *(s.where.place for s in alive)))
+    return _hang(alarm, culprits, lines, why, fix, ("others", *(s.where.line for s in alive)))
 
 
 def _waiters(stuck: Sequence[RankState], call: Call) -> list[str]:
@@ -246,7 +244,7 @@ def _is_same(call: Call | None, other: Call) -> bool:
 
 
 def _at(state: RankState) -> str:
-    return f" at {state.where.place}" if state.where.script else ""
+    return f" at {state.where.line}" if state.where.script else ""
 
 
 def _activity(state: RankState) -> str:

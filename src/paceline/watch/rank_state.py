@@ -74,7 +74,7 @@ class StackSummary:
     serves: bool = False
 
     @property
-    def place(self) -> str:
+    def line(self) -> str:
         """`file:line` of the innermost frame of the script; empty if there is none."""
         return "{}:{}".format(*self.script[0][:2]) if self.script else ""
 
