@@ -311,7 +311,10 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
     exposed_s = min(exposed_s, _LINK_FACTOR * explained_s)
     if not is_long(exposed_s, step_s):
         return
-    title = f"communication-bound: each step of {duration(step_s)} waits {duration(exposed_s)} for communication"
+    title = (
+        f"communication-bound: each step of {duration(step_s)} waits {duration(exposed_s)} "
+        "for communication"
+    )
     yield from _buckets(evidence, exposed_s, size, title)
     yield from _compression(evidence, exposed_s, size, title)
     per_update_s = exposed_s + fmean(evidence.spent_s["optimizer"])
