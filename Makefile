@@ -49,7 +49,7 @@ check: $(STAMP)
 # Strict: a link to a page or heading that does not exist fails. A warm cache would hide warnings, so it is cleared.
 docs: $(STAMP)
 	@rm -rf build/site && mkdir -p build/help
-	@for command in $(COMMANDS); do COLUMNS=100 $(BIN)/paceline $$command --help > build/help/$$command.txt || exit 1; done
+	@for command in $(COMMANDS); do COLUMNS=92 $(BIN)/paceline $$command --help > build/help/$$command.txt || exit 1; done
 	$(BIN)/zensical build --strict --clean
 
 # Two at a time, a file in one process: a test waits for its processes about a third of the time.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import glob
 import importlib.util
 import io
 import json
@@ -11,7 +10,6 @@ import logging
 import math
 import resource
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.utils.data import TensorDataset
+from wandb_files import read_wandb
 
 import paceline
 from paceline.clock.record import pack, read_record
@@ -83,7 +82,7 @@ def _read_all(folder: Path) -> dict[str, list[dict[str, float]]]:
         rows = list(csv.DictReader(file))
     found["csv"] = [{k: float(v) for k, v in row.items() if v} for row in rows]
     found["tensorboard"] = _read_tensorboard(folder)
-    found["wandb"] = _read_wandb(folder)
+    found["wandb"] = read_wandb(folder)
     found["mlflow"] = _read_mlflow(folder)
     return found
 
@@ -98,36 +97,6 @@ def _read_tensorboard(folder: Path) -> list[dict[str, float]]:
         for event in events.Scalars(name):
             steps.setdefault(event.step, {"step": event.step})[name] = event.value
     return [steps[step] for step in sorted(steps)]
-
-
-def _read_wandb(folder: Path) -> list[dict[str, float]]:
-    from wandb.proto import wandb_internal_pb2
-
-    (path,) = glob.glob(f"{folder}/wandb/offline-run-*/run-*.wandb")
-    rows = []
-    for data in _leveldb_records(Path(path).read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            row = {i.key or i.nested_key[0]: json.loads(i.value_json) for i in items}
-            rows.append({("step" if k == "_step" else k): v for k, v in row.items()})
-    return rows
-
-
-def _leveldb_records(log: bytes) -> Iterator[bytes]:
-    """The records of a log of LevelDB, behind the 7 bytes with which wandb begins it."""
-    block, at, record = 1 << 15, 7, b""
-    while at + 7 <= len(log):
-        if (left := block - at % block) < 7:
-            at += left
-            continue
-        end = at + 7 + int.from_bytes(log[at + 4 : at + 6], "little")
-        record += log[at + 7 : end]
-        if log[at + 6] in (1, 4):  # whole, or the last part
-            yield record
-            record = b""
-        at = end
 
 
 def _read_mlflow(folder: Path) -> list[dict[str, float]]:
@@ -213,6 +182,43 @@ def test_a_slow_logger_delays_no_step_and_the_end_only_for_a_while(
         assert len([training.log(loss=step.loss) for step in _train(training)]) == 6
     release.set()
     assert "Slow did not take the last metrics" in caplog.text
+
+
+def test_a_run_of_wandb_that_does_not_start_is_kept_on_the_disk(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A real server that is away: test_logger_servers.py."""
+    import wandb
+
+    given: list[dict[str, Any]] = []
+    kept: list[tuple[Any, int]] = []
+
+    def start(**options: Any) -> Any:
+        given.append(options)
+        if options.get("mode") != "offline":
+            raise wandb.errors.CommError("no route to the server")
+        return SimpleNamespace(
+            dir="runs/offline-run-1/files",
+            log=lambda values, step: kept.append((values, step)),
+            finish=lambda exit_code: None,
+        )
+
+    monkeypatch.setattr(wandb, "init", start)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "7")
+    logger = paceline.WandB(project="p", settings={"silent": True})
+    with caplog.at_level(logging.WARNING, "paceline"):
+        for step in (1, 2):
+            logger.log(step, {"loss": step / 4})
+    logger.close()
+    assert kept == [({"loss": 0.25}, 1), ({"loss": 0.5}, 2)]
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "it is kept in runs/offline-run-1; upload it with `wandb sync`" in said
+    assert "CommError: no route to the server" in said
+    settings = given[0]["settings"]
+    assert (settings.silent, settings.finish_timeout) == (True, 20.0)
+    assert "init_timeout" not in settings.model_fields_set  # the environment sets it
+    assert [options["project"] for options in given] == ["p", "p"]
 
 
 def test_a_resumed_table_has_each_step_once(tmp_path: Path) -> None:

@@ -77,6 +77,40 @@ def test_own_loop_resumes(nproc: str, tmp_path: Path) -> None:
     assert steps == list(range(1, len(steps) + 1))
 
 
+def _without_docstring(name: str) -> list[str]:
+    return Path(_example(name)).read_text().split('"""', 2)[2].lstrip("\n").splitlines()
+
+
+def test_the_page_of_ports_shows_how_before_becomes_after() -> None:
+    page = (ROOT / "docs" / "howto" / "port.md").read_text()
+    lines = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)[0].splitlines()
+    assert [line[1:] for line in lines if line[:1] != "+"] == _without_docstring("before.py")
+    assert [line[1:] for line in lines if line[:1] != "-"] == _without_docstring("after.py")
+
+
+@pytest.mark.slow
+def test_a_ported_program_trains_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
+    losses, printed = [], []
+    for nproc in ("1", "2", "3"):
+        folder = tmp_path / nproc
+        folder.mkdir()
+        printed.append(_run([*PACELINE, nproc, _example("after.py")], folder).replace("[0] ", ""))
+        lines = (folder / "runs/after/metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+        assert (folder / "model.pth").exists()
+    assert len(losses[0]) == 5 * 23
+    for each in losses[1:]:
+        assert each == pytest.approx(losses[0], rel=1e-5)  # rounding, over 115 steps
+    assert printed[0] == printed[1] == printed[2]
+
+
+@pytest.mark.slow
+def test_the_program_before_its_port_learns(tmp_path: Path) -> None:
+    output = _run([sys.executable, _example("before.py")], tmp_path)
+    assert float(output.split()[-1]) >= 0.9
+    assert (tmp_path / "model.pth").exists()
+
+
 @pytest.mark.slow
 def test_plain_torchrun_script(tmp_path: Path) -> None:
     assert _accuracy(_run([*PACELINE, "2", _example("plain_torchrun.py")], tmp_path)) >= 90

@@ -51,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for command in COMMANDS:
         done = subprocess.run(
             [sys.executable, "-m", "paceline", command, "--help"],
-            env=os.environ | {"COLUMNS": "100"},
+            env=os.environ | {"COLUMNS": "92"},
             capture_output=True,
             text=True,
             check=True,

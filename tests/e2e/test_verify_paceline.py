@@ -108,6 +108,22 @@ def test_dropout_is_compared(words: tuple[str, ...], tmp_path: Path) -> None:
     assert facts["compared"].endswith(", with dropout turned off") is (not words)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_what_reproducible_mode_refuses_is_said_in_a_sentence(tmp_path: Path) -> None:
+    net = "torch.nn.Sequential(net, torch.nn.BatchNorm1d(1))"
+    code, facts = verify(
+        tmp_path, "--bitwise", wrapped=f"paceline.ddp(job, paceline.sync_batchnorm(job, {net}))"
+    )
+    assert (code, facts["output"]) == (3, [])
+    assert facts["what"] == (
+        "--bitwise turns reproducible mode on, and it refused the training: reproducible training normalises "
+        "each micro-batch separately, not over ranks."
+    )
+    assert facts["where"].startswith("train.py:")
+    assert facts["fix"] == "leave --bitwise out."
+
+
 FAULTS = [
     ("parameter of ranks", 1, "0.weight", {"before": "optimizer.param_groups[0]['lr'] *= 1 + job.rank"}),
     ("loss", 2, "", {"before": "optimizer.param_groups[0]['lr'] *= job.world_size"}),

@@ -208,7 +208,10 @@ def test_accumulation_communicates_less_often() -> None:
     link = {"latency_s": 0.09, "bytes_per_s": 8e9}
     found = judge(record(SLOW_LINK, SLOW_LINK, link=link, bucket_bytes=2**30))
     assert [f.kind for f in found] == ["accumulation"]
-    assert found[0].title == "communication-bound: 100 ms of 197 ms exposed"
+    assert found[0].title == (
+        "communication-bound: each step of 197 ms waits 100 ms for communication"
+    )
+    assert str(found[0]).endswith("x (a larger batch, which is another training)")
     assert found[0].cure == "Batches(..., global_batch=256, micro_batch=32)"
     assert found[0].gain == pytest.approx(4 * 0.197 / (4 * 0.092 + 0.105))
     assert "learning rate" in found[0].details
@@ -236,7 +239,7 @@ def test_small_buckets_pay_the_latency_of_each() -> None:
         record(SLOW_LINK, SLOW_LINK, link=link, bucket_bytes=2**20, gradient_bytes=30 * 2**20)
     )
     assert [f.kind for f in found][:2] == ["buckets", "accumulation"]
-    assert found[0].title.endswith("100 ms of 197 ms exposed in 30 buckets of 1 MiB")
+    assert found[0].title.endswith("waits 100 ms for communication, in 30 buckets of 1 MiB")
     assert found[0].gain > 1.7
 
 

@@ -128,6 +128,14 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
         return _refused(run, f"the script failed in {run.name} (exit code {run.returncode}).")
     kind, text = first.get("type", ""), str(first.get("message", "")).strip().splitlines()
     exit_ = failed[0].first("exit") or first
+    if refused := failed[0].first("not-bitwise"):
+        return Refused(
+            f"--bitwise turns reproducible mode on, and it refused the training: {refused['what']}",
+            where=refused["at"],
+            why=refused["why"],
+            fix="leave --bitwise out.",
+            output=[],
+        )
     what = f"{kind}: {text[0] if text else ''}" if kind else f"sys.exit({exit_.get('code')!r})"
     where = first.get("place", "")
     if exit_.get("by") == "argparse":

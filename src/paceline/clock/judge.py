@@ -69,6 +69,7 @@ class Finding:
         title: What was measured: "input-bound: 63 % of the step waits for data on all ranks".
         cure: What to change: "Batches(..., workers=4)".
         gain: Expected factor of the rate: 1.9 means 1.9 times as many samples per second.
+        changes: What the cure changes in the training; empty if it trains the same.
         details: How the gain was computed, and what else the cure changes; sentences.
     """
 
@@ -76,11 +77,13 @@ class Finding:
     title: str
     cure: str
     gain: float
+    changes: str = ""
     details: str = ""
 
     def __str__(self) -> str:
         gain = f"{self.gain:.0f}" if self.gain >= 10 else f"{self.gain:.2g}"
-        return f"{self.title}: {self.cure}, expected {gain}x"
+        changes = f" ({self.changes})" if self.changes else ""
+        return f"{self.title}: {self.cure}, expected {gain}x{changes}"
 
 
 @dataclass(frozen=True)
@@ -308,7 +311,10 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
     exposed_s = min(exposed_s, _LINK_FACTOR * explained_s)
     if not is_long(exposed_s, step_s):
         return
-    title = f"communication-bound: {duration(exposed_s)} of {duration(step_s)} exposed"
+    title = (
+        f"communication-bound: each step of {duration(step_s)} waits {duration(exposed_s)} "
+        "for communication"
+    )
     yield from _buckets(evidence, exposed_s, size, title)
     yield from _compression(evidence, exposed_s, size, title)
     per_update_s = exposed_s + fmean(evidence.spent_s["optimizer"])
@@ -317,9 +323,10 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
         kind="accumulation",
         title=title,
         cure=f"Batches(..., global_batch={k * run['global_batch']}, micro_batch={_forward_size(run)})",
+        changes="a larger batch, which is another training",
         gain=k * step_s / (k * (step_s - per_update_s) + per_update_s),
-        details=f"The ranks communicate once for {k} times as many samples. This changes the training: fewer "
-        "updates of the weights for an epoch, so the learning rate has to be chosen again.",
+        details=f"The ranks communicate once for {k} times as many samples. An epoch has fewer updates of "
+        "the weights, so the learning rate has to be chosen again.",
     )
 
 
@@ -343,7 +350,7 @@ def _buckets(evidence: Evidence, exposed_s: float, size: int, title: str) -> Ite
         return
     yield Finding(
         kind="buckets",
-        title=f"{title} in {math.ceil(total / size)} buckets of {size / _MIB:.2g} MiB",
+        title=f"{title}, in {math.ceil(total / size)} buckets of {size / _MIB:.2g} MiB",
         cure=f"ddp(..., bucket_mb={best})",
         gain=step_s / (step_s - exposed_s + times_s[best]),
         details=f"Latency {duration(link['latency_s'])}, bandwidth {link['bytes_per_s'] / 1e6:.3g} MB/s, "
@@ -368,6 +375,7 @@ def _compression(evidence: Evidence, exposed_s: float, size: int, title: str) ->
         kind="communication",
         title=title,
         cure='ddp(..., compress="bf16")',
+        changes="gradients are rounded",
         gain=evidence.step_s / (evidence.step_s - exposed_s + left_s),
         details=f"It halves the {total / 1e6:.3g} MB of each step, at {link['bytes_per_s'] / 1e6:.3g} MB/s. "
         "Gradients lose 16 of 24 bits of their mantissa before they are summed.",

@@ -48,13 +48,14 @@ class BackgroundLogger:
     def __init__(self, logger: Logger) -> None:
         calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         name = type(logger).__name__
+        abandoned = threading.Event()  # the job has ended without the logger, and said so
         thread = threading.Thread(
-            target=_run, args=(logger, calls), name=f"{name} log", daemon=True
+            target=_run, args=(logger, calls, abandoned), name=f"{name} log", daemon=True
         )
         thread.start()
         self._calls = calls
         self.takes_times = callable(getattr(logger, "times", None))
-        self.close = weakref.finalize(self, _end, name, calls, thread)
+        self.close = weakref.finalize(self, _end, name, calls, thread, abandoned)
 
     def log(self, step: int, values: Values) -> None:
         """Hand over the values of one step; returns at once."""
@@ -70,7 +71,9 @@ class BackgroundLogger:
         self._calls.put(("fail",))
 
 
-def _run(logger: Logger, calls: queue.SimpleQueue[_Call | None]) -> None:
+def _run(
+    logger: Logger, calls: queue.SimpleQueue[_Call | None], abandoned: threading.Event
+) -> None:
     works = True
     while (call := calls.get()) is not None:
         method, *arguments = call
@@ -79,30 +82,37 @@ def _run(logger: Logger, calls: queue.SimpleQueue[_Call | None]) -> None:
                 if hasattr(logger, "fail"):
                     logger.fail()
         elif works:  # otherwise dropped, so that they do not fill the memory
-            works = _succeeds(logger, method, *arguments)
+            works = _succeeds(logger, abandoned, method, *arguments)
     if works:
-        _succeeds(logger, "close")
+        _succeeds(logger, abandoned, "close")
     else:
         with contextlib.suppress(Exception):
             logger.close()
 
 
-def _succeeds(logger: Logger, method: str, *arguments: Any) -> bool:
+def _succeeds(logger: Logger, abandoned: threading.Event, method: str, *arguments: Any) -> bool:
     try:
         getattr(logger, method)(*arguments)
     except Exception as error:
-        log.logger.warning(
-            "%s failed and gets no more metrics; the training goes on. metrics.jsonl has all of them, if "
-            "`report` got a folder. The error was: %s: %s",
-            *(type(logger).__name__, type(error).__name__, error),
-        )
+        if not abandoned.is_set():
+            log.logger.warning(
+                "%s failed and gets no more metrics; the training goes on. metrics.jsonl has all of them, if "
+                "`report` got a folder. The error was: %s: %s",
+                *(type(logger).__name__, type(error).__name__, error),
+            )
         return False
     return True
 
 
-def _end(name: str, calls: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+def _end(
+    name: str, calls: queue.SimpleQueue[Any], thread: threading.Thread, abandoned: threading.Event
+) -> None:
     calls.put(None)
     thread.join(_CLOSE_S)
     if thread.is_alive():
-        text = "%s did not take the last metrics within %.0f s; it may lack some."
-        log.logger.warning(text, name, _CLOSE_S)
+        abandoned.set()
+        log.logger.warning(
+            "%s did not take the last metrics within %.0f s, so it may lack some. metrics.jsonl has all of "
+            "them, if `report` got a folder.",
+            *(name, _CLOSE_S),
+        )

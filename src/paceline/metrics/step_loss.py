@@ -25,8 +25,8 @@ class StepTotal:
 class StepLoss:
     """The mean loss of a step: the sum over the samples (or tokens) of all ranks, divided by their number.
 
-    `training.log` takes it without waiting, and writes the value when the ranks have exchanged it with a
-    control word. `float()` exchanges it at once; `item()` and formatting it do the same.
+    `training.log` takes it without waiting, and writes the value when the ranks have exchanged it, within
+    about 0.2 s. `float()` exchanges it at once; `item()` and formatting it do the same.
 
     Attributes:
         step: the number of the step.

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
+from paceline import log
 from paceline.errors import ConfigError
 from paceline.metrics.logger import Values
+
+# How long wandb waits for a server that does not answer; its own limits are 90 s, and none at the end. Both
+# are shorter than the time that a logger has at the end of a job. What is not sent is kept on the disk.
+_TIMEOUTS_S = {"init_timeout": 10.0, "finish_timeout": 20.0}
 
 
 class WandB:
     """Logs to a run of Weights & Biases, which starts on rank 0 with the first values.
+
+    If the run cannot be started, for example because the server does not answer, it is kept in a folder as
+    with `mode="offline"`, and a warning says how to upload it. wandb waits 10 s for the server when the run
+    starts, and 20 s when it ends, unless `settings` or the environment sets `init_timeout` and
+    `finish_timeout`.
 
     Args:
         options: For `wandb.init`: `project`, `name`, `config`, `dir`, `mode="offline"` and so on. A job that
@@ -32,9 +43,7 @@ class WandB:
     def log(self, step: int, values: Values) -> None:
         """Log the values of a step."""
         if self._run is None:
-            import wandb
-
-            self._run = wandb.init(**self._options)
+            self._run = self._start()
         self._run.log(dict(values), step=step)
 
     def fail(self) -> None:
@@ -45,3 +54,35 @@ class WandB:
         """Finish the run."""
         if self._run is not None:
             self._run.finish(exit_code=self._exit_code)
+
+    def _start(self) -> Any:
+        import wandb
+
+        options = self._options | {"settings": _with_timeouts(self._options.get("settings"))}
+        try:
+            return wandb.init(**options)
+        except wandb.Error as error:  # the server is away, or refuses the key
+            run = wandb.init(**(options | {"mode": "offline"}))
+            log.logger.warning(
+                "W&B has not started the run, so it is kept in %s; upload it with `wandb sync`. The training "
+                "goes on. The error was: %s: %s",
+                *(os.path.dirname(run.dir), type(error).__name__, error),
+            )
+            return run
+
+
+def _with_timeouts(given: Any) -> Any:
+    """The settings of the user, with our limits where neither they nor the environment set one."""
+    import wandb
+
+    settings = wandb.Settings() if given is None else given
+    if isinstance(settings, dict):
+        settings = wandb.Settings(**settings)
+    limits = {
+        name: limit_s
+        for name, limit_s in _TIMEOUTS_S.items()
+        if name in wandb.Settings.model_fields  # older versions have no `finish_timeout`
+        and name not in settings.model_fields_set
+        and f"WANDB_{name.upper()}" not in os.environ
+    }
+    return settings.model_copy(update=limits)

@@ -23,6 +23,7 @@ from paceline.audit.progress import Progress
 from paceline.audit.record import intercept, user_line
 from paceline.checkpoint import manager
 from paceline.data.loader import Loader
+from paceline.errors import ConfigError
 from paceline.job import collectives
 from paceline.job.mesh import Mesh
 from paceline.parallel.modules import owned_parameters, unwrap
@@ -96,7 +97,12 @@ class _Hooks:
             kwargs["reproducible"] = True
         elif not self._numbers:
             self._turn_dropout_off()
-        init(training, *args, **kwargs)
+        try:
+            init(training, *args, **kwargs)
+        except ConfigError as error:
+            if self._progress.plan.bitwise:
+                self._recorder.write("not-bitwise", at=user_line(), what=error.what, why=error.why)
+            raise
         self._numbers[id(training)] = len(self._numbers)
         layers = [layer for model in training.models for layer in model.modules()]
         self._recorder.write(
