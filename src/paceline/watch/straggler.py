@@ -299,7 +299,7 @@ def _why_and_fix(
         """Of one process, on average."""
         then, now = getattr(before, name), getattr(after, name)
         known = then.keys() & now & set(numbers)
-        return sum(now[n] - then[n] for n in known) / passed_s / max(len(numbers), 1)
+        return float(sum(now[n] - then[n] for n in known)) / passed_s / max(len(numbers), 1)
 
     others = after.delay_s.keys() - set(pids)
     throttled = (after.throttled_s - before.throttled_s) / passed_s
