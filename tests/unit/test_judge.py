@@ -194,6 +194,14 @@ def test_a_slow_host_is_named_with_its_ranks() -> None:
     )
 
 
+def test_shares_of_the_time_alone_are_judged_with_the_same_limit() -> None:
+    found = clock_judge.judge_shares({"data": 0.5, "checkpoint": 0.08, "backward": 0.42})
+    assert [(f.kind, f.title, f.gain) for f in found] == [
+        ("data", "50 % of the time goes to data", 2.0)
+    ]
+    assert clock_judge.judge_shares({"data": 0.05, "forward": 0.9}) == []
+
+
 def test_ranks_that_are_late_in_turn_are_no_stragglers() -> None:
     first = record(HEALTHY | {"communication": 0.04}, HEALTHY | {"forward": 0.07})
     second = record(HEALTHY | {"forward": 0.07}, HEALTHY | {"communication": 0.04})

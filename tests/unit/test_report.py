@@ -27,18 +27,32 @@ from paceline.report.sections import sections
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-def _times(steps: int, *, data_s: float, forward_s: float, wait_s: float = 0.0) -> Times:
+def _times(
+    steps: int, *, data_s: float, forward_s: float, wait_s: float = 0.0, length_s: float = 0.1
+) -> Times:
+    """Of some steps, of which the second one took `length_s`."""
     spent = [0.0] * len(PHASES)
     spent[DATA], spent[FORWARD] = data_s * steps, forward_s * steps
     spent[COMMUNICATION] = wait_s * steps
-    spans = [Span(DATA, 0, int(data_s * 1e9)), Span(FORWARD, int(data_s * 1e9), 10**8)]
+    cut, end = int(data_s * 1e9), int(length_s * 1e9)
+    spans = [Span(DATA, 0, cut), Span(FORWARD, cut, end)]
     return Times(steps=steps, spent_s=spent, spans=spans, began_ns=10**18)
 
 
 def write_run(
-    folder: Path, *, steps: int = 100, ranks: int = 2, window: int = 10, **run: Any
+    folder: Path,
+    *,
+    steps: int = 100,
+    ranks: int = 2,
+    window: int = 10,
+    lengths_s: dict[int, float] | None = None,
+    **run: Any,
 ) -> None:
-    """A run whose last rank needs 3 ms more for each forward, while the others wait for it."""
+    """A run whose last rank needs 3 ms more for each forward, while the others wait for it.
+
+    Args:
+        lengths_s: By the last step of a window: the length of its second step, if that is not 0.1 s.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     clock, metrics = JSONLines(folder / record.FILE), JSONLines(folder / "metrics.jsonl")
     facts = {"time": 1e9, "total_steps": steps, "world_size": ranks, "device": "cpu"} | run
@@ -53,6 +67,7 @@ def write_run(
                     data_s=0.001,
                     forward_s=0.002 + 0.003 * (rank == ranks - 1),
                     wait_s=0.003 * (rank < ranks - 1),
+                    length_s=(lengths_s or {}).get(last, 0.1),
                 ),
                 rank,
                 2.0**28,
@@ -80,6 +95,44 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert "| rank | ms | of that, waiting, ms | data | forward |" in text
     assert "| 0 | 100 | 0 | 1 | 99 |" in text
     assert "| " + str(tmp_path / "a") + " | 1 | 0.01 | 1 | 0.01 |" in text
+
+
+def _shown(folder: Path) -> list[str]:
+    return re.findall(
+        r"^### (Step .*)$", to_markdown("a", sections(load(str(folder)))), re.MULTILINE
+    )
+
+
+def test_the_steps_that_are_shown_in_time(tmp_path: Path) -> None:
+    # The warm-up is by far the longest, and does not count.
+    lengths_s = {10: 9.0, 20: 0.11, 30: 0.12, 40: 0.2, 50: 0.1, 60: 0.13, 70: 0.15}
+    write_run(tmp_path / "a", steps=70, lengths_s=lengths_s)
+    assert _shown(tmp_path / "a") == [
+        "Step 12, the first after the warm-up: 110 ms",
+        "Step 22, a usual one: 120 ms",
+        "Step 32, the longest: 200 ms",
+    ]
+    write_run(tmp_path / "b", steps=20)
+    assert _shown(tmp_path / "b") == [
+        "Step 12, the first after the warm-up and a usual one and the longest: 100 ms"
+    ]
+    write_run(tmp_path / "c", steps=10)
+    assert _shown(tmp_path / "c") == ["Step 2, in the warm-up: 100 ms"]
+    for name in ("restarted", "old"):
+        write_run(tmp_path / name, steps=70, lengths_s=lengths_s | {40: 0.1, 50: 5.0})
+    # Each start has a warm-up: window 50 is that of the second one.
+    path = tmp_path / "restarted" / record.FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    restart = json.dumps({"step": 40, "run": {"time": 1e9 + 41}}).encode() + b"\n"
+    path.write_bytes(b"".join([*lines[:5], restart, *lines[5:]]))
+    assert _shown(tmp_path / "restarted")[-1] == "Step 62, the longest: 150 ms"
+    # Files of older versions may lack the phases of all steps.
+    path = tmp_path / "old" / record.FILE
+    lines_of = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines_of:
+        line.pop("spans", None)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines_of))
+    assert _shown(tmp_path / "old") == []
 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
@@ -162,7 +215,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert command.main([str(tmp_path / "gone")]) == ExitCode.DATA
     err = capsys.readouterr().err
     assert "is not the folder of a run" in err
-    assert "there is no folder" in err
+    assert "gone does not exist." in err
     with pytest.raises(SystemExit) as caught:
         command.main(["a", "b", "c"])
     assert caught.value.code == ExitCode.USAGE
@@ -248,6 +301,16 @@ def test_a_long_run_is_a_small_page(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len((tmp_path / "report.html").read_text()) < len(
         (tmp_path / "compare.html").read_text()
     )
+
+
+def test_numbers_keep_their_unit_and_paths_may_be_broken(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert", reason="vl-convert-python is not installed")
+    write_run(tmp_path)
+    page = to_html("a", sections(load(str(tmp_path))))
+    body = page.partition("<body>")[2].partition("<script")[0]
+    assert "16.7\u00a0%" in body
+    assert not re.search(r"\d (%|ms)\b", body)
+    assert f'<th scope="row">{str(tmp_path).replace("/", "/<wbr>")}</th>' in body
 
 
 class Counted(list[Any]):

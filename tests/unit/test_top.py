@@ -19,7 +19,7 @@ from paceline.clock.step_clock import BACKWARD, COMMUNICATION, DATA, PHASES, Tim
 from paceline.exit_codes import ExitCode
 from paceline.metrics.json_lines import JSONLines
 from paceline.metrics.live import RankBars, choose_ranks, letters
-from paceline.report.frame import frame
+from paceline.report.frame import follow, frame
 from paceline.report.run import RunReader, load
 
 NOW = 1e9 + 21.0
@@ -62,7 +62,7 @@ def test_a_running_job(tmp_path: Path) -> None:
     assert re.search(r"step 20/50 .*40%  0:00:30 left", shown)
     assert "epoch 2  40 samples/s  loss 0.05" in shown
     # 0.1 s wait for data, 0.55 s compute and 0.35 s communication; 0.1, 0.8 and 0.1 s on the other rank
-    first, second = re.findall(r"rank [01] (.*)", shown)
+    first, second = re.findall(r"^rank [01] ([=DC].*)", shown, re.MULTILINE)
     assert re.fullmatch(r"={27,28}D{5}C{17,18}    2\.0 GB  0\.5 cores", first)
     assert re.fullmatch(r"={40}D{5}C{5}    2\.0 GB  0\.5 cores", second)
     assert "= compute  D wait for data  C communication  . other" in shown
@@ -75,12 +75,32 @@ def test_tokens_are_counted_where_the_run_counts_them(tmp_path: Path) -> None:
     assert "5,000 tokens/s" in _shown(tmp_path)
 
 
+def test_the_advice_of_the_report_is_shown_while_the_run_goes_on(tmp_path: Path) -> None:
+    _write(tmp_path)
+    first = load(str(tmp_path)).findings
+    assert first
+    assert first[0].kind == "straggler"
+    assert f"advice: {first[0]}" in " ".join(_shown(tmp_path).split())
+    # `paceline top` keeps the newest windows only, and they are enough.
+    assert first == follow(str(tmp_path)).read().findings
+
+
+def test_there_is_no_advice_about_a_healthy_run_or_a_short_one(tmp_path: Path) -> None:
+    _write(tmp_path / "a", ranks=1)
+    assert "no limit found" in _shown(tmp_path / "a")
+    _write(tmp_path / "b", last=15)
+    for sentence in ("no limit found", "advice:"):
+        assert sentence not in _shown(tmp_path / "b")
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 200])
 def test_lines_fit_the_terminal(tmp_path: Path, width: int) -> None:
     _write(tmp_path, ranks=3, script="a_script_with_a_rather_long_name.py")
-    shown = _shown(tmp_path, width=width)
+    shown, _, _ = _shown(tmp_path, width=width).partition("advice:")
     assert shown.count("\n") < 15
     assert len(re.findall(r"^rank \d [=DC]{10,}", shown, re.MULTILINE)) == 3
+    if width >= 40:  # the bar becomes shorter, not the texts
+        assert re.search(r"^step 20/50 .* 40%  0:00:30 left", shown, re.MULTILINE)
 
 
 def test_of_many_ranks_the_slowest_and_the_quantiles_are_shown(tmp_path: Path) -> None:
@@ -182,7 +202,7 @@ def test_only_new_lines_are_read(tmp_path: Path) -> None:
 def test_folders_that_are_not_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder, sentence in (
         (tmp_path, "is not the folder of a run"),
-        (tmp_path / "none", "there is no folder"),
+        (tmp_path / "none", "none does not exist."),
     ):
         assert command.main([str(folder), "--once"]) == ExitCode.DATA
         assert sentence in capsys.readouterr().err

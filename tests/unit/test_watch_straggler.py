@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import paceline
+from paceline.clock.judge import Straggler
 from paceline.launch.straggler_watch import StragglerWatch
 from paceline.watch.probe import Probe
 from paceline.watch.processes import HostSample
@@ -26,7 +27,6 @@ from paceline.watch.straggler import (
     Arrivals,
     Key,
     Profile,
-    Straggler,
     Suspect,
     describe,
     find_straggler,
@@ -80,7 +80,8 @@ def suspect(found: Arrivals) -> int | None:
     """The only suspect, or None."""
     suspects = find_suspects(found)
     assert len(suspects) <= 1
-    return suspects[0].rank if suspects else None
+    assert not suspects or len(suspects[0].ranks) == 1
+    return suspects[0].ranks[0] if suspects else None
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -97,8 +98,15 @@ def test_steps_are_the_periods_of_the_pattern() -> None:
     assert len(steps) in (28, 29)
     assert statistics.fmean(step.step_s for step in steps) == pytest.approx(0.132, rel=0.02)
     # Five asynchronous buckets of a step have one wait, not five: the largest.
-    assert statistics.fmean(step.wait_s[1] for step in steps) == pytest.approx(0.03, rel=0.1)
-    assert statistics.fmean(step.total_s[1] for step in steps) > 0.06
+    assert statistics.fmean(step.wait_s[0] for step in steps) == pytest.approx(0.03, rel=0.1)
+    assert statistics.fmean(step.total_s[0] for step in steps) > 0.06
+
+
+@pytest.mark.parametrize("late", [[1], [2, 3], [0, 1, 5]])
+def test_ranks_that_are_equally_slow_are_suspected_together(late: list[int]) -> None:
+    work = [slow(1.5 if rank in late else 1.0, rank=rank) for rank in range(6)]
+    (found,) = find_suspects(arrivals(lambda r, s: work[r](r, s), 30, world=6, ops=buckets(3)))
+    assert found.ranks == late
 
 
 def _logged(step: int) -> Ops:
@@ -215,7 +223,7 @@ def phases_of(kind: str, factor: float = 1.5, every: int = 1) -> Phases:
 
 def judged(
     phases: Phases, first: int, last: int, *, world: int = 2, shows_waiting: bool = True
-) -> Straggler | None:
+) -> tuple[Straggler, str] | None:
     """The verdict after step `last`, with a profile since step `first` and a bit before."""
     found = arrivals(lambda r, s: sum(phases(r, s).values()), last + 1, world=world)
     ends = [max(found[rank]["0", n][0] for rank in found) for n in range(1, last + 2)]
@@ -229,7 +237,7 @@ def judged(
             spent += [(waiting, "", (ends[step] - ends[step - 1]) / 1e9 - sum(own.values()))]
         profiles[rank] = Profile(ends[first - 1] - 10**7, [*spent, (waiting, "", 0.01)])
     (found_suspect,) = find_suspects(found)
-    assert found_suspect.rank == 1
+    assert found_suspect.ranks == [1]
     if not profiled_blocks(found_suspect, profiles):
         return None
     return find_straggler(found_suspect, profiles)
@@ -239,9 +247,10 @@ def judged(
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", ["data", "forward", "backward"])
 def test_the_phase_and_the_line_are_named(kind: str, world: int, shows_waiting: bool) -> None:
-    found = judged(phases_of(kind), 30, 38, world=world, shows_waiting=shows_waiting)
-    assert found is not None
-    assert (found.rank, found.phase, found.place) == (1, kind, f"/a/train.py:5 in {kind}")
+    judged_as = judged(phases_of(kind), 30, 38, world=world, shows_waiting=shows_waiting)
+    assert judged_as is not None
+    found, place = judged_as
+    assert (found.ranks, found.phase, place) == ([1], kind, f"/a/train.py:5 in {kind}")
     assert found.factor == pytest.approx(1.5, rel=0.06)
     assert found.wait_s == pytest.approx(0.02, rel=0.01)
     assert found.step_s == pytest.approx(0.063, rel=0.01)
@@ -260,16 +269,18 @@ def test_pauses_during_the_profile_change_nothing(kind: str, paused: str, world:
             took[paused] += 0.3 * (number == rank and step in (32, 34, 37))  # of eight steps
             return took
 
-        found = judged(phases, 30, 38, world=world)
-        assert found is not None
-        assert (found.phase, found.place) == (kind, f"/a/train.py:5 in {kind}")
+        judged_as = judged(phases, 30, 38, world=world)
+        assert judged_as is not None
+        found, place = judged_as
+        assert (found.phase, place) == (kind, f"/a/train.py:5 in {kind}")
         assert found.factor == pytest.approx(1.5, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["data", "backward"])
 def test_a_phase_that_is_slow_in_some_steps_only(kind: str) -> None:
-    found = judged(phases_of(kind, every=5), 200, 290)
-    assert found is not None
+    judged_as = judged(phases_of(kind, every=5), 200, 290)
+    assert judged_as is not None
+    found, _ = judged_as
     assert found.phase == kind
     assert found.factor == pytest.approx(1.5, rel=0.1)
 
@@ -285,7 +296,7 @@ def test_many_small_waits_are_seen_in_the_profile() -> None:
     }
     told = find_straggler(one, profiles)
     assert told is not None
-    assert told.factor == pytest.approx(1.43, rel=0.02)
+    assert told[0].factor == pytest.approx(1.43, rel=0.02)
     # Asynchronous waits add up to much as well, but the profile does not show them.
     (one,) = find_suspects(arrivals(slow(1.08), 60, ops=buckets(10)))
     same = Profile(BEGIN_NS, [("backward", "", 9.0)])
@@ -293,7 +304,7 @@ def test_many_small_waits_are_seen_in_the_profile() -> None:
 
 
 def test_a_profile_needs_whole_steps_of_all_ranks() -> None:
-    one = Suspect(1, read_steps(arrivals(slow(2.0), 60), "0"))
+    one = Suspect([1], read_steps(arrivals(slow(2.0), 60), "0"))
     long, short = (Profile(BEGIN_NS, [("data", "", seconds)]) for seconds in (12.0, 0.9))
     assert len(profiled_blocks(one, {0: long, 1: long})) > 40
     for profiles in ({1: long}, {0: long, 1: short}, {0: short, 1: long}):
@@ -329,10 +340,27 @@ HOSTS = [
 ]  # fmt: skip
 
 
+def _late(*ranks: int) -> Straggler:
+    return Straggler(
+        ranks=ranks, factor=1.42, step_s=0.104, wait_s=0.031, phase="data", phase_s=(0.035, 0.004)
+    )
+
+
+def test_several_ranks_are_named_in_one_message() -> None:
+    host = dict.fromkeys((809, 810, 811), 0.0)
+    before = replace(BEFORE, delay_s=host, cpu_s=host)
+    after = replace(before, time_s=2.0, delay_s=host | {810: 0.7, 811: 0.9})
+    text = describe(_late(1, 2), "a", "train.py:33", before, after, [810, 811])
+    assert text.splitlines()[0] == (
+        "slow: ranks 1 and 2 (host a, pids 810, 811) take 1.42x the time of the others: they wait 31 ms for "
+        "them in each step of 104 ms"
+    )
+    assert "their host had no free core for them 40% of the time" in text
+
+
 @pytest.mark.parametrize(("after", "why", "fix"), HOSTS)
 def test_what_the_host_did(after: HostSample, why: str, fix: str) -> None:
-    found = Straggler(1, 1.42, 0.104, 0.031, "data", (0.035, 0.004), "")
-    text = describe(found, "host a, pid 811", "__getitem__() at train.py:33", BEFORE, after, 811)
+    text = describe(_late(1), "a", "__getitem__() at train.py:33", BEFORE, after, [811])
     lines = text.splitlines()
     assert lines[:2] == [
         "slow: rank 1 (host a, pid 811) takes 1.42x the time of the others: they wait 31 ms for it in "
@@ -358,7 +386,7 @@ class Rank:
     def ask(self, number: int, do: str, **more: Any) -> None:
         self.asked.append(do)
         if do == "named":  # which is no question
-            assert more == {"rank": 1}
+            assert more == {"ranks": [1]}
             return
         begin_ns = self._entered[self.until - 1][2]
         self.until += 10

@@ -40,6 +40,7 @@ _EXIT_CODES: dict[ExitCode | str, str] = {
     ExitCode.USAGE: "the command line is wrong",
     ExitCode.DATA: "there is no such checkpoint, it is damaged, or it cannot be read or written",
 }
+_SHOWN_FILES = 16  # of a checkpoint; each rank writes one
 _FOREIGN = {".metadata": "torch.distributed.checkpoint's", "latest": "DeepSpeed's"}
 
 
@@ -137,8 +138,12 @@ def _show(store: Store, args: argparse.Namespace) -> int:
     manifest = read_manifest(store, step)
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     print(f"step {step}, saved by {manifest.world_size} ranks with {versions}")
-    for name, size in manifest.files.items():
-        print(f"  {name}: {size:,} bytes")
+    files = list(manifest.files)
+    if len(files) > _SHOWN_FILES:
+        print(f"  {len(files):,} files, {files[0]} to {files[-1]}: {manifest.size_bytes:,} bytes")
+    else:
+        for name, size in manifest.files.items():
+            print(f"  {name}: {size:,} bytes")
     for name, saved in manifest.tensors.items():
         print(f"  {name}: {saved.dtype} {list(saved.shape)}")
     for name, value in manifest.tree.items() if isinstance(manifest.tree, dict) else ():

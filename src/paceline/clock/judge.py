@@ -1,8 +1,13 @@
-"""Says what limits a run, what to change, and how much faster it would be: a record in, findings out. Pure.
+"""Says what limits a run, what to change, and how much faster it would be: evidence in, findings out. Pure.
 
-The evidence is the seconds that each rank spends in each phase of a step: the median over windows, so that
-a pause in one of them changes nothing. The first window contains the warm-up and is left out. Ranks wait for
-each other in each step, so a step takes equally long on all of them:
+`judge` reads the record of the step clock. The launcher also watches scripts without such a clock: the times
+at which ranks enter collectives tell how long each rank waits (watch/straggler.py), and samples of stacks how
+much of the time goes to each phase (launch/step_profile.py). `find_late`, `judge_late` and `judge_shares`
+decide for all of them.
+
+The evidence of the clock is the seconds that each rank spends in each phase of a step: the median over
+windows, so that a pause in one of them changes nothing. The first window has the warm-up and is left out.
+Ranks wait for each other in each step, so a step takes equally long on all of them:
 
     step = own work of the slowest rank + communication that no overlap hides
 
@@ -29,12 +34,14 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from paceline.clock.lateness import CURES, duration, factor_of, is_long, is_steady, slow_ranks
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES, WAITS
 from paceline.errors import name_ranks
 
 LEAST_GAIN = 1.1  # smaller ones are within the noise of a shared machine
+_LEAST_WAIT_S = 1e-3  # per step; less is scheduler noise
+_LEAST_SHARE = 0.13  # of a step
+_LEAST_FACTOR = 1.2  # of a rank's own time by that of the others
 _LEAST_DATA_SHARE = 0.05  # of a step; what takes less is not judged
 _LEAST_WINDOWS = 3
 _MOST_ROWS = 20_000  # of ranks in windows; more take seconds to judge and tell nothing new
@@ -55,6 +62,26 @@ _STALLS = {
     "evaluation": ("evaluate half as often", 0.5, "what it takes now"),
     "logging": ("training.log(..., every_n=) in a tenth of the steps", 0.1, "what it takes now"),
 }
+_CHECK_SHARE = (
+    "check whether it has larger or more samples than the others, or a larger part of the model"
+)
+# What to do about a phase, of the clock or of a profile of stacks, that takes longer on one rank.
+CURES = {
+    "data": "load its samples in worker processes (num_workers), or make them cheaper",
+    "copy": "check the connection between its host and its device",
+    "forward": _CHECK_SHARE,
+    "backward": _CHECK_SHARE,
+    "optimizer": "check whether it updates more parameters than the others, or does more here",
+    "garbage collection": "call gc.freeze() after setup; or gc.disable(), and gc.collect() on all ranks in "
+    "the same step",
+    "checkpoint": "save less often, in the background, or on all ranks together (paceline.Checkpoints)",
+    "evaluation": "evaluate on all ranks together (paceline.evaluate)",
+    "logging": "log less often, or in another thread",
+    "the script": "do that work on all ranks, less often, or in another thread or process",
+}
+CURES["other"] = CURES["the script"]
+# Phases that take no time of a step if other processes or threads do their work: the cure helps all ranks.
+_MOVABLE = ("data", "checkpoint", "garbage collection")
 JUDGED = "data, slow ranks, communication, checkpoints, evaluation and logging"
 _COLLATE_SHARE = 0.5  # of the loading in the collate function, so that it is named
 
@@ -125,10 +152,6 @@ class Evidence:
         left_out = {*without, *WAITS}
         return sum(spent[rank] for phase, spent in self.spent_s.items() if phase not in left_out)
 
-    def wait_s(self, rank: int) -> float:
-        """What a rank waits for the others in a step."""
-        return sum(self.spent_s[phase][rank] for phase in WAITS)
-
 
 def judge(record: Record) -> list[Finding] | None:
     """What limits a run, the best gain first; None if its newest start was too short to tell."""
@@ -178,62 +201,165 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def _is_long(wait_s: float, step_s: float) -> bool:
+    """Whether ranks wait long enough in each step of `step_s`, so that it is worth a word."""
+    return wait_s >= max(_LEAST_WAIT_S, _LEAST_SHARE * step_s)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text, with three digits."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
 # --- a rank that the others wait for ---
 
 
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """Ranks that the others wait for in each step.
+
+    Args:
+        factor: Their own time by that of the others: a lower bound.
+        step_s: Length of a step.
+        wait_s: Time per step that the others wait for them.
+        phase: What takes longer there than elsewhere.
+        phase_s: Seconds per step in that phase, on these ranks and on the others.
+    """
+
+    ranks: Sequence[int]
+    factor: float
+    step_s: float
+    wait_s: float
+    phase: str
+    phase_s: tuple[float, float]
+
+    def title(self, names: str) -> str:
+        """The sentence about them; `names` are "rank 3" or "ranks 2 and 3"."""
+        takes, it = ("take", "them") if len(self.ranks) > 1 else ("takes", "it")
+        return (
+            f"{names} {takes} {self.factor:.2f}x the time of the others: they wait {duration(self.wait_s)} "
+            f"for {it} in each step of {duration(self.step_s)}"
+        )
+
+    @property
+    def comparison(self) -> str:
+        """What takes how long there and elsewhere."""
+        what = "the rest of the loop" if self.phase == "other" else self.phase
+        here_s, there_s = self.phase_s
+        return f"{what} takes {duration(here_s)} there, {duration(there_s)} elsewhere"
+
+
+def find_late(waits_s: Sequence[Mapping[int, float]], step_s: float) -> list[int]:
+    """The ranks that the others wait for in most steps of `step_s`; empty if there are none.
+
+    They are those that wait less than all others, as separated by the largest difference; at most half.
+
+    Args:
+        waits_s: In each of some windows of steps, by rank: the seconds per step that it waits for others.
+    """
+    usual_s = _medians(waits_s)
+    order = sorted(usual_s, key=lambda rank: usual_s[rank])
+    sizes = range(1, len(order) // 2 + 1)
+    size = max(sizes, key=lambda n: usual_s[order[n]] - usual_s[order[n - 1]], default=0)
+    late, others = sorted(order[:size]), order[size:]
+    if not (late and _is_long(lead_s(waits_s, late), step_s)):
+        return []
+    leads = sorted(
+        fmean(window[rank] for rank in others) - fmean(window[rank] for rank in late)
+        for window in waits_s
+    )
+    # Most are about as large as their median. Random ones would have both signs.
+    is_steady = leads[len(leads) // 4] > leads[len(leads) // 2] / 2 > 0
+    return late if is_steady else []
+
+
+def lead_s(waits_s: Sequence[Mapping[int, float]], late: Collection[int]) -> float:
+    """How much longer each other rank waits in a step than each of these, at least."""
+    usual_s = _medians(waits_s)
+    others_s = min(wait_s for rank, wait_s in usual_s.items() if rank not in late)
+    return others_s - max(usual_s[rank] for rank in late)
+
+
+def _medians(waits_s: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    return {rank: median(window[rank] for window in waits_s) for rank in waits_s[0]}
+
+
+def judge_late(
+    late: Sequence[int],
+    *,
+    step_s: float,
+    wait_s: float,
+    own_s: float,
+    phases_s: Mapping[str, tuple[float, float]],
+) -> Straggler | None:
+    """How much slower these ranks are, and in which phase; None if that is too little to tell.
+
+    Args:
+        wait_s: That the others wait for them in a step.
+        own_s: Time of a step in which they do not wait for others.
+        phases_s: By phase, without waits: seconds of a step on these ranks, and on the others.
+    """
+    factor = own_s / max(own_s - wait_s, 0.01 * step_s)
+    if factor < _LEAST_FACTOR:
+        return None
+    phase = max(phases_s, key=lambda name: phases_s[name][0] - phases_s[name][1])
+    return Straggler(
+        ranks=late,
+        factor=factor,
+        step_s=step_s,
+        wait_s=wait_s,
+        phase=phase,
+        phase_s=phases_s[phase],
+    )
+
+
 def _straggler(windows: Sequence[Window], evidence: Evidence) -> Iterator[Finding]:
-    slow, step_s = _slowest(evidence), evidence.step_s
-    if not slow:
+    waits_s = [
+        {rank: sum(w.per_step(phase, rank) for phase in WAITS) for rank in evidence.ranks}
+        for w in windows
+    ]
+    late = find_late(waits_s, evidence.step_s)
+    if not late:
         return
-    waits_s = [_wait_for(slow, window) for window in windows]
-    wait_s = median(waits_s)
-    if not (is_long(wait_s, step_s) and is_steady(waits_s)):
-        return
-    phase, here_s, there_s = _slower_phase(evidence, slow)
-    if phase == "data" and evidence.run.get("workers"):
+    others = set(evidence.ranks).difference(late)
+    found = judge_late(
+        late,
+        step_s=evidence.step_s,
+        wait_s=lead_s(waits_s, late),
+        own_s=max(evidence.own_s(rank) for rank in late),
+        phases_s={
+            phase: (fmean(seconds[r] for r in late), fmean(seconds[r] for r in others))
+            for phase, seconds in evidence.spent_s.items()
+            if phase not in WAITS
+        },
+    )
+    if found is None or (found.phase == "data" and evidence.run.get("workers")):
         return  # see `_loading`
-    where = "the rest of the loop" if phase == "other" else phase
-    own_s = max(evidence.own_s(rank) for rank in slow)
-    factor = factor_of(own_s, wait_s, step_s)
     yield Finding(
         kind="straggler",
-        title=f"{slow_ranks(name_ranks(slow), factor, wait_s, step_s, several=len(slow) > 1)} ({where} takes "
-        f"{duration(here_s)} there, {duration(there_s)} elsewhere)",
-        cure=CURES[phase],
-        gain=step_s / (step_s - wait_s),
+        title=f"{found.title(name_ranks(late))} ({found.comparison})",
+        cure=CURES[found.phase],
+        gain=found.step_s / (found.step_s - found.wait_s),
         details="The gain is that of ranks as fast as the next slowest.",
     )
 
 
-def _slowest(evidence: Evidence) -> list[int]:
-    """The ranks that wait less than all others, as separated by the largest difference; at most half."""
-    waits_s = {rank: evidence.wait_s(rank) for rank in evidence.ranks}
-    order = sorted(waits_s, key=lambda rank: waits_s[rank])
-    sizes = range(1, len(order) // 2 + 1)
-    size = max(sizes, key=lambda n: waits_s[order[n]] - waits_s[order[n - 1]], default=0)
-    return sorted(order[:size])
+# --- shares of the time alone ---
 
 
-def _wait_for(slow: Sequence[int], window: Window) -> float:
-    """How much longer each other rank waits in a step than each of these, at least."""
-    waits_s = [
-        sum(window.spent_s[phase][rank] for phase in WAITS) / window.steps
-        for rank in range(window.num_ranks)
+def judge_shares(shares: Mapping[str, float]) -> list[Finding]:
+    """What limits a run of which only the share of each phase is known; the gain is an upper bound."""
+    found = [
+        Finding(
+            kind=phase,
+            title=f"{_percent(share)} of the time goes to {phase}",
+            cure=CURES[phase],
+            gain=1 / max(1 - share, 0.01),
+        )
+        for phase in _MOVABLE
+        if (share := shares.get(phase, 0.0))
     ]
-    others = set(range(window.num_ranks)).difference(slow)
-    return min(waits_s[rank] for rank in others) - max(waits_s[rank] for rank in slow)
-
-
-def _slower_phase(evidence: Evidence, slow: Sequence[int]) -> tuple[str, float, float]:
-    """The phase in which ranks take longer than the others: its name, seconds there, and elsewhere."""
-    others = sorted(set(evidence.ranks).difference(slow))
-    times = {
-        phase: (fmean(seconds[r] for r in slow), fmean(seconds[r] for r in others))
-        for phase, seconds in evidence.spent_s.items()
-        if phase not in WAITS
-    }
-    phase = max(times, key=lambda p: times[p][0] - times[p][1])
-    return phase, *times[phase]
+    return [finding for finding in found if finding.gain >= LEAST_GAIN]
 
 
 # --- loading ---
@@ -309,7 +435,7 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
     count = math.ceil(total / size)
     explained_s = count * link["latency_s"] + total / link["bytes_per_s"]
     exposed_s = min(exposed_s, _LINK_FACTOR * explained_s)
-    if not is_long(exposed_s, step_s):
+    if not _is_long(exposed_s, step_s):
         return
     title = (
         f"communication-bound: each step of {duration(step_s)} waits {duration(exposed_s)} "

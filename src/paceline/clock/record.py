@@ -78,6 +78,16 @@ class Window:
         """Seconds of one step; the mean over ranks."""
         return sum(self.wall_s) / self.num_ranks / self.steps
 
+    @property
+    def spans_step(self) -> int:
+        """The number of the step that `spans` show."""
+        return self.step - self.steps + min(self.steps, 2)
+
+    @property
+    def spans_s(self) -> float:
+        """The length of the step that `spans` show; 0 without them."""
+        return length_s(self.spans)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -149,6 +159,11 @@ def _spans_of(began: float, numbers: Sequence[float]) -> list[tuple[str, float, 
             spans.append((PHASES[int(phase) - 1], round(began, 6), round(seconds, 6)))
             began += seconds  # a phase begins when the one before it ends
     return spans
+
+
+def length_s(spans: Iterable[Iterable[tuple[str, float, float]]]) -> float:
+    """The length of the step whose phases these are, by rank, in seconds; 0 without any."""
+    return max((sum(seconds for *_, seconds in own) for own in spans), default=0.0)
 
 
 def read_record(folder: str | Path) -> Record:

@@ -11,7 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from paceline.clock.lateness import CURES
+from paceline.clock.judge import judge_shares
 from paceline.launch.local_ranks import LocalRanks, Rank
 from paceline.watch.rank_state import read_place
 from paceline.watch.sampling import NO_PHASE, PHASES, WAITING
@@ -21,7 +21,6 @@ _SECONDS = 1.0  # of one request
 _ANSWER_S = 2.0  # for the answers; a rank may be in native code that holds the GIL
 _TRAINS = ("backward", "optimizer")  # phases that only a training has
 _COLUMNS = 8  # ranks; of more, the smallest, the median and the largest share are shown
-_LEAST_ADVICE = 0.1  # share of the time of a phase that other code could take over
 
 # By (phase, place of the script): seconds.
 Spent = dict[tuple[str, str], float]
@@ -102,11 +101,8 @@ def describe(spent: Mapping[int, Spent], cwd: str) -> str:
         lines.append(
             f"  {_TITLES.get(phase, phase):18}{columns}  {_place(spent, phase, cwd)}".rstrip()
         )
-    lines += [
-        f"  {100 * share:.0f} % of the time goes to {phase}: {CURES[phase]}."
-        for phase in ("data", "checkpoint", "garbage collection")
-        if (share := statistics.fmean(shares.get(phase, [0.0]))) >= _LEAST_ADVICE
-    ]
+    mean = {phase: statistics.fmean(own) for phase, own in shares.items()}
+    lines += [f"  {finding.title}: {finding.cure}." for finding in judge_shares(mean)]
     return "\n".join(lines)
 
 

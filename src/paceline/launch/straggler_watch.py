@@ -12,13 +12,13 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.clock.judge import Straggler
 from paceline.launch.local_ranks import LocalRanks, Rank
 from paceline.watch.processes import HostSample, describe_workers, sample_host
 from paceline.watch.rank_state import read_place
 from paceline.watch.straggler import (
     Key,
     Profile,
-    Straggler,
     Suspect,
     describe,
     find_straggler,
@@ -50,9 +50,10 @@ class StragglerWatch:
         self._request = ""  # the current one: "arrivals" or "profile"; empty if there is none
         self._seconds = self._asked_at = 0.0
         self._entered = 0
-        self._suspect = -1  # the rank that is profiled
+        self._suspect: tuple[int, ...] = ()  # the ranks that are profiled
         self._host: HostSample | None = None  # at the beginning of the profile
-        self._rest: dict[int, tuple[float, float]] = {}  # by suspect: until when, and how long
+        # By suspect: until when, and how long.
+        self._rest: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def look(self, now: float, alive: Sequence[Rank], entered: int) -> bool:
         """Handle answers, report a straggler, and ask again. Returns whether to call it again soon.
@@ -100,12 +101,13 @@ class StragglerWatch:
                 for rank, answer in answers.items()
                 if "spent" in answer
             }
-            suspect = next((each for each in suspects if each.rank == self._suspect), None)
+            suspect = next((s for s in suspects if tuple(s.ranks) == self._suspect), None)
             self._judge(suspect, profiles, now, alive)
             return
         for suspect in suspects:
-            if now >= self._rest.get(suspect.rank, (0.0, 0.0))[0]:
-                self._suspect = suspect.rank
+            ranks = tuple(suspect.ranks)
+            if now >= self._rest.get(ranks, (0.0, 0.0))[0]:
+                self._suspect = ranks
                 self._profile(suspect.profile_s, now, alive)
                 break
 
@@ -127,27 +129,29 @@ class StragglerWatch:
         _, rest_s = self._rest.get(self._suspect, (0.0, _REST_S[0] / 2))
         rest_s = min(2 * rest_s, _REST_S[1])
         self._rest[self._suspect] = (now + rest_s, rest_s)
-        if found is not None and (found.rank, found.phase) not in self._reported:
-            self._reported.add((found.rank, found.phase))
-            self._report(found, alive)
+        if found is not None:
+            straggler, place = found
+            named = {(rank, straggler.phase) for rank in straggler.ranks}
+            if not named <= self._reported:
+                self._reported |= named
+                self._report(straggler, place, alive)
 
     def _profile(self, seconds: float, now: float, alive: Sequence[Rank]) -> None:
         self._seconds = min(max(seconds, _PROFILE_S[0]), _PROFILE_S[1])
         self._host = sample_host([rank.pid for rank in alive])
         self._ask("profile", now, alive, seconds=self._seconds)
 
-    def _report(self, found: Straggler, alive: Sequence[Rank]) -> None:
+    def _report(self, found: Straggler, place: str, alive: Sequence[Rank]) -> None:
         assert self._host is not None
-        pid = next(rank.pid for rank in alive if rank.rank == found.rank)
+        pids = [rank.pid for rank in alive if rank.rank in found.ranks]
         cwd = os.getcwd()
-        stack = read_place(found.place, cwd)
+        stack = read_place(place, cwd)
         where = stack.line
         if stack.script and (function := stack.script[0][2]).isidentifier():
             where = f"{function}() at {where}"
-        if found.phase == "data" and (workers := describe_workers(pid, cwd)):
+        if found.phase == "data" and (workers := describe_workers(pids[0], cwd)):
             where += f", waiting for a loader worker: {'; '.join(workers[:2])}"
-        process = f"host {socket.gethostname()}, pid {pid}"
         after = sample_host([rank.pid for rank in alive])
-        self._local_ranks.say(describe(found, process, where, self._host, after, pid))
-        for rank in alive:  # rank 0 leaves it out of its advice
-            rank.ask(self._number, "named", rank=found.rank)
+        self._local_ranks.say(describe(found, socket.gethostname(), where, self._host, after, pids))
+        for rank in alive:  # rank 0 leaves them out of its advice
+            rank.ask(self._number, "named", ranks=list(found.ranks))

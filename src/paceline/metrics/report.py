@@ -36,6 +36,7 @@ _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
 _CLOCK_WINDOW_S, _LONGEST_WINDOW_S = 1.0, 10.0
 _GROWS_AFTER_S = 3600.0
 _SPANS_EVERY = 30  # lines of clock.jsonl, after the first ones; see `_keeps_spans`
+_LONGER = 1.2  # than all steps before, so that the phases of a step are kept in any case
 _MOST_KEPT = 2000  # rows of ranks that are kept for the advice, each of about 1 KB
 _LEAST_KEPT = 10  # windows
 _RANKS_PER_S = 128  # with more ranks it takes longer, so that the file does not grow faster
@@ -76,6 +77,7 @@ class Report:
         # The newest ones, for the advice at the end.
         kept = max(_LEAST_KEPT, _MOST_KEPT // job.world_size)
         self._num_windows = 0
+        self._longest_s = 0.0  # of the steps whose phases were kept, without the warm-up
         self._windows: deque[record.Window] = deque(maxlen=kept)
 
     def open(
@@ -154,6 +156,7 @@ class Report:
         self._run |= model_flops.facts(self._flops, self._job.device)
         self._windows.clear()
         self._num_windows = 0
+        self._longest_s = 0.0
         if self._lines is not None:
             try:
                 self._began -= self._lines.rewind(step)  # time continues from the last line
@@ -257,7 +260,10 @@ class Report:
             if self._unit == "tokens":
                 line["tokens"], self._clock_tokens = self._clock_tokens, 0
             self._num_windows += 1
-            if not _keeps_spans(self._num_windows):
+            length_s = record.length_s(line.get("spans", ()))
+            if self._num_windows > 1 and length_s > _LONGER * self._longest_s:
+                self._longest_s = length_s
+            elif not _keeps_spans(self._num_windows):
                 line.pop("spans", None)
             window = record.read_window({"step": step, **line})
             if self._progress is not None:
@@ -348,7 +354,7 @@ def _window_s(passed_s: float, ranks: int) -> float:
 def _keeps_spans(number: int) -> bool:
     """Whether this line of clock.jsonl, from 1, has the phases of a step in order, which take most of a line.
 
-    The report shows the newest ones, so short runs have some too: 1, 2, 4, 8, ... and each 30th.
+    Short runs have some too: 1, 2, 4, 8, ... and each 30th. `Report` also keeps those of the longest steps.
     """
     return number & (number - 1) == 0 or number % _SPANS_EVERY == 0
 

@@ -50,10 +50,11 @@ def _phases(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def curve(values: Sequence[Mapping[str, Any]], title: str) -> Spec:
     """Lines over the steps. Values have `step`, `value` and `run`."""
-    several = len({value["run"] for value in values}) > 1
+    runs = list(dict.fromkeys(value["run"] for value in values))
     run: dict[str, Any] = {
         "field": "run",
         "type": "nominal",
+        "scale": {"domain": runs},  # in the order of the tables
         "legend": {"orient": "bottom", "title": None},
     }
     return _spec(
@@ -67,7 +68,7 @@ def curve(values: Sequence[Mapping[str, Any]], title: str) -> Spec:
                 "title": title,
                 "scale": {"zero": False},
             },
-            **({"color": run, "strokeDash": run} if several else {}),
+            **({"color": run, "strokeDash": run} if len(runs) > 1 else {}),
         },
     )
 

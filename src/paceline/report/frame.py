@@ -18,6 +18,7 @@ from paceline.report.run import Run, RunReader
 _RECENT = 10  # windows that the time left follows from
 # A run is said to be quiet after so many seconds, and so many times the usual interval of its lines.
 _QUIET_S, _QUIET_INTERVALS = 5.0, 3.0
+_BAR = 20  # columns of the terminal
 _OWN_NAMES = ("step", "epoch", "time_s")
 
 
@@ -34,7 +35,8 @@ def frame(run: Run, silence_s: float, now: float) -> RenderableType:
     window = _newest(run)
     if window is not None:
         parts.append(RankBars(window, str(run.record.run.get("device", "cpu"))))
-    parts += [_line(_events(run, now)), *(Text(sentence, "yellow") for sentence in run.missing)]
+    parts += [_line(_events(run, now)), *_verdict(run)]
+    parts += [Text(sentence, "yellow") for sentence in run.missing]
     return Group(*parts)
 
 
@@ -78,15 +80,19 @@ def _title(run: Run) -> str:
 
 def _progress(run: Run, silence_s: float) -> RenderableType:
     total = run.total_steps
-    row: list[RenderableType] = [_line(f"step {run.steps:,}" + (f"/{total:,}" if total else ""))]
-    if total:
-        row.append(ProgressBar(total=total, completed=run.steps, width=20))
-        row.append(_line(f"{min(1.0, run.steps / total):.0%}"))
-    row.append(_line(_state(run, silence_s)))
+    step, state = f"step {run.steps:,}", _state(run, silence_s)
     grid = Table.grid(padding=(0, 2))
-    for _ in row:
+    grid.add_column(no_wrap=True)
+    if total:
+        grid.add_column(max_width=_BAR)  # narrower in a narrow terminal, while the texts are not
         grid.add_column(no_wrap=True)
-    grid.add_row(*row)
+        grid.add_column(no_wrap=True)
+        share = f"{min(1.0, run.steps / total):.0%}"
+        bar = ProgressBar(total=total, completed=run.steps)
+        grid.add_row(_line(f"{step}/{total:,}"), bar, _line(share), _line(state))
+    else:
+        grid.add_column(no_wrap=True)
+        grid.add_row(_line(step), _line(state))
     return grid
 
 
@@ -123,6 +129,15 @@ def _values(run: Run) -> str:
         if name not in _OWN_NAMES:
             shown.append(f"{name} {_number(value)}")
     return "  ".join(shown)
+
+
+def _verdict(run: Run) -> list[Text]:
+    """What limits the run in the windows that are kept; nothing before enough was measured."""
+    if run.findings is None:
+        return []
+    if not run.findings:
+        return [_line("no limit found", "green")]
+    return [Text(f"advice: {run.findings[0]}", "bold yellow")]
 
 
 def _number(value: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterator, Sequence
 
 from paceline.errors import ConfigError
@@ -106,6 +107,12 @@ def to_html(title: str, sections: Sequence[Section]) -> str:
     return f"{head}<body>\n{body}\n{scripts}</body>\n</html>\n"
 
 
+def _inline(text: str) -> str:
+    """A text as HTML: a number stays on the line of its unit, and the path of a run may be broken."""
+    text = re.sub(r"(?<=\d) (?=(?:%|ms|s|[KMGT]?i?B)(?!\w))", "\u00a0", text)
+    return html.escape(text).replace("/", "/<wbr>")
+
+
 def _body(title: str, sections: Sequence[Section]) -> Iterator[str]:
     yield f"<h1>{html.escape(title)}</h1>"
     yield '<nav aria-label="Sections"><ul>'
@@ -116,10 +123,10 @@ def _body(title: str, sections: Sequence[Section]) -> Iterator[str]:
     for number, section in enumerate(sections):
         tag = f"h{section.level}"
         yield f'<section aria-labelledby="section{number}">'
-        yield f'<{tag} id="section{number}">{html.escape(section.title)}</{tag}>'
+        yield f'<{tag} id="section{number}">{_inline(section.title)}</{tag}>'
         for at, text in enumerate(section.text):
             mark = ' class="first"' if number == at == 0 else ""
-            yield f"<p{mark}>{html.escape(text)}</p>"
+            yield f"<p{mark}>{_inline(text)}</p>"
         if section.chart is not None:
             label = html.escape(section.alt, quote=True)
             yield f'<figure role="img" aria-label="{label}"><div id="chart{number}"></div></figure>'
@@ -134,11 +141,11 @@ def _table(table: Table, *, folded: bool) -> Iterator[str]:
     if is_folded:
         yield f"<details><summary>{len(table.rows)} rows</summary>"
     yield '<div class="table"><table><thead><tr>'
-    yield "".join(f'<th scope="col">{html.escape(name)}</th>' for name in table.head)
+    yield "".join(f'<th scope="col">{_inline(name)}</th>' for name in table.head)
     yield "</tr></thead><tbody>"
     for first, *rest in table.rows:
-        cells = "".join(f"<td>{html.escape(text)}</td>" for text in rest)
-        yield f'<tr><th scope="row">{html.escape(first)}</th>{cells}</tr>'
+        cells = "".join(f"<td>{_inline(text)}</td>" for text in rest)
+        yield f'<tr><th scope="row">{_inline(first)}</th>{cells}</tr>'
     yield "</tbody></table></div>"
     if is_folded:
         yield "</details>"

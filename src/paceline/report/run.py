@@ -135,13 +135,14 @@ class RunReader:
         """
         path = Path(self._folder)
         if not path.is_dir():
+            problem = "is a file, not the folder of a run" if path.exists() else "does not exist"
             raise ConfigError(
-                f"there is no folder {self._folder}.",
+                f"{self._folder} {problem}.",
                 fix="give the folder of `training.report` or `Trainer`.",
             )
         self._read_clock()
         self._read_metrics()
-        checkpoints = _checkpoints(path)
+        checkpoints, damaged = _checkpoints(path)
         files = (self._clock, self._metrics)
         if not (checkpoints or any(file.is_read for file in files)):
             if problems := [file.problem for file in files if file.problem]:
@@ -157,7 +158,7 @@ class RunReader:
             curves=_curves(self._logged),
             last=self._logged[-1] if self._logged else {},
             checkpoints=checkpoints,
-            missing=self._missing(),
+            missing=[*self._missing(), *damaged],
             written=max(file.written for file in files),
         )
 
@@ -315,9 +316,34 @@ def merge(windows: Sequence[Window]) -> Window:
     )
 
 
-def _checkpoints(path: Path) -> list[tuple[int, int, float]]:
-    """Of the folder itself, or of its folder "checkpoints"."""
+def shown_steps(record: Record) -> list[tuple[Window, str]]:
+    """The steps that are worth a look in time, as the windows that have their phases, and what each one is.
+
+    They are the first after the warm-up, the one of median length, and the longest. The first window of each
+    start is the warm-up; only if no other has the phases of a step, its own is shown.
+    """
+    kept = [window for window in record.windows if window.spans_s]
+    begins = [run.get("step", 0) for run in record.runs]
+    warm_up = {next((w.step for w in record.windows if w.step > begin), 0) for begin in begins}
+    after = [window for window in kept if window.step not in warm_up]
+    if not after:
+        return [(kept[-1], "in the warm-up")] if kept else []
+    by_length = sorted(after, key=lambda window: window.spans_s)
+    found: dict[int, tuple[Window, str]] = {}
+    for window, what in (
+        (after[0], "the first after the warm-up"),
+        (by_length[(len(after) - 1) // 2], "a usual one"),
+        (by_length[-1], "the longest"),
+    ):
+        _, before = found.get(window.step, (window, ""))
+        found[window.step] = window, f"{before} and {what}" if before else what
+    return [found[step] for step in sorted(found)]
+
+
+def _checkpoints(path: Path) -> tuple[list[tuple[int, int, float]], list[str]]:
+    """Those of the folder itself, or of its folder "checkpoints", and sentences about the damaged ones."""
     found: list[tuple[int, int, float]] = []
+    damaged: list[str] = []
     for folder in (path, path / "checkpoints"):
         if not folder.is_dir():
             continue
@@ -325,7 +351,10 @@ def _checkpoints(path: Path) -> list[tuple[int, int, float]]:
         for step, name in folders(store).items():
             try:
                 manifest = read_manifest(store, step, name)
-            except (Damaged, PacelineError, OSError):
+            except (Damaged, PacelineError, OSError) as error:
+                if name in folders(store).values():  # otherwise the run has just removed it
+                    why = str(error).splitlines()[0].removesuffix(".")
+                    damaged.append(f"The checkpoint of step {step:,} is left out: {why}.")
                 continue
             found.append((step, manifest.size_bytes, manifest.saved_at))
-    return sorted(found)
+    return sorted(found), damaged

@@ -12,7 +12,7 @@ from paceline.clock.record import Window
 from paceline.clock.step_clock import PHASES, WAITS
 from paceline.machine import format_bytes
 from paceline.report import charts
-from paceline.report.run import Run, merge, thin, thin_windows
+from paceline.report.run import Run, merge, shown_steps, thin, thin_windows
 
 _SHOWN_RANKS = 16  # more are summarised
 _SHOWN_EVENTS = 20  # besides restarts
@@ -257,9 +257,21 @@ def _busy(run: Run, value: float) -> str:
 
 
 def _timeline(run: Run, name: str) -> Iterator[Section]:
-    window = next((w for w in reversed(run.record.windows) if w.spans and any(w.spans)), None)
-    if window is None:
-        return
+    chosen = shown_steps(run.record)
+    if chosen:
+        yield Section(
+            title=f"Steps in time{name}",
+            text=[
+                "Of the steps whose phases were kept: the first after the warm-up, the one whose length is "
+                "nearest to the median, and the longest; on the first ranks. Ranks of several hosts are "
+                "aligned only as well as the clocks of their hosts."
+            ],
+        )
+    for window, what in chosen:
+        yield _one_step(window, what)
+
+
+def _one_step(window: Window, what: str) -> Section:
     begin = min(spans[0][1] for spans in window.spans if spans)
     values = [
         {
@@ -272,7 +284,6 @@ def _timeline(run: Run, name: str) -> Iterator[Section]:
         for p, at, seconds in spans
         if seconds > 0
     ]
-    step = window.step - window.steps + min(window.steps, 2)
     present = [phase for phase in PHASES if any(value["phase"] == phase for value in values)]
     rows = []
     for rank, spans in enumerate(window.spans):
@@ -280,15 +291,12 @@ def _timeline(run: Run, name: str) -> Iterator[Section]:
         own = {phase: sum(s for p, _, s in spans if p == phase) for phase in present}
         whole = sum(own.values())
         rows.append([str(rank), _ms(whole), _ms(waiting), *(_ms(own[p]) for p in present)])
-    yield Section(
-        title=f"One step in time{name}",
-        text=[
-            f"Step {step:,}, on the first ranks. Ranks of several hosts are aligned only as well as the "
-            "clocks of their hosts."
-        ],
+    return Section(
+        title=f"Step {window.spans_step:,}, {what}: {_ms(window.spans_s)} ms",
         table=Table(["rank", "ms", "of that, waiting, ms", *present], rows),
         chart=charts.timeline(values),
-        alt=f"the phases of step {step} in time, one row for each rank",
+        alt=f"the phases of step {window.spans_step} in time, one row for each rank",
+        level=3,
     )
 
 

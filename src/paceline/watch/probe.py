@@ -187,7 +187,7 @@ class Probe:
     def _named(self, request: dict[str, Any]) -> dict[str, Any]:
         # Only for scripts that import paceline.
         if job := sys.modules.get("paceline.job.current_step"):
-            job.slow_ranks.add(request["rank"])
+            job.slow_ranks.update(request["ranks"])
         return {}
 
     def _phases(self, request: dict[str, Any]) -> dict[str, Any]:

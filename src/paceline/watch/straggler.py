@@ -5,7 +5,8 @@
 2. Stack samples of all ranks show in which phase the late rank spends more time than the others.
 3. What the host did meanwhile says whether the cause is the rank's code or its host.
 
-Everything is a median over the steps of one window, so pauses in some of them change nothing.
+`clock/judge.py` decides, as it does from the times of the step clock; this file reduces its evidence to the
+same form. Everything is a median over the steps of one window, so pauses in some of them change nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import operator
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from paceline.clock.lateness import CURES, duration, factor_of, is_long, is_steady, slow_ranks
+from paceline.clock import judge
+from paceline.clock.judge import Straggler
+from paceline.errors import name_ranks
 from paceline.watch.processes import HostSample
 from paceline.watch.report import render
 
@@ -25,7 +28,6 @@ from paceline.watch.report import render
 _STEPS_PER_BLOCK = (1, 10)
 _WINDOW = (20, 64)  # blocks that are judged: at least and at most
 _PROFILED = (5, 8)  # blocks in a profile: at least and as asked for
-_LEAST_FACTOR = 1.2
 _LEAST_DELAY = 0.1  # share of the time without a core, above which the host counts as too small
 _ALIKE = 0.7  # share of the collectives that repeat with the period
 _PATTERN = 512  # collectives in which the period is searched
@@ -43,7 +45,7 @@ class Block:
 
     Args:
         begin_ns, end_ns: Since the epoch.
-        wait_s: By rank, the longest time per step that the others waited for it at one collective. An
+        wait_s: By rank, how long per step it waited for the others at one collective, at most. An
             asynchronous collective passes a delay on to the next, so this is a lower bound of all waits.
         total_s: By rank, the sum of these times over all collectives of a step: an upper bound.
     """
@@ -62,9 +64,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A rank that the others seem to wait for, and the blocks of a group that show it."""
+    """Ranks that the others seem to wait for, and the blocks of a group that show it."""
 
-    rank: int
+    ranks: Sequence[int]
     blocks: Sequence[Block]
 
     @property
@@ -103,28 +105,6 @@ class Profile:
         return found
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that the others wait for.
-
-    Args:
-        factor: Its own time by that of the others: a lower bound.
-        step_s: Length of a step.
-        wait_s: Time per step that the others wait for it.
-        phase: What takes longer there than elsewhere.
-        phase_s: Seconds per step in that phase, on this rank and on the others.
-        place: The line of the script.
-    """
-
-    rank: int
-    factor: float
-    step_s: float
-    wait_s: float
-    phase: str
-    phase_s: tuple[float, float]
-    place: str
-
-
 def find_suspects(arrivals: Arrivals) -> list[Suspect]:
     """Ranks that the others seem to wait for, without those that wait for another in a smaller group."""
     found: list[Suspect] = []
@@ -133,7 +113,7 @@ def find_suspects(arrivals: Arrivals) -> list[Suspect]:
     steps_of = [steps for group in groups if (steps := read_steps(arrivals, group))]
     for steps in sorted(steps_of, key=lambda steps: len(steps[-1].wait_s)):
         suspect = _suspect(steps)
-        if suspect is not None and suspect.rank not in explained:
+        if suspect is not None and explained.isdisjoint(suspect.ranks):
             found.append(suspect)
             explained |= steps[-1].wait_s.keys()
     return found
@@ -145,18 +125,9 @@ def _suspect(steps: Sequence[Block]) -> Suspect | None:
         if len(blocks) < _WINDOW[0]:
             continue
         step_s = statistics.median(block.step_s for block in blocks)
-        for rank in blocks[-1].wait_s:
-            wait_s = statistics.median(_excess(block.total_s, rank) for block in blocks)
-            if is_long(wait_s, step_s) and is_steady(
-                [_excess(block.wait_s, rank) for block in blocks]
-            ):
-                return Suspect(rank, blocks)
+        if late := judge.find_late([block.total_s for block in blocks], step_s):
+            return Suspect(late, blocks)
     return None
-
-
-def _excess(wait_s: Mapping[int, float], rank: int) -> float:
-    """How much longer the others wait for this rank than for another; 0 on average for random delays."""
-    return wait_s[rank] - (sum(wait_s.values()) - wait_s[rank]) / (len(wait_s) - 1)
 
 
 def read_steps(arrivals: Arrivals, group: str) -> list[Block]:
@@ -204,14 +175,14 @@ def _read_step(arrivals: Sequence[Mapping[int, int]]) -> Block:
     """One step. The first of `arrivals` is the last collective of the previous step."""
     wait_s, total_s = dict.fromkeys(arrivals[0], 0.0), dict.fromkeys(arrivals[0], 0.0)
     for at_ns in arrivals[1:]:
-        usual_ns = sorted(at_ns.values())[len(at_ns) // 2 - 1]  # the lower median
+        last_ns = max(at_ns.values())
         for rank, own_ns in at_ns.items():
-            late_s = max(own_ns - usual_ns, 0) / 1e9
-            wait_s[rank] = max(wait_s[rank], late_s)
-            total_s[rank] += late_s
+            waited_s = (last_ns - own_ns) / 1e9
+            wait_s[rank] = max(wait_s[rank], waited_s)
+            total_s[rank] += waited_s
     begin_ns, end_ns = max(arrivals[0].values()), max(arrivals[-1].values())
     length_s = (end_ns - begin_ns) / 1e9
-    total_s = {rank: min(late_s, length_s) for rank, late_s in total_s.items()}
+    total_s = {rank: min(waited_s, length_s) for rank, waited_s in total_s.items()}
     return Block(begin_ns, end_ns, 1, wait_s, total_s)
 
 
@@ -238,15 +209,17 @@ def profiled_blocks(suspect: Suspect, profiles: Mapping[int, Profile]) -> list[B
     return found if len(found) >= _PROFILED[0] else []
 
 
-def find_straggler(suspect: Suspect, profiles: Mapping[int, Profile]) -> Straggler | None:
-    """The phase in which the suspect takes longer than the others; None if it does not.
+def find_straggler(
+    suspect: Suspect, profiles: Mapping[int, Profile]
+) -> tuple[Straggler, str] | None:
+    """How much slower the suspects are, in which phase and at which line of the script; None if they are not.
 
     Args:
         profiles: By rank; `profiled_blocks` must have found blocks in them.
     """
-    blocks, rank = profiled_blocks(suspect, profiles), suspect.rank
+    blocks, late = profiled_blocks(suspect, profiles), suspect.ranks
     spent = {member: _seconds_per_step(profiles[member], blocks) for member in blocks[0].wait_s}
-    others = [member for member in spent if member != rank]
+    others = [member for member in spent if member not in late]
 
     def median_s(members: Sequence[int], phase: str) -> float:
         return statistics.median(
@@ -258,28 +231,26 @@ def find_straggler(suspect: Suspect, profiles: Mapping[int, Profile]) -> Straggl
         )
 
     step_s = statistics.median(block.step_s for block in blocks)
-    wait_s = statistics.median(_excess(block.wait_s, rank) for block in suspect.blocks)
-    seen_s = max(median_s(others, "waiting") - median_s([rank], "waiting"), 0.0)
-    wait_s = max(wait_s, seen_s)
-    busy_s = step_s - median_s([rank], "waiting")
-    factor = factor_of(busy_s, wait_s, step_s)
-    if factor < _LEAST_FACTOR:
-        return None
-    times_s = {}
+    waiting_s = median_s(late, "waiting")
+    seen_s = max(median_s(others, "waiting") - waiting_s, 0.0)
+    wait_s = max(judge.lead_s([block.wait_s for block in suspect.blocks], late), seen_s)
+    phases_s = {}
     for phase in {name for own in spent.values() for name, _ in own} - {"waiting"}:
         # DDP waits inside a backward, where no stack shows it.
         hidden_s = wait_s - seen_s if phase == "backward" else 0.0
-        others_s = max(median_s(others, phase) - hidden_s, 0.0)
-        times_s[phase] = (median_s([rank], phase), others_s)
-    phase = max(times_s, key=lambda phase: times_s[phase][0] - times_s[phase][1])
+        phases_s[phase] = median_s(late, phase), max(median_s(others, phase) - hidden_s, 0.0)
+    found = judge.judge_late(
+        late, step_s=step_s, wait_s=wait_s, own_s=step_s - waiting_s, phases_s=phases_s
+    )
+    if found is None:
+        return None
     # Of several lines each may be seen in few blocks only, so the median may be 0 for all.
     places = {
         place: (statistics.median(times), sum(times))
-        for (name, place), times in spent[rank].items()
-        if name == phase and place
+        for (name, place), times in spent[late[0]].items()
+        if name == found.phase and place
     }
-    place = max(places, key=lambda place: places[place], default="")
-    return Straggler(rank, factor, step_s, wait_s, phase, times_s[phase], place)
+    return found, max(places, key=lambda place: places[place], default="")
 
 
 def _seconds_per_step(profile: Profile, blocks: Sequence[Block]) -> dict[Place, list[float]]:
@@ -292,73 +263,79 @@ def _seconds_per_step(profile: Profile, blocks: Sequence[Block]) -> dict[Place, 
 
 
 def describe(
-    found: Straggler, process: str, where: str, before: HostSample, after: HostSample, pid: int
+    found: Straggler,
+    host: str,
+    where: str,
+    before: HostSample,
+    after: HostSample,
+    pids: Sequence[int],
 ) -> str:
     """Four lines about a straggler.
 
     Args:
-        process: Its host and pid, as text.
         where: Its place in the script, as text.
         before, after: The host at the beginning and the end of the profile.
+        pids: Of its ranks.
     """
-    here_s, there_s = found.phase_s
-    why, fix = _why_and_fix(found, before, after, pid)
+    why, fix = _why_and_fix(found, before, after, pids)
+    process = f"host {host}, pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
     lines = [
-        slow_ranks(f"rank {found.rank} ({process})", found.factor, found.wait_s, found.step_s),
-        f"{found.phase} takes {duration(here_s)} there, {duration(there_s)} elsewhere"
-        f"{': ' if where else ''}{where}",
+        found.title(f"{name_ranks(found.ranks)} ({process})"),
+        f"{found.comparison}{': ' if where else ''}{where}",
     ]
     return render("slow", lines, why, fix)
 
 
 def _why_and_fix(
-    found: Straggler, before: HostSample, after: HostSample, pid: int
+    found: Straggler, before: HostSample, after: HostSample, pids: Sequence[int]
 ) -> tuple[str, str]:
     """The cause: the host, if it explains much of the lost share of time; otherwise the code, or both."""
-    cure = CURES[found.phase]
+    cure = judge.CURES[found.phase]
+    its, it, them = ("their", "they", "them") if len(pids) > 1 else ("its", "it", "it")
     lost = found.wait_s / found.step_s
     passed_s = after.time_s - before.time_s
 
-    def rate(name: str, number: int) -> float:
+    def rate(name: str, numbers: Collection[int]) -> float:
+        """Of one process, on average."""
         then, now = getattr(before, name), getattr(after, name)
-        return float(now[number] - then[number]) / passed_s if number in then.keys() & now else 0.0
+        known = then.keys() & now & set(numbers)
+        return float(sum(now[n] - then[n] for n in known)) / passed_s / max(len(numbers), 1)
 
-    others = [other for other in after.delay_s if other != pid]
+    others = after.delay_s.keys() - set(pids)
     throttled = (after.throttled_s - before.throttled_s) / passed_s
     if throttled > 0.1:
         return (
             f"the CPU limit of the control group stopped ranks for {min(throttled, 1):.0%} of the time.",
             "raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS).",
         )
-    delay = rate("delay_s", pid)
-    others_delay = statistics.fmean(rate("delay_s", other) for other in others)
+    delay, others_delay = rate("delay_s", pids), rate("delay_s", others)
     if delay - others_delay > lost / 3:
         outside_job = after.names.keys() - after.job
-        use = sorted(((rate("cpu_s", n), n) for n in outside_job), reverse=True)
+        use = sorted(((rate("cpu_s", [n]), n) for n in outside_job), reverse=True)
         largest = [
             f"pid {number} ({after.names[number]}) uses {cores:.1f} of one"
             for cores, number in use[:2]
             if cores > 0.2
         ]
-        why = f"its host had no free core for it {delay:.0%} of the time"
+        why = f"{its} host had no free core for {them} {delay:.0%} of the time"
         return (
             f"{'; '.join([why, *largest])}.",
             "end the other processes, give the ranks cores of their own, or use fewer threads.",
         )
-    faults = rate("faults", pid)
-    if faults > 20 + 2 * statistics.fmean(rate("faults", other) for other in others):
+    faults = rate("faults", pids)
+    if faults > 20 + 2 * rate("faults", others):
         return (
-            f"its host read {faults:.0f} pages of its memory per second from a disk.",
+            f"{its} host read {faults:.0f} pages of {its} memory per second from a disk.",
             "check that the host has enough memory for the job and its files.",
         )
     if delay > _LEAST_DELAY:
         return (
-            f"its code takes longer, and its host has too few cores: it waited for one {delay:.0%} of the "
-            f"time, the other ranks {others_delay:.0%}.",
+            f"{its} code takes longer, and {its} host has too few cores: {it} waited for one {delay:.0%} of "
+            f"the time, the other ranks {others_delay:.0%}.",
             f"{cure}; and start fewer ranks or threads, or use a host with more cores.",
         )
     return (
-        f"its code, not its host: it used {min(rate('cpu_s', pid), 99.0):.1f} cores, and waited for "
+        f"{its} code, not {its} host: {it} used {min(rate('cpu_s', pids), 99.0):.1f} cores, and waited for "
         f"one {delay:.0%} of the time.",
         f"{cure}.",
     )
