@@ -197,6 +197,11 @@ NAMES = (
         without="reports of hangs do not name the ranks of a group",
     ),
     # launch
+    PrivateName(
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous._delay",
+        why="before the first round each node waits a random time of up to 0.3 s, also if there are only two",
+        without="several nodes start up to 0.3 s later",
+    ),
     *(
         PrivateName(
             f"torch.distributed.elastic.rendezvous.dynamic_rendezvous.{name}",

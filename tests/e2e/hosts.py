@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,20 @@ class Hosts:
             for n in range(len(self._spaces))
         ]
         return [finish(node) for node in nodes]
+
+    def remote_shell(self, folder: Path) -> str:
+        """A program that runs a command on the host with an address, as `ssh ADDRESS COMMAND` does."""
+        cases = [
+            f'{self.address(n)}) exec {shlex.join(self._enter(n))} sh -c "$*" ;;'
+            for n in range(len(self._spaces))
+        ]
+        options = 'while [ "${1#-}" != "$1" ]; do shift; done'
+        path = folder / "ssh"
+        path.write_text(
+            "\n".join(["#!/bin/sh", options, "at=$1; shift", "case $at in", *cases, "esac"])
+        )
+        path.chmod(0o755)
+        return str(path)
 
     def cut(self, number: int) -> None:
         """Unplug the cable of a host at the switch: its packets are lost, and no connection is closed."""

@@ -159,6 +159,21 @@ def test_two_mpi_jobs_at_once_behind_shells_do_not_mix(tmp_path: Path, kind: str
     assert port_files(tmp_path) == []
 
 
+def test_ranks_join_again_at_the_same_address(tmp_path: Path, free_port: int) -> None:
+    # Rank 0 closes its store long after the others have left the job.
+    late = """
+import time, paceline.job.job
+close = paceline.job.job.Job._close
+def slowly(job):
+    time.sleep(job.rank == 0)
+    close(job)
+paceline.job.job.Job._close = slowly
+"""
+    words = mpi("openmpi", 2) + script(tmp_path, late + FACTS.replace("if job.peers", "if False"))
+    more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    assert lines(finish(launch(words, tmp_path, **more)), "mpi") == expected("mpi", 2)
+
+
 @pytest.mark.slow
 def test_an_address_that_the_user_names(tmp_path: Path, free_port: int) -> None:
     # Without port files there is no folder for them.

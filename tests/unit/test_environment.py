@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from paceline.errors import LauncherError
 from paceline.job.environment import RankInfo, read
+from paceline.job.pmi import with_master
 
 TORCHRUN = {
     "RANK": "3",
@@ -73,15 +76,46 @@ def test_prterun_alone_is_refused_because_it_gives_no_world_size() -> None:
     assert read(prterun | TORCHRUN).launcher == "torchrun"
 
 
-def test_mpi_on_several_hosts_needs_a_master() -> None:
-    environ = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}
-    with pytest.raises(LauncherError) as caught:
-        read(environ)
+SEVERAL_HOSTS = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}
+OPEN_MPI_4 = {
+    "PMIX_NAMESPACE": "1337327617",
+    "OMPI_MCA_orte_hnp_uri": "1337327616.0;tcp://10.0.0.1,10.1.0.1:45909",
+    "PMIX_SERVER_URI2": "1337327616.{};tcp4://127.0.0.1:37091",
+}
+OPEN_MPI_5 = {
+    "PMIX_NAMESPACE": "prterun-node-0-22586@1",
+    "PMIX_SERVER_URI2": "prterun-node-0-22586@0.{};tcp4://127.0.0.1:44407",
+}
+
+
+@pytest.mark.parametrize(("names", "host"), [(OPEN_MPI_4, "10.0.0.1"), (OPEN_MPI_5, "node-0")])
+def test_openmpi_on_several_hosts_meets_on_the_host_of_mpirun(
+    names: dict[str, str], host: str
+) -> None:
+    def on(rank: int, server: int) -> RankInfo:
+        served = {"PMIX_SERVER_URI2": names["PMIX_SERVER_URI2"].format(server)}
+        local = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % 2)}
+        return read({**SEVERAL_HOSTS, **names, **served, **local})
+
+    first, last = on(0, 0), on(3, 1)
+    assert first.master is not None
+    assert re.fullmatch(rf"{host}:295[0-5]\d", first.master)
+    assert (last.master, last.job_key) == (first.master, first.job_key)
+    with pytest.raises(LauncherError, match="name only its own host") as caught:
+        on(0, 1)  # as with mpirun on a login node
     assert caught.value.variables == ["MASTER_ADDR", "MASTER_PORT"]
     assert "mpirun -x MASTER_ADDR=" in str(caught.value)
-    assert read({**environ, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).master == "a:1"
+
+
+def test_the_user_names_the_address_of_mpi_ranks() -> None:
+    named = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert read({**SEVERAL_HOSTS, **OPEN_MPI_4, **named}).master == "a:1"
+    with pytest.raises(LauncherError, match="mpirun -x MASTER_ADDR="):
+        read(SEVERAL_HOSTS)
+    hydra = {**HYDRA, "PMI_SIZE": "4"}
+    assert read({**hydra, **named}).master == "a:1"
     with pytest.raises(LauncherError, match="mpirun -genv MASTER_ADDR <"):  # MPICH has no -x
-        read({**HYDRA, "PMI_SIZE": "4"})
+        with_master(read(hydra), hydra, timeout_s=1)
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, OPEN_MPI, SLURM])

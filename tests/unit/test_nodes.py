@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import socket
 import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
 )
 
-from paceline.launch.nodes import StateHolder
+from paceline.launch.endpoint import Endpoint
+from paceline.launch.node_facts import NodeFacts
+from paceline.launch.nodes import NodeOptions, StateHolder, rendezvous_of_nodes
 
 SETTINGS = RendezvousSettings(
     run_id="job",
@@ -48,3 +53,24 @@ def test_clocks_an_hour_apart_are_noticed_and_no_node_is_dead_for_it(
         monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
         here.sync_now()
     assert here.dead == {"b"}
+
+
+def test_the_first_round_begins_without_a_random_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(random, "uniform", lambda *bounds: drawn.append(bounds) or 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    options = NodeOptions(
+        endpoint=Endpoint(host="127.0.0.1", port=port, is_host=True, one_launcher=True),
+        facts=lambda address: NodeFacts(
+            host="h", address=address, rank=0, nodes="1", script="", digest=""
+        ),
+        ports=None,
+        say=lambda text: None,
+    )
+    endpoint = f"127.0.0.1:{port}"
+    parameters = RendezvousParameters("c10d", endpoint, "job", 1, 1, "127.0.0.1")
+    rendezvous = rendezvous_of_nodes(parameters, options)
+    info = rendezvous.next_rendezvous()
+    rendezvous.shutdown()
+    assert (info.rank, info.world_size, drawn) == (0, 1, [])

@@ -7,6 +7,8 @@ contradicts itself is an error that names the variables. Without any set the job
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,10 +31,10 @@ class RankInfo:
     """Rank, world size and rendezvous of this process, from its launcher.
 
     Attributes:
-        master: "host:port" of the store, if the launcher or the user named it.
-        job_key: identifies the job on this host if there is no `master`: the ranks meet through a file.
-            None if the launcher names no job (MPICH); the process that started the rank identifies the job
-            then.
+        master: "host:port" of the store, if the launcher or the user named it. Without it the ranks of one
+            host meet through a file; for those of several hosts, which Hydra started, see `pmi`.
+        job_key: identifies the job: on one host, or on all if they compute the port of `master`. None if the
+            launcher names no job (MPICH); on one host the process that started the rank identifies it then.
         restarts: how often the launcher has restarted the job.
     """
 
@@ -131,26 +133,60 @@ def _torchrun(environ: Mapping[str, str]) -> RankInfo:
 
 def _open_mpi(environ: Mapping[str, str]) -> RankInfo:
     name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
-    # OpenMPI 4 hashes its names to 16 bits; the port of its server distinguishes jobs that run at one time.
     server = environ.get("PMIX_SERVER_URI2", "")
-    return _mpi(environ, OPEN_MPI, f"{name} {server}" if name else None)
+    master = _named_master(environ)
+    size, local_size = (_integer(environ, variable) for variable in OPEN_MPI[1::2])
+    if size == local_size:
+        # OpenMPI 4 hashes its names to 16 bits; the port of its server distinguishes jobs of one time.
+        return _mpi(environ, OPEN_MPI, f"{name} {server}" if name else None, master)
+    if master is None:
+        host = _host_of_mpirun(environ)
+        # The server of this host is mpirun itself if its number is 0.
+        if not host or not name or (environ[OPEN_MPI[0]] == "0" and ".0;" not in server):
+            raise unknown_host(hydra=False)
+        master = f"{host}:{computed_port(name)}"
+    return _mpi(environ, OPEN_MPI, name, master)
+
+
+def _host_of_mpirun(environ: Mapping[str, str]) -> str:
+    """The host of mpirun, which usually has rank 0; empty if its variables do not have it."""
+    four = re.search(r"tcp://([^,:]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    five = re.fullmatch(r"prterun-(.+)-\d+@\d+", environ.get("PMIX_NAMESPACE", ""))
+    found = four or five
+    return found[1] if found else ""
 
 
 def _hydra(environ: Mapping[str, str]) -> RankInfo:
     # No variable of Hydra names the job: HYDI_CONTROL_FD is 7 in all of them.
-    return _mpi(environ, HYDRA, None)
+    return _mpi(environ, HYDRA, None, _named_master(environ))
 
 
-def _mpi(environ: Mapping[str, str], names: tuple[str, ...], job_key: str | None) -> RankInfo:
+def unknown_host(*, hydra: bool) -> LauncherError:
+    """The error if ranks of MPI are on several hosts, and nothing tells the host of rank 0."""
+    option, given = ("-genv", " ") if hydra else ("-x", "=")
+    return LauncherError(
+        "MPI ranks on several hosts do not know the host of rank 0.",
+        why="mpiexec does not keep the store of PMI-1 for its ranks."
+        if hydra
+        else "the variables of mpirun name only its own host, and rank 0 is on another one.",
+        fix=f"mpirun {option} MASTER_ADDR{given}<host of rank 0> {option} MASTER_PORT{given}29500 ...",
+        variables=["MASTER_ADDR", "MASTER_PORT"],
+    )
+
+
+def computed_port(job: str) -> int:
+    """A port for the job with this name, which all ranks compute without communication."""
+    low, high = FIREWALL_PORTS
+    return low + zlib.crc32(job.encode()) % (high - low + 1)
+
+
+def _mpi(
+    environ: Mapping[str, str],
+    names: tuple[str, ...],
+    job_key: str | None,
+    master: str | None,
+) -> RankInfo:
     rank, world_size, local_rank, local_world_size = (_integer(environ, name) for name in names)
-    master = _named_master(environ)
-    if master is None and local_world_size != world_size:
-        option, given = ("-genv", " ") if names == HYDRA else ("-x", "=")
-        raise LauncherError(
-            "MPI ranks on several hosts need MASTER_ADDR and MASTER_PORT to meet.",
-            fix=f"mpirun {option} MASTER_ADDR{given}<host of rank 0> {option} MASTER_PORT{given}29500 ...",
-            variables=["MASTER_ADDR", "MASTER_PORT"],
-        )
     return _checked(
         RankInfo(
             launcher="mpi",

@@ -35,6 +35,7 @@ from paceline.log import logger
 from paceline.machine import launching_process
 
 _MISSING = "missing"  # the key of the ranks that did not come; [] if all came
+_OPEN = "open"  # rank 0 has joined
 _GRACE_S = 0.5  # for ranks to read who is missing before the store ends with rank 0
 _joins = itertools.count()
 
@@ -53,6 +54,12 @@ def meet(info: RankInfo, *, timeout_s: float, store: dist.Store | None = None) -
     Collective: all ranks.
     """
     timeout = timedelta(seconds=timeout_s)
+    join = next(_joins)
+    # An agent may keep its store over restarts; without a prefix a restarted rank reads the addresses of dead
+    # ones (seen with torchrun of torch 2.13). The same holds for a second join of a process. The computed
+    # ports of two jobs may be equal, and then their ranks must not meet.
+    job = f"/{info.job_key}" if info.job_key else ""
+    prefix = f"paceline{job}/{info.restarts}{f'/again {join}' if join else ''}"
     with contextlib.ExitStack() as until_all_met:
         if store is not None:
             pass
@@ -68,23 +75,18 @@ def meet(info: RankInfo, *, timeout_s: float, store: dist.Store | None = None) -
                 store = _serve(host, int(port), timeout)
             else:
                 store = _connect(info, host, int(port), timeout_s)
-        # An agent may keep its store over restarts; without a prefix a restarted rank reads the addresses
-        # of dead ones (seen with torchrun of torch 2.13). The same holds for a second join of a process.
-        # The computed ports of two Slurm jobs may be equal, and then their ranks must not meet.
-        job = f"/{info.job_key}" if info.launcher == "slurm" else ""
-        prefixed = dist.PrefixStore(f"paceline{job}/{info.restarts}{_nth_join()}", store)
+                # Rank 0 may not have closed its store of the last join, on the same port.
+                while join and not _is_open(dist.PrefixStore(prefix, store), info, timeout_s):
+                    store = _connect(info, host, int(port), timeout_s)
+        prefixed = dist.PrefixStore(prefix, store)
         if info.rank == 0:
+            prefixed.set(_OPEN, "")
             _wait_for_ranks(prefixed, info, timeout_s)
     if info.rank == 0:
         prefixed.set(_MISSING, "[]")
     else:
         _wait_for_rank0(prefixed, info, timeout_s)
     return prefixed
-
-
-def _nth_join() -> str:
-    count = next(_joins)
-    return f"/again {count}" if count else ""
 
 
 def _serve(host: str, port: int, timeout: timedelta) -> dist.Store:
@@ -134,6 +136,17 @@ def _connect(info: RankInfo, host: str, port: int, timeout_s: float) -> dist.Sto
             missing=[0],
             waited_s=timeout_s,
         ) from error
+
+
+def _is_open(store: dist.Store, info: RankInfo, timeout_s: float) -> bool:
+    """Whether rank 0 has opened this store for this join; otherwise it has closed that of the last one."""
+    try:
+        store.wait([_OPEN], timedelta(seconds=timeout_s))
+    except dist.DistNetworkError:
+        return False
+    except dist.DistStoreError as error:
+        raise _absent(info, [0], timeout_s) from error
+    return True
 
 
 def _wait_for_ranks(store: dist.Store, info: RankInfo, timeout_s: float) -> None:

@@ -24,6 +24,7 @@ from paceline.machine import owner_of_port
 FIRST_REPORT_S = 5.0
 REPORT_S = 10.0
 _CONNECT_S = 3.0
+_FIRST_POLL_S = 0.02  # the pauses double up to _POLL_S: hosts that start together meet at once
 _POLL_S = 0.2
 _BACKLOG = 4096
 LOOPBACK = "127.0.0.1"
@@ -112,6 +113,7 @@ def wait_served(
     """
     deadline = time.monotonic() + timeout_s
     next_report = time.monotonic() + FIRST_REPORT_S
+    pause_s = _FIRST_POLL_S
     while True:
         began = time.monotonic()
         error = _connect(host, port)
@@ -123,7 +125,8 @@ def wait_served(
         if now >= next_report:
             say(*_explain(host, port, error))
             next_report = now + REPORT_S
-        time.sleep(max(0.0, began + _POLL_S - time.monotonic()))
+        time.sleep(max(0.0, began + pause_s - time.monotonic()))
+        pause_s = min(2 * pause_s, _POLL_S)
 
 
 def _connect(host: str, port: int) -> OSError | None:

@@ -3,9 +3,10 @@
 A front to `torch.distributed.elastic.rendezvous.dynamic_rendezvous`, which takes 43 s to notice a lost node.
 Changes: a node is dead when its heartbeat has not changed for 3 s of *this* node's clock (torch compares the
 clocks of two hosts); a later round is complete as soon as all living nodes are back, without a last call;
-each round has a new store for the ranks; the state is read ten times a second while nodes meet. Several nodes
-with static or etcd rendezvous use torch's own. torch does not authenticate the nodes and exchanges pickled
-state between them: use several nodes in trusted networks only.
+each round has a new store for the ranks; the first round begins without torch's random pause, and the state
+is read at least ten times a second while nodes meet. Several nodes with static or etcd rendezvous use torch's
+own. torch does not authenticate the nodes and exchanges pickled state between them: use several nodes in
+trusted networks only.
 
 Added: nodes that the user numbered keep their numbers; a node with another torch, paceline or script is
 refused; while nodes are missing, a line every 10 s says which; clocks that differ by more than a minute are
@@ -67,6 +68,7 @@ _HEARTBEAT_OF_MANY_S = 5
 # Each poll of a node reads the state of all, and nodes that join at one time overwrite each other's state and
 # try again. So both are spread over a time that grows with the number of nodes.
 _POLL_S = 0.1
+_FIRST_POLL_S = 0.02  # the pauses double up to _POLL_S: nodes that start together meet at once
 _NODES_OF_A_POLL = 16
 _JOIN_S_PER_NODE = 0.02
 _ATTEMPTS = 3
@@ -148,6 +150,7 @@ class _Executor(_OpExecutor or object):  # type: ignore[misc]
         update_deadline: Callable[[timedelta], float] | None = None,
     ) -> None:
         def handler(context: Any, deadline: float) -> Any:
+            pause_s = _FIRST_POLL_S
             while True:
                 action = state_handler(context, deadline)
                 if action != _Action.SYNC:
@@ -155,7 +158,8 @@ class _Executor(_OpExecutor or object):  # type: ignore[misc]
                 if self._all_are_back(context):
                     return _Action.MARK_RENDEZVOUS_COMPLETE
                 self.waiting(context.state)
-                time.sleep(_POLL_S * max(1, context.settings.max_nodes / _NODES_OF_A_POLL))
+                time.sleep(pause_s * max(1, context.settings.max_nodes / _NODES_OF_A_POLL))
+                pause_s = min(2 * pause_s, _POLL_S)
                 holder = self._state_holder
                 assert isinstance(holder, StateHolder)
                 holder.sync_now()
@@ -357,6 +361,8 @@ def rendezvous_of_nodes(
     is_tcp = parameters.get("store_type", "tcp").strip().lower() == "tcp"
     if options is None or parameters.backend != "c10d" or not is_tcp or not _available():
         return torch_registry.get_rendezvous_handler(parameters)
+    # `next_rendezvous` spreads many nodes over a time that depends on their number.
+    torch_private.wrap(f"{_MODULE}._delay", lambda delay: lambda seconds: None)
     timeouts = {
         name: timedelta(seconds=seconds)
         for name in ("join", "last_call", "close", "heartbeat")
