@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from paceline.parallel.ddp import ddp as ddp
     from paceline.parallel.fsdp import fsdp as fsdp
     from paceline.parallel.modules import unwrap as unwrap
+    from paceline.parallel.parameter_client import ServerClient as ServerClient
+    from paceline.parallel.parameter_client import connect_server as connect_server
     from paceline.parallel.parameter_server import ParameterServer as ParameterServer
-    from paceline.parallel.parameter_server import ServerClient as ServerClient
-    from paceline.parallel.parameter_server import connect_server as connect_server
     from paceline.parallel.pipeline import pipeline as pipeline
     from paceline.parallel.syncbn import sync_batchnorm as sync_batchnorm
     from paceline.parallel.tensor import tensor_parallel as tensor_parallel
@@ -91,7 +91,7 @@ _HOMES = {
     "Checkpoints": "paceline.checkpoint.manager",
     "CollectiveTimeout": "paceline.errors",
     "ConfigError": "paceline.errors",
-    "connect_server": "paceline.parallel.parameter_server",
+    "connect_server": "paceline.parallel.parameter_client",
     "count_labels": "paceline.training.labels",
     "CountError": "paceline.errors",
     "CSV": "paceline.metrics.csv_table",
@@ -134,7 +134,7 @@ _HOMES = {
     "RankDisagreement": "paceline.errors",
     "SampleError": "paceline.errors",
     "SaveFailed": "paceline.errors",
-    "ServerClient": "paceline.parallel.parameter_server",
+    "ServerClient": "paceline.parallel.parameter_client",
     "spawn": "paceline.launch.spawning",
     "Step": "paceline.training.step",
     "StepEnd": "paceline.training.callbacks",

@@ -18,7 +18,7 @@ import paceline
 from paceline import Mesh
 from paceline.checkpoint import layout
 from paceline.errors import ConfigError, Desync, EvaluationError, LossError, StepError
-from paceline.parallel.pipeline import _partition
+from paceline.parallel.pipeline_stages import _partition
 from paceline.testing import run_ranks
 
 Gradients = list[dict[str, torch.Tensor]]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from small_trainings import loss_sum, refusals, weights_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
@@ -220,6 +221,51 @@ class _Twice(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.linear(self.norm(x)) - self.linear(self.norm(x + 10))
         return out
+
+
+class _Recomputing(nn.Module):
+    """Runs its norm again in the backward, as activation checkpointing does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normal = checkpoint(self.norm, x, use_reentrant=False)
+        out: torch.Tensor = self.linear(normal)
+        return out
+
+
+def _host_reads(job: Any, model: nn.Module, micro_batch: int) -> int:
+    """How often the second step of a training copies numbers to the host. Each copy waits for a GPU."""
+    model = paceline.ddp(job, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, _data(), global_batch=16, micro_batch=micro_batch)
+    training = paceline.Training(job, model, optimizer, batches, reproducible=True)
+    reads = 0
+    tolist = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        nonlocal reads
+        reads += 1
+        return tolist(tensor)
+
+    for step in training.steps(until=2):
+        reads = 0
+        torch.Tensor.tolist = counted  # type: ignore[method-assign]
+        try:
+            step.run(lambda batch: loss_sum(model, batch))
+        finally:
+            torch.Tensor.tolist = tolist  # type: ignore[method-assign]
+        step.update()
+    return reads
+
+
+def test_the_uses_of_batchnorm_are_read_once_in_a_step() -> None:
+    with paceline.join() as job:
+        # One more for each micro-batch, and one for the step: the exponents of gradients.
+        assert _host_reads(job, _Recomputing(), micro_batch=16) == 1 + 1 + 1
+        assert _host_reads(job, _Recomputing(), micro_batch=4) == 1 + 4 + 1
 
 
 def _refused(job: Any, kind: str) -> None:

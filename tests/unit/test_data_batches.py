@@ -401,6 +401,44 @@ def test_closed_batches_are_not_kept_by_the_job_and_end_without_torchs_private_n
     assert kept() is None
 
 
+class _Collected:
+    """Is freed by the garbage collector only, and notes in which process."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.itself = file, self
+
+    def __del__(self) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+@pytest.mark.skipif(
+    multiprocessing.get_all_start_methods()[0] != "fork", reason="workers are not forked"
+)
+def test_a_forked_worker_collects_no_object_of_the_rank(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A process group would wait there for threads that the worker does not have.
+    fork, file = os.fork, tmp_path / "collected"
+
+    def fork_with_garbage() -> int:
+        gc.collect()
+        _Collected(file)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fork_with_garbage)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    try:
+        batches = Batches(job, list(range(8)), global_batch=2, workers=2)
+        assert [len(list(step)) for step in batches.iterate(START, epochs=1)] == [1] * 4
+        batches.close()
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert set(file.read_text().split()) == {str(os.getpid())}
+
+
 def test_a_forked_child_that_exits_does_not_end_the_workers(job: Job) -> None:
     batches = Batches(job, Pids(), global_batch=2, workers=1)
     next(iter(next(batches.iterate(Position(0), epochs=9))))

@@ -115,7 +115,7 @@ def test_ranks_share_each_step_and_ghosts_fill_up_to_equal_numbers(aligned: bool
                     shares = [sum(end - begin for begin, end, _ in own) for own in dealt]
                     assert max(shares) - min(shares) <= 1
                 most = max(len(own) for own in dealt)
-                assert most == plans[0].max_micro_batches(size)
+                assert most == plan_module.max_micro_batches(size, micro, len(plans))
                 for plan, own in zip(plans, dealt, strict=True):
                     ghosts = [(offset, offset + 1, True)] * (most - len(own))
                     assert list(plan.micro_batch_ranges(offset, size, True)) == own + ghosts

@@ -300,19 +300,24 @@ def open_store(folder: str | Path) -> Store:
 
 def folders(store: Store) -> dict[int, str]:
     """The folders of the committed checkpoints by step, in increasing order."""
-    steps, rollback = {}, None
-    for name in store.names():
-        match = _FOLDER.fullmatch(name)
-        if match and NAME in store.names(name):
-            step = int(match[2])
-            if match[1] == "rollback":
-                rollback = step
-            else:
-                steps[step] = name
+    steps, rollback = _with_manifest(store)
     if rollback is not None:
         steps = {step: name for step, name in steps.items() if step < rollback}
         steps[rollback] = f"rollback-{rollback}"
     return dict(sorted(steps.items()))
+
+
+def _with_manifest(store: Store) -> tuple[dict[int, str], int | None]:
+    """The folders `step-N` that have a manifest, by step, and N of `rollback-N` if that has one."""
+    steps, rollback = {}, None
+    for name in store.names():
+        match = _FOLDER.fullmatch(name)
+        if match and NAME in store.names(name):
+            if match[1] == "rollback":
+                rollback = int(match[2])
+            else:
+                steps[int(match[2])] = name
+    return steps, rollback
 
 
 def committed(store: Store) -> list[int]:
@@ -344,21 +349,17 @@ def finish_rollback(store: Store) -> tuple[list[int], str]:
     Returns:
         The superseded steps, and the folder that now holds them.
     """
-    step, name = next(reversed(folders(store).items()), (0, ""))
-    if not name.startswith("rollback-"):
+    steps, step = _with_manifest(store)
+    if step is None:
         return [], ""
-    superseded = []
-    for other in store.names():
-        match = _FOLDER.fullmatch(other)
-        if not match or match[1] != "step" or NAME not in store.names(other):
-            continue
-        found = int(match[2])
-        # After an interrupted move of the manifest both folders hold it.
-        if found > step or (found == step and _text(store, other) != _text(store, name)):
-            superseded.append(found)
-    folder = set_aside(store, sorted(superseded))
+    name = f"rollback-{step}"
+    # After an interrupted move of the manifest both folders of the step hold it.
+    if step in steps and _text(store, steps[step]) == _text(store, name):
+        del steps[step]
+    superseded = sorted(other for other in steps if other >= step)
+    folder = set_aside(store, superseded)
     store.rename(name, f"step-{step}")
-    return sorted(superseded), folder
+    return superseded, folder
 
 
 def commit(store: Store, manifest: Manifest, scratch: str) -> None:

@@ -17,11 +17,15 @@ from paceline.clock.step_clock import COPY, clock
 
 
 def to_device(batch: Any, device: torch.device, *, pin: bool) -> Any:
-    """The batch on `device`, in the same structure.
+    """The batch on `device`, in the same structure. For the CPU it is returned as it is.
 
     Args:
-        pin: Copy host tensors to pinned memory first, so that the copy to the device is asynchronous.
+        pin: Copy host tensors to pinned memory before they go to a CUDA device, so that the copy is
+            asynchronous.
     """
+    if device.type == "cpu":
+        return batch
+    pin = pin and device.type == "cuda"
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -31,8 +35,6 @@ def to_device(batch: Any, device: torch.device, *, pin: bool) -> Any:
         to = getattr(leaf, "to", None)
         return to(device) if callable(to) else leaf
 
-    if device.type == "cpu":
-        return _map_leaves(batch, move)
     with clock.during(COPY):
         return _map_leaves(batch, move)
 

@@ -140,7 +140,7 @@ class EvaluationBatches:
             for number, task in enumerate(self._tasks):
                 _, _, first, stop = task
                 batch = work.read(task)[1] if pool is None else pool.get()[1]
-                batch = _to_device(job, batch, pin=pool is None)
+                batch = to_device(batch, job.device, pin=pool is None)
                 count = stop - first if number < num_own else 0
                 yield EvaluationBatch(first // self._micro_batch, batch, count)
         finally:
@@ -208,9 +208,9 @@ class EvaluationStream:
             if index == 0:
                 first_batch = batch
             if index % axis.size == axis.rank:
-                yield EvaluationBatch(index, _to_device(job, batch, pin=True), count)
+                yield EvaluationBatch(index, to_device(batch, job.device, pin=True), count)
         if self._equal and 0 < self.num_batches % axis.size <= axis.rank:
-            yield EvaluationBatch(0, _to_device(job, first_batch, pin=True), 0)
+            yield EvaluationBatch(0, to_device(first_batch, job.device, pin=True), 0)
 
     def _batches(self) -> Iterator[tuple[Any, int]]:
         samples = iter(self._stream)
@@ -269,12 +269,6 @@ def batches_to_evaluate(
     if is_stream and hasattr(dataset, "__iter__"):
         return EvaluationStream(job, dataset, **options)
     return EvaluationBatches(job, dataset, **options)
-
-
-def _to_device(job: Job, batch: Any, *, pin: bool) -> Any:
-    if job.device.type == "cpu":
-        return batch
-    return to_device(batch, job.device, pin=pin and job.device.type == "cuda")
 
 
 def _num_rows(batch: Any) -> int:

@@ -20,6 +20,7 @@ from paceline.data.plan import (
     PlannedStep,
     Position,
     look_up,
+    max_micro_batches,
     num_micro_batches,
 )
 from paceline.data.samples import Samples
@@ -110,7 +111,7 @@ class LocalLoader(Loader):
                 self._refuse_unless_current(run)
                 n = min(plan.global_batch, size - offset)
                 if equal:
-                    number = plan.max_micro_batches(n)
+                    number = max_micro_batches(n, plan.micro_batch, plan.size)
                 else:
                     number = num_micro_batches(count, plan.micro_batch)
                 step, end = (seed, block.epoch, offset), begin + count
@@ -218,8 +219,7 @@ class WorkerLoader(Loader):
             left -= 1
             self._refuse_unless_current(run)
             ids, batch = self._take(task)
-            if self._device.type != "cpu":
-                batch = to_device(batch, self._device, pin=False)
+            batch = to_device(batch, self._device, pin=False)
             if not is_ghost:
                 self.record_delivered(torch.from_numpy(ids))
             yield MicroBatch(batch, end - begin, begin, left == 0, is_ghost)

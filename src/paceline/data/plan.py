@@ -290,12 +290,9 @@ class Plan:
         for at in range(begin, end, self.micro_batch):
             yield offset + at, offset + min(at + self.micro_batch, end), False
         own = num_micro_batches(end - begin, self.micro_batch)
-        for _ in range(self.max_micro_batches(num_samples) - own if equal else 0):
+        most = max_micro_batches(num_samples, self.micro_batch, self.size) if equal else own
+        for _ in range(most - own):
             yield offset, offset + 1, True
-
-    def max_micro_batches(self, num_samples: int) -> int:
-        """The number of micro-batches of the rank that has the most in a step of `num_samples`."""
-        return max_micro_batches(num_samples, self.micro_batch, self.size)
 
     def blocks(self, position: Position, epochs: int) -> Iterator[Block]:
         """This rank's sample ids from `position` to the end of epoch `epochs - 1`, several steps a block."""

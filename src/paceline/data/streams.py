@@ -453,10 +453,12 @@ class StreamLoader(Loader):
         )
 
     def _micro_batches(self, part: Part, offset: int, number: int) -> Iterator[MicroBatch]:
+        pin = self._workers is None
         for places, batch in part.micro_batches:
             number -= 1
             self.record_delivered(torch.tensor(places, dtype=torch.int64))
-            yield MicroBatch(self._to_device(batch), len(places), places[0], number == 0, False)
+            moved = to_device(batch, self._device, pin=pin)
+            yield MicroBatch(moved, len(places), places[0], number == 0, False)
         ghost = self._ghost if part.ghost is None else part.ghost
         while number:
             number -= 1
@@ -467,13 +469,8 @@ class StreamLoader(Loader):
                     where=self._errors.where(),
                     why=f"`shard(0, {self._plan.size})` is empty, but another shard is not.",
                 )
-            yield MicroBatch(self._to_device(ghost), 1, offset, number == 0, True)
-
-    def _to_device(self, batch: Any) -> Any:
-        if self._device.type == "cpu":
-            return batch
-        pin = self._device.type == "cuda" and self._workers is None
-        return to_device(batch, self._device, pin=pin)
+            moved = to_device(ghost, self._device, pin=pin)
+            yield MicroBatch(moved, 1, offset, number == 0, True)
 
     def _parts(self, position: Position, epochs: int, equal: bool) -> Iterator[Part | End]:
         """This rank's parts in the order of the steps, and one `End` after each epoch."""

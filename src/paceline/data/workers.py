@@ -9,7 +9,8 @@ A forked worker inherits the connections of the rank's process groups. This has 
 - If the rank dies and its worker lives, the rank's connections stay open and its peers keep waiting. So the
   kernel kills each worker when the thread that started it ends.
 - If the worker's garbage collector frees an inherited process group, it waits for threads that the worker
-  does not have. So inherited objects are never collected (`gc.freeze`).
+  does not have. So inherited objects are never collected: the collector is off from before the fork until
+  they are frozen (`gc.freeze`). It would otherwise run inside of `os.fork` already, in the handlers there.
 
 A worker returns an error as a value, so that its type and message are kept.
 """
@@ -139,7 +140,7 @@ class Workers:
                 num_workers=self._num_workers,
                 collate_fn=_identity,
                 pin_memory=self._job.device.type == "cuda",
-                worker_init_fn=partial(_init_worker, self._init),
+                worker_init_fn=partial(_init_worker, self._init, gc.isenabled()),
                 multiprocessing_context=_start_method(),
                 persistent_workers=True,
                 prefetch_factor=_PREFETCH,
@@ -148,7 +149,8 @@ class Workers:
             )
         _pools.add(self)
         before = set(multiprocessing.active_children())
-        self._results = iter(self._loader)
+        with _no_collection():
+            self._results = iter(self._loader)
         started = set(multiprocessing.active_children()) - before
         _install_sigchld_handler()
         for process in started:
@@ -329,10 +331,24 @@ def _identity(result: Any) -> Any:
     return result
 
 
-def _init_worker(init: Callable[[int], Any] | None, worker: int) -> None:
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Turn the garbage collector off, also in processes that are forked meanwhile."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _init_worker(init: Callable[[int], Any] | None, collects: bool, worker: int) -> None:
     """Runs first in each worker."""
     notice.ignore_in_worker()
     gc.freeze()
+    if collects:
+        gc.enable()
     if sys.platform == "linux":
         parent = multiprocessing.parent_process()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -27,15 +27,11 @@ def gather(job: Job, value: Any) -> list[Any]:
 
     Collective: all ranks, same order as the job's other collectives.
     """
-    text = json.dumps(value)
-    if job.control is None:
-        return [json.loads(text)]  # as the values of other ranks come: tuples become lists
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    sizes = [int(n) for n in gather_tensor(job, torch.tensor([len(data)]))]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = gather_rows(job, torch.tensor(len(data)), job.control).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(data)] = data
-    rows = [torch.empty_like(padded) for _ in sizes]
-    _run(job, lambda: dist.all_gather(rows, padded, group=job.control))
+    rows = gather_rows(job, padded, job.control)
     return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -53,10 +49,21 @@ def gather_tensor(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:
 
     Collective: all ranks, same order as the job's other collectives.
     """
-    if job.control is None:
-        return [tensor]
-    rows = [torch.empty_like(tensor) for _ in range(job.world_size)]
-    _run(job, lambda: dist.all_gather(rows, tensor.contiguous(), group=job.control))
+    return list(gather_rows(job, tensor, job.control))
+
+
+def gather_rows(job: Job, row: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The tensors of all ranks of a group, stacked in rank order; equal shapes and dtypes.
+
+    Args:
+        group: On whose device the tensors are; None is this rank alone.
+
+    Collective: all ranks of the group.
+    """
+    if group is None:
+        return row[None]
+    rows = row.new_empty((dist.get_world_size(group), *row.shape))
+    _run(job, lambda: dist.all_gather(list(rows.unbind()), row.contiguous(), group=group))
     return rows
 
 

@@ -100,28 +100,25 @@ class ExactStrategy(DDPStrategy):
         self._sum.begin()
         for fold in self._folds:
             fold.begin(-(-step.num_samples // self._micro_batch))
+        self._most_uses = torch.zeros_like(self._num_forwards())  # in a micro-batch of this step
         self._versions = self._buffer_versions()
 
     def before_forward(self, micro: MicroBatch) -> None:
         self._set_sync(False)
-        self._uses = [0] * len(self._folds)
-        self._tracked = self._num_forwards()
+        self._uses = -self._num_forwards()
 
-    def _num_forwards(self) -> list[int]:
-        """The forwards of each BatchNorm layer in this step. One transfer for all layers."""
+    def _num_forwards(self) -> torch.Tensor:
+        """The forwards of each BatchNorm layer so far, on its device; reading them would wait for it."""
         counts = [fold.layer.num_batches_tracked for fold in self._folds]
-        numbers: list[int] = torch.stack(counts).tolist() if counts else []
-        return numbers
+        return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
     def _refuse_second_use(self) -> None:
-        for at, number in enumerate(self._num_forwards()):
-            self._uses[at] += number - self._tracked[at]
-            if self._uses[at] > 1:
-                layer = self._folds[at].layer
+        for fold, uses in zip(self._folds, self._most_uses.tolist(), strict=True):
+            if uses > 1:
                 named = (pair for model in self._models for pair in unwrap(model).named_modules())
-                name = next(name for name, module in named if module is layer)
+                name = next(name for name, module in named if module is fold.layer)
                 raise ConfigError(
-                    f"the BatchNorm layer {name!r} ran {self._uses[at]} times in one micro-batch.",
+                    f"the BatchNorm layer {name!r} ran {uses} times in one micro-batch.",
                     where=self._job.where(),
                     why="reproducible training keeps the statistics of one forward of each micro-batch.",
                     fix="run it once, on all samples together; or use GroupNorm, or leave "
@@ -135,15 +132,17 @@ class ExactStrategy(DDPStrategy):
         micro: MicroBatch,
         inputs: Sequence[torch.Tensor] | None,
     ) -> None:
-        self._refuse_second_use()
+        self._uses += self._num_forwards()
+        self._most_uses = torch.maximum(self._most_uses, self._uses)
         torch.autograd.backward(loss, weight, inputs=inputs)
         # Activation checkpointing runs forwards in the backward.
-        self._tracked = self._num_forwards()
+        self._uses -= self._num_forwards()
         self._sum.add()
         for fold in self._folds:
             fold.record((micro.offset - self._offset) // self._micro_batch)
 
     def end_micro_batches(self) -> bool:
+        self._refuse_second_use()
         changed = zip(self._other_buffers, self._versions, self._buffer_versions(), strict=True)
         for (name, _), before, after in changed:
             if before != after:

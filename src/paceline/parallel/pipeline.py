@@ -9,7 +9,6 @@ modules without parameters, so parameters keep the names of the whole model.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.optim import Optimizer
 
-from paceline import log, torch_private
+from paceline import torch_private
 from paceline.clock.step_clock import BACKWARD, FORWARD, clock
 from paceline.data.batches import Batches
 from paceline.errors import ConfigError, EvaluationError, GradientError, StepError, listed
@@ -43,13 +42,13 @@ from paceline.parallel.modules import (
     broadcast_state,
     is_pipeline,
     is_sharded,
-    names_matching,
     owned_parameters,
     refuse_compiled,
     refuse_module,
     unwrap,
     warn_untrained,
 )
+from paceline.parallel.pipeline_stages import LOOPED, choose_stages, log_stages, stateless_layers
 from paceline.parallel.strategy import STRATEGIES, ScheduledStep, Strategy
 
 _SCHEDULES: dict[str, Any] = {
@@ -58,9 +57,7 @@ _SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-_LOOPED = ("interleaved", "zero_bubble")  # several stages on each rank are possible
 _MAX_SCHEDULES = 16  # each keeps buffers for the activations of one shape
-_MEASURED_FORWARDS = 3
 # Dtypes that stages may send.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HEAD_SIZE = 2 + 64  # index of a dtype, number of dims, and torch's largest number of dims
@@ -121,226 +118,16 @@ def pipeline(
             fix="use Mesh(pp=, dp_replicate=).",
         )
     refuse_module(job, module, wrap="paceline.pipeline")
-    if split is None:
-        number = ranks * (2 if schedule == "interleaved" and ranks > 1 else 1)
-        units = _layers(module)
-        _refuse_unowned(module, units)
-        costs = [float(_size(module, unit)) for unit in units]
-        _refuse_few(module, units, number)
-        if example is not None:
-            costs = collectives.on_rank0(job, lambda: _measure(module, units, example))
-        stages = _partition(units, costs, number)
-    else:
-        stages = _named_stages(module, list(split))
-        _refuse_unowned(module, [unit for stage in stages for unit in stage])
-    _refuse_number(stages, ranks, schedule)
-    _refuse_shared(module, stages)
-    _refuse_untrained(module, stages)
+    stages = choose_stages(job, module, split, schedule, example)
     if ranks == 1:
         return module
     agree_on_parameters(job, module, f"{stages=}, {schedule=}")
     broadcast_state(job, module, job.group)
     if job.rank == 0:
-        _log_stages(module, stages, schedule)
+        log_stages(module, stages, schedule)
     module.__dict__[PIPELINE] = Pipe(job, module, stages, schedule)
     module.__dict__[SHARDED] = True
     return module
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children, also those that are another child of the same module."""
-    named = module.named_modules(remove_duplicate=False)
-    return [(name, child) for name, child in named if name and "." not in name]
-
-
-def _layers(module: nn.Module, prefix: str = "") -> list[str]:
-    """The submodules that a stage may begin with: children with parameters, and those of containers."""
-    found: list[str] = []
-    for name, child in _children(module):
-        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            found += _layers(child, f"{prefix}{name}.")
-        elif child.state_dict():
-            found.append(f"{prefix}{name}")
-    return found
-
-
-def _named_stages(module: nn.Module, split: list[str]) -> list[list[str]]:
-    for name in split:
-        names_matching(module, name, option="split", remove_duplicate=False)
-
-    def expand(parent: nn.Module, prefix: str) -> Iterator[str]:
-        for name, child in _children(parent):
-            path = f"{prefix}{name}"
-            if any(each.startswith(f"{path}.") for each in split):
-                yield from expand(child, f"{path}.")
-            elif child.state_dict():
-                yield path
-
-    units = list(expand(module, ""))
-    order = [unit for unit in units if unit in split]
-    if order != split:
-        raise ConfigError(
-            f"split: {split} must name different submodules with parameters, in the order of the model.",
-            fix=f"split={order}.",
-        )
-    stages: list[list[str]] = [[]]
-    for unit in units:
-        if unit in split:
-            stages.append([])
-        stages[-1].append(unit)
-    return stages
-
-
-def _size(module: nn.Module, unit: str) -> int:
-    return sum(p.numel() for p in module.get_submodule(unit).parameters())
-
-
-def _refuse_few(module: nn.Module, units: list[str], number: int) -> None:
-    if len(units) < number:
-        raise ConfigError(
-            f"{type(module).__name__} has {len(units)} layers with parameters, which do not divide into "
-            f"{number} stages.",
-            fix="use a smaller pp, or give split= with names of inner submodules.",
-        )
-
-
-def _partition(units: list[str], costs: Sequence[float], number: int) -> list[list[str]]:
-    """`number` stages of consecutive units, so that the largest sum of costs is as small as possible."""
-    # By numbers of stages and units: the largest cost, the sum of squares, and where the last stage begins.
-    best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
-    for stages in range(1, number + 1):
-        for end in range(stages, len(units) + 1):
-            candidates = []
-            for begin in range(stages - 1, end):
-                if (stages - 1, begin) in best:
-                    largest, squares, _ = best[stages - 1, begin]
-                    cost = sum(costs[begin:end])
-                    candidates.append((max(largest, cost), squares + cost**2, begin))
-            best[stages, end] = min(candidates)
-    cuts, end = [], len(units)
-    for stages in range(number, 0, -1):
-        begin = best[stages, end][2]
-        cuts.append(units[begin:end])
-        end = begin
-    return cuts[::-1]
-
-
-def _measure(module: nn.Module, units: Sequence[str], example: Any) -> list[float]:
-    """Seconds of the forward of each unit: the least of a few."""
-    arguments = example if isinstance(example, tuple) else (example,)
-    least = [math.inf] * len(units)
-    began = 0.0
-    hooks = []
-
-    def now() -> float:
-        for tensor in arguments:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
-                torch.get_device_module(tensor.device).synchronize(tensor.device)
-        return time.perf_counter()
-
-    def before(*_: Any) -> None:
-        nonlocal began
-        began = now()
-
-    def after(at: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            least[at] = min(least[at], now() - began)
-
-        return hook
-
-    for at, unit in enumerate(units):
-        layer = module.get_submodule(unit)
-        hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after(at))]
-    training = [layer for layer in module.modules() if layer.training]
-    try:
-        module.eval()
-        with torch.no_grad():
-            for _ in range(_MEASURED_FORWARDS):
-                module(*arguments)
-    finally:
-        for layer in training:
-            layer.training = True
-        for each in hooks:
-            each.remove()
-    if idle := [unit for unit, cost in zip(units, least, strict=True) if cost == math.inf]:
-        raise ConfigError(
-            f"the forward of {type(module).__name__} does not call {listed(idle)}.",
-            why="each stage computes what the one before returns.",
-            fix="remove unused submodules from the model.",
-        )
-    return least
-
-
-def _refuse_number(stages: list[list[str]], ranks: int, schedule: str) -> None:
-    number = len(stages)
-    if ranks == 1 or number == ranks or (schedule in _LOOPED and number % ranks == 0):
-        return
-    fits = f"a multiple of {ranks}" if schedule in _LOOPED else f"{ranks}"
-    fix = f"give {ranks - 1} names, or change pp."
-    if schedule in _LOOPED:
-        fix = f"give {ranks - 1}, {2 * ranks - 1}, ... names, or change pp."
-    elif number % ranks == 0:
-        fix += " schedule='interleaved' has several stages on a rank."
-    raise ConfigError(
-        f"split makes {number} stages; pp={ranks} with schedule={schedule!r} needs {fits}.",
-        fix=fix,
-    )
-
-
-def _refuse_unowned(module: nn.Module, units: Sequence[str]) -> None:
-    inside = tuple(f"{unit}." for unit in units)
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        if not name.startswith(inside):
-            raise ConfigError(
-                f"{name} is held by {name.rpartition('.')[0] or 'the model itself'}, not by a layer, so it "
-                "belongs to no stage.",
-                fix="move it into the submodule that uses it.",
-                parameters=[name],
-            )
-
-
-def _refuse_shared(module: nn.Module, stages: list[list[str]]) -> None:
-    owners: dict[int, tuple[str, int]] = {}
-    for number, stage in enumerate(stages):
-        for unit in stage:
-            layer = module.get_submodule(unit)
-            for path, inner in layer.named_modules(prefix=unit, remove_duplicate=False):
-                first, other = owners.setdefault(id(inner), (path, number))
-                if other != number and inner.state_dict():
-                    raise ConfigError(
-                        f"{first} and {path} are one module, but belong to stages {other} and {number}.",
-                        why="each stage is on another rank.",
-                        fix="split so that one stage has both, or use two modules.",
-                    )
-            for path, p in layer.named_parameters(prefix=unit, remove_duplicate=False):
-                first, other = owners.setdefault(id(p), (path, number))
-                if other != number:
-                    raise ConfigError(
-                        f"{first} and {path} are one parameter (tied weights), but belong to stages "
-                        f"{other} and {number}.",
-                        why="each stage is on another rank and would train its own copy.",
-                        fix="untie them, or split so that one stage has both.",
-                        parameters=[first, path],
-                    )
-
-
-def _refuse_untrained(module: nn.Module, stages: list[list[str]]) -> None:
-    for number, stage in enumerate(stages):
-        parameters = [p for unit in stage for p in module.get_submodule(unit).parameters()]
-        if len(stages) > 1 and not any(p.requires_grad for p in parameters):
-            raise ConfigError(
-                f"stage {number} ({', '.join(stage) or 'empty'}) has no trainable parameter.",
-                fix="choose other names for split, so that each stage has one.",
-            )
-
-
-def _log_stages(module: nn.Module, stages: list[list[str]], schedule: str) -> None:
-    shown = []
-    for number, stage in enumerate(stages):
-        size = sum(_size(module, unit) for unit in stage)
-        names = stage[0] if len(stage) == 1 else f"{stage[0]} to {stage[-1]}"
-        shown.append(f"{number}: {names} ({size:,} parameters)")
-    log.logger.info("pipeline (%s): stage %s.", schedule, "; ".join(shown))
 
 
 class _NotHere(ConfigError, AttributeError):
@@ -558,7 +345,7 @@ class _Schedule:
         kind = _SCHEDULES[pipe.schedule]
         if kind is Schedule1F1B and size < len(pipe.units):
             kind = ScheduleGPipe  # needs no more memory here, and torch's 1F1B refuses so few
-        stages = self._stages if pipe.schedule in _LOOPED else self._stages[0]
+        stages = self._stages if pipe.schedule in LOOPED else self._stages[0]
         self._schedule = kind(stages, size, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     def run(self, step: ScheduledStep, micros: Sequence[int], inputs: Sequence[Any]) -> float:
@@ -627,7 +414,7 @@ class Pipe:
         self._schedules: OrderedDict[tuple[int, str], _Schedule] = OrderedDict()
         self._mode: Literal["", "capture", "output"] = ""
         self._output: Any = None
-        for unit in [*self.order, *_stateless(module, self.order)]:
+        for unit in [*self.order, *stateless_layers(module, self.order)]:
             number = self.stage_of.get(unit)
             layer = module.get_submodule(unit) if number is None or number in self.own else None
             self._proxies[unit] = _Proxy(self, unit, layer)
@@ -738,7 +525,7 @@ class Pipe:
 
     def _largest(self, number: int) -> int:
         """The largest number of micro-batches, at most `number`, that the schedule takes at once."""
-        if self.schedule in _LOOPED and number >= 2 * self.size:
+        if self.schedule in LOOPED and number >= 2 * self.size:
             return number // self.size * self.size
         return number
 
@@ -893,21 +680,6 @@ class Pipe:
         except RuntimeError as error:
             self.job.reraise(error)
         return whole
-
-
-def _stateless(module: nn.Module, units: Sequence[str]) -> list[str]:
-    """Submodules beside the units, without parameters and buffers of their own: they belong to no stage."""
-    parents = {""}
-    for unit in units:
-        while unit:
-            unit = unit.rpartition(".")[0]
-            parents.add(unit)
-    return [
-        f"{parent}.{name}" if parent else name
-        for parent in parents
-        for name, child in _children(module.get_submodule(parent))
-        if not child.state_dict() and (f"{parent}.{name}" if parent else name) not in parents
-    ]
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

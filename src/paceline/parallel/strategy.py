@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from paceline.data.batches import Batches
 from paceline.data.plan import MicroBatch, PlannedStep
+from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.parallel import syncbn
 from paceline.parallel.modules import unwrap, warn_untrained
@@ -175,12 +176,9 @@ class Strategy:
         Args:
             own: Shape (number of vectors,), float64.
         """
-        # Gathered, because a maximum over ranks does not keep NaN on every backend.
-        each = own.new_empty((dist.get_world_size(group), len(own)))
-        try:
-            dist.all_gather(list(each.unbind()), own, group=group)
-        except RuntimeError as error:
-            self._job.reraise(error)
+        # Gathered, because a maximum over ranks does not keep NaN on every backend, and a sum of powers may
+        # overflow.
+        each = collectives.gather_rows(self._job, own, group)
         norms: torch.Tensor = torch.linalg.vector_norm(each, norm_type, dim=0)
         return norms
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -128,7 +127,8 @@ class _Statistics:
         self.type = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
         # Not every XPU has float64; there, counts are exact up to 2^24.
         self.wide = torch.float64 if x.device.type in ("cpu", "cuda") else torch.float32
-        rows = self._gathered(self._packed(x))
+        # Merged in rank order on all ranks, so equal to the last bit.
+        rows = collectives.gather_rows(job, self._packed(x), job.data.group)
         counts, means, m2s = rows[:, :1], rows[:, 1::2], rows[:, 2::2]
         self.count = counts.sum()
         if self.is_empty or x.numel() == x.shape[1]:
@@ -150,17 +150,6 @@ class _Statistics:
         packed[1::2] = mean
         packed[2::2] = var * count
         return packed
-
-    def _gathered(self, packed: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, in rank order: merged in the same order, so equal to the last bit."""
-        if self.job.data.group is None:
-            return packed[None]
-        rows = packed.new_empty((self.job.data.size, len(packed)))
-        try:
-            dist.all_gather(list(rows.unbind()), packed, group=self.job.data.group)
-        except RuntimeError as error:
-            self.job.reraise(error)
-        return rows
 
     def _refuse_single_value(self) -> None:
         total = int(self.count)

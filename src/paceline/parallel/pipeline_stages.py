@@ -1,0 +1,261 @@
+"""How a model is cut into the stages of a pipeline: by names, by parameters or by measured time.
+
+A stage is a list of the names of consecutive submodules. A cut that cannot be trained is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import log
+from paceline.errors import ConfigError, listed
+from paceline.job import collectives
+from paceline.job.job import Job
+from paceline.parallel.modules import names_matching
+
+LOOPED = ("interleaved", "zero_bubble")  # schedules that may have several stages on each rank
+_MEASURED_FORWARDS = 3
+
+
+def choose_stages(
+    job: Job, module: nn.Module, split: Sequence[str] | None, schedule: str, example: Any
+) -> list[list[str]]:
+    """The stages of a module over the axis `pp` of the job's mesh; see `pipeline`. All ranks call it.
+
+    Raises:
+        ConfigError: as `pipeline`.
+    """
+    ranks = 1 if job.mesh is None else job.mesh.pp
+    if split is None:
+        number = ranks * (2 if schedule == "interleaved" and ranks > 1 else 1)
+        units = _layers(module)
+        _refuse_unowned(module, units)
+        costs = [float(_size(module, unit)) for unit in units]
+        _refuse_few(module, units, number)
+        if example is not None:
+            costs = collectives.on_rank0(job, lambda: _measure(module, units, example))
+        stages = _partition(units, costs, number)
+    else:
+        stages = _named_stages(module, list(split))
+        _refuse_unowned(module, [unit for stage in stages for unit in stage])
+    _refuse_number(stages, ranks, schedule)
+    _refuse_shared(module, stages)
+    _refuse_untrained(module, stages)
+    return stages
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The children, also those that are another child of the same module."""
+    named = module.named_modules(remove_duplicate=False)
+    return [(name, child) for name, child in named if name and "." not in name]
+
+
+def _layers(module: nn.Module, prefix: str = "") -> list[str]:
+    """The submodules that a stage may begin with: children with parameters, and those of containers."""
+    found: list[str] = []
+    for name, child in _children(module):
+        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            found += _layers(child, f"{prefix}{name}.")
+        elif child.state_dict():
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def _named_stages(module: nn.Module, split: list[str]) -> list[list[str]]:
+    for name in split:
+        names_matching(module, name, option="split", remove_duplicate=False)
+
+    def expand(parent: nn.Module, prefix: str) -> Iterator[str]:
+        for name, child in _children(parent):
+            path = f"{prefix}{name}"
+            if any(each.startswith(f"{path}.") for each in split):
+                yield from expand(child, f"{path}.")
+            elif child.state_dict():
+                yield path
+
+    units = list(expand(module, ""))
+    order = [unit for unit in units if unit in split]
+    if order != split:
+        raise ConfigError(
+            f"split: {split} must name different submodules with parameters, in the order of the model.",
+            fix=f"split={order}.",
+        )
+    stages: list[list[str]] = [[]]
+    for unit in units:
+        if unit in split:
+            stages.append([])
+        stages[-1].append(unit)
+    return stages
+
+
+def _size(module: nn.Module, unit: str) -> int:
+    return sum(p.numel() for p in module.get_submodule(unit).parameters())
+
+
+def _refuse_few(module: nn.Module, units: list[str], number: int) -> None:
+    if len(units) < number:
+        raise ConfigError(
+            f"{type(module).__name__} has {len(units)} layers with parameters, which do not divide into "
+            f"{number} stages.",
+            fix="use a smaller pp, or give split= with names of inner submodules.",
+        )
+
+
+def _partition(units: list[str], costs: Sequence[float], number: int) -> list[list[str]]:
+    """`number` stages of consecutive units, so that the largest sum of costs is as small as possible."""
+    # By numbers of stages and units: the largest cost, the sum of squares, and where the last stage begins.
+    best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
+    for stages in range(1, number + 1):
+        for end in range(stages, len(units) + 1):
+            candidates = []
+            for begin in range(stages - 1, end):
+                if (stages - 1, begin) in best:
+                    largest, squares, _ = best[stages - 1, begin]
+                    cost = sum(costs[begin:end])
+                    candidates.append((max(largest, cost), squares + cost**2, begin))
+            best[stages, end] = min(candidates)
+    cuts, end = [], len(units)
+    for stages in range(number, 0, -1):
+        begin = best[stages, end][2]
+        cuts.append(units[begin:end])
+        end = begin
+    return cuts[::-1]
+
+
+def _measure(module: nn.Module, units: Sequence[str], example: Any) -> list[float]:
+    """Seconds of the forward of each unit: the least of a few."""
+    arguments = example if isinstance(example, tuple) else (example,)
+    least = [math.inf] * len(units)
+    began = 0.0
+    hooks = []
+
+    def now() -> float:
+        for tensor in arguments:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+                torch.get_device_module(tensor.device).synchronize(tensor.device)
+        return time.perf_counter()
+
+    def before(*_: Any) -> None:
+        nonlocal began
+        began = now()
+
+    def after(at: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            least[at] = min(least[at], now() - began)
+
+        return hook
+
+    for at, unit in enumerate(units):
+        layer = module.get_submodule(unit)
+        hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after(at))]
+    training = [layer for layer in module.modules() if layer.training]
+    try:
+        module.eval()
+        with torch.no_grad():
+            for _ in range(_MEASURED_FORWARDS):
+                module(*arguments)
+    finally:
+        for layer in training:
+            layer.training = True
+        for each in hooks:
+            each.remove()
+    if idle := [unit for unit, cost in zip(units, least, strict=True) if cost == math.inf]:
+        raise ConfigError(
+            f"the forward of {type(module).__name__} does not call {listed(idle)}.",
+            why="each stage computes what the one before returns.",
+            fix="remove unused submodules from the model.",
+        )
+    return least
+
+
+def _refuse_number(stages: list[list[str]], ranks: int, schedule: str) -> None:
+    number = len(stages)
+    if ranks == 1 or number == ranks or (schedule in LOOPED and number % ranks == 0):
+        return
+    fits = f"a multiple of {ranks}" if schedule in LOOPED else f"{ranks}"
+    fix = f"give {ranks - 1} names, or change pp."
+    if schedule in LOOPED:
+        fix = f"give {ranks - 1}, {2 * ranks - 1}, ... names, or change pp."
+    elif number % ranks == 0:
+        fix += " schedule='interleaved' has several stages on a rank."
+    raise ConfigError(
+        f"split makes {number} stages; pp={ranks} with schedule={schedule!r} needs {fits}.",
+        fix=fix,
+    )
+
+
+def _refuse_unowned(module: nn.Module, units: Sequence[str]) -> None:
+    inside = tuple(f"{unit}." for unit in units)
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        if not name.startswith(inside):
+            raise ConfigError(
+                f"{name} is held by {name.rpartition('.')[0] or 'the model itself'}, not by a layer, so it "
+                "belongs to no stage.",
+                fix="move it into the submodule that uses it.",
+                parameters=[name],
+            )
+
+
+def _refuse_shared(module: nn.Module, stages: list[list[str]]) -> None:
+    owners: dict[int, tuple[str, int]] = {}
+    for number, stage in enumerate(stages):
+        for unit in stage:
+            layer = module.get_submodule(unit)
+            for path, inner in layer.named_modules(prefix=unit, remove_duplicate=False):
+                first, other = owners.setdefault(id(inner), (path, number))
+                if other != number and inner.state_dict():
+                    raise ConfigError(
+                        f"{first} and {path} are one module, but belong to stages {other} and {number}.",
+                        why="each stage is on another rank.",
+                        fix="split so that one stage has both, or use two modules.",
+                    )
+            for path, p in layer.named_parameters(prefix=unit, remove_duplicate=False):
+                first, other = owners.setdefault(id(p), (path, number))
+                if other != number:
+                    raise ConfigError(
+                        f"{first} and {path} are one parameter (tied weights), but belong to stages "
+                        f"{other} and {number}.",
+                        why="each stage is on another rank and would train its own copy.",
+                        fix="untie them, or split so that one stage has both.",
+                        parameters=[first, path],
+                    )
+
+
+def _refuse_untrained(module: nn.Module, stages: list[list[str]]) -> None:
+    for number, stage in enumerate(stages):
+        parameters = [p for unit in stage for p in module.get_submodule(unit).parameters()]
+        if len(stages) > 1 and not any(p.requires_grad for p in parameters):
+            raise ConfigError(
+                f"stage {number} ({', '.join(stage) or 'empty'}) has no trainable parameter.",
+                fix="choose other names for split, so that each stage has one.",
+            )
+
+
+def log_stages(module: nn.Module, stages: list[list[str]], schedule: str) -> None:
+    shown = []
+    for number, stage in enumerate(stages):
+        size = sum(_size(module, unit) for unit in stage)
+        names = stage[0] if len(stage) == 1 else f"{stage[0]} to {stage[-1]}"
+        shown.append(f"{number}: {names} ({size:,} parameters)")
+    log.logger.info("pipeline (%s): stage %s.", schedule, "; ".join(shown))
+
+
+def stateless_layers(module: nn.Module, units: Sequence[str]) -> list[str]:
+    """Submodules beside the units, without parameters and buffers of their own: they belong to no stage."""
+    parents = {""}
+    for unit in units:
+        while unit:
+            unit = unit.rpartition(".")[0]
+            parents.add(unit)
+    return [
+        f"{parent}.{name}" if parent else name
+        for parent in parents
+        for name, child in _children(module.get_submodule(parent))
+        if not child.state_dict() and (f"{parent}.{name}" if parent else name) not in parents
+    ]
