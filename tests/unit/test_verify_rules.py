@@ -256,7 +256,7 @@ def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
         torch.save(own, tmp_path / f"local-{rank}.pt")
     for factors, found in (((0.5, 0.5), FaultFound), ((2 / 7, 5 / 7), NoFault)):
         total = sum(factor * own["w"] for factor, own in zip(factors, gradients, strict=True))
-        torch.save({"w": total}, tmp_path / "gradients-SGD.pt")
+        torch.save({"w": total}, tmp_path / "gradients.pt")
         ordinary = Run(RunPlan(tmp_path, "ordinary", 2, 20), logs, 0)
         assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), found)
 
@@ -292,7 +292,7 @@ def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found:
     assert isinstance(judged, found)
     if isinstance(judged, FaultFound):
         assert judged.is_note
-        assert judged.effect == "the value changes by 12.50%"
+        assert judged.effect == "the metric changes by 12.50%"
 
 
 def test_rules_without_evidence_find_no_fault() -> None:
@@ -360,11 +360,14 @@ def test_a_loss_whose_weight_cannot_be_read() -> None:
 
 def test_digests_tell_values_shapes_and_types_apart() -> None:
     ones = torch.ones(4)
-    values = [ones, ones.double(), ones.reshape(2, 2), [ones, ones], {"a": ones, "b": 1}, "1", 1]
+    values: list[Any] = [ones, ones.double(), ones.reshape(2, 2), [ones, ones], {"a": ones, "b": 1}]
+    values += ["1", 1]
+    images = [SimpleNamespace(tobytes=lambda: b"3"), SimpleNamespace(tobytes=lambda: b"4")]
+    values += [None, Path("a"), Path("b"), *images]
     assert len({digest(value) for value in values}) == len(values)
     assert digest(torch.ones(4, 2).T[0]) == digest(ones)
-    assert exact_parts((torch.rand(3), 5)) == exact_parts((torch.rand(3), 5)) != ""
-    assert exact_parts(torch.rand(3)) == ""
+    assert exact_parts((torch.rand(3), 5)) == exact_parts((torch.rand(3), 5)) != 0
+    assert exact_parts(torch.rand(3)) == 0
 
 
 @pytest.mark.parametrize("already_used", [0, 600])
