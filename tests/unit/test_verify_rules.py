@@ -21,6 +21,7 @@ from paceline.audit.evidence import RankLog, Run, RunPlan, TrainingLoaders
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder
+from paceline.audit.refusals import Refused, refuse
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
@@ -313,6 +314,21 @@ def test_the_pages_name_the_number_of_rules() -> None:
     }
     assert set(named) >= {"verify.md", "3-ddp.md", "4-ten-mistakes.md", "8-next.md"}
     assert set(named.values()) == {len(RULES)}
+
+
+def test_a_known_message_of_a_script_that_failed_is_explained() -> None:
+    said = "You set `devices=2` and `num_nodes=1` in Lightning, but the product (2 * 1) does not match the "
+    failed = {
+        "k": "failed",
+        "type": "ValueError",
+        "message": f"{said}world size (1).",
+        "place": "t.py:3",
+    }
+    plan = RunPlan(Path("x"), "solo", 1, 20)
+    with pytest.raises(Refused) as refused:
+        refuse(Run(plan, [RankLog(0, [failed], [])], 1))
+    assert "does not match the world size" in refused.value.what
+    assert "LOCAL_WORLD_SIZE" in (refused.value.fix or "")
 
 
 def test_outliers() -> None:
