@@ -44,7 +44,10 @@ def _feed(hasher: hashlib.blake2b, value: Any, elements: int | None) -> None:
         if not (value.is_quantized or value.is_nested):
             hasher.update(f"{tuple(value.shape)}{value.dtype}".encode())
             hasher.update(bytes_of(value, elements))
-    elif isinstance(value, bool | int | float | str | bytes | np.generic):
+    elif isinstance(value, bytes):
+        hasher.update(f"{len(value)} bytes:".encode())
+        hasher.update(value)
+    elif isinstance(value, bool | int | float | str | np.generic):
         hasher.update(f"{value!r},".encode())
     elif hasattr(value, "tobytes"):  # arrays, and images of PIL
         if not (isinstance(value, np.ndarray) and value.dtype.hasobject):
