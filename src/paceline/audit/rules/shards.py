@@ -136,9 +136,10 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
             else "give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch.",
         )
     seeds = [log.loaders[name]["sharding"].get("seed") for log in case.ranks]
-    cause, fix = "", "give the sampler the same seed on every rank; only its rank must differ."
+    cause, why = "", "each rank cuts its shard from another order: "
+    fix = "give the sampler the same seed on every rank; only its rank must differ."
     if iterable:
-        fix = cut
+        why, fix = "", cut
     elif len(set(seeds)) > 1:
         cause = f": their seeds are {', '.join(map(str, seeds))}"
     elif _splits_differ(case, name):
@@ -146,7 +147,7 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
         fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
     return fault(
         what=f"the ranks' shards overlap{cause}.",
-        why="they are parts of different orders, so some samples are trained on twice and others never.",
+        why=f"{why}some samples are trained on twice, and others may never be.",
         fix=fix,
     )
 
