@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from verifying import verify_json
+
+pytestmark = pytest.mark.usefixtures("verify_server")
 
 HEAD = """
 import torch
@@ -160,16 +159,9 @@ loader = DataLoader(shard, batch_size=12, shuffle=True)
 def test_place_and_cure(name: str, tmp_path: Path) -> None:
     source, (rule, step, words) = CASES[name]
     (tmp_path / "train.py").write_text(source)
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", "verify", "--json", *OPTIONS, "train.py"],
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    _, facts = verify_json(*OPTIONS, "train.py", folder=tmp_path)
     line = 1 + source[: source.index("# here")].count("\n")
-    for each in json.loads(done.stdout)["audits"]:
+    for each in facts["audits"]:
         (fault,) = each["faults"]
         assert (fault["rule"], fault["step"]) == (rule, step), fault
         assert fault["at"].split(" ")[0] == f"train.py:{line}", fault

@@ -21,6 +21,7 @@ from paceline.audit.evidence import RankLog, Run, RunPlan, TrainingLoaders
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder
+from paceline.audit.refusals import Refused, refuse
 from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
@@ -256,7 +257,7 @@ def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
         torch.save(own, tmp_path / f"local-{rank}.pt")
     for factors, found in (((0.5, 0.5), FaultFound), ((2 / 7, 5 / 7), NoFault)):
         total = sum(factor * own["w"] for factor, own in zip(factors, gradients, strict=True))
-        torch.save({"w": total}, tmp_path / "gradients-SGD.pt")
+        torch.save({"w": total}, tmp_path / "gradients.pt")
         ordinary = Run(RunPlan(tmp_path, "ordinary", 2, 20), logs, 0)
         assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), found)
 
@@ -292,7 +293,7 @@ def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found:
     assert isinstance(judged, found)
     if isinstance(judged, FaultFound):
         assert judged.is_note
-        assert judged.effect == "the value changes by 12.50%"
+        assert judged.effect == "the metric changes by 12.50%"
 
 
 def test_rules_without_evidence_find_no_fault() -> None:
@@ -313,6 +314,21 @@ def test_the_pages_name_the_number_of_rules() -> None:
     }
     assert set(named) >= {"verify.md", "3-ddp.md", "4-ten-mistakes.md", "8-next.md"}
     assert set(named.values()) == {len(RULES)}
+
+
+def test_a_known_message_of_a_script_that_failed_is_explained() -> None:
+    said = "You set `devices=2` and `num_nodes=1` in Lightning, but the product (2 * 1) does not match the "
+    failed = {
+        "k": "failed",
+        "type": "ValueError",
+        "message": f"{said}world size (1).",
+        "place": "t.py:3",
+    }
+    plan = RunPlan(Path("x"), "solo", 1, 20)
+    with pytest.raises(Refused) as refused:
+        refuse(Run(plan, [RankLog(0, [failed], [])], 1))
+    assert "does not match the world size" in refused.value.what
+    assert "LOCAL_WORLD_SIZE" in (refused.value.fix or "")
 
 
 def test_outliers() -> None:
@@ -360,11 +376,14 @@ def test_a_loss_whose_weight_cannot_be_read() -> None:
 
 def test_digests_tell_values_shapes_and_types_apart() -> None:
     ones = torch.ones(4)
-    values = [ones, ones.double(), ones.reshape(2, 2), [ones, ones], {"a": ones, "b": 1}, "1", 1]
+    values: list[Any] = [ones, ones.double(), ones.reshape(2, 2), [ones, ones], {"a": ones, "b": 1}]
+    values += ["1", 1]
+    images = [SimpleNamespace(tobytes=lambda: b"3"), SimpleNamespace(tobytes=lambda: b"4")]
+    values += [None, Path("a"), Path("b"), *images]
     assert len({digest(value) for value in values}) == len(values)
     assert digest(torch.ones(4, 2).T[0]) == digest(ones)
-    assert exact_parts((torch.rand(3), 5)) == exact_parts((torch.rand(3), 5)) != ""
-    assert exact_parts(torch.rand(3)) == ""
+    assert exact_parts((torch.rand(3), 5)) == exact_parts((torch.rand(3), 5)) != 0
+    assert exact_parts(torch.rand(3)) == 0
 
 
 @pytest.mark.parametrize("already_used", [0, 600])

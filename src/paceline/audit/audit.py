@@ -12,10 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.audit.evidence import Event, Mode, RankLog, Run, RunPlan
+from paceline.audit.evidence import Event, Mode, Run, RunPlan
 from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
 from paceline.audit.rules import RULES
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, Rule
+from paceline.audit.rules.rule import (
+    Case,
+    FaultFound,
+    Judgement,
+    NoFault,
+    NotJudged,
+    Rule,
+    finding,
+    section,
+)
 from paceline.errors import name_ranks
 
 Execute = Callable[[RunPlan], Run]
@@ -64,26 +73,21 @@ class AuditResult:
         for name, fault in (self.faults | self.notes).items():
             ranks = name_ranks(fault.ranks or range(count), count)
             step = f", step {fault.step}" if fault.step is not None else ""
-            lines += [
+            lines += finding(
                 f"{'NOTE ' if fault.is_note else 'FAULT'}  {fault.what}",
-                f"  rule:  {name}",
-                f"  where: {fault.at}, {ranks}{step}",
-                f"  effect: {fault.effect}",
-                f"  why:   {fault.why}",
-                f"  shown: {fault.evidence}",
-                f"  fix:   {fault.fix}",
-                "",
-            ]
+                rule=name,
+                where=f"{fault.at}, {ranks}{step}",
+                effect=fault.effect,
+                why=fault.why,
+                shown=fault.evidence,
+                fix=fault.fix,
+            )
         runs = [self.case.solo, self.case.ordinary, self.case.replay]
         names = [f"{run.name} ({run.steps} steps)" for run in runs if run is not None]
         lines.append(f"compared: {', '.join(names)}")
-        sound = [f"  {name}: {each.evidence}" for name, each in self.of(NoFault).items()]
-        unknown = [f"  {name}: {each.why}" for name, each in self.of(NotJudged).items()]
-        if sound:
-            lines += [f"no fault ({len(sound)}):", *sound]
-        if unknown:
-            lines += [f"could not be judged ({len(unknown)}):", *unknown]
-        return lines
+        sound = [f"{name}: {each.evidence}" for name, each in self.of(NoFault).items()]
+        unknown = [f"{name}: {each.why}" for name, each in self.of(NotJudged).items()]
+        return lines + section("no fault", sound) + section("could not be judged", unknown)
 
 
 def audit(
@@ -148,7 +152,7 @@ def _judge(rule: Rule, case: Case) -> Judgement:
         return NotJudged(
             "the ranks may hold parts of one model (tensor parallelism), which get equal samples."
         )
-    sharded = any(event["sharded"] for log in case.ranks for event in log.of("model"))
+    sharded = any(event["layout"] for log in case.ranks for event in log.of("model"))
     if sharded and rule.compares_weights:
         return NotJudged("parameters are sharded over the ranks, so each rank holds another part.")
     if rule.compares_weights and case.updates_apart:
@@ -164,26 +168,22 @@ def _judge(rule: Rule, case: Case) -> Judgement:
 
 def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
     """The mode of the replay; None and the reason if no replay is possible."""
-    batch = _first_batch(solo.ranks[0])
-    solo_size = _size(batch)
-    each = [_size(_first_batch(log)) for log in ordinary.ranks]
-    if solo_size is None or None in each:
+    batch = next(iter(solo.ranks[0].training_batches), {})
+    of_one, *each = (
+        _size(next(iter(log.training_batches), {})) for log in (solo.ranks[0], *ordinary.ranks)
+    )
+    if of_one is None or None in each:
         return None, "no DataLoader gave batches that could be given to all ranks."
-    if all(size == solo_size for size in each):
+    if all(size == of_one for size in each):
         # A loss that compares the samples of all ranks must get each sample once.
-        is_divided = ordinary.ranks[0].gather_for_loss and not solo_size % len(each)
+        is_divided = ordinary.ranks[0].gather_for_loss and not of_one % len(each)
         return "divided" if is_divided else "mirrored", ""
-    if sum(size or 0 for size in each) == solo_size:
+    if sum(size or 0 for size in each) == of_one:
         if batch.get("ids") and len(batch["ids"]) != batch["size"]:
             return None, "the first dimension of a batch is not its samples."
         return "divided", ""
     sizes = ", ".join(map(str, each))
-    return None, f"one process trains on batches of {solo_size}, the ranks on batches of {sizes}."
-
-
-def _first_batch(log: RankLog) -> Event:
-    names = set(log.training_loaders)
-    return next((event for event in log.of("batch") if event["loader"] in names), {})
+    return None, f"one process trains on batches of {of_one}, the ranks on batches of {sizes}."
 
 
 def _size(batch: Event) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,28 +11,29 @@ from typing import Any
 
 import torch
 
+from paceline.data.digest import bytes_of
+from paceline.data.digest import digest as digest_known
+
 # Attributes of a dataset are searched for random generators up to this depth.
 _MAX_DEPTH = 3
 _MT_WORDS = 624
 
 
-def digest(value: Any) -> str:
-    """A hash of the content of a sample, a batch or a tensor, as 16 hex digits."""
-    content = hashlib.sha256()
-    for leaf in leaves(value):
-        _update(content, leaf)
-    return content.hexdigest()[:16]
-
-
-def digest_rows(tensor: torch.Tensor) -> list[str]:
-    """The digest of each row of a tensor: its type, shape and bytes."""
-    header = f"{tuple(tensor.shape[1:])}{tensor.dtype}".encode()
-    content = _bytes_of(tensor)
-    size = len(content) // max(len(tensor), 1)
-    return [
-        hashlib.sha256(header + content[i * size : (i + 1) * size]).hexdigest()[:16]
-        for i in range(len(tensor))
+def digest(value: Any) -> int:
+    """A hash of the content of a sample, a batch or a tensor; other values count by their representation."""
+    known = [
+        x if isinstance(x, torch.Tensor) or hasattr(x, "tobytes") else repr(x)
+        for x in leaves(value)
     ]
+    return digest_known(known)
+
+
+def digest_rows(tensor: torch.Tensor) -> list[int]:
+    """The digest of each row of a tensor: its type, shape and bytes."""
+    header = f"{tuple(tensor.shape[1:])}{tensor.dtype}"
+    content = bytes_of(tensor)
+    size = len(content) // max(len(tensor), 1)
+    return [digest_known([header, content[i * size : (i + 1) * size]]) for i in range(len(tensor))]
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -51,35 +51,10 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor, a dense copy of a sparse tensor, or the tensor itself; detached."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return (local if local.layout is torch.strided else local.to_dense()).detach()
-
-
-def _update(content: Any, leaf: Any) -> None:
-    if isinstance(leaf, torch.Tensor):
-        content.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
-        content.update(_bytes_of(leaf))
-    elif hasattr(leaf, "tobytes"):
-        content.update(leaf.tobytes())
-    else:
-        content.update(repr(leaf).encode())
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    local = plain(tensor).cpu().contiguous()
-    if not local.numel():
-        return b""
-    if isinstance(tensor, torch.nn.Parameter):
-        local = local.clone()  # FSDP cannot free the storage of a parameter that NumPy has seen
-    return local.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def exact_parts(value: Any) -> str:
-    """Digest of the integers and texts in a sample, which augmentation does not change; empty if none."""
+def exact_parts(value: Any) -> int:
+    """Digest of the integers and texts in a sample, which augmentation does not change; 0 if none."""
     kept = [leaf for leaf in leaves(value) if _is_exact(leaf)]
-    return digest(kept) if kept else ""
+    return digest(kept) if kept else 0
 
 
 def _is_exact(leaf: Any) -> bool:
@@ -89,7 +64,7 @@ def _is_exact(leaf: Any) -> bool:
     return kind == "i" if kind is not None else isinstance(leaf, int | str)
 
 
-def random_states(holder: Any = None) -> dict[str, str]:
+def random_states(holder: Any = None) -> dict[str, int]:
     """Digests of the states of all known random generators, including those inside `holder`."""
     states = {"torch": digest(torch.get_rng_state()), "random": digest(hash(random.getstate()[1]))}
     numpy = sys.modules.get("numpy")
@@ -114,12 +89,12 @@ def numbers_drawn(before: torch.Tensor, after: torch.Tensor) -> int:
     return used[1] - used[0] + (_MT_WORDS if renewed and used[0] else 0)
 
 
-def _states_inside(holder: Any, name: str, depth: int) -> dict[str, str]:
+def _states_inside(holder: Any, name: str, depth: int) -> dict[str, int]:
     """The digests of the generators in an object and in its attributes, by their path."""
     state = _generator_state(holder)
     if state is not None:
         return {name: digest(state)}
-    found: dict[str, str] = {}
+    found: dict[str, int] = {}
     is_closed = isinstance(holder, type | ModuleType | torch.Tensor | torch.nn.Module)
     if depth < _MAX_DEPTH and hasattr(holder, "__dict__") and not is_closed:
         for key, value in vars(holder).items():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
@@ -30,8 +30,8 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 #   seed                    torch.manual_seed is called
 #   compile, fork           torch.compile or os.fork is called
 #   spawns                  the script starts ranks of its own: call
-#   model                   the first call of a model: sharded, buffers (names), layout of its DTensors:
-#                           "data" for FSDP, "parts" for all others
+#   model                   the first call of a model: buffers (names), layout of its DTensors: "data" for
+#                           FSDP, "parts" for all others, empty if it has none
 #   loader                  the first use of a DataLoader: loader (its name) and its settings
 #   iter, batch, pass-end   a pass over a loader: loader, pass_number, ids and content of each batch
 #   pass-left, pass-cut     the script, or the audit, left a pass before its end
@@ -56,6 +56,7 @@ Event = dict[str, Any]
 
 # Only tensors of up to this many values are metrics; their values are recorded.
 MAX_METRIC_VALUES = 16
+_REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 BUFFER_BROADCAST = "DDP's broadcast of buffers"
 
 _SPANS = ("collective", "backward", "forward")
@@ -135,6 +136,48 @@ class TrainingLoaders:
         for name in self._together:
             if name == self.last or self._times[name] > 1:
                 self.names[name] = None
+
+
+@dataclass
+class Pass:
+    """One pass of a rank over a loader.
+
+    Attributes:
+        begin: Its "iter" event.
+        batches: The "batch" events.
+        backwards: For each batch, the backwards between it and the next batch of any loader.
+        ended: Whether the loader was exhausted.
+    """
+
+    begin: Event
+    batches: list[Event] = field(default_factory=list)
+    backwards: list[list[Event]] = field(default_factory=list)
+    ended: bool = False
+
+
+@dataclass
+class Evaluation:
+    """What a rank did between two backwards, from its first forward without gradient on.
+
+    Attributes:
+        rows: What was evaluated, by loader and pass: indices, or else contents. A batch that several models
+            are given counts once.
+        num_samples: The samples before the first collective.
+        collectives: The collectives.
+        reductions: The calls that reduced small values, with their results.
+        numbers: By line, the numbers that the script took; if it gathers, only those after the first gather.
+    """
+
+    rows: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
+    num_samples: int = 0
+    collectives: list[Event] = field(default_factory=list)
+    reductions: list[Event] = field(default_factory=list)
+    numbers: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def gathers(self) -> list[Event]:
+        """The collectives that gather."""
+        return [event for event in self.collectives if "gather" in event["op"]]
 
 
 @dataclass(frozen=True)
@@ -236,6 +279,70 @@ class RankLog:
         return {event["loader"]: event for event in self.of("loader")}
 
     @cached_property
+    def passes(self) -> dict[tuple[str, int], Pass]:
+        """The passes over the loaders, by the loader's name and the number of the pass."""
+        found: dict[tuple[str, int], Pass] = {}
+        after: list[Event] | None = None
+        for event in self.of("iter", "batch", "backward", "pass-end"):
+            if event["k"] == "backward":
+                if after is not None:
+                    after.append(event)
+                continue
+            own = found.setdefault((event["loader"], event["pass_number"]), Pass(event))
+            if event["k"] == "pass-end":
+                own.ended = True
+            elif event["k"] == "batch":
+                after = []
+                own.batches.append(event)
+                own.backwards.append(after)
+        return found
+
+    @cached_property
+    def evaluations(self) -> dict[int, Evaluation]:
+        """The evaluations, by number."""
+        trained = {row for event in self.training_forwards for row in event.get("rows", ())}
+        no_batch: Event = {"loader": "", "pass_number": 0, "ids": None}
+        batch, model, call, trains = no_batch, None, no_batch, False
+        found: defaultdict[int, Evaluation] = defaultdict(Evaluation)
+        for event in self.of("batch", "forward-end", "read", "collective", "collective-end"):
+            kind, number = event["k"], event.get("evaluation")
+            if kind == "batch":
+                batch, model = event, None
+                trains = event["loader"] in self.training_loaders
+            elif kind == "collective-end" and call.get("evaluation") is not None:
+                results = event.get("values") or ()
+                if call["op"] in _REDUCTIONS and 0 < len(results) <= MAX_METRIC_VALUES:
+                    found[call["evaluation"]].reductions.append({**call, "results": results})
+            elif kind == "collective":
+                call = event
+                if number is not None:
+                    if "gather" in event["op"] and not found[number].gathers:
+                        found[number].numbers.clear()
+                    found[number].collectives.append(event)
+            elif kind == "read" and number is not None and not trains:
+                found[number].numbers.setdefault(event["at"], []).append(event["value"])
+            elif kind == "forward-end" and number is not None:
+                own, trains = found[number], False
+                own.num_samples += 0 if own.collectives else event["samples"] or 0
+                rows = event.get("rows", [])
+                if rows and batch["loader"] in self.training_loaders:
+                    if trained.intersection(rows):
+                        continue  # a teacher's forward, or a metric on training samples
+                    batch = no_batch
+                # Not another model on the same batch, nor the next part of a batch that is given in parts.
+                is_again = model is not None and (model != event["model"] or batch["ids"])
+                if rows and not (batch["loader"] and is_again):
+                    model = event["model"] if batch["loader"] else None
+                    key = batch["loader"], batch["pass_number"]
+                    own.rows.setdefault(key, []).extend(batch["ids"] or rows)
+        return dict(found)
+
+    @cached_property
+    def training_batches(self) -> list[Event]:
+        """The batches of the loaders whose batches the script trains on."""
+        return [event for event in self.of("batch") if event["loader"] in self.training_loaders]
+
+    @cached_property
     def training_loaders(self) -> list[str]:
         """The loaders whose batches the script trains on."""
         found = TrainingLoaders()
@@ -290,20 +397,23 @@ def read(folder: Path, world_size: int) -> list[RankLog]:
             for event in _events(path):
                 (fetches if event["k"] == "fetch" else events).append(event)
         logs.append(RankLog(rank, events, fetches))
-    _align(logs)
-    return logs
+    return _align(logs)
 
 
-def _align(logs: list[RankLog]) -> None:
+def _align(logs: list[RankLog]) -> list[RankLog]:
     """Count the steps that some ranks took before the first DDP, as to pretrain, on the other ranks too."""
     if not all(log.first("ddp") for log in logs):
-        return
+        return logs
     before = [list(takewhile(lambda e: e["k"] != "ddp", log.events)) for log in logs]
     alone = [max((e["s"] for e in own if e["k"] == "stepped"), default=0) for own in before]
+    aligned = []
     for log, own, steps in zip(logs, before, alone, strict=True):
-        for event in log.events[len(own) :]:
-            if "s" in event:
-                event["s"] += max(alone) - steps
+        after = [
+            event | {"s": event["s"] + max(alone) - steps} if "s" in event else event
+            for event in log.events[len(own) :]
+        ]
+        aligned.append(replace(log, events=own + after))
+    return aligned
 
 
 def _events(path: Path) -> Iterator[Event]:

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.audit.digests import digest, plain
+from paceline.audit.digests import digest
 from paceline.audit.record import Recorder, user_line
+from paceline.data.digest import plain
 from paceline.parallel.modules import unwrap
 
 # The first number of models that are first called outside of training. A rank may call such a model alone;
@@ -118,7 +119,6 @@ class Models:
         self._recorder.write(
             "model",
             at=user_line(),
-            sharded=bool(meshes),
             layout=layout,
             buffers=[name for name, buffer in inner.named_buffers() if buffer.is_floating_point()],
         )
@@ -142,11 +142,11 @@ def ddp_of(root: torch.nn.Module) -> DistributedDataParallel | None:
     return wrapper if wrapper is not None and unwrap(wrapper) is unwrap(root) else None
 
 
-def parameter_digests(model: torch.nn.Module) -> dict[str, str]:
+def parameter_digests(model: torch.nn.Module) -> dict[str, int]:
     """The digest of each parameter, by name."""
     return {name: digest(parameter) for name, parameter in model.named_parameters()}
 
 
-def buffer_digests(model: torch.nn.Module) -> dict[str, str]:
+def buffer_digests(model: torch.nn.Module) -> dict[str, int]:
     """The digest of each floating-point buffer, by name."""
     return {name: digest(b) for name, b in model.named_buffers() if b.is_floating_point()}

@@ -6,7 +6,7 @@ import dis
 import re
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -59,8 +59,7 @@ class _Hooks:
         self._described: dict[str, dict[str, Any]] = {}
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
-        self._lengths: dict[str, int] = {}  # of loaders whose first pass may be cut
-        self._cut_at: int | None = None  # the step in which they were cut
+        self._cut_at: int | None = None  # the step in which first passes were cut
         # A replay ends where the solo run ended, and the ordinary run is cut where the solo run was.
         mode = progress.plan.mode
         self._may_cut = mode == "solo" or (mode == "ordinary" and progress.plan.cut_at is not None)
@@ -128,8 +127,14 @@ class _Hooks:
         Only where the order of the second depends on `set_epoch`, and after the same step in all runs; a
         replay ends where the run of one process ended.
         """
+        described = self._described[of.name]
+        sharding = described["sharding"]
         cuts = (
-            self._lengths.get(of.name, 0) > self._progress.expected_steps
+            self._may_cut
+            and of.number == 0
+            and ("epoch" in sharding or described["takes_epoch"])
+            and sharding.get("shuffle", True)
+            and (described["batches"] or 0) > self._progress.expected_steps
             and of.name in self._progress.training_loaders
             and self._progress.is_at_cut
             and self._cut_at in (None, self._progress.steps)
@@ -138,14 +143,7 @@ class _Hooks:
         if cuts:
             # Another loader of the same step, as in `zip(one, other)`, is cut too; later ones are not.
             self._cut_at = self._progress.steps
-            del self._lengths[of.name]
-            self._may_cut = False  # also for loaders that the script makes in each epoch
-        return cuts
-
-    def _is_ordered_by_epoch(self, described: Mapping[str, Any]) -> bool:
-        sharding = described["sharding"]
-        by_epoch = "epoch" in sharding or described["takes_epoch"]
-        return bool(by_epoch and sharding.get("shuffle", True))
+        return bool(cuts)
 
     def is_over(self, name: str) -> bool:
         """Whether this is a training loader, and the wanted steps are done."""
@@ -194,8 +192,6 @@ class _Hooks:
             self._named[id(loader)] = name, loader
             self._of_dataset[id(loader.dataset)] = name
             described = self._described[name] = self._describe(loader)
-            if self._may_cut and self._is_ordered_by_epoch(described):
-                self._lengths[name] = described["batches"] or 0
             self._recorder.write("loader", loader=name, at=at, **described)
         return self._named[id(loader)][0]
 

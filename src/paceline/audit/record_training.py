@@ -20,11 +20,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from paceline.audit.digests import digest, plain
+from paceline.audit.digests import digest
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.record import Nesting, intercept, user_line
 from paceline.audit.weight_tracer import WeightTracer
+from paceline.data.digest import plain
 from paceline.parallel.modules import owned_parameters
 
 
@@ -94,8 +95,9 @@ class _Hooks:
             grads={name: [digest(g), _norm(g)] for name, g in gradients.items()},
             state=digest([optimizer.state.get(p, {}) for p in owned_parameters(optimizer)]),
         )
-        if self._progress.steps == 0 and self._progress.rank == 0:
-            path = self._progress.plan.folder / f"gradients-{type(optimizer).__name__}.pt"
+        path = self._progress.plan.folder / "gradients.pt"
+        # The first optimizer's; one inside another one has a part of the same gradients.
+        if self._progress.rank == 0 and not path.exists():
             torch.save({name: plain(g).cpu() for name, g in gradients.items()}, path)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

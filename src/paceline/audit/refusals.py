@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case
 from paceline.errors import PacelineError
+from paceline.explain.reading import recognise
 
 _TAIL_LINES = 30
 _PASSES = ("iter", "pass-end", "pass-left", "pass-cut")
@@ -21,8 +22,7 @@ def refuse(run: Run) -> None:
         Refused: with the cause and a fix.
     """
     for log in run.ranks:
-        spawns = log.first("spawns")
-        if spawns is not None:
+        if (spawns := log.first("spawns")) is not None:
             raise _refused(
                 run,
                 "the script starts its own ranks.",
@@ -31,11 +31,11 @@ def refuse(run: Run) -> None:
                 fix="let the script train in its own process if the variable RANK is set, so that it also "
                 "runs under torchrun.",
             )
-        fork = log.first("fork")
-        if fork is not None:
+        if (fork := log.first("fork")) is not None:
             raise _refused(
                 run,
-                f"the script forks, at {fork['at']}.",
+                "the script forks.",
+                where=fork["at"],
                 why="the copy of the rank has the same files and sockets, so its training cannot be "
                 "distinguished from that of the rank.",
                 fix="start processes with subprocess or torch.multiprocessing.",
@@ -78,20 +78,19 @@ def refuse_early_exit(run: Run) -> None:
             continue
         # The exit itself leaves the pass, so later events do not count.
         before = log.events[: log.events.index(exit_)]
-        names = log.training_loaders
-        passes = [e["k"] for e in before if e["k"] in _PASSES and e["loader"] in names]
+        passes = [e["k"] for e in before if e.get("loader") in log.training_loaders]
+        passes = [kind for kind in passes if kind in _PASSES]
         # In a script without loaders, an exit inside a function is taken for one in the training.
         in_training = passes[-1] == "iter" if passes else " in " in exit_["at"]
         if in_training:
             who = "every rank" if all(each.of("exit") for each in run.ranks) else f"rank {log.rank}"
+            fix = "let the training reach its end"
             raise _refused(
                 run,
                 f"{who} exits after {log.steps} of {run.plan.wanted} steps, in {run.name}.",
                 where=exit_["at"],
                 why="sys.exit() was called during the training.",
-                fix=f"let the training reach its end, or use --steps {log.steps}."
-                if log.steps
-                else "let the training reach its end.",
+                fix=f"{fix}, or use --steps {log.steps}." if log.steps else f"{fix}.",
             )
 
 
@@ -138,59 +137,51 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
         )
     what = f"{kind}: {text[0] if text else ''}" if kind else f"sys.exit({exit_.get('code')!r})"
     where = first.get("place", "")
-    if exit_.get("by") == "argparse":
-        return _refused(
-            run,
-            "the script does not accept its arguments.",
-            where=where,
-            fix="give the script's arguments after `--`: paceline verify train.py -- --lr 0.1",
-        )
-    if kind == "EOFError":
-        return _refused(
-            run,
-            f"the script reads its standard input, at {where}.",
-            why="it has no standard input during verification.",
-            fix="pass the value as an argument.",
-        )
     start, init = (failed[0].first(kind) or {} for kind in ("start", "init"))
-    needs_nccl = "nccl" in str(init.get("backend"))
+    needs_nccl = "nccl" in str(init.get("backend")) and not failed[0].steps
     in_cuda = str(first.get("module", "")).startswith("torch.cuda")
-    if not start.get("cuda_devices") and (in_cuda or (needs_nccl and not failed[0].steps)):
-        return _refused(
-            run,
-            f"the script needs a GPU, at {init['at'] if needs_nccl else where}, and this host has none.",
-            fix="use a host with a GPU, or choose the device with torch.cuda.is_available().",
+    if exit_.get("by") == "argparse":
+        what = "the script does not accept its arguments."
+        why, fix = (
+            "",
+            "give the script's arguments after `--`: paceline verify train.py -- --lr 0.1",
         )
-    fix = ""
-    if "Lightning" in what and "does not match the world size" in what:
-        fix = 'pass the number of processes: Trainer(devices=int(os.environ["WORLD_SIZE"]), num_nodes=1).'
-    return _refused(run, f"the script failed in {run.name}: {what}", where=where, fix=fix)
+    elif kind == "EOFError":
+        what, why = "the script reads its standard input.", "it has none during verification."
+        fix = "pass the value as an argument."
+    elif not start.get("cuda_devices") and (in_cuda or needs_nccl):
+        what, why = "the script needs a GPU, and this host has none.", ""
+        where = init["at"] if needs_nccl else where
+        fix = "use a host with a GPU, or choose the device with torch.cuda.is_available()."
+    else:
+        known = recognise(what)
+        why, fix = (known.cause.why, known.cause.fix) if known else ("", "")
+        what = f"the script failed in {run.name}: {what}"
+    return _refused(run, what, where=where, why=why, fix=fix)
 
 
 def _no_step(run: Run) -> Refused:
     none = [log for log in run.ranks if log.steps == 0]
-    who = "the script" if len(none) == len(run.ranks) else f"rank {none[0].rank}"
-    backwards = any(log.of("backward") for log in none)
-    loads = none[0].of("load")
-    if loads and not backwards:
-        return _refused(
-            run,
-            f"{who} never took an optimizer step in {run.name}.",
-            where=loads[0]["at"],
-            why="it loaded a state there, which the previous run may have saved at its end.",
-            fix="turn off resuming or saving during verification.",
+    log = none[0]
+    who = "the script" if len(none) == len(run.ranks) else f"rank {log.rank}"
+    load, exit_ = log.first("load"), log.first("exit") or {"at": ""}
+    where, fix = "", "give `paceline verify` a script that trains, with its arguments after `--`."
+    if any(each.of("backward") for each in none):
+        why = "it called backward, but stepped no torch.optim.Optimizer."
+    elif load is not None:
+        where, why = (
+            load["at"],
+            "it loaded a state there, which the previous run may have saved at its end.",
         )
-    exit_ = none[0].first("exit")
-    called = exit_ is not None and exit_["at"]  # else the end of the rank itself
-    why = f"it called sys.exit() at {called}." if called else "it called no backward."
-    if not none[0].ended:
+        fix = "turn off resuming or saving during verification."
+    elif not log.ended:
         why = "it called os._exit(), or another program took its place (os.exec)."
-    return _refused(
-        run,
-        f"{who} never took an optimizer step in {run.name}.",
-        why="it called backward, but stepped no torch.optim.Optimizer." if backwards else why,
-        fix="give `paceline verify` a script that trains, with its arguments after `--`.",
-    )
+    elif exit_["at"]:  # else the end of the rank itself
+        why = f"it called sys.exit() at {exit_['at']}."
+    else:
+        why = "it called no backward."
+    what = f"{who} never took an optimizer step in {run.name}."
+    return _refused(run, what, where=where, why=why, fix=fix)
 
 
 def _hang(run: Run) -> str:

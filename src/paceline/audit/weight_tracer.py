@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from paceline.audit.digests import plain
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.record import frames, is_user_code, line_of
+from paceline.data.digest import plain
 
 # Elements of each parameter that are compared; they are spread evenly over it.
 _ELEMENTS = 16

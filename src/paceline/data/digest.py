@@ -12,9 +12,9 @@ import torch
 
 
 def digest(value: Any, *, elements: int | None = None) -> int:
-    """A hash in [0, 2^62) of the tensors, arrays and plain values in `value`.
+    """A hash in [0, 2^62) of the tensors, arrays, images and plain values in `value`.
 
-    Reads mappings, lists, tuples and dataclasses; other values, and sparse, quantized and nested tensors, are
+    Reads mappings, lists, tuples and dataclasses. Other values, and quantized and nested tensors, are
     ignored. Equal on hosts of one byte order.
 
     Args:
@@ -25,16 +25,33 @@ def digest(value: Any, *, elements: int | None = None) -> int:
     return int.from_bytes(hasher.digest(), "little") >> 2
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part of a DTensor, a dense copy of a sparse tensor, or the tensor itself; detached."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return (local if local.layout is torch.strided else local.to_dense()).detach()
+
+
+def bytes_of(tensor: torch.Tensor, elements: int | None = None) -> bytes:
+    """The content of the first elements of a tensor, or of all."""
+    flat = plain(tensor).reshape(-1)[:elements].cpu().resolve_conj().resolve_neg().contiguous()
+    if isinstance(tensor, torch.nn.Parameter):
+        flat = flat.clone()  # FSDP cannot free the storage of a parameter that NumPy has seen
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
 def _feed(hasher: hashlib.blake2b, value: Any, elements: int | None) -> None:
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and not (value.is_quantized or value.is_nested):
-            flat = value.detach().reshape(-1)[:elements].cpu().resolve_conj().resolve_neg()
-            hasher.update(flat.contiguous().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray):
-        if not value.dtype.hasobject:
-            hasher.update(value.tobytes())
-    elif isinstance(value, bool | int | float | str | bytes | np.generic):
+        if not (value.is_quantized or value.is_nested):
+            hasher.update(f"{tuple(value.shape)}{value.dtype}".encode())
+            hasher.update(bytes_of(value, elements))
+    elif isinstance(value, bytes):
+        hasher.update(f"{len(value)} bytes:".encode())
+        hasher.update(value)
+    elif isinstance(value, bool | int | float | str | np.generic):
         hasher.update(f"{value!r},".encode())
+    elif hasattr(value, "tobytes"):  # arrays, and images of PIL
+        if not (isinstance(value, np.ndarray) and value.dtype.hasobject):
+            hasher.update(value.tobytes())
     elif isinstance(value, tuple | list):
         for part in value:
             _feed(hasher, part, elements)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from paceline.audit.evidence import Event, Run
+from paceline.audit.rules.rule import finding, section
 
 # Relative difference that is allowed for losses, gradient norms and scores. In float32 the examples stay
 # below a tenth of it for 20 steps; a wrong sample or weight causes a hundred times as much.
@@ -80,12 +81,12 @@ class Difference:
             shown += f"; relative difference {self.relative:.3g}"
         is_evaluation = "evaluation" in self.quantity
         when = f"{'after' if is_evaluation else 'in'} step {self.step}"
-        return [
+        return finding(
             f"FAULT  {when if self.step else 'before the first step'}, {what}",
-            f"  where: the {'evaluation' if is_evaluation else 'training built'} at {at}",
-            f"  why:   {_WHY[self.quantity]}",
-            f"  shown: {shown}",
-        ]
+            where=f"the {'evaluation' if is_evaluation else 'training built'} at {at}",
+            why=_WHY[self.quantity],
+            shown=shown,
+        )
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,11 @@ class Comparison:
         """The result as text."""
         lines = []
         if self.verdict == "refused":
-            lines += [f"could not be verified: {self.why}", f"  where: {self.at}", ""]
+            lines += finding(f"could not be verified: {self.why}", where=self.at)
         if self.difference is not None:
-            lines += [*self.difference.lines(self.at), ""]
+            lines += self.difference.lines(self.at)
         lines.append(f"compared: {self.compared}")
-        if self.equal:
-            lines += [f"equal ({len(self.equal)}):", *(f"  {line}" for line in self.equal)]
-        if self.unknown:
-            lines.append(f"could not be judged ({len(self.unknown)}):")
-            lines += [f"  {line}" for line in self.unknown]
+        lines += section("equal", self.equal) + section("could not be judged", self.unknown)
         if self.verdict == "sound":
             last = "sound: the same training on every number of processes"
             lines.append(last + "; evaluations were not judged" * bool(self.unknown))

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from paceline.audit.digests import digest, plain
+from paceline.audit.digests import digest
 from paceline.audit.models import full_name
 from paceline.audit.progress import Progress
 from paceline.audit.record import intercept, user_line
 from paceline.checkpoint import manager
+from paceline.data.digest import plain
 from paceline.data.loader import Loader
 from paceline.errors import ConfigError
 from paceline.job import collectives
@@ -35,12 +36,17 @@ _BATCHNORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
 # The functions of torch.nn.functional with dropout: name, position and default of the probability.
 _DROPOUTS = {
-    "dropout": ("p", 1, 0.5),
-    "dropout1d": ("p", 1, 0.5),
-    "dropout2d": ("p", 1, 0.5),
-    "dropout3d": ("p", 1, 0.5),
-    "alpha_dropout": ("p", 1, 0.5),
-    "feature_alpha_dropout": ("p", 1, 0.5),
+    **dict.fromkeys(
+        (
+            "dropout",
+            "dropout1d",
+            "dropout2d",
+            "dropout3d",
+            "alpha_dropout",
+            "feature_alpha_dropout",
+        ),
+        ("p", 1, 0.5),
+    ),
     "scaled_dot_product_attention": ("dropout_p", 4, 0.0),
 }
 

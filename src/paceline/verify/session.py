@@ -91,22 +91,18 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
         if solo.ranks[0].of("training"):
             result = _compare(options, solo, counts, run, folder)
         else:
-            _refuse_comparison_options(options)
+            for name, given in (("--bitwise", options.bitwise), ("--rtol", options.rtol)):
+                if given:
+                    raise ConfigError(
+                        f"{name} has no effect on a script that does not use paceline.",
+                        why="such a script is audited; its runs are not compared with each other.",
+                        fix=f"leave {name} out.",
+                    )
             audits = [audit(solo, count, run, folder, strict=options.strict) for count in counts]
             result = _result_of_audits(audits)
         return _with_notes(result, solo)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _refuse_comparison_options(options: VerifyOptions) -> None:
-    for name, is_given in (("--bitwise", options.bitwise), ("--rtol", options.rtol is not None)):
-        if is_given:
-            raise ConfigError(
-                f"{name} has no effect on a script that does not use paceline.",
-                why="such a script is audited; its runs are not compared with each other.",
-                fix=f"leave {name} out.",
-            )
 
 
 def _compare(
@@ -119,14 +115,8 @@ def _compare(
     """Compare the runs of a script that uses paceline."""
     runs = [solo]
     for count in counts:
-        plan = replace(
-            solo.plan,
-            folder=folder / f"ordinary-{count}",
-            mode="ordinary",
-            world_size=count,
-            max_steps=0,
-        )
-        runs.append(run(plan))
+        ordinary = RunPlan(folder / f"ordinary-{count}", "ordinary", count, solo.plan.steps)
+        runs.append(run(replace(ordinary, bitwise=options.bitwise)))
         refuse(runs[-1])
     comparison = compare(runs, rtol=options.rtol, bitwise=options.bitwise)
     code = {"sound": ExitCode.OK, "fault": ExitCode.FAILED, "refused": ExitCode.NOT_JUDGED}[
@@ -138,18 +128,15 @@ def _compare(
 def _result_of_audits(audits: list[AuditResult]) -> VerifyResult:
     """The result for a script that does not use paceline: one audit for each number of processes."""
     lines: list[str] = []
-    faults: set[str] = set()
-    notes: set[str] = set()
-    not_judged: set[str] = set()
-    unexplained: set[str] = set()
     for each in audits:
         if len(audits) > 1:
             lines.append(f"--- {each.case.world_size} processes ---")
         lines += each.lines()
-        faults |= each.faults.keys()
-        notes |= each.notes.keys()
-        not_judged |= each.of(NotJudged).keys()
-        unexplained |= {name for name, why in each.of(NotJudged).items() if why.differs}
+    faults = {name for each in audits for name in each.faults}
+    notes = {name for each in audits for name in each.notes}
+    unclear = [judged for each in audits for judged in each.of(NotJudged).items()]
+    not_judged = {name for name, _ in unclear}
+    unexplained = {name for name, why in unclear if why.differs}
     if faults:
         last = f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {', '.join(sorted(faults))}"
     elif unexplained:

@@ -19,6 +19,7 @@ from paceline.audit.rules import (
 from paceline.audit.rules.rule import Rule
 
 _CLIPPED_TOO_EARLY = "clipping before reduction"
+_OVERLAP = "shards overlap"
 _STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
 
 # Faults are reported in this order. To add a rule, write its function and add a line.
@@ -31,9 +32,11 @@ RULES = (
         consequence_of=_STEPPED_ON_ONE_RANK,  # ranks that skipped a step end at different moments
     ),
     Rule("no shards", shards.whole_dataset, needs_replicas=True),
-    Rule("shards overlap", shards.overlapping_shards, needs_replicas=True),
+    Rule(_OVERLAP, shards.overlapping_shards, needs_replicas=True),
     Rule("datasets differ between ranks", shards.different_datasets, needs_replicas=True),
-    Rule("samples used unevenly", whole_run.uneven_use, needs_replicas=True),
+    Rule(
+        "samples used unevenly", whole_run.uneven_use, needs_replicas=True, consequence_of=_OVERLAP
+    ),
     Rule("set_epoch forgotten", randomness.same_order_each_epoch),
     Rule("same augmentation in workers", randomness.same_augmentation),
     Rule("same dropout mask on ranks", randomness.same_dropout, needs_replicas=True),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from paceline.audit.evidence import BUFFER_BROADCAST, Event, RankLog
 from paceline.audit.rules.rule import (
     Case,
@@ -163,14 +161,11 @@ def _key(call: Event | None) -> tuple[str, ...] | None:
 
 def _unequal_pass(case: Case) -> tuple[list[int], Event, list[int]] | None:
     """The ranks whose pass over a training loader ended early, the loader, and the batches of each rank."""
-    batches = [
-        Counter((e["loader"], e["pass_number"]) for e in log.of("batch")) for log in case.ranks
-    ]
     for log in case.ranks:
-        for end in log.of("pass-end"):
-            given = [each[end["loader"], end["pass_number"]] for each in batches]
-            own = given[log.rank]
-            if own < max(given) and end["loader"] in log.training_loaders:
-                short = [rank for rank, number in enumerate(given) if number == own]
-                return short, log.loaders[end["loader"]], given
+        for key, own in log.passes.items():
+            each = [other.passes.get(key) for other in case.ranks]
+            given = [len(other.batches) if other else 0 for other in each]
+            if own.ended and len(own.batches) < max(given) and key[0] in log.training_loaders:
+                short = [rank for rank, n in enumerate(given) if n == len(own.batches)]
+                return short, log.loaders[key[0]], given
     return None

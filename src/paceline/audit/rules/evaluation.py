@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.audit.evidence import MAX_METRIC_VALUES, Event, RankLog, Run
+from paceline.audit.evidence import MAX_METRIC_VALUES, Evaluation, Event, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # Equal values of a metric differ by rounding only.
@@ -19,7 +19,6 @@ _SMALL_SHARE = 1e-3
 _ROUNDING = 1e-2
 # A metric that changes by more is computed from predictions that do not belong to their labels.
 _LARGE_CHANGE = 0.05
-_REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 
 # One call that reduces small values: in the run of one process, and in the replay.
 Pair = tuple[Event, Event]
@@ -27,39 +26,20 @@ Pair = tuple[Event, Event]
 
 def evaluated_twice(case: Case) -> Judgement:
     """Samplers pad shards of different lengths, and the padding is evaluated and counted."""
-    judgement = _padded(case)
-    if not isinstance(judgement, FaultFound) or case.replay is None:
-        return judgement
-    solo, replay = _reductions(case.solo.ranks[0]), _reductions(case.replay.ranks[0])
-    pairs = [
-        pair
-        for number in solo.keys() & replay.keys()
-        for pair in zip(solo[number], replay[number], strict=False)
-    ]
-    if pairs and all(_close(x, y) for pair in pairs for x, y in _results(pair)):
-        return NoFault(
-            "shards were padded and the padding was removed: the sums are those of one process."
-        )
-    return judgement
-
-
-def _padded(case: Case) -> Judgement:
-    """Whether the ranks evaluated samples twice."""
     solo, ordinary = (_evaluated(run.ranks) for run in (case.solo, case.ordinary))
     if not solo or not ordinary:
         return NotJudged("the script evaluated nothing in the watched steps.")
     unclear = removed = False
-    for key in sorted(ordinary):
-        number, loader, _ = key
-        each = [rows for rows in ordinary[key] if rows]
+    for (number, loader, _), of_ranks in ordinary.items():
+        each = [rows for rows in of_ranks if rows]
         if all(Counter(rows) == Counter(each[0]) for rows in each):
             continue  # every rank evaluates all samples, or one rank does
         distinct = {row for rows in each for row in rows}
         total = sum(map(len, each))
         surplus = total - len(distinct)
-        if not surplus:
-            continue
-        if not any(e["loader"] == loader and e["ids"] for e in case.ranks[0].of("batch")):
+        if surplus and not any(
+            e["loader"] == loader and e["ids"] for e in case.ranks[0].of("batch")
+        ):
             # Known by content only: the data may contain equal samples, as the solo run shows.
             of_one = next(
                 (r[0] for k, r in solo.items() if k[1] == loader and set(r[0]) == distinct), None
@@ -70,87 +50,70 @@ def _padded(case: Case) -> Judgement:
             surplus -= len(of_one) - len(distinct)
         if surplus <= 0:
             continue
+        gathers = any(  # more than a metric has values
+            max(event["items"], math.prod(event["shape"])) > MAX_METRIC_VALUES
+            for event in case.ranks[0].evaluations.get(number, Evaluation()).gathers
+        )
+        gathered = _results_of_gathers(case)
+        if gathers:
+            equal = [result.is_equal for result in gathered]
+        else:
+            pairs = [pair for each in _pairs(case).values() for pair in each]
+            equal = [_close(x, y) for pair in pairs for x, y in _results(pair)]
+        if equal and all(equal):
+            removed = True
+            continue
+        if gathers and not any(result.counts_padding for result in gathered):
+            return NotJudged(
+                f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
+                "predictions, and may remove the surplus."
+            )
         first = next(e for e in case.ranks[0].of("forward-end") if e["evaluation"] == number)
-        if _gathers(case.ranks[0], number):
-            results = _results_of_gathers(case)
-            if results and all(result.is_equal for result in results):
-                removed = True
-                continue
-            if not any(result.counts_padding for result in results):
-                return NotJudged(
-                    f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
-                    "predictions, and may remove the surplus."
-                )
-        return _padding_fault(first, list(map(len, each)), len(distinct), surplus)
+        return FaultFound(
+            what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
+            f"of {total - surplus}.",
+            at=first["at"],
+            step=first["s"] or None,
+            why="the sampler gives every rank the same number of samples, and repeats some to get there.",
+            fix="evaluate the indices [rank::world_size] of the dataset without padding, or remove the "
+            "surplus after gathering.",
+            evidence=f"the ranks evaluated {' + '.join(str(len(rows)) for rows in each)} samples, "
+            f"{len(distinct)} of them different",
+            effect=f"{surplus / total:.2%} of the evaluated samples count twice",
+            is_note=surplus <= _SMALL_SHARE * total,
+        )
     if unclear:
         return NotJudged(
             "the samples that the models were given without gradient cannot be identified."
         )
     if removed:
-        return NoFault("the surplus of the padded shards was removed after gathering.")
+        return NoFault("shards were padded, and the results are those of one process all the same.")
     return NoFault("the ranks together evaluated each sample once, or each rank all of them.")
 
 
-def _padding_fault(first: Event, evaluated: list[int], distinct: int, surplus: int) -> FaultFound:
-    """The fault of an evaluation whose first forward is given.
-
-    Args:
-        evaluated: How many samples each rank evaluated.
-        distinct: How many of them were different.
-        surplus: How many the padding added.
-    """
-    total = sum(evaluated)
-    return FaultFound(
-        what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
-        f"of {total - surplus}.",
-        at=first["at"],
-        step=first["s"] or None,
-        why="the sampler gives every rank the same number of samples, and repeats some to get there.",
-        fix="evaluate the indices [rank::world_size] of the dataset without padding, or remove the "
-        "surplus after gathering.",
-        evidence=f"the ranks evaluated {' + '.join(map(str, evaluated))} samples, "
-        f"{distinct} of them different",
-        effect=f"{surplus / total:.2%} of the evaluated samples count twice",
-        is_note=surplus <= _SMALL_SHARE * total,
-    )
+def _pairs(case: Case) -> dict[int, list[Pair]]:
+    """By evaluation, the reductions of the replay with those of one process."""
+    if case.replay is None:
+        return {}
+    one = case.solo.ranks[0].evaluations
+    return {
+        number: list(zip(one[number].reductions, own.reductions, strict=False))
+        for number, own in case.replay.ranks[0].evaluations.items()
+        if own.reductions and number in one and one[number].reductions
+    }
 
 
 def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any]]]:
-    """What each rank evaluated, by evaluation, loader and pass: indices, or else contents.
-
-    A batch that several models are given counts once.
-    """
-    found: dict[tuple[int, str, int], list[list[Any]]] = {}
-    for rank, log in enumerate(ranks):
-        trained = {row for event in log.training_forwards for row in event.get("rows", ())}
-        no_batch: Event = {"loader": "", "pass_number": 0, "ids": None}
-        batch, model = no_batch, None
-        for event in log.of("batch", "forward-end"):
-            if event["k"] == "batch":
-                batch, model = event, None
-            elif event["evaluation"] is not None and event.get("rows"):
-                if batch["loader"] in log.training_loaders:
-                    if trained.intersection(event["rows"]):
-                        continue  # a teacher's forward, or a metric on training samples
-                    batch = no_batch
-                if batch["loader"] and model not in (None, event["model"]):
-                    continue  # another model on the same batch
-                if batch["ids"] and model is not None:
-                    continue  # the next part of a batch that is given in parts
-                model = event["model"] if batch["loader"] else None
-                key = (event["evaluation"], batch["loader"], batch["pass_number"])
-                found.setdefault(key, [[] for _ in ranks])[rank] += batch["ids"] or event["rows"]
-    return found
-
-
-def _gathers(log: RankLog, evaluation: int) -> bool:
-    """Whether more was gathered in an evaluation than a metric has values."""
-    return any(
-        event["evaluation"] == evaluation
-        and "gather" in event["op"]
-        and max(event["items"], math.prod(event["shape"])) > MAX_METRIC_VALUES
-        for event in log.of("collective")
-    )
+    """What each rank evaluated, by evaluation, loader and pass."""
+    each = [
+        {
+            (number, *key): rows
+            for number, own in log.evaluations.items()
+            for key, rows in own.rows.items()
+        }
+        for log in ranks
+    ]
+    return {key: [own.get(key, []) for own in each] for key in sorted(set().union(*each))}
 
 
 @dataclass(frozen=True)
@@ -205,60 +168,33 @@ def _results_of_gathers(case: Case) -> list[_Result]:
     if case.replay is None:
         return []
     results = []
-    solo_rows, rows = (_rows_of_evaluations(run.ranks) for run in (case.solo, case.replay))
-    gathers = {
-        event["evaluation"]: event
-        for event in case.replay.ranks[0].of("collective")
-        if "gather" in event["op"]
-    }
-    for number in sorted(gathers.keys() & rows.keys()):
-        if set(rows[number]) != set(solo_rows.get(number, ())):
+    logs = case.replay.ranks
+    for number, own in logs[0].evaluations.items():
+        one = case.solo.ranks[0].evaluations.get(number)
+        each = [log.evaluations.get(number, Evaluation()) for log in logs]
+        rows = [row for every in each for part in every.rows.values() for row in part]
+        if (
+            one is None
+            or not rows
+            or not own.gathers
+            or set(rows) != set().union(*one.rows.values())
+        ):
             continue  # another part of the data
-        solo = _numbers_read(case.solo.ranks[0], number)
-        each = [_numbers_read(log, number) for log in case.replay.ranks]
-        gather = gathers[number]
-        for at, numbers in each[0].items():
-            if at in solo and all(own.get(at) == numbers for own in each):
+        for at, numbers in own.numbers.items():
+            if at in one.numbers and all(every.numbers.get(at) == numbers for every in each):
                 results.append(
                     _Result(
-                        gather=gather["at"],
+                        gather=own.gathers[-1]["at"],
                         at=at,
-                        step=gather["s"],
-                        solo=sum(solo[at]),
+                        step=own.gathers[-1]["s"],
+                        solo=sum(one.numbers[at]),
                         value=sum(numbers),
-                        is_sum=max(len(solo[at]), len(numbers)) > 1,
-                        total=len(rows[number]),
-                        distinct=len(set(rows[number])),
+                        is_sum=max(len(one.numbers[at]), len(numbers)) > 1,
+                        total=len(rows),
+                        distinct=len(set(rows)),
                     )
                 )
     return results
-
-
-def _rows_of_evaluations(ranks: list[RankLog]) -> dict[int, list[Any]]:
-    """What the ranks together evaluated, by evaluation."""
-    found: dict[int, list[Any]] = {}
-    for key, of_ranks in _evaluated(ranks).items():
-        found.setdefault(key[0], []).extend(row for each in of_ranks for row in each)
-    return found
-
-
-def _numbers_read(log: RankLog, evaluation: int) -> dict[str, list[float]]:
-    """By line, the numbers that the script took; if it gathers, only those after the first gather."""
-    found: dict[str, list[float]] = {}
-    gathered = trains = False
-    for event in log.of("read", "collective", "batch", "forward-end"):
-        if event["k"] == "batch":
-            trains = event["loader"] in log.training_loaders
-        elif event["evaluation"] != evaluation:
-            continue
-        elif event["k"] == "forward-end":
-            trains = False
-        elif event["k"] == "read" and not trains:
-            found.setdefault(event["at"], []).append(event["value"])
-        elif event["k"] == "collective" and "gather" in event["op"] and not gathered:
-            gathered = True
-            found.clear()
-    return found
 
 
 def misordered_gather(case: Case) -> Judgement:
@@ -281,7 +217,19 @@ def misordered_gather(case: Case) -> Judgement:
                 f"{case.world_size}, after a gather. It may be a time, or a metric that is wrong.",
                 differs=True,
             )
-        return _order_fault(case, result)
+        return FaultFound(
+            what="a metric of gathered predictions depends on the number of processes.",
+            at=result.gather,
+            step=result.step or None,
+            why="a gather puts the values of rank 1 after those of rank 0. The dataset has another order: a "
+            "DistributedSampler gives its samples to the ranks in turn.",
+            fix="gather the labels, or the indices of the samples, together with the predictions.",
+            evidence=f"with the same weights and samples, {result.at} reads {result.solo:.6g} on one process "
+            f"and {result.value:.6g} on {case.world_size}",
+            effect=f"the metric changes by {abs(result.value / result.solo - 1):.2%}"
+            if result.solo
+            else f"the metric is {result.value:.3g} in place of 0",
+        )
     if not results:
         return NoFault("no number was computed from gathered values while evaluating.")
     return NoFault(
@@ -290,39 +238,23 @@ def misordered_gather(case: Case) -> Judgement:
     )
 
 
-def _order_fault(case: Case, result: _Result) -> FaultFound:
-    return FaultFound(
-        what="a metric of gathered predictions depends on the number of processes.",
-        at=result.gather,
-        step=result.step or None,
-        why="a gather puts the values of rank 1 after those of rank 0. The dataset has another order: a "
-        "DistributedSampler gives its samples to the ranks in turn.",
-        fix="gather the labels, or the indices of the samples, together with the predictions.",
-        evidence=f"with the same weights and samples, {result.at} reads {result.solo:.6g} on one process and "
-        f"{result.value:.6g} on {case.world_size}",
-        effect=f"the metric changes by {abs(result.value / result.solo - 1):.2%}"
-        if result.solo
-        else f"the metric is {result.value:.3g} in place of 0",
-    )
-
-
 def averaged_metric(case: Case) -> Judgement:
     """Ranks average a metric over their own samples, although they have different numbers of them."""
     if case.replay is None:
         return NotJudged(case.why_no_replay)
-    solo, replay = _reductions(case.solo.ranks[0]), _reductions(case.replay.ranks[0])
-    if replay and not solo:
-        at = next(iter(replay.values()))[0]["at"]
+    solo, replay = (run.ranks[0].evaluations for run in (case.solo, case.replay))
+    calls = [call for own in replay.values() for call in own.reductions]
+    if calls and not any(own.reductions for own in solo.values()):
         return NotJudged(
-            f"one process does not enter the reduction at {at}, so there is nothing to compare."
+            f"one process does not enter the reduction at {calls[0]['at']}, so there is nothing to compare."
         )
     judged = with_counts = 0
     unclear: Pair | None = None
-    for number in sorted(solo.keys() & replay.keys()):
-        if len(solo[number]) != len(replay[number]):
+    for number, pairs in _pairs(case).items():
+        if len(solo[number].reductions) != len(replay[number].reductions):
             return NotJudged("the runs reduced different numbers of values while evaluating.")
-        pairs = list(zip(solo[number], replay[number], strict=True))
-        samples = sum(_samples_given(log, number) for log in case.replay.ranks)
+        ranks = [log.evaluations.get(number, Evaluation()) for log in case.replay.ranks]
+        samples = sum(own.num_samples for own in ranks)
         # After a gather the script computes the sums, so both its values and their sums count.
         results = [x for pair in pairs for x in pair[1]["results"] + _sums(pair)]
         if any(_close(x, samples) for x in results):
@@ -334,11 +266,11 @@ def averaged_metric(case: Case) -> Judgement:
         judged += len(pairs)
         for index, pair in enumerate(pairs):
             if _differs(pair, pairs, case.world_size):
-                if _is_mean_of_own_samples(case.replay, number, index, pair[0]["results"]):
-                    return _metric_fault(case, pair)
+                if _is_mean_of_own_samples(ranks, index, pair[0]["results"]):
+                    return _metric_fault(case, pair, is_mean=True)
                 unclear = unclear or pair
     if unclear is not None:
-        return _nonlinear_metric(case, unclear)
+        return _metric_fault(case, unclear, is_mean=False)
     parts = []
     if judged:
         parts.append(f"{judged} values that were reduced while evaluating are those of one process")
@@ -351,12 +283,12 @@ def averaged_metric(case: Case) -> Judgement:
 
 def metric_of_one_rank(case: Case) -> Judgement:
     """Each rank evaluates a part of the samples, and rank 0 takes a metric of its own part."""
-    log = case.ranks[0]
-    reduced = (e for e in log.of("collective") if e["evaluation"] is not None)
-    if any("reduce" in event["op"] or "gather" in event["op"] for event in reduced):
+    evaluations = case.ranks[0].evaluations
+    ops = [event["op"] for each in evaluations.values() for event in each.collectives]
+    if any("reduce" in op or "gather" in op for op in ops):
         return NoFault("results of evaluations are reduced or gathered over the ranks.")
-    for (number, _, _), of_ranks in sorted(_evaluated(case.ranks).items()):
-        numbers = _numbers_read(log, number)
+    for (number, _, _), of_ranks in _evaluated(case.ranks).items():
+        numbers = evaluations[number].numbers if number in evaluations else {}
         own, others = set(of_ranks[0]), set().union(*map(set, of_ranks[1:]))
         if not numbers or not own or not others or own & others:
             continue
@@ -373,12 +305,12 @@ def metric_of_one_rank(case: Case) -> Judgement:
     return NoFault("no rank took a metric of its own part of the evaluated samples.")
 
 
-def _is_mean_of_own_samples(run: Run, number: int, index: int, expected: list[float]) -> bool:
+def _is_mean_of_own_samples(each: list[Evaluation], index: int, expected: list[float]) -> bool:
     """Whether the ranks' values, weighted by their samples, give the mean of one process."""
-    calls = [_reductions(log).get(number, [])[index : index + 1] for log in run.ranks]
+    calls = [own.reductions[index : index + 1] for own in each]
     if not all(call and call[0]["values"] for call in calls):
         return False
-    counts = [_samples_given(log, number) for log in run.ranks]
+    counts = [own.num_samples for own in each]
     total = sum(counts)
     for k, wanted in enumerate(expected if total else []):
         own = [call[0]["values"][k] for call in calls if k < len(call[0]["values"])]
@@ -387,33 +319,6 @@ def _is_mean_of_own_samples(run: Run, number: int, index: int, expected: list[fl
             if _close(mean, wanted) and not _close(sum(own) / len(own), wanted):
                 return True
     return False
-
-
-def _reductions(log: RankLog) -> dict[int, list[Event]]:
-    """The small values that were reduced in each evaluation, with their results."""
-    found: dict[int, list[Event]] = {}
-    call: Event | None = None
-    for event in log.of("collective", "collective-end"):
-        if event["k"] == "collective":
-            call = event
-            continue
-        results = event.get("values") or ()
-        if call is None or call["evaluation"] is None or call["op"] not in _REDUCTIONS:
-            continue
-        if 0 < len(results) <= MAX_METRIC_VALUES:
-            found.setdefault(call["evaluation"], []).append({**call, "results": results})
-    return found
-
-
-def _samples_given(log: RankLog, evaluation: int) -> int:
-    """The samples that a rank had evaluated before its first collective in that evaluation."""
-    total = 0
-    for event in log.of("forward-end", "collective"):
-        if event["evaluation"] == evaluation:
-            if event["k"] == "collective":
-                break
-            total += event["samples"] or 0
-    return total
 
 
 def _differs(pair: Pair, pairs: list[Pair], world_size: int) -> bool:
@@ -450,38 +355,41 @@ def _sums(pair: Pair) -> list[float]:
     return [sum(values[k::length]) for k in range(length)]
 
 
-def _metric_fault(case: Case, pair: Pair) -> FaultFound:
-    evidence, change = _largest_change(case, pair)
-    return FaultFound(
-        what="a metric depends on the number of processes: each rank takes the mean of its own samples.",
-        at=pair[1]["at"],
-        step=pair[1]["s"] or None,
-        why="the ranks have different numbers of samples, and the mean of their means gives each rank the "
-        "same weight.",
-        fix="all_reduce the sum and the number of samples, then divide.",
-        evidence=evidence,
-        effect=f"the metric changes by {change:.2%}",
-    )
+def _metric_fault(case: Case, pair: Pair, *, is_mean: bool) -> Judgement:
+    """The judgement of a value that differs from that of one process.
 
-
-def _nonlinear_metric(case: Case, pair: Pair) -> Judgement:
-    """A value that differs and is no mean over the ranks' samples: a note, because it may be a time."""
+    Args:
+        is_mean: Whether it is a mean over each rank's samples; else it is a note, because it may be a time.
+    """
     evidence, change = _largest_change(case, pair)
+    at, step = pair[1]["at"], pair[1]["s"] or None
+    effect = f"the metric changes by {change:.2%}"
+    if is_mean:
+        return FaultFound(
+            what="a metric depends on the number of processes: each rank takes the mean of its own samples.",
+            at=at,
+            step=step,
+            why="the ranks have different numbers of samples, and the mean of their means gives each rank "
+            "the same weight.",
+            fix="all_reduce the sum and the number of samples, then divide.",
+            evidence=evidence,
+            effect=effect,
+        )
     if change < _SMALL_SHARE:
         return NotJudged(
-            f"the value that is reduced at {pair[1]['at']} is neither that of one process nor a mean over "
-            f"each rank's samples. It differs by {change:.2%}."
+            f"the value that is reduced at {at} is neither that of one process nor a mean over each rank's "
+            f"samples. It differs by {change:.2%}."
         )
     return FaultFound(
         what="a value that is reduced while evaluating depends on the number of processes.",
-        at=pair[1]["at"],
-        step=pair[1]["s"] or None,
+        at=at,
+        step=step,
         why="it is no mean over each rank's samples. The mean over ranks is wrong for an F1 score, a "
         "perplexity or an AUC, and for means of batches of different sizes.",
         fix="reduce the counts and sums from which the metric is computed, then compute it. If the value is "
         "a time, it may differ.",
         evidence=evidence,
-        effect=f"the value changes by {change:.2%}",
+        effect=effect,
         is_note=True,
     )
 

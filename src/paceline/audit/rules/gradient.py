@@ -38,41 +38,34 @@ def scaled_gradient(case: Case) -> Judgement:
     why = case.why_no_replay if run is None else _why_not_comparable(case, run.ranks)
     if run is None or why:
         return _scale_by_weight(case, why)
-    ratio, cosine = _ratio(case.solo, run)
-    if ratio is None:
+    one, other = _gradients(case.solo), _gradients(run)
+    vectors = _flat(one), _flat(other)
+    size, other_size = (float(each.norm()) for each in vectors)
+    if one.keys() != other.keys() or not size or not other_size:
         return NotJudged("the gradient of step 1 was 0, or belonged to other parameters.")
+    cosine = float(vectors[0] @ vectors[1]) / (size * other_size)
+    clips = [_clip(each.ranks[0]) for each in (case.solo, run)]
+    norms = [clip["norm"] for clip in clips if clip is not None and clip["norm"]]
+    if len(norms) == len(clips):
+        size, other_size = norms  # clipping gives both the same norm
+    ratio = other_size / size
     figure = f"the gradient of step 1 was {ratio:.4g} times that of one process on the same samples"
     judgement = _judge_ratio(case, ratio, figure, same_direction=cosine > _SAME_DIRECTION)
     if isinstance(judgement, FaultFound):
         return judgement
-    if run.plan.mode == "mirrored":
-        return _wrong_multiple(case, run) or judgement
-    # Of a part of a batch, other gradients may be right, as with BatchNorm.
-    is_equal = isinstance(judgement, NoFault) and cosine > _SAME_DIRECTION
     gather = run.ranks[0].gather_for_loss
-    if is_equal or gather is None or _depends_on_parts(run.ranks[0]):
+    if run.plan.mode == "mirrored":
+        log = run.ranks[0]
+        before = takewhile(lambda e: e["k"] != "backward", log.of("collective", "backward"))
+        can_tell = clips[1] is None and not any("gather" in event["op"] for event in before)
+        return (_wrong_multiple(one, other, log) if can_tell else None) or judgement
+    # Of a part of a batch, other gradients may be right, as with BatchNorm or random numbers.
+    first = next(iter(run.ranks[0].training_forwards), {})
+    depends_on_parts = first.get("buffers") or first.get("drew")
+    is_equal = isinstance(judgement, NoFault) and cosine > _SAME_DIRECTION
+    if is_equal or gather is None or depends_on_parts:
         return judgement
-    return _gather_fault(gather, f"{figure}, and the cosine between both {cosine:.3f}")
-
-
-def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool) -> Judgement:
-    count = case.world_size
-    if abs(ratio - 1) < _EQUAL:
-        return NoFault(figure + ".")
-    for factor in (count, 1 / count):
-        if abs(ratio / factor - 1) < _NEAR_FACTOR and same_direction:
-            return _scale_fault(case, factor > 1, figure)
-    return NotJudged(f"{figure}, which is neither {count} nor 1/{count}.", differs=True)
-
-
-def _depends_on_parts(log: RankLog) -> bool:
-    """Whether the first forward depends on how a batch is divided: by BatchNorm or random numbers."""
-    first = next(iter(log.training_forwards), {})
-    return bool(first.get("buffers") or first.get("drew"))
-
-
-def _gather_fault(gather: Event, figure: str) -> FaultFound:
-    """A loss of the values of all ranks, whose gradient is not that of one process."""
+    figure += f", and the cosine between both {cosine:.3f}"
     return FaultFound(
         what="the gradient of a loss of gathered values differs from that of one process.",
         at=gather["at"],
@@ -86,23 +79,42 @@ def _gather_fault(gather: Event, figure: str) -> FaultFound:
     )
 
 
-def _wrong_multiple(case: Case, run: Run) -> FaultFound | None:
+def _gradients(run: Run, name: str = "gradients") -> dict[str, torch.Tensor]:
+    """The gradients of step 1 that rank 0's optimizer got, or other ones that a rank saved under `name`."""
+    path = run.plan.folder / f"{name}.pt"
+    saved: dict[str, torch.Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
+    return {each: saved[each].double().flatten() for each in sorted(saved)}
+
+
+def _flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([*gradients.values(), torch.empty(0)])
+
+
+def _clip(log: RankLog) -> Event | None:
+    """The first clipping in the first update."""
+    return next((event for event in _first_update(log) if event["k"] == "clip"), None)
+
+
+def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool) -> Judgement:
+    count = case.world_size
+    if abs(ratio - 1) < _EQUAL:
+        return NoFault(figure + ".")
+    for factor in (count, 1 / count):
+        if abs(ratio / factor - 1) < _NEAR_FACTOR and same_direction:
+            return _scale_fault(case, factor > 1, figure)
+    return NotJudged(f"{figure}, which is neither {count} nor 1/{count}.", differs=True)
+
+
+def _wrong_multiple(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], log: RankLog
+) -> FaultFound | None:
     """Some gradients are wrong multiples of those of one process, and all are multiples of them.
 
     Random numbers and other samples do not only scale a gradient.
     """
-    log = run.ranks[0]
-    before = takewhile(lambda event: event["k"] != "backward", log.of("collective", "backward"))
-    clipped = any(event["k"] == "clip" for event in _first_update(log))
-    if clipped or any("gather" in event["op"] for event in before):
-        return None
-    gradients: list[dict[str, torch.Tensor]] = [{}, {}]
-    for own, each in zip(gradients, (case.solo, run), strict=True):
-        for path in each.plan.folder.glob("gradients-*.pt"):
-            own.update(torch.load(path, weights_only=True))
     factors = {}
-    for name, gradient in gradients[0].items():
-        a, b = (each.double().flatten() for each in (gradient, gradients[1][name]))
+    for name, a in one.items():
+        b = other[name]
         norms = float(a.norm()), float(b.norm())
         if len(a) >= _MIN_VALUES and all(norms):
             if float(a @ b) < _MULTIPLE * norms[0] * norms[1]:
@@ -156,27 +168,20 @@ def _total_weight(run: Run) -> float | None:
 def _manual_factor(run: Run) -> float | None:
     """The factor by which the script multiplies the sum of the ranks' gradients: 1/N for a mean."""
     factors = _manual_factors(run)
-    if not factors or any(event["k"] == "clip" for event in _first_update(run.ranks[0])):
+    if not factors or _clip(run.ranks[0]) is not None:
         return None
     return sum(factors) / len(factors) if _all_equal(factors) else None
 
 
 def _manual_factors(run: Run) -> list[float] | None:
     """The factor by which the script multiplies each rank's gradient of step 1 before it adds them."""
-    folder = run.plan.folder
-    paths = [folder / f"local-{log.rank}.pt" for log in run.ranks]
-    used = sorted(folder.glob("gradients-*.pt"))
-    if len(used) != 1 or not all(path.exists() for path in paths):
-        return None
-    final = torch.load(used[0], weights_only=True)
-    each = [torch.load(path, weights_only=True) for path in paths]
+    final = _gradients(run)
+    each = [_gradients(run, f"local-{log.rank}") for log in run.ranks]
     if not final or not all(final.keys() <= own.keys() for own in each):
         return None
-    columns = [torch.cat([own[name].double().flatten() for name in final]) for own in each]
-    target = torch.cat([gradient.double().flatten() for gradient in final.values()])
-    matrix = torch.stack(columns)
+    matrix = torch.stack([_flat({name: own[name] for name in final}) for own in each])
     # Least squares; for equal gradients, the pseudo-inverse gives equal factors.
-    factors: list[float] = (torch.linalg.pinv(matrix @ matrix.T) @ (matrix @ target)).tolist()
+    factors: list[float] = (torch.linalg.pinv(matrix @ matrix.T) @ (matrix @ _flat(final))).tolist()
     return factors if any(factors) else None
 
 
@@ -194,18 +199,18 @@ def _averages_ranks(run: Run) -> bool:
 
 def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
     log, count = case.ranks[0], case.world_size
-    cause = log.first("backward") or {}
+    at = (log.first("backward") or {}).get("at", "")
     if larger:
-        cause = _manual_reduction(log) or cause
+        at = (_manual_reduction(log) or {"at": at})["at"]
         what = f"the gradient is {count} times too large: it is summed over ranks and not averaged."
         fix = "divide by the number of ranks after the all_reduce, or let DDP take the mean."
     else:
         why, fix, gather = _cause_of_small(case)
-        cause = gather or cause
+        at = gather["at"] if gather else at
         what = f"the gradient is {count} times too small: {why}"
     return FaultFound(
         what=what,
-        at=cause.get("at", ""),
+        at=at,
         step=1,
         why="the effective learning rate depends on the number of processes.",
         fix=fix,
@@ -216,25 +221,26 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
 
 def _cause_of_small(case: Case) -> tuple[str, str, Event | None]:
     """Why the gradient is N times too small, the fix, and the line if it is not that of the backward."""
-    run = case.replay or case.ordinary
-    log = run.ranks[0]
-    one, other = (
-        (each.ranks[0].first("backward") or {}).get("weight") or {"weight": 0.0, "count": 0.0}
-        for each in (case.solo, run)
+    log = (case.replay or case.ordinary).ranks[0]
+    weights = [
+        (each.first("backward") or {}).get("weight") or {"weight": 0.0, "count": 0.0}
+        for each in (case.solo.ranks[0], log)
+    ]
+    scale = weights[1]["weight"]
+    total, divided_total = (each["weight"] * each["count"] for each in weights)
+    before = takewhile(
+        lambda e: e["k"] != "backward", log.of("backward", "collective", "collective-end")
     )
-    scale = other["weight"]
-    divided = 0 < scale * other["count"] < one["weight"] * one["count"] / 1.5
-    for event in log.of("backward", "collective", "collective-end"):
-        if event["k"] == "backward":
-            break
+    for event in before:
         # The weight of a term in the loss is one divided by a number that all ranks have summed.
         if any(math.isclose(x * scale, 1.0, rel_tol=1e-4) for x in event.get("values") or ()):
             why = "the loss is divided by a sum over all ranks, and the mean over ranks divides again."
             return why, "multiply the loss by the number of ranks.", None
-        if "gather" in event.get("op", "") and len(event["shape"]) > 1 and not divided:
-            why = "what is gathered from other ranks has no gradient."
-            fix = "gather with torch.distributed.nn.functional.all_gather, whose backward sums the gradients "
-            return why, fix + "of all ranks, or multiply the loss by their number.", event
+    gather = log.gather_for_loss
+    if gather is not None and not 0 < divided_total < total / 1.5:
+        why = "what is gathered from other ranks has no gradient."
+        fix = "gather with torch.distributed.nn.functional.all_gather, whose backward sums the gradients "
+        return why, fix + "of all ranks, or multiply the loss by their number.", gather
     fix = "do not divide the loss by the number of ranks: DDP already averages the gradients."
     why = "it is divided by the number of ranks twice."
     return why, fix if log.of("ddp") else "divide it once.", None
@@ -276,35 +282,6 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
     return ""
 
 
-def _ratio(solo: Run, replay: Run) -> tuple[float | None, float]:
-    """The ratio of the norms of the first gradients, and the cosine between both."""
-    folders = solo.plan.folder, replay.plan.folder
-    dot, squares = 0.0, [0.0, 0.0]
-    for path in sorted(folders[0].glob("gradients-*.pt")):
-        if not (folders[1] / path.name).exists():
-            return None, 0.0
-        pair = [torch.load(folder / path.name, weights_only=True) for folder in folders]
-        if pair[0].keys() != pair[1].keys():
-            return None, 0.0
-        for name in pair[0]:
-            a, b = (gradients[name].double().flatten() for gradients in pair)
-            dot += float(a @ b)
-            squares[0] += float(a @ a)
-            squares[1] += float(b @ b)
-    if not all(squares):
-        return None, 0.0
-    cosine = dot / (squares[0] * squares[1]) ** 0.5
-    norms = [_norm_at_clip(run.ranks[0]) for run in (solo, replay)]
-    if norms[0] and norms[1]:
-        return norms[1] / norms[0], cosine  # clipping gives both the same norm
-    return float((squares[1] / squares[0]) ** 0.5), cosine
-
-
-def _norm_at_clip(log: RankLog) -> float | None:
-    """The norm before clipping in the first update."""
-    return next((event["norm"] for event in _first_update(log) if event["k"] == "clip"), None)
-
-
 def loss_of_rank(case: Case) -> Judgement:
     """The ranks compute different losses from the same batch with the same weights."""
     run = case.replay
@@ -340,34 +317,37 @@ def mean_of_means(case: Case) -> Judgement:
     """Means over micro-batches of different sizes are added with equal weight."""
     known = steps = 0
     found: list[_Unequal] = []
-    across: list[_Unequal] = []
     for run in (case.solo, case.ordinary):
         for log in run.ranks:
             lasts = _lasts_of_passes(log)
-            by_design = not log.loaders and _have_fixed_sizes(log)
-            for number, update in enumerate(log.updates, 1):
-                backwards = [event for event in update if event["k"] == "backward"]
+            parts = [[e for e in update if e["k"] == "backward"] for update in log.updates]
+            # Tasks with fixed weights have their sizes in every step.
+            sizes = {tuple(e["weight"] and e["weight"]["count"] for e in each) for each in parts}
+            by_design = not log.loaders and len(sizes) == 1
+            steps += len(parts)
+            for number, backwards in enumerate(parts, 1):
                 known += sum(event["weight"] is not None for event in backwards)
-                steps += 1
                 pair = None if by_design else _unequal(backwards)
                 if pair is not None:
                     is_last = any(event in lasts for event in pair)
                     found.append(_Unequal(pair, [log.rank] if log.rank else [], number, is_last))
-    same_weight = _averages_ranks(case.ordinary)
-    together = list(zip(*(log.updates for log in case.ranks), strict=False)) if same_weight else []
-    for number, updates in enumerate(together, 1):
-        firsts = [update[0] for update in updates if update[0]["k"] == "backward"]
-        pair = _unequal(firsts, across_ranks=True)
-        if pair is not None:
-            is_last = any(pair[0] in _lasts_of_passes(log) for log in case.ranks)
-            by_chance = not _batches_differ(case, number)
-            across.append(_Unequal(pair, [], number, is_last, by_chance))
     if found:
         fix = "sum the losses, and divide by the number of terms of the whole step."
         return _mean_fault(found, steps, fix)
-    if across:
-        fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by the "
-        return _mean_fault(across, len(together), fix + "number of ranks, since it takes the mean.")
+    if _averages_ranks(case.ordinary):
+        together = list(zip(*(log.updates for log in case.ranks), strict=False))
+        lasts = [event for log in case.ranks for event in _lasts_of_passes(log)]
+        for number, updates in enumerate(together, 1):
+            firsts = [update[0] for update in updates if update[0]["k"] == "backward"]
+            pair = _unequal(firsts, across_ranks=True)
+            if pair is not None:
+                by_chance = not _batches_differ(case, number)
+                found.append(_Unequal(pair, [], number, pair[0] in lasts, by_chance))
+        if found:
+            fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by "
+            return _mean_fault(
+                found, len(together), fix + "the number of ranks, since it takes the mean."
+            )
     if not known:
         return NotJudged("the loss is not a scaled sum or mean whose weight its graph shows.")
     return NoFault(f"in {known} backwards, all samples of a step had the same weight.")
@@ -400,36 +380,18 @@ class _Unequal:
         return self.is_last or self.factor < (_SMALL_CHANCE if self.by_chance else _SMALL_FACTOR)
 
 
-def _have_fixed_sizes(log: RankLog) -> bool:
-    """Whether each micro-batch has the size that it has in every step, such as tasks with fixed weights."""
-    sizes = {
-        tuple(e["weight"] and e["weight"]["count"] for e in update if e["k"] == "backward")
-        for update in log.updates
-    }
-    return len(sizes) == 1
-
-
 def _lasts_of_passes(log: RankLog) -> list[Event]:
     """The backwards on the last batches of passes that ended by themselves."""
-    found: list[Event] = []
-    ends = {(e["loader"], e["pass_number"]): None for e in log.of("pass-end")}
-    lasts = {(e["loader"], e["pass_number"]): e for e in log.of("batch")}
-    last_batch: Event | None = None
-    for event in log.of("batch", "backward"):
-        if event["k"] == "batch":
-            last_batch = event
-        elif any(last_batch is lasts.get(each) for each in ends):
-            found.append(event)
-    return found
+    ended = (each for each in log.passes.values() if each.ended and each.backwards)
+    return [event for each in ended for event in each.backwards[-1]]
 
 
 def _batches_differ(case: Case, number: int) -> bool:
     """Whether the ranks got different numbers of samples for a step; False if they have no indices."""
-    sizes = set()
-    for log in case.ranks:
-        of_step = (e for e in log.of("batch") if e["s"] == number - 1)
-        batch = next((e for e in of_step if e["loader"] in log.training_loaders), {})
-        sizes.add(len(batch.get("ids") or ()))
+    firsts = [
+        next((e for e in log.training_batches if e["s"] == number - 1), {}) for log in case.ranks
+    ]
+    sizes = {len(batch.get("ids") or ()) for batch in firsts}
     return len(sizes) > 1 and 0 not in sizes
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import combinations, pairwise
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations, pairwise, product
+from typing import Any
 
-from paceline.audit.evidence import Event, RankLog
+from paceline.audit.evidence import Event, Pass, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
-# The first forwards of each rank, whose noise is compared; and how many with equal states are a fault.
+# So many forwards with equal noise are a fault; fewer only if all are.
 _FORWARDS = 3
 # More numbers than this for each sample of a batch are noise.
 _DRAWS_PER_SAMPLE = 2
@@ -30,8 +32,8 @@ def same_order_each_epoch(case: Case) -> Judgement:
         if len(passes) < 2:
             return NotJudged("the script made one pass over its training data.")
         judged = True
-        for before, after in pairwise(passes):
-            same = _same_order(log, before, after)
+        for one, other in pairwise(passes):
+            same, before, after = _same_order(one, other), one.begin, other.begin
             if same or (same is None and has_epoch and before["epoch"] == after["epoch"]):
                 return _same_epoch(loader, before, after, has_epoch=has_epoch, seen=bool(same))
     if judged:
@@ -44,15 +46,15 @@ def _other_epoch_on_a_rank(case: Case, name: str) -> FaultFound | None:
     """In one pass, the samplers of the ranks have different epochs."""
     passes = [_training_passes(log, name) if name in log.loaders else [] for log in case.ranks]
     for number, of_ranks in enumerate(zip(*passes, strict=False), 1):
-        epochs = [event["epoch"] for event in of_ranks]
+        epochs = [each.begin["epoch"] for each in of_ranks]
         if len(set(epochs)) > 1:
             ranks = [rank for rank, epoch in enumerate(epochs) if epoch != max(epochs)]
             return FaultFound(
                 what=f"in pass {number}, the samplers of the ranks have different epochs: "
                 f"{', '.join(map(str, epochs))}.",
-                at=of_ranks[ranks[0]]["at"],
+                at=of_ranks[ranks[0]].begin["at"],
                 ranks=ranks,
-                step=of_ranks[0]["s"] + 1,
+                step=of_ranks[0].begin["s"] + 1,
                 why="the epoch decides the order of the whole dataset, and each rank takes its part of that "
                 "order. Parts of different orders overlap.",
                 fix="call sampler.set_epoch(epoch) on every rank, outside of branches such as "
@@ -85,17 +87,9 @@ def _same_epoch(
     )
 
 
-def _same_order(log: RankLog, one: Event, other: Event) -> bool | None:
+def _same_order(one: Pass, other: Pass) -> bool | None:
     """Whether two passes began with the same samples in the same order; None if too few were seen."""
-    keys = [(each["loader"], each["pass_number"]) for each in (one, other)]
-    a, b = (
-        [
-            e["ids"] or e["content"]
-            for e in log.of("batch")
-            if (e["loader"], e["pass_number"]) == key
-        ]
-        for key in keys
-    )
+    a, b = ([e["ids"] or e["content"] for e in each.batches] for each in (one, other))
     common = min(len(a), len(b))
     if common < 2:
         return None
@@ -104,26 +98,16 @@ def _same_order(log: RankLog, one: Event, other: Event) -> bool | None:
     return a[:common] == b[:common] and (not ids or ids != sorted(ids))
 
 
-def _training_passes(log: RankLog, name: str) -> list[Event]:
+def _training_passes(log: RankLog, name: str) -> list[Pass]:
     """The passes with a backward over the loaders of one sampler, except those left after one batch."""
     sampler = log.loaders[name]["sampler_id"]
-    batches: Counter[tuple[str, int]] = Counter()
-    trained: set[tuple[str, int]] = set()
-    last: tuple[str, int] | None = None
-    for event in log.of("batch", "backward"):
-        if event["k"] == "batch":
-            last = event["loader"], event["pass_number"]
-            batches[last] += 1
-        elif last is not None:
-            trained.add(last)
-    ended = {(event["loader"], event["pass_number"]) for event in log.of("pass-end")}
-    found = []
-    for event in log.of("iter"):
-        key = event["loader"], event["pass_number"]
-        is_own = log.loaders[event["loader"]]["sampler_id"] == sampler
-        if is_own and key in trained and (batches[key] > 1 or key in ended):
-            found.append(event)
-    return found
+    return [
+        each
+        for (loader, _), each in log.passes.items()
+        if log.loaders[loader]["sampler_id"] == sampler
+        and any(each.backwards)
+        and (len(each.batches) > 1 or each.ended)
+    ]
 
 
 def same_augmentation(case: Case) -> Judgement:
@@ -155,7 +139,7 @@ def same_augmentation(case: Case) -> Judgement:
                 "samples.",
                 fix="seed by rank and worker: torch.manual_seed(seed + rank) before the loader is built, "
                 "and torch.utils.data.get_worker_info().seed for a generator of the dataset.",
-                evidence=f"{same[0]} state {first['random'][same[0]][:8]} in both",
+                evidence=f"the states of {same[0]} before and after them are equal",
                 effect=f"2 of {len(firsts)} sources of samples draw the same numbers",
             )
     return NoFault(
@@ -168,98 +152,85 @@ def _worker(which: tuple[int, int | None]) -> str:
     return f"rank {rank}" if worker is None else f"worker {worker} of rank {rank}"
 
 
-def _same_noise(case: Case, firsts: list[list[Event]]) -> FaultFound | None:
-    """Between the batch and the forward, two ranks draw the same noise.
+@dataclass(frozen=True)
+class _Noise:
+    """A kind of noise that two ranks may draw alike.
 
-    Fewer numbers may be a choice that all ranks share, or a permutation of the batch.
+    Attributes:
+        source: What the noise of a forward follows from; None if the forward has no such noise.
+        what, why, fix: For the report.
     """
-    for rank in range(1, case.world_size):
-        pairs = list(zip(firsts[0], firsts[rank], strict=False))
-        if all(
-            a["random"]["torch"] == b["random"]["torch"]
-            and (a["draws"] or 0) > _DRAWS_PER_SAMPLE * (a["samples"] or 1)
-            for a, b in pairs
-        ):
-            return FaultFound(
-                what=f"ranks 0 and {rank} draw the same random numbers for their batches.",
-                at=firsts[0][0]["at"],
-                ranks=[0, rank],
-                step=1,
-                why="the script draws from torch's generator between the batch and the forward, and its "
-                "state is the same on both ranks, so the noise does not average out over the ranks.",
-                fix="seed by rank after the model is built: torch.manual_seed(seed + rank).",
-                evidence=f"equal states before {len(pairs)} forwards; at least {firsts[0][0]['draws']} "
-                f"numbers for {firsts[0][0]['samples']} samples",
-                effect=f"the noise of 2 of {case.world_size} ranks is equal",
-            )
-    return None
+
+    source: Callable[[Event], Any]
+    what: str
+    why: str
+    fix: str = "seed by rank after the model is built: torch.manual_seed(seed + rank)."
 
 
-def _same_inputs(case: Case) -> FaultFound | None:
-    """Two ranks give a model the same inputs, new ones in each step, although their batches differ."""
-    for rank in range(1, case.world_size):
-        logs = case.ranks[0], case.ranks[rank]
-        batches = [[(e["ids"], e.get("content")) for e in log.of("batch")] for log in logs]
-        if batches[0] == batches[1]:
-            continue
-        for model in sorted({event["model"] for event in logs[0].training_forwards}):
-            inputs = [
-                [e.get("rows") for e in log.training_forwards if e["model"] == model]
-                for log in logs
-            ]
-            pairs = list(zip(*inputs, strict=False))
-            is_new = len({tuple(a or ()) for a, _ in pairs}) == len(pairs)
-            if len(pairs) >= _FORWARDS and is_new and all(a == b for a, b in pairs):
-                first = next(e for e in logs[0].training_forwards if e["model"] == model)
-                return FaultFound(
-                    what=f"ranks 0 and {rank} give a model the same random inputs.",
-                    at=first["at"],
-                    ranks=[0, rank],
-                    step=first["s"] + 1,
-                    why="their batches differ, and these inputs do not: they come from generators with one "
-                    "seed, so the noise does not average out over the ranks.",
-                    fix="seed the generator by rank: torch.Generator().manual_seed(seed + rank).",
-                    evidence=f"equal inputs in {len(pairs)} forwards, other ones in each",
-                    effect=f"the inputs of 2 of {case.world_size} ranks are equal",
-                )
-    return None
+def _state_at_batch(forward: Event) -> Any:
+    # Fewer numbers may be a choice that all ranks share, or a permutation of the batch.
+    is_noise = (forward["draws"] or 0) > _DRAWS_PER_SAMPLE * (forward["samples"] or 1)
+    return forward["random"]["torch"] if is_noise else None
+
+
+def _state_at_forward(forward: Event) -> Any:
+    # Dropout draws from torch. Python's `random` decides what must be alike on all ranks, such as LayerDrop.
+    used = [name for name in ("torch", "cuda") if name in forward["drew"]]
+    return [forward["random"].get(name) for name in used] or None
+
+
+_NOISE = _Noise(
+    _state_at_batch,
+    "draw the same random numbers for their batches",
+    "the script draws from torch's generator between the batch and the forward, and its state is the same on "
+    "both",
+)
+_INPUTS = _Noise(
+    lambda forward: forward.get("rows"),
+    "give a model the same random inputs",
+    "their batches differ, and these inputs do not: they come from generators with one seed",
+    "seed the generator by rank: torch.Generator().manual_seed(seed + rank).",
+)
+_MASKS = _Noise(
+    _state_at_forward,
+    "draw the same dropout masks",
+    "the generator has the same state on both before the forward",
+)
 
 
 def same_dropout(case: Case) -> Judgement:
-    """The forwards of two ranks draw the same random numbers, so their dropout masks are equal."""
-    forwards = [log.training_forwards for log in case.ranks]
-    if not all(forwards):
+    """Two ranks draw the same noise, such as dropout masks, in their forwards or before them."""
+    if not all(log.training_forwards for log in case.ranks):
         return NotJudged("not every rank ran a forward of training.")
     if not case.trains_together:
         return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
-    fault = _same_noise(case, [each[:_FORWARDS] for each in forwards]) or _same_inputs(case)
-    if fault is not None:
-        return fault
-    # Dropout draws from torch. Python's `random` decides what must be alike on all ranks, such as LayerDrop.
-    used = [k for k in ("torch", "cuda") if any(k in e["drew"] for each in forwards for e in each)]
-    if not used:
-        return NoFault("the forward draws no random numbers from torch.")
-    for rank in range(1, case.world_size):
-        for name in used:
-            pairs = [
-                (a, b)
-                for a, b in zip(forwards[0], forwards[rank], strict=False)
-                if name in a["drew"]
-            ]
-            same = [a for a, b in pairs if a["random"].get(name) == b["random"].get(name)]
-            if not same or len(same) < min(_FORWARDS, len(pairs)):
-                continue
-            return FaultFound(
-                what=f"ranks 0 and {rank} draw the same dropout masks.",
-                at=same[0]["at"],
-                ranks=[0, rank],
-                step=same[0]["s"] + 1,
-                why=f"the generator '{name}' has the same state on both before the forward, so the noise "
-                "does not average out over the ranks.",
-                fix="seed by rank after the model is built: torch.manual_seed(seed + rank)."
-                if len(same) == len(pairs)
-                else "do not give all ranks one seed, or the random state of one rank, during the training.",
-                evidence=f"equal states in {len(same)} of {len(pairs)} forwards",
-                effect=f"the masks of 2 of {case.world_size} ranks are equal",
-            )
-    return NoFault("the ranks' forwards drew from different random states.")
+    one = case.ranks[0]
+    models = sorted({event["model"] for event in one.training_forwards})
+    for noise, other, model in product((_NOISE, _INPUTS, _MASKS), case.ranks[1:], models):
+        both = ([e for e in log.training_forwards if e["model"] == model] for log in (one, other))
+        pairs = [(a, b) for a, b in zip(*both, strict=False) if noise.source(a) is not None]
+        same = [a for a, b in pairs if noise.source(a) == noise.source(b)]
+        if not same or len(same) < min(_FORWARDS, len(pairs)):
+            continue
+        if noise is _INPUTS and not _are_new(one, other, same, len(pairs)):
+            continue
+        return FaultFound(
+            what=f"ranks 0 and {other.rank} {noise.what}.",
+            at=same[0]["at"],
+            ranks=[0, other.rank],
+            step=same[0]["s"] + 1,
+            why=f"{noise.why}, so the noise does not average out over the ranks.",
+            fix=noise.fix
+            if len(same) == len(pairs)
+            else "do not give all ranks one seed, or the random state of one rank, during the training.",
+            evidence=f"it is equal in {len(same)} of {len(pairs)} forwards",
+            effect=f"the noise of 2 of {case.world_size} ranks is equal",
+        )
+    return NoFault("no two ranks drew the same noise for their forwards.")
+
+
+def _are_new(one: RankLog, other: RankLog, same: list[Event], count: int) -> bool:
+    """Whether the inputs of a model are equal in all of `count` forwards and in none of the batches."""
+    batches = [[(e["ids"], e.get("content")) for e in log.of("batch")] for log in (one, other)]
+    distinct = {tuple(event["rows"]) for event in same}
+    return batches[0] != batches[1] and _FORWARDS <= count == len(distinct)

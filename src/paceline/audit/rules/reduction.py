@@ -33,13 +33,9 @@ def no_sync_on_last(case: Case) -> Judgement:
 
 
 def _gradients_differ(case: Case, step: int) -> bool:
-    digests = [
-        {name: value[0] for name, value in event["grads"].items()}
-        for log in case.ranks
-        for event in log.of("step")
-        if event["s"] == step
-    ]
-    return any(each != digests[0] for each in digests)
+    steps = (e for log in case.ranks for e in log.of("step") if e["s"] == step)
+    first, *others = ({name: value[0] for name, value in e["grads"].items()} for e in steps)
+    return any(own != first for own in others)
 
 
 def no_sync_around_backward(case: Case) -> Judgement:

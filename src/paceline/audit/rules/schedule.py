@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
-# Rates between two steps are interpolated linearly, so equal rates differ by up to 2 %.
-_close = partial(math.isclose, rel_tol=0.02)
+Array = NDArray[Any]
+
+# Rates between two steps are interpolated linearly, so equal rates differ by up to this part.
+_SAME_RATE = 0.02
 # A rate is the expected one if it is this much nearer to it than to the other one.
 _NEAR = 0.25
 # Metrics that differ by less differ by rounding.
@@ -28,86 +34,83 @@ _STILL = 0.05
 
 def fast_schedule(case: Case) -> Judgement:
     """The learning rate of N ranks at step s is that of one process at step N * s."""
-    solo, log = case.solo.ranks[0], case.ranks[0]
-    if any(event["metric"] is not None for event in solo.of("schedule")):
+    solo, log, count = case.solo.ranks[0], case.ranks[0], case.world_size
+    if _follows_metric(case):
         return NotJudged("the schedule follows a metric.")
-    solo_calls, calls = (_calls(each) / max(each.steps, 1) for each in (solo, log))
-    lengths = [
-        next((each.loaders[name]["batches"] for name in each.training_loaders), None)
-        for each in (solo, log)
-    ]
+    loaders = [[each.loaders[name] for name in each.training_loaders] for each in (solo, log)]
+    lengths = [own[0]["batches"] if own else None for own in loaders]
     if not lengths[0] or not lengths[1]:
         return NotJudged(
             "the length of an epoch is unknown, and with it the expected learning rate."
         )
-    sizes = {
-        each.loaders[name]["batch_size"] for each in (solo, log) for name in each.training_loaders
-    }
-    if lengths[0] == lengths[1] and len(sizes) == 1:
+    if lengths[0] == lengths[1] and len({e["batch_size"] for own in loaders for e in own}) == 1:
         return NotJudged("the ranks get no shards, so their part of an epoch is unknown.")
-    solo_rates = _rates(solo)
-    if len(set(solo_rates)) < 2:
+    reach = lengths[0] / lengths[1]  # the steps of one process in a step of the N ranks
+    expected, rates = np.array(_rates(solo)), np.array(_rates(log))
+    if len(set(expected)) < 2:
         return NoFault("the learning rate of one process did not change in the watched steps.")
-    early = late = agree = other = 0
-    for step, rate in enumerate(_rates(log)):
-        position = step * lengths[0] / lengths[1]
-        here, ahead, behind = (
-            _interpolate(solo_rates, position * factor)
-            for factor in (1, case.world_size, 1 / case.world_size)
+    steps = np.arange(len(rates))
+    here, ahead, behind = (_at(expected, steps * reach * each) for each in (1, count, 1 / count))
+    is_other = ~(
+        _is_near(expected, steps * reach, rates, reach) | _is_near(expected, steps, rates, reach)
+    )
+    other = is_other.sum()
+    early = (is_other & _is_nearer(rates, ahead, here)).sum()
+    late = (is_other & _is_nearer(rates, behind, here)).sum()
+    agree = _is_nearer(rates, here, ahead).sum()
+    calls, solo_calls = (_calls(each) / max(each.steps, 1) for each in (log, solo))
+    has_more_calls = calls > _MORE_CALLS * solo_calls > 0
+    how_called = (
+        f"it is stepped {calls:.3g} times per update, and {solo_calls:.3g} times with one process"
+    )
+    neither = f"in {other} steps the learning rate was neither that of one process at the same step nor at "
+    neither += "the same part of an epoch"
+    fault = partial(FaultFound, at=_place(log), step=1)
+    if reach < _MORE_CALLS and late >= max(_MIN_EARLY, _MIN_SHARE * other) and late > agree:
+        return fault(
+            what=f"the schedule runs {count} times too slowly.",
+            why="it counts the samples or tokens of one rank, and its length those of all ranks.",
+            fix=f"count the samples of all ranks: multiply those of one rank by {count}, or all_reduce them.",
+            evidence=f"in {late} steps the learning rate was that of one process at 1/{count} of the "
+            "position in the epoch",
+            effect=f"the learning rate changes {count} times too slowly",
         )
-        reach = max(1, lengths[0] / lengths[1])
-        is_other = not any(_is_near(solo_rates, each, rate, reach) for each in (position, step))
-        other += is_other
-        if here is not None and ahead is not None and not _close(here, ahead):
-            agree += abs(rate - here) < _NEAR * abs(ahead - here)
-            early += is_other and abs(rate - ahead) < _NEAR * abs(ahead - here)
-        if here is not None and behind is not None and not _close(here, behind):
-            late += is_other and abs(rate - behind) < _NEAR * abs(behind - here)
-    as_many_steps = lengths[0] < _MORE_CALLS * lengths[1]
-    if as_many_steps and late >= max(_MIN_EARLY, _MIN_SHARE * other) and late > agree:
-        return _slow_schedule(case, late)
     if early < _MIN_EARLY or agree >= early:
-        if other >= _MIN_EARLY and calls > _MORE_CALLS * solo_calls > 0:
-            return _fast_length(case, calls, solo_calls, other)
-        if other >= _MIN_EARLY:
-            return NotJudged(
-                f"in {other} steps the learning rate was neither that of one process at the same step nor "
-                "at the same part of an epoch.",
-                differs=True,
-            )
-        return NoFault("the learning rate is that of one process at the same part of an epoch.")
-    if calls > _MORE_CALLS * solo_calls > 0:
-        why = f"it is stepped {calls:.3g} times per update, and {solo_calls:.3g} times with one process."
-        fix = "step it once for each optimizer step."
-    elif _MORE_CALLS * lengths[1] < lengths[0]:
+        if other < _MIN_EARLY:
+            return NoFault("the learning rate is that of one process at the same part of an epoch.")
+        if not has_more_calls:
+            return NotJudged(f"{neither}.", differs=True)
+        return fault(  # the calls follow the samples, as with Accelerate
+            what="the length of the schedule is divided by the number of ranks, and its steps are not.",
+            why=f"{how_called}, so its length must count the batches of all ranks.",
+            fix="compute its length before the loader is prepared or sharded, or multiply it by the number "
+            "of ranks.",
+            evidence=neither,
+            effect=f"the schedule ends {count} times too early",
+        )
+    why = "its length is divided by the number of ranks, but each rank makes as many updates as one process."
+    fix = "compute its length from the number of optimizer steps."
+    if has_more_calls:
+        why, fix = f"{how_called}.", "step it once for each optimizer step."
+    elif reach > _MORE_CALLS:
         why, fix = "its length is divided by the number of ranks twice.", "divide it once."
-    else:
-        why = "its length is divided by the number of ranks, but each rank makes as many updates as one "
-        why, fix = why + "process.", "compute its length from the number of optimizer steps."
-    return FaultFound(
-        what=f"the schedule runs {case.world_size} times too fast.",
-        at=(log.first("schedule") or log.of("step")[0])["at"],
-        step=1,
+    return fault(
+        what=f"the schedule runs {count} times too fast.",
         why=why,
         fix=fix,
-        evidence=f"in {early} steps the learning rate was that of one process at {case.world_size} times "
-        "the position in the epoch",
-        effect=f"the learning rate changes {case.world_size} times too fast",
+        evidence=f"in {early} steps the learning rate was that of one process at {count} times the position "
+        "in the epoch",
+        effect=f"the learning rate changes {count} times too fast",
     )
 
 
-def _slow_schedule(case: Case, late: int) -> FaultFound:
-    log, count = case.ranks[0], case.world_size
-    return FaultFound(
-        what=f"the schedule runs {count} times too slowly.",
-        at=(log.first("schedule") or log.of("step")[0])["at"],
-        step=1,
-        why="it counts the samples or tokens of one rank, and its length those of all ranks.",
-        fix=f"count the samples of all ranks: multiply those of one rank by {count}, or all_reduce them.",
-        evidence=f"in {late} steps the learning rate was that of one process at 1/{count} of the position in "
-        "the epoch",
-        effect=f"the learning rate changes {count} times too slowly",
-    )
+def _follows_metric(case: Case) -> bool:
+    return any(event["metric"] is not None for event in case.solo.ranks[0].of("schedule"))
+
+
+def _place(log: RankLog) -> str:
+    """The line of the schedule's step, else that of the optimizer's."""
+    return str((log.first("schedule") or log.of("step")[0])["at"])
 
 
 def unfinished_schedule(case: Case) -> Judgement:
@@ -117,7 +120,7 @@ def unfinished_schedule(case: Case) -> Judgement:
         return NotJudged("the script trains on after the watched steps.")
     if case.ordinary.hung or case.ordinary.returncode or case.updates_apart:
         return NotJudged("not every rank trained to the end of the script.")
-    if any(event["metric"] is not None for event in solo.of("schedule")):
+    if _follows_metric(case):
         return NotJudged("the schedule follows a metric.")
     rates, others = _rates(solo), _rates(log)
     if (
@@ -129,13 +132,15 @@ def unfinished_schedule(case: Case) -> Judgement:
             "the learning rate of one process does not reach 0 at the end of the training."
         )
     share = len(others) * case.world_size / len(rates)
-    if not 1 / _MORE_CALLS < share < _MORE_CALLS or not all(map(_close, rates, others)):
+    if not 1 / _MORE_CALLS < share < _MORE_CALLS or not all(
+        map(partial(math.isclose, rel_tol=_SAME_RATE), rates, others)
+    ):
         return NoFault("the learning rate is not that of one process at the same step.")
     if others[-1] < _NOT_END * max(others):
         return NoFault("the learning rate ends near 0, as that of one process.")
     return FaultFound(
         what="the schedule does not reach its end.",
-        at=(log.first("schedule") or log.of("step")[-1])["at"],
+        at=_place(log),
         step=len(others),
         why=f"{case.world_size} processes take {len(others)} steps, and one takes {len(rates)}: the length "
         "of the schedule counts the steps of one process.",
@@ -169,23 +174,6 @@ def schedule_of_rank(case: Case) -> Judgement:
     return NoFault("schedules that follow a metric were given the same one on all ranks.")
 
 
-def _fast_length(case: Case, calls: float, solo_calls: float, other: int) -> FaultFound:
-    """The calls of the schedule follow the samples, as with Accelerate, and its length does not."""
-    log = case.ranks[0]
-    return FaultFound(
-        what="the length of the schedule is divided by the number of ranks, and its steps are not.",
-        at=(log.first("schedule") or log.of("step")[0])["at"],
-        step=1,
-        why=f"it is stepped {calls:.3g} times per update, and {solo_calls:.3g} times with one process, so "
-        "its length must count the batches of all ranks.",
-        fix="compute its length before the loader is prepared or sharded, or multiply it by the number of "
-        "ranks.",
-        evidence=f"in {other} steps the learning rate was neither that of one process at the same step nor "
-        "at the same part of an epoch",
-        effect=f"the schedule ends {case.world_size} times too early",
-    )
-
-
 def _calls(log: RankLog) -> int:
     """The calls of the schedule before the last update, because empty passes follow it."""
     events = log.of("schedule", "step")
@@ -206,23 +194,28 @@ def _rates(log: RankLog) -> list[float]:
     return [rates[step] for step in sorted(rates)]
 
 
-def _is_near(rates: list[float], position: float, rate: float, reach: float) -> bool:
-    """Whether a rate is that of a position or of those beside it, or the position is unknown.
+def _at(rates: Array, steps: Array) -> Array:
+    """The rates at steps of one process, between two of them by interpolation; NaN where it took none."""
+    at = np.interp(steps, np.arange(len(rates)), rates)
+    return np.where(steps < len(rates) - 1, at, np.nan)
+
+
+def _is_nearer(rates: Array, one: Array, other: Array) -> Array:
+    """Whether each rate is one of two that differ; False where one of them is unknown."""
+    apart = np.abs(other - one)
+    largest = np.maximum(np.abs(one), np.abs(other))
+    nearer: Array = (apart > _SAME_RATE * largest) & (np.abs(rates - one) < _NEAR * apart)
+    return nearer
+
+
+def _is_near(expected: Array, steps: Array, rates: Array, reach: float) -> Array:
+    """Whether each rate is that of one process at a step or beside it, or the step is unknown.
 
     A schedule with fewer steps reaches its turning points up to one of its steps earlier or later.
-
-    Args:
-        reach: The steps of one process in a step of the N ranks.
     """
-    around = [_interpolate(rates, max(0, position + shift * reach)) for shift in (-1, 0, 1)]
-    known = [each for each in around if each is not None]
-    if len(known) < len(around):
-        return True
-    return min(known) <= rate <= max(known) or any(_close(rate, each) for each in known)
-
-
-def _interpolate(rates: list[float], position: float) -> float | None:
-    below = int(position)
-    if below + 1 >= len(rates):
-        return None
-    return rates[below] + (position - below) * (rates[below + 1] - rates[below])
+    shifts = (-max(1, reach), 0, max(1, reach))
+    around = np.stack([_at(expected, np.maximum(0, steps + shift)) for shift in shifts])
+    close = np.abs(around - rates) <= _SAME_RATE * np.maximum(np.abs(around), np.abs(rates))
+    between = (around.min(0) <= rates) & (rates <= around.max(0))
+    near: Array = between | close.any(0) | np.isnan(around).any(0)
+    return near

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from paceline.audit.evidence import Event, RankLog
@@ -18,27 +20,25 @@ _MIN_COMMON = 3
 _MIN_FORWARDS = 3
 
 
-_ALONE = NotJudged(
-    "each rank trained alone on the same samples: the reduction of the gradients was forgotten, or all ranks "
-    "prepare something alike, such as a teacher. To watch what follows, give more --steps.",
-    differs=True,
-)
-
-
 def whole_dataset(case: Case) -> Judgement:
     """Every rank draws from the whole dataset: N ranks repeat the work of one."""
     judgement = _overlap(case, sharded=False)
-    if isinstance(judgement, FaultFound) and _divides_batches(case):
+    if not isinstance(judgement, FaultFound):
+        return judgement
+    if _divides_batches(case):
         return NoFault("each rank gives the model its own part of each batch.")
-    is_alone = isinstance(judgement, FaultFound) and not case.trains_together
-    return _ALONE if is_alone else judgement
+    if not case.trains_together:
+        return NotJudged(
+            "each rank trained alone on the same samples: the reduction of the gradients was forgotten, or "
+            "all ranks prepare something alike, such as a teacher. To watch what follows, give more --steps.",
+            differs=True,
+        )
+    return judgement
 
 
 def _divides_batches(case: Case) -> bool:
     """Whether the ranks get equal batches, and each gives the model another part of them."""
-    log = case.ranks[0]
-    names = log.training_loaders
-    sizes = [e["size"] or 0 for e in log.of("batch") if e["loader"] in names][:_MIN_FORWARDS]
+    sizes = [e["size"] or 0 for e in case.ranks[0].training_batches][:_MIN_FORWARDS]
     forwards = list(zip(*(each.training_forwards for each in case.ranks), strict=False))
     if not sizes or len(forwards) < len(sizes):
         return False
@@ -115,43 +115,40 @@ def _splits_differ(case: Case, name: str) -> bool:
 
 
 def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> FaultFound:
-    loaders = [log.loaders[name] for log in case.ranks]
+    loader = case.ranks[0].loaders[name]
+    iterable = loader["iterable"]
     step = next((e["s"] + 1 for e in case.ranks[0].of("batch") if e["loader"] == name), 1)
-    evidence = f"{common} of {seen} samples of the first pass were read by more than one rank"
-    effect = f"{common / max(seen, 1):.0%} of the samples are seen by more than one rank"
-    if sharded:
-        seeds = [str(each["sharding"].get("seed")) for each in loaders]
-        cause = f": their seeds are {', '.join(seeds)}" if len(set(seeds)) > 1 else ""
-        fix = "give the sampler the same seed on every rank; only its rank must differ."
-        if not cause and _splits_differ(case, name):
-            cause = ": each rank has split the dataset in another way"
-            fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
-        if loaders[0]["iterable"]:
-            fix = "cut the stream by rank, such as islice(samples, rank, None, world_size)."
-        return FaultFound(
-            what=f"the ranks' shards overlap{cause}.",
-            at=loaders[0]["at"],
-            step=step,
-            why="some samples are trained on twice, and others may never be."
-            if loaders[0]["iterable"]
-            else "each rank cuts its shard from another order, so some samples are trained on twice and "
-            "others never.",
-            fix=fix,
-            evidence=evidence,
-            effect=effect,
-        )
-    iterable = loaders[0]["iterable"]
-    return FaultFound(
-        what=f"every rank trains on the whole dataset "
-        f"({loaders[0]['dataset' if iterable else 'sampler']}, no shards).",
-        at=loaders[0]["at"],
+    fault = partial(
+        FaultFound,
+        at=loader["at"],
         step=step,
-        why=f"{case.world_size} processes repeat the work of one.",
-        fix="give each rank its part in __iter__, such as islice(samples, rank, None, world_size)."
-        if iterable
-        else "give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch.",
-        evidence=evidence,
-        effect=effect,
+        evidence=f"{common} of {seen} samples of the first pass were read by more than one rank",
+        effect=f"{common / max(seen, 1):.0%} of the samples are seen by more than one rank",
+    )
+    cut = "give each rank its part of the stream, such as islice(samples, rank, None, world_size)."
+    if not sharded:
+        return fault(
+            what=f"every rank trains on the whole dataset ({loader['dataset' if iterable else 'sampler']}, "
+            "no shards).",
+            why=f"{case.world_size} processes repeat the work of one.",
+            fix=cut
+            if iterable
+            else "give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch.",
+        )
+    seeds = [log.loaders[name]["sharding"].get("seed") for log in case.ranks]
+    cause, why = "", "each rank cuts its shard from another order: "
+    fix = "give the sampler the same seed on every rank; only its rank must differ."
+    if iterable:
+        why, fix = "", cut
+    elif len(set(seeds)) > 1:
+        cause = f": their seeds are {', '.join(map(str, seeds))}"
+    elif _splits_differ(case, name):
+        cause = ": each rank has split the dataset in another way"
+        fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
+    return fault(
+        what=f"the ranks' shards overlap{cause}.",
+        why=f"{why}some samples are trained on twice, and others may never be.",
+        fix=fix,
     )
 
 
@@ -188,21 +185,25 @@ def different_datasets(case: Case) -> Judgement:
     return NoFault(f"{compared} samples that several ranks read are the same on all of them.")
 
 
-def _contents_by_index(log: RankLog, name: str) -> dict[Any, str] | None:
+def _contents_by_index(log: RankLog, name: str) -> dict[Any, int] | None:
     """The content of each sample that a rank has read; None if it is not always the same.
 
     Samples that were read only once may be random, so they are left out unless others were read again.
     """
-    found: dict[Any, str] = {}
+    found: dict[Any, int] = {}
     again = False
-    for event in log.fetches:
-        if event["loader"] != name or len(event["ids"] or ()) != len(event["contents"]):
-            continue
-        for index, content in zip(event["ids"], event["contents"], strict=True):
-            again |= index in found
-            if found.setdefault(index, content) != content:
-                return None
+    for index, content in _contents(log, name, "contents"):
+        again |= index in found
+        if found.setdefault(index, content) != content:
+            return None
     return found if again else {}
+
+
+def _contents(log: RankLog, name: str, kind: str) -> Iterator[tuple[Any, int]]:
+    """The index of each sample that a rank has read, with the digest of its content or of its labels."""
+    for event in log.fetches:
+        if event["loader"] == name and len(event["ids"] or ()) == len(event[kind]):
+            yield from zip(event["ids"] or (), event[kind], strict=True)
 
 
 def _seeds_differ(case: Case, name: str) -> bool:
@@ -235,7 +236,7 @@ def _is_sharded(loader: Event, world_size: int) -> bool:
 
 def _is_different_data(read: list[list[Any]]) -> bool:
     """Whether one index gives different samples on different ranks."""
-    contents: dict[Any, set[str]] = {}
+    contents: dict[Any, set[int]] = {}
     for key in {key for each in read for key in each}:
         if isinstance(key, tuple):
             contents.setdefault(key[0], set()).add(key[1])
@@ -249,21 +250,14 @@ def _samples_read(log: RankLog, name: str, world_size: int) -> list[Any]:
     """
     fetches = [event for event in log.fetches if event["loader"] == name]
     # A random augmentation differs from rank to rank; the label does not.
-    drew = any(event["drew"] for event in fetches)
-    parts = [event["labels"] if drew else event["contents"] for event in fetches]
+    kind = "labels" if any(event["drew"] for event in fetches) else "contents"
     if log.loaders[name]["iterable"]:
-        first_pass = [
-            p for event, p in zip(fetches, parts, strict=True) if event["pass_number"] == 0
-        ]
+        first_pass = (event[kind] for event in fetches if event["pass_number"] == 0)
         return [part for each in first_pass for part in each if part]
-    contents: dict[Any, str] = {}
-    for event, each in zip(fetches, parts, strict=True):
-        if event["ids"] and len(event["ids"]) == len(each):
-            contents.update(zip(event["ids"], each, strict=True))
+    contents = dict(_contents(log, name, kind))
     # A persistent worker does not know its pass; the rank's process does.
-    given = [
-        e["ids"] or [] for e in log.of("batch") if e["loader"] == name and e["pass_number"] == 0
-    ]
+    first = log.passes.get((name, 0))
+    given = [event["ids"] or [] for event in first.batches] if first else []
     whole = log.loaders[name]["root_samples"]
     share = None if whole is None else -(-whole // world_size)
     return [(i, contents[i]) for ids in given for i in ids if i in contents][:share]
@@ -286,7 +280,7 @@ def _up_to_first_repeated(parts: list[Any]) -> list[Any]:
 
 def _known_by_few_labels(read: list[Any]) -> bool:
     """Whether only labels identify the samples, and many samples share one."""
-    return isinstance(read[0], str) and 2 * len(set(read)) < len(read)
+    return not isinstance(read[0], tuple) and 2 * len(set(read)) < len(read)
 
 
 def _inputs_without_loader(case: Case) -> Judgement:

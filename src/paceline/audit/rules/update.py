@@ -21,48 +21,52 @@ _WORDS = {
 }
 
 
+def _clips(log: RankLog) -> list[tuple[int, list[Event], Event]]:
+    """The clips, each with the number of its update and the events of this update."""
+    return [
+        (number, update, event)
+        for number, update in enumerate(log.updates, 1)
+        for event in update
+        if event["k"] == "clip"
+    ]
+
+
 def clip_before_unscale(case: Case) -> Judgement:
     """Gradients are clipped while they still contain the loss scale."""
-    clips = 0
-    for run in (case.ordinary, case.solo):
-        for log in run.ranks:
-            for event in log.of("clip"):
-                clips += 1
-                if event["scale"] != 1:
-                    before = log.events[: log.events.index(event)]
-                    return FaultFound(
-                        what="gradients are clipped before they are unscaled.",
-                        at=event["at"],
-                        step=sum(each["k"] == "step" for each in before) + 1,
-                        why=f"they are still {event['scale']:g} times too large, so clipping removes "
-                        "almost all of them.",
-                        fix="call scaler.unscale_(optimizer) before clipping.",
-                        evidence=f"the norm at the clip was {event['norm']:.4g}, scale included"
-                        if event["norm"] is not None
-                        else f"the scale at the clip was {event['scale']:g}",
-                        effect=f"gradients are clipped at a norm {event['scale']:g} times too small",
-                    )
+    clips = [
+        clip for run in (case.ordinary, case.solo) for log in run.ranks for clip in _clips(log)
+    ]
+    for number, _, event in clips:
+        scale, norm = event["scale"], event["norm"]
+        if scale != 1:
+            return FaultFound(
+                what="gradients are clipped before they are unscaled.",
+                at=event["at"],
+                step=number,
+                why=f"they are still {scale:g} times too large, so clipping removes almost all of them.",
+                fix="call scaler.unscale_(optimizer) before clipping.",
+                evidence=f"the scale at the clip was {scale:g}"
+                + (f", and the norm with it {norm:.4g}" if norm is not None else ""),
+                effect=f"gradients are clipped at a norm {scale:g} times too small",
+            )
     if not clips:
         return NoFault("torch's clipping was not called.")
-    return NoFault(f"{clips} clips, all of unscaled gradients.")
+    return NoFault(f"{len(clips)} clips, all of unscaled gradients.")
 
 
 def clip_before_reduction(case: Case) -> Judgement:
     """Each rank clips its own gradients, which are reduced after that."""
-    each = [
-        [(update, event) for update in log.updates for event in update if event["k"] == "clip"]
-        for log in case.ranks
-    ]
+    each = [_clips(log) for log in case.ranks]
     if not all(each):
         return NoFault("not every rank clipped gradients.")
-    for number, clips in enumerate(zip(*each, strict=False), 1):
-        norms = [event["norm"] for _, event in clips]
-        steps = [next((e for e in update if e["k"] == "step"), None) for update, _ in clips]
+    for clips in zip(*each, strict=False):
+        number, _, event = clips[0]
+        norms = [clip["norm"] for _, _, clip in clips]
+        steps = [next((e for e in update if e["k"] == "step"), None) for _, update, _ in clips]
         if None in norms or None in steps or _close(min(norms), max(norms)):
             continue
         used = [{n: d[0] for n, d in step["grads"].items()} for step in steps if step is not None]
         if all(own == used[0] for own in used):
-            event = clips[0][1]
             return FaultFound(
                 what="each rank clips its own gradients before they are reduced.",
                 at=event["at"],
@@ -127,20 +131,21 @@ def _shard_factors(log: RankLog) -> dict[int, float]:
 
 def update_on_one_rank(case: Case) -> Judgement:
     """One rank clips, unscales or steps and the others do not."""
-    each = [_updates(log) for log in case.ranks]
+    each = [_shared_updates(log) for log in case.ranks]
     for number, updates in enumerate(zip(*each, strict=False), 1):
-        kinds = [tuple(event["k"] for event in update[1:]) for update in updates]
+        calls = [[e for e in update if e["k"] != "backward"] for update in updates]
+        kinds = [tuple(event["k"] for event in own) for own in calls]
         minority = outliers(kinds)
         if not minority or number == min(map(len, each)):
             continue  # equal, or the last one, which the end of the run may have cut
         usual = next(own for rank, own in enumerate(kinds) if rank not in minority)
-        calls = [event for update in updates for event in update[1:]]
-        differing = [e for e in calls if (e["k"] in kinds[minority[0]]) != (e["k"] in usual)]
+        of_all = [event for own in calls for event in own]
+        differing = [e for e in of_all if (e["k"] in kinds[minority[0]]) != (e["k"] in usual)]
         what, ranks = _difference(kinds)
         step = 1 + sum(e["k"] == "step" for update in each[0][: number - 1] for e in update)
         return FaultFound(
             what=f"in step {step} the ranks do different things: {what}.",
-            at=(differing or calls)[0]["at"],
+            at=(differing or of_all)[0]["at"],
             ranks=ranks or minority,
             step=step,
             why="after the reduction all ranks have the same gradient. A rank that changes it alone gets "
@@ -154,23 +159,14 @@ def update_on_one_rank(case: Case) -> Judgement:
     return NoFault("all ranks unscaled, clipped and stepped in the same way.")
 
 
-def _updates(log: RankLog) -> list[list[Event]]:
-    """For each backward that all ranks share: the clips, scaler calls and steps after it.
+def _shared_updates(log: RankLog) -> list[list[Event]]:
+    """The updates whose gradients DDP reduces; without DDP all of them.
 
-    Backwards under `no_sync` are not shared.
+    Before DDP is built, and under `no_sync`, a rank may update alone.
     """
-    found: list[list[Event]] = []
-    shared = True
-    wrapped = log.first("ddp") is not None
-    for event in log.of("forward-end", "backward", "scaler-unscale", "clip", "scaler-step", "step"):
-        if event["k"] == "forward-end":
-            # A model without DDP beside one with DDP may belong to one rank alone.
-            shared = event["sync"] is True if wrapped else event["sync"] is not False
-        elif event["k"] == "backward" and shared:
-            found.append([event])
-        elif event["k"] != "backward" and found:
-            found[-1].append(event)
-    return found
+    if log.first("ddp") is None:
+        return log.updates
+    return [update for update in log.updates if any(any(e.get("sync", ())) for e in update)]
 
 
 def _difference(kinds: list[tuple[str, ...]]) -> tuple[str, list[int]]:

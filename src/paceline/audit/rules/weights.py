@@ -30,12 +30,14 @@ class Mismatch:
             them differ.
         names: The parameters.
         ranks: The ranks that changed them, else those in the minority.
+        heals: Whether these parameters are equal again at some later step.
     """
 
     step: int
     outside: bool
     names: list[str]
     ranks: list[int]
+    heals: bool
 
     @property
     def effect(self) -> str:
@@ -47,11 +49,8 @@ def _before_step(log: RankLog) -> Digests:
     """Each parameter's digest in the first forward after its last update of step s."""
     found: Digests = {}
     for event in log.of("forward-end"):
-        if "params" in event:
-            params = {
-                full_name(event["model"], name): each for name, each in event["params"].items()
-            }
-            found.setdefault(event["s"], {}).update(params)
+        for name, each in event.get("params", {}).items():
+            found.setdefault(event["s"], {})[full_name(event["model"], name)] = each
     return found
 
 
@@ -66,20 +65,35 @@ def find_mismatch(case: Case) -> Mismatch | None:
     """The first point at which the ranks hold different weights; None if there is none."""
     befores = [_before_step(log) for log in case.ranks]
     afters = [_after_step(log) for log in case.ranks]
+    used, updated = _differing(befores), _differing(afters)
     last = min((max(each, default=0) for each in afters), default=0)
     for step in range(last + 1):
-        names = _different(afters, step)
         # Optimizers that exchange updated weights are equal again when the model is used.
-        if names and not _equal_at_use(befores, step, names):
-            minority = outliers([each[step].get(names[0]) for each in afters])
-            return Mismatch(step, False, names, minority)
-        if names := _different(befores, step):
+        by_update = [name for name in updated.get(step, ()) if name in used.get(step, ())]
+        names = by_update or used.get(step, [])
+        if not names:
+            continue
+        heals = any(s > step and not set(names) & set(used[s]) for s in used)
+        if by_update:
+            ranks = outliers([each[step].get(names[0]) for each in afters])
+        else:
             pairs = [
                 (after.get(step, {}).get(names[0]), before[step][names[0]])
                 for after, before in zip(afters, befores, strict=True)
             ]
-            return Mismatch(step, True, names, _ranks_that_changed(case, step, pairs))
+            ranks = _ranks_that_changed(case, step, pairs)
+        return Mismatch(step, not by_update, names, ranks, heals)
     return None
+
+
+def _differing(each: list[Digests]) -> dict[int, list[str]]:
+    """By step that all ranks know, the parameters that all ranks know and that differ."""
+    found = {}
+    for step in sorted(set[int].intersection(*map(set, each))):
+        first, *others = (own[step] for own in each)
+        shared = [name for name in first if all(name in own for own in others)]
+        found[step] = [name for name in shared if any(own[name] != first[name] for own in others)]
+    return found
 
 
 def _ranks_that_changed(case: Case, step: int, pairs: list[tuple[str | None, str]]) -> list[int]:
@@ -94,25 +108,6 @@ def _ranks_that_changed(case: Case, step: int, pairs: list[tuple[str | None, str
     if 0 < len(changed) < case.world_size:
         return changed
     return outliers([used for _, used in pairs])
-
-
-def _different(each: list[Digests], step: int) -> list[str]:
-    """The parameters that are known on all ranks at a step and differ."""
-    if not all(step in own for own in each):
-        return []
-    known = set[str].intersection(*(set(own[step]) for own in each))
-    return [
-        name
-        for name in each[0][step]
-        if name in known and len({own[step][name] for own in each}) > 1
-    ]
-
-
-def _equal_at_use(befores: list[Digests], step: int, names: list[str]) -> bool:
-    """Whether weights that differed after an update were equal again in the next forward."""
-    if not all(step in each for each in befores):
-        return True  # no forward followed the last update
-    return all(len({each[step].get(name) for each in befores}) == 1 for name in names)
 
 
 def _uneven_loads(case: Case, what: str, mismatch: Mismatch) -> list[tuple[int, Event]]:
@@ -199,12 +194,15 @@ def drifting_weights(case: Case) -> Judgement:
     mismatch = find_mismatch(case)
     if mismatch is None or mismatch.outside:
         return NoFault("after each optimizer step the ranks' weights were equal.")
-    if _equal_later(case, mismatch):
+    if mismatch.heals:
         return NotJudged(
             f"the ranks' weights differ after step {mismatch.step} and are equal again some steps later: the "
             "script averages them at intervals (local SGD)."
         )
-    steps = [_step_of(log, mismatch) for log in case.ranks]
+    steps = [
+        next((e for e in own if mismatch.names[0] in e["grads"]), own[0])
+        for own in ([e for e in log.of("step") if e["s"] == mismatch.step] for log in case.ranks)
+    ]
     gradients = {step["grads"].get(mismatch.names[0], [None])[0] for step in steps}
     if len(gradients) > 1:
         why = "its gradient differs between ranks too: it was not reduced."
@@ -223,16 +221,3 @@ def drifting_weights(case: Case) -> Judgement:
         evidence=f"the digests of the weights after step {mismatch.step}",
         effect=mismatch.effect,
     )
-
-
-def _step_of(log: RankLog, mismatch: Mismatch) -> Event:
-    """The step of the optimizer that made the weights differ."""
-    steps = [event for event in log.of("step") if event["s"] == mismatch.step]
-    return next((event for event in steps if mismatch.names[0] in event["grads"]), steps[0])
-
-
-def _equal_later(case: Case, mismatch: Mismatch) -> bool:
-    """Whether the ranks hold equal weights at some step after the mismatch."""
-    befores = [_before_step(log) for log in case.ranks]
-    later = {step for step in set.intersection(*map(set, befores)) if step > mismatch.step}
-    return any(_equal_at_use(befores, step, mismatch.names) for step in later)

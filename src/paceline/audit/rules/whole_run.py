@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from paceline.audit.evidence import Event, RankLog, Run
+from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # Up to this share of the samples may be used more or less often: padding, and samples that a pass leaves out.
@@ -31,7 +31,7 @@ def uneven_use(case: Case) -> Judgement:
         return NotJudged("verification cut a pass over the samples.")
     if _leaves_out(case.solo) or _leaves_out(case.ordinary):
         return NotJudged("a pass leaves out some samples, others in each pass.")
-    batches = [_batches(log) for log in logs]
+    batches = [log.training_batches for log in logs]
     if all(own and all(event["ids"] for event in own) for own in batches):
         solo, *each = [Counter[Any](i for e in own for i in e["ids"]) for own in batches]
     else:  # known by what the models were given
@@ -76,11 +76,6 @@ def _leaves_out(run: Run) -> bool:
         if None not in (samples, batches, size):
             return bool(batches * size * len(run.ranks) < (1 - _DROPPED) * samples)
     return False
-
-
-def _batches(log: RankLog) -> list[Event]:
-    names = set(log.training_loaders)
-    return [event for event in log.of("batch") if event["loader"] in names]
 
 
 def _unusual(times: Counter[Any], samples: Collection[Any]) -> tuple[int, float]:
