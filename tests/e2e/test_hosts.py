@@ -319,6 +319,27 @@ def _wait_world(path: Path, world: int, since: float = 0.0, deadline_s: float = 
 
 
 @pytest.mark.slow
+def test_a_node_of_a_second_job_at_the_same_endpoint_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GOES_ON)
+    with hosts(3) as made:
+        words = ["run", "--nnodes=2", f"--host={made.address(0)}", "train.py"]
+        first = [made.start(n, words, tmp_path) for n in range(2)]
+        _wait_world(tmp_path / "stepnode0", 2)
+        other = made.start(2, words, tmp_path)
+        assert other.stderr is not None
+        began = time.monotonic()
+        lines = [other.stderr.readline() for _ in range(2)]
+        assert time.monotonic() - began < 15
+        assert "2 of 2 nodes are here" in lines[1], lines
+        assert "If they are another job, give this one another port" in lines[1], lines
+        (tmp_path / "end").touch()
+        assert [finish(node).code for node in first] == [0, 0]
+        end = finish(other)
+        assert end.code == 1
+        assert "If that was another job, give this one another port." in end.err, end
+
+
+@pytest.mark.slow
 def test_a_cut_cable_costs_nothing_if_it_is_short_and_a_restart_if_not(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(GOES_ON)
     step = tmp_path / "stepnode0"

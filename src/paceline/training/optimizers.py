@@ -103,14 +103,14 @@ def _refuse_closure(optimizer: Optimizer) -> None:
 
 
 def refuse_non_finite_weights(job: Job, models: list[torch.nn.Module], step: int) -> None:
-    """Raise NonFinite if a weight is NaN or infinite, before it is saved as that of `step`."""
+    """Raise NonFinite if a weight is NaN or infinite when the training ends after `step`."""
     for model in models:
         for name, p in unwrap(model).named_parameters():
             if not bool(torch.isfinite(p).all()):
                 raise NonFinite(
-                    f"{name} holds NaN or infinity; step {step} was not saved.",
+                    f"{name} holds NaN or infinity after step {step}.",
                     where=job.where(),
-                    fix="resume from the last checkpoint with a lower learning rate.",
+                    fix="train again, or from a checkpoint before that, with a lower learning rate.",
                     quantity="parameter",
                     parameters=[name],
                     step=step,

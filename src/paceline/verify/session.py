@@ -146,7 +146,8 @@ def _result_of_audits(audits: list[AuditResult]) -> VerifyResult:
     else:
         last = "sound: no fault found"
         last += f"; notes: {', '.join(sorted(notes))}" if notes else ""
-        last += f"; {len(not_judged)} rules could not judge" if not_judged else ""
+        rules = "rule" if len(not_judged) == 1 else "rules"
+        last += f"; {len(not_judged)} {rules} could not judge" if not_judged else ""
     steps = max(each.case.ordinary.plan.wanted for each in audits)
     facts = {"kind": "audit", "steps": steps, "audits": [each.facts() for each in audits]}
     code = ExitCode.FAILED if faults else ExitCode.NOT_JUDGED if unexplained else ExitCode.OK

@@ -273,7 +273,8 @@ def averaged_metric(case: Case) -> Judgement:
         return _metric_fault(case, unclear, is_mean=False)
     parts = []
     if judged:
-        parts.append(f"{judged} values that were reduced while evaluating are those of one process")
+        values = "1 value that was" if judged == 1 else f"{judged} values that were"
+        parts.append(f"{values} reduced while evaluating: as on one process")
     if with_counts:
         parts.append(f"{with_counts} were summed together with their number of samples")
     if not parts:
