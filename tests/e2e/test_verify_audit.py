@@ -81,9 +81,10 @@ def scripts(kind: str, quick: set[str]) -> list[Any]:
 
 
 def processes_of(script: Path) -> str:
-    """1, 2 and 3 for the first script of each number, 1 and 2 for the others."""
-    firsts = sorted(script.parent.glob(f"{script.name[:2]}_*"))[:1]
-    return "1,2,3" if script in firsts else "1,2"
+    """1, 2 and 3 for the first script of each rule, 1 and 2 for the others."""
+    number = script.name[:2]
+    is_first = script == sorted(script.parent.glob(f"{number}_*"))[0]
+    return "1,2,3" if is_first and number in RULES else "1,2"
 
 
 @pytest.mark.timeout(180)
@@ -169,7 +170,7 @@ SENTENCES = {
     "never_steps": "never took an optimizer step",
     "raises": "RuntimeError: no disk for rank 0",
     "reads_stdin": "the script reads its standard input",
-    "steps_by_world_size": "takes 20 steps with 1 process and 6 with 2",
+    "steps_by_world_size": "steps with 1 process and 6 with 2",
 }
 
 

@@ -131,21 +131,20 @@ def _shard_factors(log: RankLog) -> dict[int, float]:
 
 def update_on_one_rank(case: Case) -> Judgement:
     """One rank clips, unscales or steps and the others do not."""
-    each = [_shared_updates(log) for log in case.ranks]
+    each = [_updates(log) for log in case.ranks]
     for number, updates in enumerate(zip(*each, strict=False), 1):
-        calls = [[e for e in update if e["k"] != "backward"] for update in updates]
-        kinds = [tuple(event["k"] for event in own) for own in calls]
+        kinds = [tuple(event["k"] for event in update[1:]) for update in updates]
         minority = outliers(kinds)
         if not minority or number == min(map(len, each)):
             continue  # equal, or the last one, which the end of the run may have cut
         usual = next(own for rank, own in enumerate(kinds) if rank not in minority)
-        of_all = [event for own in calls for event in own]
-        differing = [e for e in of_all if (e["k"] in kinds[minority[0]]) != (e["k"] in usual)]
+        calls = [event for update in updates for event in update[1:]]
+        differing = [e for e in calls if (e["k"] in kinds[minority[0]]) != (e["k"] in usual)]
         what, ranks = _difference(kinds)
         step = 1 + sum(e["k"] == "step" for update in each[0][: number - 1] for e in update)
         return FaultFound(
             what=f"in step {step} the ranks do different things: {what}.",
-            at=(differing or of_all)[0]["at"],
+            at=(differing or calls)[0]["at"],
             ranks=ranks or minority,
             step=step,
             why="after the reduction all ranks have the same gradient. A rank that changes it alone gets "
@@ -159,14 +158,23 @@ def update_on_one_rank(case: Case) -> Judgement:
     return NoFault("all ranks unscaled, clipped and stepped in the same way.")
 
 
-def _shared_updates(log: RankLog) -> list[list[Event]]:
-    """The updates whose gradients DDP reduces; without DDP all of them.
+def _updates(log: RankLog) -> list[list[Event]]:
+    """For each backward that all ranks share: the clips, scaler calls and steps after it.
 
-    Before DDP is built, and under `no_sync`, a rank may update alone.
+    Backwards under `no_sync` are not shared.
     """
-    if log.first("ddp") is None:
-        return log.updates
-    return [update for update in log.updates if any(any(e.get("sync", ())) for e in update)]
+    found: list[list[Event]] = []
+    shared = True
+    wrapped = log.first("ddp") is not None
+    for event in log.of("forward-end", "backward", "scaler-unscale", "clip", "scaler-step", "step"):
+        if event["k"] == "forward-end":
+            # A model without DDP beside one with DDP may belong to one rank alone.
+            shared = event["sync"] is True if wrapped else event["sync"] is not False
+        elif event["k"] == "backward" and shared:
+            found.append([event])
+        elif event["k"] != "backward" and found:
+            found[-1].append(event)
+    return found
 
 
 def _difference(kinds: list[tuple[str, ...]]) -> tuple[str, list[int]]:
