@@ -194,6 +194,29 @@ def test_a_slow_host_is_named_with_its_ranks() -> None:
     )
 
 
+@pytest.mark.parametrize("factors", [(2.5, 2.0, 1.5), (1.6, 1.4, 1.2)])
+def test_of_ranks_that_are_slow_to_different_degrees_the_slowest_is_named(
+    factors: tuple[float, ...],
+) -> None:
+    forward_s = [0.1 * factor for factor in (1.0, *factors, 1.0, 1.0, 1.0, 1.0)]
+    made = [{"forward": s, "communication": 0.1 * factors[0] - s} for s in forward_s]
+    (found,) = judge(record(*made))
+    assert found.title.startswith(f"rank 1 takes {factors[0]:.2f}x the time of the others: ")
+    assert found.gain == pytest.approx(factors[0] / factors[1])
+
+
+def test_ranks_that_are_slow_for_different_reasons_are_not_averaged() -> None:
+    waiting = {"forward": 0.1, "communication": 0.03}
+    script = {"forward": 0.1, "other": 0.025, "communication": 0.005}
+    (found,) = judge(record(script, waiting, {"forward": 0.1, "data": 0.03}, waiting, waiting))
+    assert found.title == (
+        "rank 2 takes 1.30x the time of the others: they wait 30 ms for it in each step of 130 ms "
+        "(data takes 30 ms there, 0 ms elsewhere)"
+    )
+    assert found.gain == pytest.approx(1.3)
+    assert "includes rank 0, which" in found.details
+
+
 def test_shares_of_the_time_alone_are_judged_with_the_same_limit() -> None:
     found = clock_judge.judge_shares({"data": 0.5, "checkpoint": 0.08, "backward": 0.42})
     assert [(f.kind, f.title, f.gain) for f in found] == [

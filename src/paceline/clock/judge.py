@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 from typing import Any
 
 from paceline.clock.record import Record, Window
@@ -65,7 +65,7 @@ _STALLS = {
 _CHECK_SHARE = (
     "check whether it has larger or more samples than the others, or a larger part of the model"
 )
-# What to do about a phase, of the clock or of a profile of stacks, that takes longer on one rank.
+# What to do about a phase, of the clock or of a profile of stacks, that takes long on one rank or on all.
 CURES = {
     "data": "load its samples in worker processes (num_workers), or make them cheaper",
     "copy": "check the connection between its host and its device",
@@ -92,7 +92,7 @@ class Finding:
 
     Args:
         kind: "data", "collate", "communication", "buckets", "accumulation", "straggler", "checkpoint",
-            "evaluation" or "logging".
+            "evaluation", "logging" or "garbage collection".
         title: What was measured: "input-bound: 63 % of the step waits for data on all ranks".
         cure: What to change: "Batches(..., workers=4)".
         gain: Expected factor of the rate: 1.9 means 1.9 times as many samples per second.
@@ -219,6 +219,7 @@ class Straggler:
     """Ranks that the others wait for in each step.
 
     Args:
+        ranks: Those that take longer in the same phase.
         factor: Their own time by that of the others: a lower bound.
         step_s: Length of a step.
         wait_s: Time per step that the others wait for them.
@@ -250,38 +251,38 @@ class Straggler:
 
 
 def find_late(waits_s: Sequence[Mapping[int, float]], step_s: float) -> list[int]:
-    """The ranks that the others wait for in most steps of `step_s`; empty if there are none.
+    """The ranks that the others wait for in most steps of `step_s`, if any; the slowest first.
 
-    They are those that wait less than all others, as separated by the largest difference; at most half.
+    The slowest is the rank that waits least. Ranks are late with it if they wait for it so little that it
+    would be of no use to make it alone faster.
 
     Args:
         waits_s: In each of some windows of steps, by rank: the seconds per step that it waits for others.
     """
-    usual_s = _medians(waits_s)
-    order = sorted(usual_s, key=lambda rank: usual_s[rank])
-    sizes = range(1, len(order) // 2 + 1)
-    size = max(sizes, key=lambda n: usual_s[order[n]] - usual_s[order[n - 1]], default=0)
-    late, others = sorted(order[:size]), order[size:]
-    if not (late and _is_long(lead_s(waits_s, late), step_s)):
+    if len(waits_s[0]) < 2:
         return []
-    leads = sorted(
-        fmean(window[rank] for rank in others) - fmean(window[rank] for rank in late)
-        for window in waits_s
-    )
+    usual_s = {rank: median(window[rank] for window in waits_s) for rank in waits_s[0]}
+    order = sorted(usual_s, key=lambda rank: usual_s[rank])
+    leads = sorted(_leads(waits_s, order[0]))
+    usual_lead_s = median(leads)
     # Most are about as large as their median. Random ones would have both signs.
-    is_steady = leads[len(leads) // 4] > leads[len(leads) // 2] / 2 > 0
-    return late if is_steady else []
+    is_steady = leads[len(leads) // 4] > usual_lead_s / 2 > 0
+    if not (is_steady and _is_long(usual_lead_s, step_s)):
+        return []
+    little_s = min(step_s - step_s / LEAST_GAIN, usual_lead_s / 2)
+    return [rank for rank in order if usual_s[rank] - usual_s[order[0]] < little_s]
 
 
-def lead_s(waits_s: Sequence[Mapping[int, float]], late: Collection[int]) -> float:
-    """How much longer each other rank waits in a step than each of these, at least."""
-    usual_s = _medians(waits_s)
-    others_s = min(wait_s for rank, wait_s in usual_s.items() if rank not in late)
-    return others_s - max(usual_s[rank] for rank in late)
+def lead_s(waits_s: Sequence[Mapping[int, float]], rank: int) -> float:
+    """How much longer half of the other ranks wait in a step than this one, at least."""
+    return median(_leads(waits_s, rank))
 
 
-def _medians(waits_s: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    return {rank: median(window[rank] for window in waits_s) for rank in waits_s[0]}
+def _leads(waits_s: Sequence[Mapping[int, float]], rank: int) -> list[float]:
+    return [
+        median_low([wait_s for other, wait_s in window.items() if other != rank]) - window[rank]
+        for window in waits_s
+    ]
 
 
 def judge_late(
@@ -321,26 +322,35 @@ def _straggler(windows: Sequence[Window], evidence: Evidence) -> Iterator[Findin
     late = find_late(waits_s, evidence.step_s)
     if not late:
         return
-    others = set(evidence.ranks).difference(late)
+    others = [rank for rank in evidence.ranks if rank not in late]
+    own = {name: seconds for name, seconds in evidence.spent_s.items() if name not in WAITS}
+    others_s = {name: median(seconds[rank] for rank in others) for name, seconds in own.items()}
+
+    def slower_phase(rank: int) -> str:
+        return max(own, key=lambda name: own[name][rank] - others_s[name])
+
+    alike = [rank for rank in late if slower_phase(rank) == slower_phase(late[0])]
     found = judge_late(
-        late,
+        alike,
         step_s=evidence.step_s,
-        wait_s=lead_s(waits_s, late),
-        own_s=max(evidence.own_s(rank) for rank in late),
-        phases_s={
-            phase: (fmean(seconds[r] for r in late), fmean(seconds[r] for r in others))
-            for phase, seconds in evidence.spent_s.items()
-            if phase not in WAITS
-        },
+        wait_s=fmean(lead_s(waits_s, rank) for rank in alike),
+        own_s=fmean(evidence.own_s(rank) for rank in alike),
+        phases_s={name: (fmean(own[name][r] for r in alike), others_s[name]) for name in own},
     )
     if found is None or (found.phase == "data" and evidence.run.get("workers")):
         return  # see `_loading`
+    details = "The gain is that of ranks as fast as the next slowest."
+    if rest := set(late).difference(alike):
+        details += (
+            f" This includes {name_ranks(rest)}, which the others wait for too, in another phase."
+        )
+    next_s = max(evidence.own_s(rank) for rank in others)
     yield Finding(
         kind="straggler",
-        title=f"{found.title(name_ranks(late))} ({found.comparison})",
+        title=f"{found.title(name_ranks(alike))} ({found.comparison})",
         cure=CURES[found.phase],
-        gain=found.step_s / (found.step_s - found.wait_s),
-        details="The gain is that of ranks as fast as the next slowest.",
+        gain=found.step_s / (found.step_s - max(evidence.own_s(late[0]) - next_s, 0.0)),
+        details=details,
     )
 
 

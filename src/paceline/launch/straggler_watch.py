@@ -50,10 +50,9 @@ class StragglerWatch:
         self._request = ""  # the current one: "arrivals" or "profile"; empty if there is none
         self._seconds = self._asked_at = 0.0
         self._entered = 0
-        self._suspect: tuple[int, ...] = ()  # the ranks that are profiled
+        self._suspect = -1  # the rank that is profiled
         self._host: HostSample | None = None  # at the beginning of the profile
-        # By suspect: until when, and how long.
-        self._rest: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._rest: dict[int, tuple[float, float]] = {}  # by suspect: until when, and how long
 
     def look(self, now: float, alive: Sequence[Rank], entered: int) -> bool:
         """Handle answers, report a straggler, and ask again. Returns whether to call it again soon.
@@ -101,13 +100,12 @@ class StragglerWatch:
                 for rank, answer in answers.items()
                 if "spent" in answer
             }
-            suspect = next((s for s in suspects if tuple(s.ranks) == self._suspect), None)
+            suspect = next((each for each in suspects if self._suspect in each.ranks), None)
             self._judge(suspect, profiles, now, alive)
             return
-        for suspect in suspects:
-            ranks = tuple(suspect.ranks)
-            if now >= self._rest.get(ranks, (0.0, 0.0))[0]:
-                self._suspect = ranks
+        for rank, suspect in ((rank, each) for each in suspects for rank in each.ranks):
+            if now >= self._rest.get(rank, (0.0, 0.0))[0]:
+                self._suspect = rank
                 self._profile(suspect.profile_s, now, alive)
                 break
 
@@ -122,7 +120,7 @@ class StragglerWatch:
         found = None
         if suspect is not None:
             if profiled_blocks(suspect, profiles):
-                found = find_straggler(suspect, profiles)
+                found = find_straggler(suspect, self._suspect, profiles)
             elif 2 * self._seconds <= _PROFILE_S[1]:
                 self._profile(2 * self._seconds, now, alive)
                 return
@@ -131,9 +129,8 @@ class StragglerWatch:
         self._rest[self._suspect] = (now + rest_s, rest_s)
         if found is not None:
             straggler, place = found
-            named = {(rank, straggler.phase) for rank in straggler.ranks}
-            if not named <= self._reported:
-                self._reported |= named
+            if (self._suspect, straggler.phase) not in self._reported:
+                self._reported.add((self._suspect, straggler.phase))
                 self._report(straggler, place, alive)
 
     def _profile(self, seconds: float, now: float, alive: Sequence[Rank]) -> None:
@@ -143,15 +140,16 @@ class StragglerWatch:
 
     def _report(self, found: Straggler, place: str, alive: Sequence[Rank]) -> None:
         assert self._host is not None
-        pids = [rank.pid for rank in alive if rank.rank in found.ranks]
+        pid = next(rank.pid for rank in alive if rank.rank in found.ranks)
         cwd = os.getcwd()
         stack = read_place(place, cwd)
         where = stack.line
         if stack.script and (function := stack.script[0][2]).isidentifier():
             where = f"{function}() at {where}"
-        if found.phase == "data" and (workers := describe_workers(pids[0], cwd)):
+        if found.phase == "data" and (workers := describe_workers(pid, cwd)):
             where += f", waiting for a loader worker: {'; '.join(workers[:2])}"
         after = sample_host([rank.pid for rank in alive])
-        self._local_ranks.say(describe(found, socket.gethostname(), where, self._host, after, pids))
-        for rank in alive:  # rank 0 leaves them out of its advice
+        process = f"host {socket.gethostname()}, pid {pid}"
+        self._local_ranks.say(describe(found, process, where, self._host, after, pid))
+        for rank in alive:  # rank 0 leaves it out of its advice
             rank.ask(self._number, "named", ranks=list(found.ranks))

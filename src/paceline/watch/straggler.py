@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -64,7 +64,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Suspect:
-    """Ranks that the others seem to wait for, and the blocks of a group that show it."""
+    """Ranks that the others seem to wait for, the slowest first, and the blocks of a group that show it."""
 
     ranks: Sequence[int]
     blocks: Sequence[Block]
@@ -113,8 +113,9 @@ def find_suspects(arrivals: Arrivals) -> list[Suspect]:
     steps_of = [steps for group in groups if (steps := read_steps(arrivals, group))]
     for steps in sorted(steps_of, key=lambda steps: len(steps[-1].wait_s)):
         suspect = _suspect(steps)
-        if suspect is not None and explained.isdisjoint(suspect.ranks):
-            found.append(suspect)
+        if suspect is not None and not explained.issuperset(suspect.ranks):
+            late = [rank for rank in suspect.ranks if rank not in explained]
+            found.append(Suspect(late, suspect.blocks))
             explained |= steps[-1].wait_s.keys()
     return found
 
@@ -210,20 +211,20 @@ def profiled_blocks(suspect: Suspect, profiles: Mapping[int, Profile]) -> list[B
 
 
 def find_straggler(
-    suspect: Suspect, profiles: Mapping[int, Profile]
+    suspect: Suspect, rank: int, profiles: Mapping[int, Profile]
 ) -> tuple[Straggler, str] | None:
-    """How much slower the suspects are, in which phase and at which line of the script; None if they are not.
+    """How much slower this suspect is, in which phase and at which line of the script; None if it is not.
 
     Args:
         profiles: By rank; `profiled_blocks` must have found blocks in them.
     """
-    blocks, late = profiled_blocks(suspect, profiles), suspect.ranks
+    blocks = profiled_blocks(suspect, profiles)
     spent = {member: _seconds_per_step(profiles[member], blocks) for member in blocks[0].wait_s}
-    others = [member for member in spent if member not in late]
+    others = [member for member in spent if member not in suspect.ranks]
 
     def median_s(members: Sequence[int], phase: str) -> float:
         return statistics.median(
-            statistics.fmean(
+            statistics.median(
                 sum(times[number] for (name, _), times in spent[member].items() if name == phase)
                 for member in members
             )
@@ -231,23 +232,23 @@ def find_straggler(
         )
 
     step_s = statistics.median(block.step_s for block in blocks)
-    waiting_s = median_s(late, "waiting")
+    waiting_s = median_s([rank], "waiting")
     seen_s = max(median_s(others, "waiting") - waiting_s, 0.0)
-    wait_s = max(judge.lead_s([block.wait_s for block in suspect.blocks], late), seen_s)
+    wait_s = max(judge.lead_s([block.wait_s for block in suspect.blocks], rank), seen_s)
     phases_s = {}
     for phase in {name for own in spent.values() for name, _ in own} - {"waiting"}:
         # DDP waits inside a backward, where no stack shows it.
         hidden_s = wait_s - seen_s if phase == "backward" else 0.0
-        phases_s[phase] = median_s(late, phase), max(median_s(others, phase) - hidden_s, 0.0)
+        phases_s[phase] = median_s([rank], phase), max(median_s(others, phase) - hidden_s, 0.0)
     found = judge.judge_late(
-        late, step_s=step_s, wait_s=wait_s, own_s=step_s - waiting_s, phases_s=phases_s
+        [rank], step_s=step_s, wait_s=wait_s, own_s=step_s - waiting_s, phases_s=phases_s
     )
     if found is None:
         return None
     # Of several lines each may be seen in few blocks only, so the median may be 0 for all.
     places = {
         place: (statistics.median(times), sum(times))
-        for (name, place), times in spent[late[0]].items()
+        for (name, place), times in spent[rank].items()
         if name == found.phase and place
     }
     return found, max(places, key=lambda place: places[place], default="")
@@ -263,22 +264,16 @@ def _seconds_per_step(profile: Profile, blocks: Sequence[Block]) -> dict[Place, 
 
 
 def describe(
-    found: Straggler,
-    host: str,
-    where: str,
-    before: HostSample,
-    after: HostSample,
-    pids: Sequence[int],
+    found: Straggler, process: str, where: str, before: HostSample, after: HostSample, pid: int
 ) -> str:
     """Four lines about a straggler.
 
     Args:
+        process: Its host and pid, as text.
         where: Its place in the script, as text.
         before, after: The host at the beginning and the end of the profile.
-        pids: Of its ranks.
     """
-    why, fix = _why_and_fix(found, before, after, pids)
-    process = f"host {host}, pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
+    why, fix = _why_and_fix(found, before, after, pid)
     lines = [
         found.title(f"{name_ranks(found.ranks)} ({process})"),
         f"{found.comparison}{': ' if where else ''}{where}",
@@ -287,55 +282,53 @@ def describe(
 
 
 def _why_and_fix(
-    found: Straggler, before: HostSample, after: HostSample, pids: Sequence[int]
+    found: Straggler, before: HostSample, after: HostSample, pid: int
 ) -> tuple[str, str]:
     """The cause: the host, if it explains much of the lost share of time; otherwise the code, or both."""
     cure = judge.CURES[found.phase]
-    its, it, them = ("their", "they", "them") if len(pids) > 1 else ("its", "it", "it")
     lost = found.wait_s / found.step_s
     passed_s = after.time_s - before.time_s
 
-    def rate(name: str, numbers: Collection[int]) -> float:
-        """Of one process, on average."""
+    def rate(name: str, number: int) -> float:
         then, now = getattr(before, name), getattr(after, name)
-        known = then.keys() & now & set(numbers)
-        return float(sum(now[n] - then[n] for n in known)) / passed_s / max(len(numbers), 1)
+        return float(now[number] - then[number]) / passed_s if number in then.keys() & now else 0.0
 
-    others = after.delay_s.keys() - set(pids)
+    others = [other for other in after.delay_s if other != pid]
     throttled = (after.throttled_s - before.throttled_s) / passed_s
     if throttled > 0.1:
         return (
             f"the CPU limit of the control group stopped ranks for {min(throttled, 1):.0%} of the time.",
             "raise the limit, or start fewer ranks or threads (OMP_NUM_THREADS).",
         )
-    delay, others_delay = rate("delay_s", pids), rate("delay_s", others)
+    delay = rate("delay_s", pid)
+    others_delay = statistics.fmean(rate("delay_s", other) for other in others)
     if delay - others_delay > lost / 3:
         outside_job = after.names.keys() - after.job
-        use = sorted(((rate("cpu_s", [n]), n) for n in outside_job), reverse=True)
+        use = sorted(((rate("cpu_s", n), n) for n in outside_job), reverse=True)
         largest = [
             f"pid {number} ({after.names[number]}) uses {cores:.1f} of one"
             for cores, number in use[:2]
             if cores > 0.2
         ]
-        why = f"{its} host had no free core for {them} {delay:.0%} of the time"
+        why = f"its host had no free core for it {delay:.0%} of the time"
         return (
             f"{'; '.join([why, *largest])}.",
             "end the other processes, give the ranks cores of their own, or use fewer threads.",
         )
-    faults = rate("faults", pids)
-    if faults > 20 + 2 * rate("faults", others):
+    faults = rate("faults", pid)
+    if faults > 20 + 2 * statistics.fmean(rate("faults", other) for other in others):
         return (
-            f"{its} host read {faults:.0f} pages of {its} memory per second from a disk.",
+            f"its host read {faults:.0f} pages of its memory per second from a disk.",
             "check that the host has enough memory for the job and its files.",
         )
     if delay > _LEAST_DELAY:
         return (
-            f"{its} code takes longer, and {its} host has too few cores: {it} waited for one {delay:.0%} of "
-            f"the time, the other ranks {others_delay:.0%}.",
+            f"its code takes longer, and its host has too few cores: it waited for one {delay:.0%} of the "
+            f"time, the other ranks {others_delay:.0%}.",
             f"{cure}; and start fewer ranks or threads, or use a host with more cores.",
         )
     return (
-        f"{its} code, not {its} host: {it} used {min(rate('cpu_s', pids), 99.0):.1f} cores, and waited for "
+        f"its code, not its host: it used {min(rate('cpu_s', pid), 99.0):.1f} cores, and waited for "
         f"one {delay:.0%} of the time.",
         f"{cure}.",
     )
