@@ -19,7 +19,7 @@ from paceline.clock.step_clock import BACKWARD, COMMUNICATION, DATA, PHASES, Tim
 from paceline.exit_codes import ExitCode
 from paceline.metrics.json_lines import JSONLines
 from paceline.metrics.live import RankBars, choose_ranks, letters
-from paceline.report.frame import follow, frame
+from paceline.report.frame import follow, frame, read
 from paceline.report.run import RunReader, load
 
 NOW = 1e9 + 21.0
@@ -83,6 +83,23 @@ def test_the_advice_of_the_report_is_shown_while_the_run_goes_on(tmp_path: Path)
     assert f"advice: {first[0]}" in " ".join(_shown(tmp_path).split())
     # `paceline top` keeps the newest windows only, and they are enough.
     assert first == follow(str(tmp_path)).read().findings
+
+
+def test_one_stall_of_a_long_run_is_no_advice(tmp_path: Path) -> None:
+    """The newest windows hold the whole stall, and a small part of the time until the next."""
+    clock = JSONLines(tmp_path / record.FILE)
+    clock.log(0, {"run": {"time": 1e9, "total_steps": 5000, "world_size": 1, "device": "cpu"}})
+    for step in range(5, 3005, 5):
+        times = _times(0.9, 0.0)
+        times.spent_s[PHASES.index("checkpoint")] = 5.0 * (step == 2980)
+        clock.log(step, record.line_of([record.pack(times, 0, 2e9, 0.5, 0.5)], 1e9 + step, 40))
+    clock.close()
+    assert load(str(tmp_path)).findings == []
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as text:
+        console.print(read(follow(str(tmp_path)), NOW))
+    assert "advice" not in text.get()
+    assert "no limit found" in text.get()
 
 
 def test_there_is_no_advice_about_a_healthy_run_or_a_short_one(tmp_path: Path) -> None:

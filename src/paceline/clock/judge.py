@@ -57,7 +57,7 @@ _LARGE_DATA_SHARE = 0.3  # of a step; then it is told also if the host has no fr
 _USABLE_SHARE = 0.9  # of the time of the cores; workers have costs of their own
 _LINK_FACTOR = 1.5  # communication may take so much longer than the link explains
 # By phase: what to do, and the share of the time that it then takes, or of what it takes now.
-_STALLS = {
+STALLS = {
     "checkpoint": ('Checkpoints(..., every_s="auto")', 0.035, "the time"),
     "evaluation": ("evaluate half as often", 0.5, "what it takes now"),
     "logging": ("training.log(..., every_n=) in a tenth of the steps", 0.1, "what it takes now"),
@@ -523,7 +523,7 @@ def _compression(evidence: Evidence, exposed_s: float, size: int, title: str) ->
 
 def _stalls(windows: Sequence[Window], run: Mapping[str, Any]) -> Iterator[Finding]:
     wall_s = sum(sum(window.wall_s) for window in windows)
-    for phase, (cure, left, of) in _STALLS.items():
+    for phase, (cure, left, of) in STALLS.items():
         if phase == "checkpoint" and run.get("checkpoint_every_s") == "auto":
             continue
         stall_s = sum(sum(window.spent_s[phase]) for window in windows)

@@ -10,12 +10,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from paceline.clock.judge import STALLS
 from paceline.clock.record import Window
 from paceline.metrics.flops import utilisation
 from paceline.metrics.live import RankBars
 from paceline.report.run import Run, RunReader
 
-_RECENT = 10  # windows that the time left follows from
+_RECENT = 10  # windows that the time left and the advice follow from
 # A run is said to be quiet after so many seconds, and so many times the usual interval of its lines.
 _QUIET_S, _QUIET_INTERVALS = 5.0, 3.0
 _BAR = 20  # columns of the terminal
@@ -132,12 +133,16 @@ def _values(run: Run) -> str:
 
 
 def _verdict(run: Run) -> list[Text]:
-    """What limits the run in the windows that are kept; nothing before enough was measured."""
+    """What limits the run in the windows that are kept; nothing before enough was measured.
+
+    These windows are too few to tell which share of the time goes to what the run does now and then.
+    """
     if run.findings is None:
         return []
-    if not run.findings:
+    found = [finding for finding in run.findings if finding.kind not in STALLS]
+    if not found:
         return [_line("no limit found", "green")]
-    return [Text(f"advice: {run.findings[0]}", "bold yellow")]
+    return [Text(f"advice: {found[0]}", "bold yellow")]
 
 
 def _number(value: Any) -> str:

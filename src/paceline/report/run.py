@@ -328,6 +328,8 @@ def shown_steps(record: Record) -> list[tuple[Window, str]]:
     after = [window for window in kept if window.step not in warm_up]
     if not after:
         return [(kept[-1], "in the warm-up")] if kept else []
+    if len(after) == 1:
+        return [(after[0], "the only one kept after the warm-up")]
     by_length = sorted(after, key=lambda window: window.spans_s)
     found: dict[int, tuple[Window, str]] = {}
     for window, what in (
@@ -348,13 +350,17 @@ def _checkpoints(path: Path) -> tuple[list[tuple[int, int, float]], list[str]]:
         if not folder.is_dir():
             continue
         store = open_store(str(folder))
+        failed: dict[int, tuple[str, Exception]] = {}
         for step, name in folders(store).items():
             try:
                 manifest = read_manifest(store, step, name)
             except (Damaged, PacelineError, OSError) as error:
-                if name in folders(store).values():  # otherwise the run has just removed it
-                    why = str(error).splitlines()[0].removesuffix(".")
-                    damaged.append(f"The checkpoint of step {step:,} is left out: {why}.")
+                failed[step] = name, error
                 continue
             found.append((step, manifest.size_bytes, manifest.saved_at))
+        left = folders(store).values() if failed else ()
+        for step, (name, error) in failed.items():
+            if name in left:  # otherwise the run has just removed it
+                why = str(error).splitlines()[0].removesuffix(".")
+                damaged.append(f"The checkpoint of step {step:,} is left out: {why}.")
     return sorted(found), damaged
