@@ -28,8 +28,10 @@ def _levels(told: dict[str, Any]) -> dict[str, set[str]]:
 def test_one_process_examines_this_host(tmp_path: Path) -> None:
     # No /dev/shm holds a batch of an exbibyte.
     need = ["--workers", "1", "--batch-mib", "1e12"]
-    done = finish(start(["doctor", "--folder", str(tmp_path / "runs"), *need], tmp_path))
+    words = ["doctor", "--folder", str(tmp_path / "runs"), *need]
+    done, as_json = (finish(start([*words, *more], tmp_path)) for more in ([], ["--json"]))
     assert done.code == 1, done
+    assert as_json.code == _told(as_json)["exit_code"] == 1, as_json
     lines = done.out.splitlines()
     assert lines[0].startswith("fail  shared memory: /dev/shm of "), done
     assert any(line.startswith("ok    versions: paceline") for line in lines)

@@ -212,11 +212,22 @@ raise OSError("x")
 """
 
 
-def test_ranks_that_end_early_fork_or_block_signals(tmp_path: Path) -> None:
-    early, forked, blocked = run_each(
+HANDLES = """
+import sys
+try:
+    1 / 0
+except ZeroDivisionError:
+    print("went on")
+    sys.exit(0)
+"""
+
+
+def test_ranks_that_end_early_fork_handle_errors_or_block_signals(tmp_path: Path) -> None:
+    early, forked, handled, blocked = run_each(
         [
             ("--nproc-per-node=2", MAY_END_EARLY),
             ("--nproc-per-node=2", FORKS),
+            ("--nproc-per-node=2", HANDLES),
             ("--nproc-per-node=2 --shutdown-timeout=1", BLOCKS),
         ],
         tmp_path,
@@ -225,6 +236,9 @@ def test_ranks_that_end_early_fork_or_block_signals(tmp_path: Path) -> None:
     assert (forked.code, forked.out.count("went on")) == (0, 2), forked
     assert forked.err.count("OSError: in the child") == 2  # it is not the rank
     assert "failed" not in forked.err
+    assert (handled.code, handled.out.count("went on")) == (0, 2), handled
+    assert "ZeroDivisionError" not in handled.err
+    assert "failed" not in handled.err
     assert (blocked.code, "rank 0 of 2 failed: OSError: x" in blocked.err) == (1, True), blocked
     assert "rank 1" not in blocked.err
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,15 @@ def _code(entry: Any, words: list[str]) -> int:
         return int(entry(words))
     except SystemExit as error:
         return int(error.code or 0)
+
+
+def test_the_version_and_the_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _code(cli.main, ["--version"]) == ExitCode.OK
+    assert capsys.readouterr().out == f"paceline {version('paceline')}\n"
+    assert _code(cli.main, ["--help"]) == ExitCode.OK
+    printed = capsys.readouterr()
+    assert "exit codes:" in printed.out
+    assert printed.err == ""
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

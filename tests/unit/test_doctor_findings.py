@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +295,34 @@ def test_a_link_between_hosts_is_measured() -> None:
     # A client with another key gets no answer.
     assert refused["ephemeral"]
     assert "latency_s" not in refused
+
+
+def test_a_client_that_says_nothing_does_not_delay_the_end() -> None:
+    listener = Listener("127.0.0.1", KEY)
+    address = ("127.0.0.1", listener.endpoint["ephemeral"])
+    with socket.create_connection(address) as silent:
+        silent.sendall(KEY.encode() + b"p")
+        assert silent.recv(8)  # it is being answered, for 30 s
+        ending = threading.Thread(target=listener.close, daemon=True)
+        ending.start()
+        ending.join(10)
+        assert not ending.is_alive()
+
+
+def test_failed_accepts_are_not_repeated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[float] = []
+
+    def too_many_open_files(self: socket.socket) -> None:
+        failed.append(time.perf_counter())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    listener = Listener("127.0.0.1", KEY)
+    monkeypatch.setattr(socket.socket, "accept", too_many_open_files)
+    with socket.create_connection(("127.0.0.1", listener.endpoint["ephemeral"])):
+        while len(failed) < 10:
+            time.sleep(0.01)
+        listener.close()
+    assert failed[9] - failed[0] > 0.08  # nine pauses of 10 ms
 
 
 def test_a_port_that_nobody_opened_is_a_fact() -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.errors import ConfigError
 from paceline.launch.options import read_options
@@ -33,6 +34,15 @@ def test_how_long_ranks_may_take_to_end(
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
     read = read_options([*options, "train.py"])
     assert (read.grace_s(may_save=False), read.grace_s(may_save=True)) == expected
+
+
+def test_devices_that_are_missing_name_the_way_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="and torch finds no GPU") as raised:
+        read_options(["--nproc-per-node=gpu", "train.py"])
+    assert "--nproc-per-node=cpu" in str(raised.value)
 
 
 @pytest.mark.parametrize(

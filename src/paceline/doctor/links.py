@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from paceline.doctor.facts import Facts
 from paceline.job.environment import FIREWALL_PORTS
@@ -27,6 +28,7 @@ _SIZES = {b"s": 1 << 20, b"l": 32 << 20}  # the large one only if the link is fa
 _CHUNK = 1 << 20
 _SLOW_S = 0.2
 _POLL_S = 0.05  # within which a listener notices that it is closed
+_PAUSE_S = 0.01  # after a failed accept
 _KEY_CHARS = 64
 _PING = b"p"
 
@@ -54,7 +56,7 @@ class Listener:
             thread.start()
 
     def close(self) -> None:
-        """Stop listening, and wait for the clients that are being answered."""
+        """Stop listening. Clients that are being answered are not waited for."""
         for server, thread in zip(self._servers, self._threads, strict=True):
             server.shutdown()
             thread.join()
@@ -82,10 +84,22 @@ class _Answers(socketserver.BaseRequestHandler):
 class _Server(socketserver.ThreadingTCPServer):
     """Serves on a socket that listens already, with a thread for each client."""
 
+    daemon_threads = True
+
     def __init__(self, listening: socket.socket, key: str) -> None:
         super().__init__(listening.getsockname(), _Answers, bind_and_activate=False)
         self.socket.close()
         self.socket, self.key = listening, key.encode()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a client."""
+        try:
+            return super().get_request()
+        except (
+            OSError
+        ):  # it has left, or too many files are open, and the next attempt follows at once
+            time.sleep(_PAUSE_S)
+            raise
 
 
 def measure(endpoint: Facts, key: str, host: str) -> Facts:

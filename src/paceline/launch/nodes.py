@@ -3,10 +3,10 @@
 A front to `torch.distributed.elastic.rendezvous.dynamic_rendezvous`, which takes 43 s to notice a lost node.
 Changes: a node is dead when its heartbeat has not changed for 3 s of *this* node's clock (torch compares the
 clocks of two hosts); a later round is complete as soon as all living nodes are back, without a last call;
-each round has a new store for the ranks; the first round begins without torch's random pause, and the state
-is read at least ten times a second while nodes meet. Several nodes with static or etcd rendezvous use torch's
-own. torch does not authenticate the nodes and exchanges pickled state between them: use several nodes in
-trusted networks only.
+each round has a new store for the ranks; the first round begins without torch's random pause, and up to
+16 nodes read the state at least ten times a second while they meet; more nodes read it less often. Several
+nodes with static or etcd rendezvous use torch's own. torch does not authenticate the nodes and exchanges
+pickled state between them: use several nodes in trusted networks only.
 
 Added: nodes that the user numbered keep their numbers; a node with another torch, paceline or script is
 refused; while nodes are missing, a line every 10 s says which; clocks that differ by more than a minute are

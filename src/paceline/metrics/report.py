@@ -36,7 +36,7 @@ _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
 _CLOCK_WINDOW_S, _LONGEST_WINDOW_S = 1.0, 10.0
 _GROWS_AFTER_S = 3600.0
 _SPANS_EVERY = 30  # lines of clock.jsonl, after the first ones; see `_keeps_spans`
-_LONGER = 1.2  # than all steps before, so that the phases of a step are kept in any case
+_LONGER = 1.2  # than all steps kept before, so that the phases of a step are kept in any case
 _MOST_KEPT = 2000  # rows of ranks that are kept for the advice, each of about 1 KB
 _LEAST_KEPT = 10  # windows
 _RANKS_PER_S = 128  # with more ranks it takes longer, so that the file does not grow faster
@@ -261,10 +261,11 @@ class Report:
                 line["tokens"], self._clock_tokens = self._clock_tokens, 0
             self._num_windows += 1
             length_s = record.length_s(line.get("spans", ()))
-            if self._num_windows > 1 and length_s > _LONGER * self._longest_s:
-                self._longest_s = length_s
-            elif not _keeps_spans(self._num_windows):
+            is_longer = self._num_windows > 1 and length_s > _LONGER * self._longest_s
+            if not (is_longer or _keeps_spans(self._num_windows)):
                 line.pop("spans", None)
+            elif self._num_windows > 1:
+                self._longest_s = max(self._longest_s, length_s)
             window = record.read_window({"step": step, **line})
             if self._progress is not None:
                 self._progress.show_ranks(window, self._job.device.type)
@@ -354,7 +355,8 @@ def _window_s(passed_s: float, ranks: int) -> float:
 def _keeps_spans(number: int) -> bool:
     """Whether this line of clock.jsonl, from 1, has the phases of a step in order, which take most of a line.
 
-    Short runs have some too: 1, 2, 4, 8, ... and each 30th. `Report` also keeps those of the longest steps.
+    Short runs have some too: 1, 2, 4, 8, ... and each 30th. `Report` also keeps those of longer steps. Of
+    the steps of a line only the second one is looked at.
     """
     return number & (number - 1) == 0 or number % _SPANS_EVERY == 0
 
