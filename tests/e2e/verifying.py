@@ -10,10 +10,11 @@ from typing import Any
 
 import psutil
 
-# Reads one command a line, and answers with its exit code when all its processes have ended: a subreaper is
-# the parent of those that it leaves behind.
+# Reads one command a line, and answers with its exit code and the processes that it leaves behind: a
+# subreaper becomes their parent.
 _SERVER = """
 import contextlib, ctypes, json, os, sys, tempfile, traceback
+import psutil
 from paceline.cli.main import main
 from paceline.verify import session
 
@@ -42,10 +43,12 @@ while line := sys.stdin.readline():
             sys.stderr.flush()
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    left = []
     with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
-    print(code, flush=True)
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        left = [process.cmdline() for process in psutil.Process().children()]
+    print(json.dumps([code, left]), flush=True)
 """
 
 
@@ -71,14 +74,15 @@ def end_server() -> None:
 
 
 def verify(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `paceline verify` in this folder until all its processes have ended. It must leave no file."""
+    """Run `paceline verify` in this folder. It must leave no file and no process."""
     server = start_server()
     assert server.stdin is not None
     assert server.stdout is not None
     try:
         server.stdin.write(json.dumps([words, str(folder)]) + "\n")
         server.stdin.flush()
-        code = int(server.stdout.readline())
+        code, left = json.loads(server.stdout.readline())
+        assert not left
     except BaseException:
         end_server()  # such as the time limit of the test
         raise
