@@ -13,12 +13,13 @@ import psutil
 # Reads one command a line, and answers with its exit code and the processes that it leaves behind: a
 # subreaper becomes their parent.
 _SERVER = """
-import contextlib, ctypes, json, os, sys, tempfile, traceback
+import contextlib, ctypes, json, os, sys, tempfile, time, traceback
 import psutil
 from paceline.cli.main import main
 from paceline.verify import session
 
 PR_SET_CHILD_SUBREAPER = 36
+END_S = 10  # helpers of a rank end after it: torch's loader workers look for their rank every 5 s
 session.preload()
 ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 while line := sys.stdin.readline():
@@ -43,11 +44,14 @@ while line := sys.stdin.readline():
             sys.stderr.flush()
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    left = []
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-        left = [process.cmdline() for process in psutil.Process().children()]
+    until = time.monotonic() + END_S
+    left = [None]
+    while left and time.monotonic() < until:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        left = [process.pid for process in psutil.Process().children()]
+        time.sleep(0.05 if left else 0)
     print(json.dumps([code, left]), flush=True)
 """
 
