@@ -124,6 +124,19 @@ def test_what_reproducible_mode_refuses_is_said_in_a_sentence(tmp_path: Path) ->
     assert facts["fix"] == "leave --bitwise out."
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_other_wrong_input_is_not_blamed_on_bitwise(tmp_path: Path) -> None:
+    text = SCRIPT.format(**PLAIN).replace(
+        "optimizer, batches,", "optimizer, batches, precision='fp17',"
+    )
+    (tmp_path / "train.py").write_text(text)
+    code, facts = run(tmp_path, "--bitwise", "train.py")
+    assert code == 3
+    assert "ConfigError: precision must be one of" in facts["what"]
+    assert not facts["fix"]
+
+
 FAULTS = [
     ("parameter of ranks", 1, "0.weight", {"before": "optimizer.param_groups[0]['lr'] *= 1 + job.rank"}),
     ("loss", 2, "", {"before": "optimizer.param_groups[0]['lr'] *= job.world_size"}),

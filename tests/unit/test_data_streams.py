@@ -295,11 +295,29 @@ def test_a_resume_far_into_a_stream_needs_no_memory_for_what_it_skips(job: Job) 
     assert peak < 3_000_000  # 20 bytes for each skipped sample
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_the_digest_of_a_sparse_tensor_reads_its_indices_and_values() -> None:
+    def sparse(at: int, value: float) -> torch.Tensor:
+        where = torch.tensor([[0], [at]])
+        return torch.sparse_coo_tensor(where, torch.tensor([value]), (10**6, 10**6))
+
+    one = sparse(7, 1.0)
+    assert digest(one, elements=4) == digest(sparse(7, 1.0), elements=4)
+    assert len({digest(each) for each in (one, sparse(8, 1.0), sparse(7, 2.0))}) == 3
+    in_halves = torch.sparse_coo_tensor([[0, 0], [7, 7]], [0.5, 0.5], (10**6, 10**6))
+    assert digest(in_halves) == digest(one)
+    dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    for to_sparse in ("to_sparse_csr", "to_sparse_csc"):
+        own = [getattr(each, to_sparse)() for each in (dense, dense.T, 2 * dense)]
+        assert len({digest(each) for each in own}) == 3
+
+
 def test_digests_tell_samples_apart_and_ignore_what_they_cannot_read() -> None:
     x = torch.arange(4.0)
     items = [x, x + 1, x.to(torch.bfloat16), (x, 1), {"a": x}, "a", b"a", 1, np.arange(3), [None]]
     assert len({digest(item) for item in items}) == len(items)
     assert digest((x, object())) == digest((x.clone(), object()))
+    assert digest({"dtype": np.float32}) == digest({"dtype": object()})
     assert digest(x[::2]) == digest(torch.tensor([0.0, 2.0]))
     # Views whose bytes are not the values, and what an evaluation gives.
     c = torch.tensor([1 + 2j])

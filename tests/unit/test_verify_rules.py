@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,8 @@ from paceline.audit.rules import RULES
 from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.evaluation import averaged_metric, metric_of_one_rank, misordered_gather
-from paceline.audit.rules.gradient import loss_of_rank, mean_of_means
+from paceline.audit.rules.gradient import loss_of_rank, mean_of_means, scaled_gradient
+from paceline.audit.rules.randomness import same_dropout
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, outliers
 from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
 from paceline.audit.rules.shards import different_datasets
@@ -248,6 +251,23 @@ def test_means_over_the_terms_of_each_rank(weights: tuple[float, float], found: 
         assert "in 1 of 1 steps" in judged.effect
 
 
+@pytest.mark.parametrize(
+    ("optimizers", "whose"), [(1, "the gradient"), (2, "the first optimizer's gradient")]
+)
+def test_the_gradient_that_was_compared_is_named(
+    tmp_path: Path, optimizers: int, whose: str
+) -> None:
+    step = {"k": "step", "s": 1, "at": "t.py:2", "lrs": [0.1], "base": 0.0, "grads": {}}
+    first = {"k": "forward-end", "trains": True, "params": {}, "rows": [1], "sync": True}
+    events = [first, {"k": "backward", "at": "t.py:1"}, *[step] * optimizers]
+    torch.save({"w": torch.ones(3)}, tmp_path / "gradients.pt")
+    runs = [run(mode, *[events] * count) for mode, count in (("solo", 1), ("mirrored", 2))]
+    solo, mirrored = (replace(each, plan=replace(each.plan, folder=tmp_path)) for each in runs)
+    judged = scaled_gradient(Case(solo, mirrored, mirrored))
+    assert isinstance(judged, NoFault)
+    assert judged.evidence.startswith(f"{whose} of step 1 was 1 times that of one process")
+
+
 def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
     gradients = [{"w": torch.randn(9)} for _ in range(2)]
     ranks = [_step_on(20, 1 / 20)[1:], _step_on(50, 1 / 50)[1:]]
@@ -331,6 +351,92 @@ def test_a_known_message_of_a_script_that_failed_is_explained() -> None:
     assert "LOCAL_WORLD_SIZE" in (refused.value.fix or "")
 
 
+def _failed(rank: int, kind: str, message: str) -> RankLog:
+    failed = {"k": "failed", "type": kind, "message": message, "place": f"t.py:{rank}"}
+    return RankLog(rank, [failed], [])
+
+
+def test_the_rank_that_failed_for_another_one_is_not_the_cause() -> None:
+    lost = _failed(0, "RuntimeError", "[pair.cc:553] Connection closed by peer [127.0.0.1]:4321")
+    plan = RunPlan(Path("x"), "ordinary", 2, 20)
+    with pytest.raises(Refused) as refused:
+        refuse(Run(plan, [lost, _failed(1, "KeyError", "'labels'")], 1))
+    assert "KeyError: 'labels'" in refused.value.what
+    assert refused.value.where == "t.py:1"
+    with pytest.raises(Refused) as refused:
+        refuse(Run(plan, [lost, RankLog(1, [], [])], 1))
+    assert "Connection closed by peer" in refused.value.what
+
+
+def test_only_the_error_that_ended_the_script_is_blamed_on_bitwise() -> None:
+    mode = {"k": "not-bitwise", "at": "t.py:9", "what": "reproducible training ...", "why": ""}
+    plan = RunPlan(Path("x"), "solo", 1, 20)
+    for error, fix in (
+        ("reproducible training ...\n  why: x", "leave --bitwise out."),
+        ("'x'", ""),
+    ):
+        failed = _failed(0, "KeyError", error).events
+        with pytest.raises(Refused) as refused:
+            refuse(Run(plan, [RankLog(0, [mode, *failed], [])], 1))
+        assert refused.value.fix == fix
+
+
+def test_a_schedule_in_a_run_without_a_step() -> None:
+    loader = {"k": "loader", "loader": "a", "batch_size": 4}
+    events = [
+        {"k": "batch", "loader": "a"},
+        {"k": "forward"},
+        {"k": "backward"},
+    ]
+    steps = [
+        {"k": "step", "s": s, "at": "t.py:1", "lrs": [1 / (s + 1)], "base": 1.0} for s in range(4)
+    ]
+    solo = run("solo", [{**loader, "batches": 8}, *events, *steps])
+    hung = run("ordinary", *[[{**loader, "batches": 4}, *events]] * 2)
+    schedule = {"k": "schedule", "at": "t.py:2", "metric": None}
+    solo.ranks[0].events.append(schedule)
+    assert not isinstance(fast_schedule(Case(solo, hung)), FaultFound)
+
+
+def _noisy(rank: int, count: int) -> list[dict[str, Any]]:
+    """Five forwards; before the first `count` of them the ranks draw equal noise."""
+    return [
+        {
+            "k": "forward-end", "trains": True, "model": "m", "s": s, "at": "t.py:1", "samples": 4,
+            "draws": 1024 * (s < count), "random": {"torch": s, "cuda": s}, "drew": {},
+            "rows": [rank], "sync": True,
+        }
+        for s in range(5)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "found"), [(0, NoFault), (1, NoFault), (2, NoFault), (3, FaultFound)]
+)
+def test_equal_noise_in_one_forward_may_be_a_constant(count: int, found: type) -> None:
+    judged = same_dropout(case(_noisy(0, count), _noisy(1, count)))
+    assert isinstance(judged, found)
+    if not count:
+        assert isinstance(judged, NoFault)
+        assert "draws no noise" in judged.evidence
+
+
+def test_masks_of_one_of_two_generators_are_equal() -> None:
+    ranks = [_noisy(rank, 0) for rank in range(2)]
+    for rank, events in enumerate(ranks):
+        for event in events:
+            event["drew"] = {"torch": 1, "cuda": 2}
+            event["random"]["torch"] = rank
+    judged = same_dropout(case(*ranks))
+    assert isinstance(judged, FaultFound)
+    assert "'cuda'" in judged.why
+
+
+def test_no_model_but_the_trained_one_was_evaluated() -> None:
+    judged = different_untrained_models(case([], []))
+    assert judged == NoFault("all models that were evaluated are trained.")
+
+
 def test_outliers() -> None:
     assert outliers(["a", "a", "b"]) == [2]
     assert outliers(["b", "a", "a"]) == [0]
@@ -372,6 +478,19 @@ def test_the_weight_of_one_term(loss: Any, weight: float, count: float) -> None:
 def test_a_loss_whose_weight_cannot_be_read() -> None:
     assert loss_weight((LOGITS.mean() * LOGITS.sum()).reshape(())) is None
     assert loss_weight(LOGITS.exp().max()) is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_values_without_readable_content_count_by_their_representation() -> None:
+    values: list[Any] = [
+        np.array(["a", "b"], object),
+        np.array(["c", "d"], object),
+        np.float32,
+        np.float64,
+        torch.quantize_per_tensor(torch.tensor([0.0, 1.0]), 0.5, 0, torch.qint8),
+        torch.quantize_per_tensor(torch.tensor([0.5, 1.0]), 0.5, 0, torch.qint8),
+    ]
+    assert len({digest(value) for value in values}) == len(values)
 
 
 def test_digests_tell_values_shapes_and_types_apart() -> None:

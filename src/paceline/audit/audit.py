@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from paceline.audit.evidence import Event, Mode, Run, RunPlan
 from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
+from paceline.audit.report_text import finding, section
 from paceline.audit.rules import RULES
 from paceline.audit.rules.rule import (
     Case,
@@ -22,8 +23,6 @@ from paceline.audit.rules.rule import (
     NoFault,
     NotJudged,
     Rule,
-    finding,
-    section,
 )
 from paceline.errors import name_ranks
 
@@ -169,21 +168,21 @@ def _judge(rule: Rule, case: Case) -> Judgement:
 def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
     """The mode of the replay; None and the reason if no replay is possible."""
     batch = next(iter(solo.ranks[0].training_batches), {})
-    of_one, *each = (
+    solo_size, *each = (
         _size(next(iter(log.training_batches), {})) for log in (solo.ranks[0], *ordinary.ranks)
     )
-    if of_one is None or None in each:
+    if solo_size is None or None in each:
         return None, "no DataLoader gave batches that could be given to all ranks."
-    if all(size == of_one for size in each):
+    if all(size == solo_size for size in each):
         # A loss that compares the samples of all ranks must get each sample once.
-        is_divided = ordinary.ranks[0].gather_for_loss and not of_one % len(each)
+        is_divided = ordinary.ranks[0].gather_for_loss and not solo_size % len(each)
         return "divided" if is_divided else "mirrored", ""
-    if sum(size or 0 for size in each) == of_one:
+    if sum(size or 0 for size in each) == solo_size:
         if batch.get("ids") and len(batch["ids"]) != batch["size"]:
             return None, "the first dimension of a batch is not its samples."
         return "divided", ""
     sizes = ", ".join(map(str, each))
-    return None, f"one process trains on batches of {of_one}, the ranks on batches of {sizes}."
+    return None, f"one process trains on batches of {solo_size}, the ranks on batches of {sizes}."
 
 
 def _size(batch: Event) -> int | None:

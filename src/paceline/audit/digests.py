@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from paceline.data.digest import bytes_of
-from paceline.data.digest import digest as digest_known
+from paceline.data import digest as content
+from paceline.data.digest import bytes_of, has_content
 
 # Attributes of a dataset are searched for random generators up to this depth.
 _MAX_DEPTH = 3
@@ -21,19 +21,15 @@ _MT_WORDS = 624
 
 def digest(value: Any) -> int:
     """A hash of the content of a sample, a batch or a tensor; other values count by their representation."""
-    known = [
-        x if isinstance(x, torch.Tensor) or hasattr(x, "tobytes") else repr(x)
-        for x in leaves(value)
-    ]
-    return digest_known(known)
+    return content.digest([x if has_content(x) else repr(x) for x in leaves(value)])
 
 
 def digest_rows(tensor: torch.Tensor) -> list[int]:
     """The digest of each row of a tensor: its type, shape and bytes."""
     header = f"{tuple(tensor.shape[1:])}{tensor.dtype}"
-    content = bytes_of(tensor)
-    size = len(content) // max(len(tensor), 1)
-    return [digest_known([header, content[i * size : (i + 1) * size]]) for i in range(len(tensor))]
+    whole = bytes_of(tensor)
+    size = len(whole) // max(len(tensor), 1)
+    return [content.digest([header, whole[i * size : (i + 1) * size]]) for i in range(len(tensor))]
 
 
 def leaves(value: Any) -> Iterator[Any]:

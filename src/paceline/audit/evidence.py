@@ -51,7 +51,8 @@ Mode = Literal["solo", "ordinary", "mirrored", "divided"]
 #   trains-on               the script would train on after the wanted steps
 #   enough                  verification ended the script after the wanted steps
 #   exit, failed, end       sys.exit (by: module, code), an error, the end of the process (buffers, wanted)
-#   training, paceline-start, paceline-step, evaluated   of scripts that use paceline: see `record_paceline`
+#   training, paceline-start, paceline-step, evaluated, not-bitwise   of scripts that use paceline: see
+#                           `record_paceline`
 Event = dict[str, Any]
 
 # Only tensors of up to this many values are metrics; their values are recorded.

@@ -59,7 +59,7 @@ class _Hooks:
         self._described: dict[str, dict[str, Any]] = {}
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
-        self._cut_at: int | None = None  # the step in which first passes were cut
+        self._cut_at: int | None = None  # the step in which passes were cut
         # A replay ends where the solo run ended, and the ordinary run is cut where the solo run was.
         mode = progress.plan.mode
         self._may_cut = mode == "solo" or (mode == "ordinary" and progress.plan.cut_at is not None)
@@ -122,16 +122,16 @@ class _Hooks:
             self._recorder.write("trains-on")
 
     def cuts_pass(self, of: _RecordedPass, frame: FrameType) -> bool:
-        """Whether to end the first pass here, since too few steps are left to see the second one begin.
+        """Whether to end a pass here, since too few steps are left to see the next one begin.
 
-        Only where the order of the second depends on `set_epoch`, and after the same step in all runs; a
-        replay ends where the run of one process ended.
+        Only where the order of the next depends on `set_epoch`, and after the same step in all runs; a
+        replay ends where the run of one process ended. The next pass begins with that step, and is not cut.
         """
         described = self._described[of.name]
         sharding = described["sharding"]
         cuts = (
             self._may_cut
-            and of.number == 0
+            and of.num_batches > 0
             and ("epoch" in sharding or described["takes_epoch"])
             and sharding.get("shuffle", True)
             and (described["batches"] or 0) > self._progress.expected_steps
@@ -212,7 +212,7 @@ class _Hooks:
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             "iterable": iterable,
             "dataset": type(dataset).__name__,
-            "split": digest(list(dataset.indices)) if isinstance(dataset, Subset) else "",
+            "split": digest(list(dataset.indices)) if isinstance(dataset, Subset) else None,
             "samples": None if sized is None else len(sized),
             "root_samples": None if sized is None else len(_root(sized)[0]),
             "batches": batches,

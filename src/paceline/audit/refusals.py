@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.audit.evidence import RankLog, Run
+from paceline.audit.evidence import Event, RankLog, Run
 from paceline.audit.rules.rule import Case
 from paceline.errors import PacelineError
 from paceline.explain.reading import recognise
@@ -122,12 +122,15 @@ def refuse_other_steps(case: Case) -> None:
 
 
 def _failure(run: Run, failed: list[RankLog]) -> Refused:
-    first = failed[0].first("failed") if failed else None
-    if first is None:
+    if not failed:
         return _refused(run, f"the script failed in {run.name} (exit code {run.returncode}).")
-    kind, text = first.get("type", ""), str(first.get("message", "")).strip().splitlines()
-    exit_ = failed[0].first("exit") or first
-    if refused := failed[0].first("not-bitwise"):
+    # A rank may have failed only because another one did.
+    log = next((each for each in failed if not _is_victim(each)), failed[0])
+    failure = log.first("failed") or {}
+    error, message = failure.get("type", ""), _message(failure)
+    exit_ = log.first("exit") or failure
+    refused = log.first("not-bitwise")
+    if refused and refused["what"] == message:
         return Refused(
             f"--bitwise turns reproducible mode on, and it refused the training: {refused['what']}",
             where=refused["at"],
@@ -135,22 +138,19 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
             fix="leave --bitwise out.",
             output=[],
         )
-    what = f"{kind}: {text[0] if text else ''}" if kind else f"sys.exit({exit_.get('code')!r})"
-    where = first.get("place", "")
-    start, init = (failed[0].first(kind) or {} for kind in ("start", "init"))
-    needs_nccl = "nccl" in str(init.get("backend")) and not failed[0].steps
-    in_cuda = str(first.get("module", "")).startswith("torch.cuda")
+    what = f"{error}: {message}" if error else f"sys.exit({exit_.get('code')!r})"
+    where, why = failure.get("place", ""), ""
+    start, init = (log.first(kind) or {} for kind in ("start", "init"))
+    needs_nccl = "nccl" in str(init.get("backend")) and not log.steps
+    in_cuda = str(failure.get("module", "")).startswith("torch.cuda")
     if exit_.get("by") == "argparse":
         what = "the script does not accept its arguments."
-        why, fix = (
-            "",
-            "give the script's arguments after `--`: paceline verify train.py -- --lr 0.1",
-        )
-    elif kind == "EOFError":
+        fix = "give the script's arguments after `--`: paceline verify train.py -- --lr 0.1"
+    elif error == "EOFError":
         what, why = "the script reads its standard input.", "it has none during verification."
         fix = "pass the value as an argument."
     elif not start.get("cuda_devices") and (in_cuda or needs_nccl):
-        what, why = "the script needs a GPU, and this host has none.", ""
+        what = "the script needs a GPU, and this host has none."
         where = init["at"] if needs_nccl else where
         fix = "use a host with a GPU, or choose the device with torch.cuda.is_available()."
     else:
@@ -158,6 +158,17 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
         why, fix = (known.cause.why, known.cause.fix) if known else ("", "")
         what = f"the script failed in {run.name}: {what}"
     return _refused(run, what, where=where, why=why, fix=fix)
+
+
+def _message(failure: Event) -> str:
+    """The first line of the message of an error."""
+    return next(iter(str(failure.get("message", "")).strip().splitlines()), "")
+
+
+def _is_victim(log: RankLog) -> bool:
+    """Whether a rank's error is known to follow from the failure of another rank."""
+    known = recognise(_message(log.first("failed") or {}))
+    return known is not None and known.cause.kind == "victim"
 
 
 def _no_step(run: Run) -> Refused:

@@ -10,6 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
+# The methods that give the content of a sparse tensor, by its layout.
+_BY_ROWS = ("crow_indices", "col_indices", "values")
+_BY_COLUMNS = ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+}
+
 
 def digest(value: Any, *, elements: int | None = None) -> int:
     """A hash in [0, 2^62) of the tensors, arrays, images and plain values in `value`.
@@ -18,7 +29,8 @@ def digest(value: Any, *, elements: int | None = None) -> int:
     ignored. Equal on hosts of one byte order.
 
     Args:
-        elements: The number of elements of each tensor that are read, the first ones; None reads all.
+        elements: The number of elements of each tensor that are read, the first ones; None reads all. Of a
+            sparse tensor, so many of its indices and of its values are read.
     """
     hasher = hashlib.blake2b(digest_size=8)
     _feed(hasher, value, elements)
@@ -39,19 +51,38 @@ def bytes_of(tensor: torch.Tensor, elements: int | None = None) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes()
 
 
+def has_content(value: Any) -> bool:
+    """Whether `value` is a tensor, array or image whose content `digest` reads."""
+    if isinstance(value, torch.Tensor):
+        return not (value.is_quantized or value.is_nested)
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    return hasattr(value, "tobytes") and not isinstance(value, type)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The indices and values of a sparse tensor, which may be too large as a dense one; else the tensor."""
+    names = _SPARSE_PARTS.get(tensor.layout)
+    if names is None:
+        return [tensor]
+    whole = tensor.detach()
+    whole = whole.coalesce() if whole.layout is torch.sparse_coo else whole
+    return [getattr(whole, name)() for name in names]
+
+
 def _feed(hasher: hashlib.blake2b, value: Any, elements: int | None) -> None:
     if isinstance(value, torch.Tensor):
-        if not (value.is_quantized or value.is_nested):
+        if has_content(value):
             hasher.update(f"{tuple(value.shape)}{value.dtype}".encode())
-            hasher.update(bytes_of(value, elements))
+            for part in _parts(value):
+                hasher.update(bytes_of(part, elements))
     elif isinstance(value, bytes):
         hasher.update(f"{len(value)} bytes:".encode())
         hasher.update(value)
     elif isinstance(value, bool | int | float | str | np.generic):
         hasher.update(f"{value!r},".encode())
-    elif hasattr(value, "tobytes"):  # arrays, and images of PIL
-        if not (isinstance(value, np.ndarray) and value.dtype.hasobject):
-            hasher.update(value.tobytes())
+    elif has_content(value):  # arrays, and images of PIL
+        hasher.update(value.tobytes())
     elif isinstance(value, tuple | list):
         for part in value:
             _feed(hasher, part, elements)

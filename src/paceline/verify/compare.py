@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from paceline.audit.evidence import Event, Run
-from paceline.audit.rules.rule import finding, section
+from paceline.audit.report_text import finding, section
 
 # Relative difference that is allowed for losses, gradient norms and scores. In float32 the examples stay
 # below a tenth of it for 20 steps; a wrong sample or weight causes a hundred times as much.

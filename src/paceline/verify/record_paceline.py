@@ -99,6 +99,7 @@ class _Hooks:
         # `verify` compares the ranks itself; the check of the training would stop the run.
         kwargs.pop("desync_also", None)
         kwargs["desync_every"] = 0
+        turns_on = self._progress.plan.bitwise and not kwargs.get("reproducible")
         if self._progress.plan.bitwise:
             kwargs["reproducible"] = True
         elif not self._numbers:
@@ -106,7 +107,7 @@ class _Hooks:
         try:
             init(training, *args, **kwargs)
         except ConfigError as error:
-            if self._progress.plan.bitwise:
+            if turns_on and "reproducible" in str(error):  # other input may be wrong, too
                 self._recorder.write("not-bitwise", at=user_line(), what=error.what, why=error.why)
             raise
         self._numbers[id(training)] = len(self._numbers)

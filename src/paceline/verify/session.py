@@ -91,8 +91,8 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
         if solo.ranks[0].of("training"):
             result = _compare(options, solo, counts, run, folder)
         else:
-            for name, given in (("--bitwise", options.bitwise), ("--rtol", options.rtol)):
-                if given:
+            for name, option in (("--bitwise", options.bitwise), ("--rtol", options.rtol)):
+                if option:
                     raise ConfigError(
                         f"{name} has no effect on a script that does not use paceline.",
                         why="such a script is audited; its runs are not compared with each other.",
@@ -134,9 +134,9 @@ def _result_of_audits(audits: list[AuditResult]) -> VerifyResult:
         lines += each.lines()
     faults = {name for each in audits for name in each.faults}
     notes = {name for each in audits for name in each.notes}
-    unclear = [judged for each in audits for judged in each.of(NotJudged).items()]
-    not_judged = {name for name, _ in unclear}
-    unexplained = {name for name, why in unclear if why.differs}
+    open_questions = [judged for each in audits for judged in each.of(NotJudged).items()]
+    not_judged = {name for name, _ in open_questions}
+    unexplained = {name for name, why in open_questions if why.differs}
     if faults:
         last = f"{len(faults)} fault{'s' * (len(faults) > 1)} found: {', '.join(sorted(faults))}"
     elif unexplained:

@@ -41,13 +41,13 @@ def evaluated_twice(case: Case) -> Judgement:
             e["loader"] == loader and e["ids"] for e in case.ranks[0].of("batch")
         ):
             # Known by content only: the data may contain equal samples, as the solo run shows.
-            of_one = next(
+            solo_rows = next(
                 (r[0] for k, r in solo.items() if k[1] == loader and set(r[0]) == distinct), None
             )
-            if of_one is None or not loader:  # inputs that the loop itself makes may be anything
+            if solo_rows is None or not loader:  # inputs that the loop itself makes may be anything
                 unclear = True
                 continue
-            surplus -= len(of_one) - len(distinct)
+            surplus -= len(solo_rows) - len(distinct)
         if surplus <= 0:
             continue
         gathers = any(  # more than a metric has values
@@ -273,8 +273,12 @@ def averaged_metric(case: Case) -> Judgement:
         return _metric_fault(case, unclear, is_mean=False)
     parts = []
     if judged:
-        values = "1 value that was" if judged == 1 else f"{judged} values that were"
-        parts.append(f"{values} reduced while evaluating: as on one process")
+        values, are = (
+            ("1 value that was", "is that")
+            if judged == 1
+            else (f"{judged} values that were", "are those")
+        )
+        parts.append(f"{values} reduced while evaluating {are} of one process")
     if with_counts:
         parts.append(f"{with_counts} were summed together with their number of samples")
     if not parts:

@@ -23,7 +23,7 @@ _MULTIPLE = 0.9999
 _MIN_VALUES = 8
 # Losses of one batch that differ by less differ by rounding.
 _SAME_LOSS, _ZERO_LOSS = 1e-3, 1e-6
-_INPUTS = {"params": "weights", "rows": "inputs", "random": "states of the random generators"}
+_STARTS = {"params": "weights", "rows": "inputs", "random": "states of the random generators"}
 # Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
 _SAME_TOTAL = 0.1
 # Weights of samples that differ by less are a note.
@@ -49,7 +49,9 @@ def scaled_gradient(case: Case) -> Judgement:
     if len(norms) == len(clips):
         size, other_size = norms  # clipping gives both the same norm
     ratio = other_size / size
-    figure = f"the gradient of step 1 was {ratio:.4g} times that of one process on the same samples"
+    optimizers = sum(event["s"] == 1 for event in case.solo.ranks[0].of("step"))
+    whose = "the gradient" if optimizers < 2 else "the first optimizer's gradient"
+    figure = f"{whose} of step 1 was {ratio:.4g} times that of one process on the same samples"
     judgement = _judge_ratio(case, ratio, figure, same_direction=cosine > _SAME_DIRECTION)
     if isinstance(judgement, FaultFound):
         return judgement
@@ -271,7 +273,7 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
         return "no forward of training was seen."
     if first["params"] != other["params"]:
         return "the weights differ between two runs before the first step: the script sets no seed."
-    rows: set[str] = set()
+    rows: set[int] = set()
     for log in replayed:
         rows |= set(next(iter(log.training_forwards), {}).get("rows", []))
     if rows != set(first.get("rows", [])):
@@ -296,7 +298,7 @@ def loss_of_rank(case: Case) -> Judgement:
         return NotJudged("the loss of step 1 is not one finite number.")
     for key in ("params", "rows", "random"):
         if any(first.get(key) != firsts[0].get(key) for first in firsts):
-            return NotJudged(f"the ranks began step 1 with different {_INPUTS[key]}.")
+            return NotJudged(f"the ranks began step 1 with different {_STARTS[key]}.")
     if math.isclose(min(losses), max(losses), rel_tol=_SAME_LOSS, abs_tol=_ZERO_LOSS):
         return NoFault("in step 1, all ranks computed the same loss from the same batch.")
     return FaultFound(

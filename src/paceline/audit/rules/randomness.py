@@ -157,14 +157,16 @@ class _Noise:
     """A kind of noise that two ranks may draw alike.
 
     Attributes:
-        source: What the noise of a forward follows from; None if the forward has no such noise.
+        fingerprint: What decides the noise of a forward; None if the forward has no such noise.
         what, why, fix: For the report.
+        fewest: So many forwards must have equal noise.
     """
 
-    source: Callable[[Event], Any]
+    fingerprint: Callable[[Event], Any]
     what: str
     why: str
     fix: str = "seed by rank after the model is built: torch.manual_seed(seed + rank)."
+    fewest: int = 1
 
 
 def _state_at_batch(forward: Event) -> Any:
@@ -173,28 +175,33 @@ def _state_at_batch(forward: Event) -> Any:
     return forward["random"]["torch"] if is_noise else None
 
 
-def _state_at_forward(forward: Event) -> Any:
-    # Dropout draws from torch. Python's `random` decides what must be alike on all ranks, such as LayerDrop.
-    used = [name for name in ("torch", "cuda") if name in forward["drew"]]
-    return [forward["random"].get(name) for name in used] or None
+def _masks(generator: str) -> _Noise:
+    return _Noise(
+        lambda forward: forward["random"].get(generator) if generator in forward["drew"] else None,
+        "draw the same dropout masks",
+        f"the generator '{generator}' has the same state on both before the forward",
+    )
 
 
-_NOISE = _Noise(
-    _state_at_batch,
-    "draw the same random numbers for their batches",
-    "the script draws from torch's generator between the batch and the forward, and its state is the same on "
-    "both",
-)
-_INPUTS = _Noise(
+_RANDOM_INPUTS = _Noise(
     lambda forward: forward.get("rows"),
     "give a model the same random inputs",
     "their batches differ, and these inputs do not: they come from generators with one seed",
     "seed the generator by rank: torch.Generator().manual_seed(seed + rank).",
+    fewest=_FORWARDS,
 )
-_MASKS = _Noise(
-    _state_at_forward,
-    "draw the same dropout masks",
-    "the generator has the same state on both before the forward",
+_NOISES = (
+    _Noise(
+        _state_at_batch,
+        "draw the same random numbers for their batches",
+        "the script draws from torch's generator between the batch and the forward, and its state is the "
+        "same on both",
+        fewest=_FORWARDS,  # what all ranks draw once or twice may be a constant of the training
+    ),
+    _RANDOM_INPUTS,
+    # Dropout draws from torch. Python's `random` decides what must be alike on all ranks, such as LayerDrop.
+    _masks("torch"),
+    _masks("cuda"),
 )
 
 
@@ -206,13 +213,15 @@ def same_dropout(case: Case) -> Judgement:
         return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
     one = case.ranks[0]
     models = sorted({event["model"] for event in one.training_forwards})
-    for noise, other, model in product((_NOISE, _INPUTS, _MASKS), case.ranks[1:], models):
+    is_drawn = False
+    for noise, other, model in product(_NOISES, case.ranks[1:], models):
         both = ([e for e in log.training_forwards if e["model"] == model] for log in (one, other))
-        pairs = [(a, b) for a, b in zip(*both, strict=False) if noise.source(a) is not None]
-        same = [a for a, b in pairs if noise.source(a) == noise.source(b)]
-        if not same or len(same) < min(_FORWARDS, len(pairs)):
+        pairs = [(a, b) for a, b in zip(*both, strict=False) if noise.fingerprint(a) is not None]
+        is_drawn |= noise is not _RANDOM_INPUTS and bool(pairs)
+        same = [a for a, b in pairs if noise.fingerprint(a) == noise.fingerprint(b)]
+        if len(same) < max(noise.fewest, min(_FORWARDS, len(pairs))):
             continue
-        if noise is _INPUTS and not _are_new(one, other, same, len(pairs)):
+        if noise is _RANDOM_INPUTS and not _are_new(one, other, same, len(pairs)):
             continue
         return FaultFound(
             what=f"ranks 0 and {other.rank} {noise.what}.",
@@ -226,6 +235,8 @@ def same_dropout(case: Case) -> Judgement:
             evidence=f"it is equal in {len(same)} of {len(pairs)} forwards",
             effect=f"the noise of 2 of {case.world_size} ranks is equal",
         )
+    if not is_drawn:
+        return NoFault("the training draws no noise from torch's generators for its forwards.")
     return NoFault("no two ranks drew the same noise for their forwards.")
 
 
@@ -233,4 +244,4 @@ def _are_new(one: RankLog, other: RankLog, same: list[Event], count: int) -> boo
     """Whether the inputs of a model are equal in all of `count` forwards and in none of the batches."""
     batches = [[(e["ids"], e.get("content")) for e in log.of("batch")] for log in (one, other)]
     distinct = {tuple(event["rows"]) for event in same}
-    return batches[0] != batches[1] and _FORWARDS <= count == len(distinct)
+    return batches[0] != batches[1] and count == len(distinct)

@@ -142,13 +142,3 @@ def outliers(values: Sequence[Any]) -> list[int]:
     """The ranks whose value is not the most frequent one; on a tie, not that of rank 0."""
     most = max(values, key=lambda value: (values.count(value), value == values[0]))
     return [rank for rank, value in enumerate(values) if value != most]
-
-
-def finding(first: str, **parts: str) -> list[str]:
-    """A finding as text: its first line, then a line for each part."""
-    return [first, *(f"  {name + ':':6} {text}" for name, text in parts.items()), ""]
-
-
-def section(title: str, lines: Sequence[str]) -> list[str]:
-    """Lines of a report under their title and number; none if there are none."""
-    return [f"{title} ({len(lines)}):", *(f"  {line}" for line in lines)] if lines else []

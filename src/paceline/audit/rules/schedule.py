@@ -65,9 +65,10 @@ def fast_schedule(case: Case) -> Judgement:
     )
     neither = f"in {other} steps the learning rate was neither that of one process at the same step nor at "
     neither += "the same part of an epoch"
-    fault = partial(FaultFound, at=_place(log), step=1)
     if reach < _MORE_CALLS and late >= max(_MIN_EARLY, _MIN_SHARE * other) and late > agree:
-        return fault(
+        return FaultFound(
+            at=_place(log),
+            step=1,
             what=f"the schedule runs {count} times too slowly.",
             why="it counts the samples or tokens of one rank, and its length those of all ranks.",
             fix=f"count the samples of all ranks: multiply those of one rank by {count}, or all_reduce them.",
@@ -80,7 +81,9 @@ def fast_schedule(case: Case) -> Judgement:
             return NoFault("the learning rate is that of one process at the same part of an epoch.")
         if not has_more_calls:
             return NotJudged(f"{neither}.", differs=True)
-        return fault(  # the calls follow the samples, as with Accelerate
+        return FaultFound(  # the calls follow the samples, as with Accelerate
+            at=_place(log),
+            step=1,
             what="the length of the schedule is divided by the number of ranks, and its steps are not.",
             why=f"{how_called}, so its length must count the batches of all ranks.",
             fix="compute its length before the loader is prepared or sharded, or multiply it by the number "
@@ -94,7 +97,9 @@ def fast_schedule(case: Case) -> Judgement:
         why, fix = f"{how_called}.", "step it once for each optimizer step."
     elif reach > _MORE_CALLS:
         why, fix = "its length is divided by the number of ranks twice.", "divide it once."
-    return fault(
+    return FaultFound(
+        at=_place(log),
+        step=1,
         what=f"the schedule runs {count} times too fast.",
         why=why,
         fix=fix,

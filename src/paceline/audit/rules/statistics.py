@@ -64,6 +64,8 @@ def different_untrained_models(case: Case) -> Judgement:
             evidence=f"the digests of {names[0]} in the evaluation after step {first['s']}",
             effect=f"{len(names)} of {len(first['other_params'])} parameters differ between ranks",
         )
+    if not all(each):
+        return NoFault("all models that were evaluated are trained.")
     return NoFault("models that were evaluated and are not trained were equal on all ranks.")
 
 

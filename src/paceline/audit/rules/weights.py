@@ -17,7 +17,7 @@ from paceline.audit.rules.rule import (
 )
 from paceline.errors import name_ranks
 
-Digests = dict[int, dict[str, str]]
+Digests = dict[int, dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Mismatch:
             them differ.
         names: The parameters.
         ranks: The ranks that changed them, else those in the minority.
-        heals: Whether these parameters are equal again at some later step.
+        is_restored: Whether these parameters are equal again at some later step.
     """
 
     step: int
     outside: bool
     names: list[str]
     ranks: list[int]
-    heals: bool
+    is_restored: bool
 
     @property
     def effect(self) -> str:
@@ -73,7 +73,7 @@ def find_mismatch(case: Case) -> Mismatch | None:
         names = by_update or used.get(step, [])
         if not names:
             continue
-        heals = any(s > step and not set(names) & set(used[s]) for s in used)
+        is_restored = any(s > step and not set(names) & set(used[s]) for s in used)
         if by_update:
             ranks = outliers([each[step].get(names[0]) for each in afters])
         else:
@@ -82,7 +82,7 @@ def find_mismatch(case: Case) -> Mismatch | None:
                 for after, before in zip(afters, befores, strict=True)
             ]
             ranks = _ranks_that_changed(case, step, pairs)
-        return Mismatch(step, not by_update, names, ranks, heals)
+        return Mismatch(step, not by_update, names, ranks, is_restored)
     return None
 
 
@@ -96,7 +96,7 @@ def _differing(each: list[Digests]) -> dict[int, list[str]]:
     return found
 
 
-def _ranks_that_changed(case: Case, step: int, pairs: list[tuple[str | None, str]]) -> list[int]:
+def _ranks_that_changed(case: Case, step: int, pairs: list[tuple[int | None, int]]) -> list[int]:
     """The ranks that changed a parameter after a step; the minority if all ranks or none seem to have.
 
     Args:
@@ -194,7 +194,7 @@ def drifting_weights(case: Case) -> Judgement:
     mismatch = find_mismatch(case)
     if mismatch is None or mismatch.outside:
         return NoFault("after each optimizer step the ranks' weights were equal.")
-    if mismatch.heals:
+    if mismatch.is_restored:
         return NotJudged(
             f"the ranks' weights differ after step {mismatch.step} and are equal again some steps later: the "
             "script averages them at intervals (local SGD)."

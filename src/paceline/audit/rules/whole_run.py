@@ -102,9 +102,9 @@ def learns_less(case: Case) -> Judgement:
     count = min(map(len, losses))
     if count < _MIN_STEPS:
         return NotJudged("the script has no single loss, or too few steps.")
-    of_one = losses[0][:count]
+    solo_losses = losses[0][:count]
     of_all = [sum(each) for each in zip(*(own[:count] for own in losses[1:]), strict=True)]
-    left, left_of_all = _left(of_one), _left(of_all)
+    left, left_of_all = _left(solo_losses), _left(of_all)
     if not left < _FALLS:
         return NotJudged("the loss of one process did not fall clearly.")
     figure = (
