@@ -34,7 +34,9 @@ def uneven_use(case: Case) -> Judgement:
     batches = [log.training_batches for log in logs]
     if all(own and all(event["ids"] for event in own) for own in batches):
         solo, *each = [Counter[Any](i for e in own for i in e["ids"]) for own in batches]
-    else:  # known by what the models were given
+    elif len({event["model"] for log in logs for event in log.training_forwards}) > 1:
+        return NotJudged("several models are trained, and one may be given what another computed.")
+    else:  # known by what the model was given
         solo, *each = [
             Counter[Any](row for e in log.training_forwards for row in e.get("rows", ()))
             for log in logs
