@@ -174,6 +174,17 @@ paceline.job.job.Job._close = slowly
     assert lines(finish(launch(words, tmp_path, **more)), "mpi") == expected("mpi", 2)
 
 
+def test_ranks_of_paceline_run_join_again(tmp_path: Path) -> None:
+    # The launcher keeps the store, so that it stays open between two joins.
+    script(tmp_path, FACTS.replace("if job.peers", "if False"))
+    words = [sys.executable, "-m", "paceline", "run", "--nproc-per-node=2", "script.py"]
+    done = finish(launch(words, tmp_path))
+    assert done.code == 0, done.err
+    # `paceline run` puts the rank before each line.
+    said = sorted(line.partition("] ")[2] for line in done.out.splitlines())
+    assert said == expected("torchrun", 2)
+
+
 @pytest.mark.slow
 def test_an_address_that_the_user_names(tmp_path: Path, free_port: int) -> None:
     # Without port files there is no folder for them.
