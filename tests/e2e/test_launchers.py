@@ -24,10 +24,11 @@ MPI = {
     "mpich": ("mpiexec.hydra", ["-n"]),
 }
 FACTS = """
-import os, tempfile
+import os, sys, tempfile
 import torch
 import torch.distributed as dist
 import paceline
+hook = sys.excepthook
 for _ in range(2):  # join again after leaving
     with paceline.join(device="cpu", timeout_s=30) as job:
         total = torch.ones(1)
@@ -36,6 +37,7 @@ for _ in range(2):  # join again after leaving
         ranks = list(paceline.gather(job, f"{job.rank}{os.environ.get('JOB', '')}"))
         folder = f"{tempfile.gettempdir()}/paceline-{os.getuid()}/rendezvous"
         files = os.listdir(folder) if job.peers else []
+assert sys.excepthook is hook
 line = f"{job.launcher} {job.rank}/{job.world_size} sum {total.item():g} {' '.join(ranks)} {files}"
 os.write(1, (line + chr(10)).encode())
 """
