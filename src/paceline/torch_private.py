@@ -199,7 +199,7 @@ NAMES = (
     # launch
     PrivateName(
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous._delay",
-        why="before the first round each node waits a random time of up to 0.3 s, also if there are only two",
+        why="before the first round each node waits a random time of up to 0.3 s, also with two nodes",
         without="several nodes start up to 0.3 s later",
     ),
     *(

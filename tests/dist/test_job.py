@@ -161,7 +161,7 @@ def _leaves(job: Any) -> list[Any]:
     job.leave()
     job.leave()  # once more does nothing
     after = [os.environ.get("GLOO_SOCKET_IFNAME"), dist.is_initialized(), job.alive]
-    return [*inside, *after, sys.excepthook is hook.previous]
+    return [*inside, *after, sys.excepthook is hook.before]
 
 
 def test_leaving_undoes_all_changes_of_the_process() -> None:

@@ -783,6 +783,8 @@ def test_nan_is_found_on_all_ranks(
             assert outcome.error.parameters == ["0.weight", "0.bias", "3.weight", "3.bias"]
         elif kind == "loss":
             assert (outcome.error.step, outcome.error.ranks) == (5, [nproc - 1])
+        else:  # found when the training ends
+            assert "3.weight holds NaN or infinity after step 3." in str(outcome.error)
 
 
 # Memory, precision, the host name.

@@ -20,13 +20,14 @@ from hosts import hosts, missing_tool
 from launching import Finished, finish, spawn
 from slurm_cluster import cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 DEADLINE_S = 300.0
 # The examples that train on the ranks of a job, each with the relative difference that is allowed between the
 # losses of one process and of two ranks. Adam divides by roots of squared gradients, so that rounding grows.
 EXAMPLES = {
+    "after.py": 1e-5,
     "char_lm.py": 0.02,  # bf16 rounds each number by up to 0.004
     # Its micro-batches, and with them the masks of dropout, depend on the number of ranks. `paceline verify`
     # turns dropout off.
@@ -38,6 +39,7 @@ EXAMPLES = {
 }
 # The examples that most launchers cannot run by nature, why, and the test that runs them.
 OTHERS = {
+    "before.py": "it is for one process, without Paceline: test_examples.py",
     "plain_torchrun.py": "it reads the variables of torchrun: test_the_script_for_torchrun",
     "embedding_server.py": "it has no ranks, but a server and workers with commands of their own: "
     "test_parameter_server.py",
@@ -181,6 +183,8 @@ def _losses(launcher: Launcher, cwd: Path) -> dict[str, list[float]]:
 def _script(name: str, cwd: Path) -> list[str]:
     """The script and its arguments: a short training that writes to the folder `runs`."""
     script = FOLDER / name
+    if name == "after.py":  # it has no arguments; its five epochs take seconds
+        return [str(script)]
     if name != "port.py":
         return [str(script), "--epochs=1", f"--folder=runs/{script.stem}"]
     text = script.read_text()  # it has no arguments
@@ -203,6 +207,7 @@ def test_each_example_is_in_a_table() -> None:
     assert {path.name for path in FOLDER.iterdir() if path.is_file()} == {*EXAMPLES, *OTHERS}
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_process(
     of_one: dict[str, list[float]], of_two: dict[str, list[float]]
 ) -> None:
@@ -213,6 +218,7 @@ def test_two_ranks_are_one_process(
             assert of_two[name][:-1] == pytest.approx(of_one[name][:-1], rel=rtol), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", TWO_RANKS)
 def test_two_ranks_of_each_launcher(
     launcher: str, tmp_path: Path, of_two: dict[str, list[float]]
@@ -220,10 +226,12 @@ def test_two_ranks_of_each_launcher(
     assert _losses(TWO_RANKS[launcher], tmp_path) == of_two
 
 
+@pytest.mark.slow
 def test_a_script_that_a_notebook_runs(tmp_path: Path, of_one: dict[str, list[float]]) -> None:
     assert _losses(NOTEBOOK, tmp_path) == of_one
 
 
+@pytest.mark.slow
 def test_the_script_for_torchrun(tmp_path: Path) -> None:
     said = {}
     for name, launcher in (

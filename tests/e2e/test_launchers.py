@@ -24,10 +24,11 @@ MPI = {
     "mpich": ("mpiexec.hydra", ["-n"]),
 }
 FACTS = """
-import os, tempfile
+import os, sys, tempfile
 import torch
 import torch.distributed as dist
 import paceline
+hook = sys.excepthook
 for _ in range(2):  # join again after leaving
     with paceline.join(device="cpu", timeout_s=30) as job:
         total = torch.ones(1)
@@ -36,6 +37,7 @@ for _ in range(2):  # join again after leaving
         ranks = list(paceline.gather(job, f"{job.rank}{os.environ.get('JOB', '')}"))
         folder = f"{tempfile.gettempdir()}/paceline-{os.getuid()}/rendezvous"
         files = os.listdir(folder) if job.peers else []
+assert sys.excepthook is hook
 line = f"{job.launcher} {job.rank}/{job.world_size} sum {total.item():g} {' '.join(ranks)} {files}"
 os.write(1, (line + chr(10)).encode())
 """
@@ -172,6 +174,17 @@ paceline.job.job.Job._close = slowly
     words = mpi("openmpi", 2) + script(tmp_path, late + FACTS.replace("if job.peers", "if False"))
     more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     assert lines(finish(launch(words, tmp_path, **more)), "mpi") == expected("mpi", 2)
+
+
+def test_ranks_of_paceline_run_join_again(tmp_path: Path) -> None:
+    # The launcher keeps the store, so that it stays open between two joins.
+    script(tmp_path, FACTS.replace("if job.peers", "if False"))
+    words = [sys.executable, "-m", "paceline", "run", "--nproc-per-node=2", "script.py"]
+    done = finish(launch(words, tmp_path))
+    assert done.code == 0, done.err
+    # `paceline run` puts the rank before each line.
+    said = sorted(line.partition("] ")[2] for line in done.out.splitlines())
+    assert said == expected("torchrun", 2)
 
 
 @pytest.mark.slow

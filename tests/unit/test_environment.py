@@ -101,10 +101,34 @@ def test_openmpi_on_several_hosts_meets_on_the_host_of_mpirun(
     assert first.master is not None
     assert re.fullmatch(rf"{host}:295[0-5]\d", first.master)
     assert (last.master, last.job_key) == (first.master, first.job_key)
-    with pytest.raises(LauncherError, match="name only its own host") as caught:
+    with pytest.raises(LauncherError, match="name only its own host, and rank 0 is on") as caught:
         on(0, 1)  # as with mpirun on a login node
     assert caught.value.variables == ["MASTER_ADDR", "MASTER_PORT"]
     assert "mpirun -x MASTER_ADDR=" in str(caught.value)
+
+
+def test_openmpi_4_jobs_of_one_name_do_not_meet() -> None:
+    # Its names have 16 bits; the port of mpirun distinguishes the jobs.
+    uri = "1337327616.0;tcp://10.0.0.1:{}"
+    served = {"PMIX_SERVER_URI2": "1337327616.0;tcp4://127.0.0.1:37091"}
+    one, two = (
+        read({**SEVERAL_HOSTS, **OPEN_MPI_4, **served, "OMPI_MCA_orte_hnp_uri": uri.format(port)})
+        for port in (45909, 45910)
+    )
+    assert one.job_key != two.job_key
+    assert one.master != two.master
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"PMIX_NAMESPACE": "1", "OMPI_MCA_orte_hnp_uri": "1.0;tcp6://[fe80::1]:45909"},
+        {"PMIX_NAMESPACE": "prte-node-0-22586@1"},  # of a DVM
+    ],
+)
+def test_variables_of_openmpi_that_name_no_host(names: dict[str, str]) -> None:
+    with pytest.raises(LauncherError, match="no name and no IPv4 address of its own host"):
+        read({**SEVERAL_HOSTS, **names})
 
 
 def test_the_user_names_the_address_of_mpi_ranks() -> None:

@@ -128,7 +128,8 @@ def test_the_hook_passes_over_an_error_that_ended_no_job(
     monkeypatch.setattr("sys.excepthook", lambda kind, error, trace: shown.append(error))
     monkeypatch.setattr("os._exit", ended.append)
     first = connect()
-    failures.install_excepthook(first)
+    before = sys.excepthook
+    failures.install_excepthook(first, before)
     hook = sys.excepthook
     assert isinstance(hook, ExceptHook)
     fatal, later = ValueError("fatal"), KeyError("later")
@@ -141,8 +142,8 @@ def test_the_hook_passes_over_an_error_that_ended_no_job(
     hook(RuntimeError, wrapped, None)
     assert ended == [1]
     second = connect(rank=1)
-    failures.install_excepthook(second)
+    failures.install_excepthook(second, hook)
     assert sys.excepthook is hook
     assert hook.peers is second
     failures.uninstall_excepthook()
-    assert not isinstance(sys.excepthook, ExceptHook)
+    assert sys.excepthook is before

@@ -349,16 +349,16 @@ def finish_rollback(store: Store) -> tuple[list[int], str]:
     Returns:
         The superseded steps, and the folder that now holds them.
     """
-    steps, step = _with_manifest(store)
-    if step is None:
+    folder_of, rollback = _with_manifest(store)
+    if rollback is None:
         return [], ""
-    name = f"rollback-{step}"
+    name = f"rollback-{rollback}"
     # After an interrupted move of the manifest both folders of the step hold it.
-    if step in steps and _text(store, steps[step]) == _text(store, name):
-        del steps[step]
-    superseded = sorted(other for other in steps if other >= step)
+    if rollback in folder_of and _text(store, folder_of[rollback]) == _text(store, name):
+        del folder_of[rollback]
+    superseded = sorted(step for step in folder_of if step >= rollback)
     folder = set_aside(store, superseded)
-    store.rename(name, f"step-{step}")
+    store.rename(name, f"step-{rollback}")
     return superseded, folder
 
 

@@ -23,6 +23,7 @@ OPEN_MPI = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH and Intel MPI
+_MPIRUN_URI = "OMPI_MCA_orte_hnp_uri"  # of OpenMPI 4
 FIREWALL_PORTS = slurm.PORTS
 
 
@@ -139,18 +140,24 @@ def _open_mpi(environ: Mapping[str, str]) -> RankInfo:
     if size == local_size:
         # OpenMPI 4 hashes its names to 16 bits; the port of its server distinguishes jobs of one time.
         return _mpi(environ, OPEN_MPI, f"{name} {server}" if name else None, master)
+    # For the same reason the address of mpirun, which OpenMPI 4 gives to all ranks.
+    job = f"{name} {environ.get(_MPIRUN_URI, '')}" if name else None
     if master is None:
         host = _host_of_mpirun(environ)
+        if not host or job is None:
+            why = "the variables of mpirun have no name and no IPv4 address of its own host."
+            raise unknown_host(why, option="-x {}={}")
         # The server of this host is mpirun itself if its number is 0.
-        if not host or not name or (environ[OPEN_MPI[0]] == "0" and ".0;" not in server):
-            raise unknown_host(hydra=False)
-        master = f"{host}:{computed_port(name)}"
-    return _mpi(environ, OPEN_MPI, name, master)
+        if environ[OPEN_MPI[0]] == "0" and ".0;" not in server:
+            why = "the variables of mpirun name only its own host, and rank 0 is on another one."
+            raise unknown_host(why, option="-x {}={}")
+        master = f"{host}:{computed_port(job)}"
+    return _mpi(environ, OPEN_MPI, job, master)
 
 
 def _host_of_mpirun(environ: Mapping[str, str]) -> str:
     """The host of mpirun, which usually has rank 0; empty if its variables do not have it."""
-    four = re.search(r"tcp://([^,:]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    four = re.search(r"tcp://([^,:]+)", environ.get(_MPIRUN_URI, ""))
     five = re.fullmatch(r"prterun-(.+)-\d+@\d+", environ.get("PMIX_NAMESPACE", ""))
     found = four or five
     return found[1] if found else ""
@@ -161,15 +168,20 @@ def _hydra(environ: Mapping[str, str]) -> RankInfo:
     return _mpi(environ, HYDRA, None, _named_master(environ))
 
 
-def unknown_host(*, hydra: bool) -> LauncherError:
-    """The error if ranks of MPI are on several hosts, and nothing tells the host of rank 0."""
-    option, given = ("-genv", " ") if hydra else ("-x", "=")
+def unknown_host(why: str, *, option: str) -> LauncherError:
+    """The error if ranks of MPI are on several hosts, and nothing tells the host of rank 0.
+
+    Args:
+        option: How this mpirun sets a variable of its ranks, with `{}` for the name and for the value.
+    """
+    address, port = (
+        option.format("MASTER_ADDR", "<host of rank 0>"),
+        option.format("MASTER_PORT", 29500),
+    )
     return LauncherError(
         "MPI ranks on several hosts do not know the host of rank 0.",
-        why="mpiexec does not keep the store of PMI-1 for its ranks."
-        if hydra
-        else "the variables of mpirun name only its own host, and rank 0 is on another one.",
-        fix=f"mpirun {option} MASTER_ADDR{given}<host of rank 0> {option} MASTER_PORT{given}29500 ...",
+        why=why,
+        fix=f"mpirun {address} {port} ...",
         variables=["MASTER_ADDR", "MASTER_PORT"],
     )
 

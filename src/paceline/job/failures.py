@@ -253,12 +253,14 @@ class ExceptHook:
 
     Attributes:
         peers: of the current job; None between jobs.
-        previous: the hook before this one, which shows the error.
+        previous: the hook before this one, which shows the error. It is torch's, with the rank in each line.
+        before: the hook before the job, which is restored when the job is left.
     """
 
-    def __init__(self, previous: Hook) -> None:
+    def __init__(self, previous: Hook, before: Hook) -> None:
         self.peers: Peers | None = None
         self.previous = previous
+        self.before = before
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -286,13 +288,17 @@ class ExceptHook:
 _installed: ExceptHook | None = None
 
 
-def install_excepthook(peers: Peers) -> None:
-    """End the process when an exception reaches the top, except in an interactive interpreter."""
+def install_excepthook(peers: Peers, before: Hook) -> None:
+    """End the process when an exception reaches the top, except in an interactive interpreter.
+
+    Args:
+        before: `sys.excepthook` before `init_process_group`, which adds one at each call.
+    """
     global _installed
     if hasattr(sys, "ps1") or _runs_in_a_notebook():
         return
     if _installed is None:
-        _installed = ExceptHook(sys.excepthook)
+        _installed = ExceptHook(sys.excepthook, before)
         sys.excepthook = _installed
     _installed.peers = peers
 
@@ -308,7 +314,7 @@ def uninstall_excepthook() -> None:
     if _installed is not None:
         _installed.peers = None
         if sys.excepthook is _installed:
-            sys.excepthook = _installed.previous
+            sys.excepthook = _installed.before
             _installed = None
 
 

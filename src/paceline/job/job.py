@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import random
+import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -393,6 +394,7 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
     job.peers = Peers(dist.PrefixStore("peers", job.store), job.rank, job.world_size)
     _refuse_wrong_ranks(job, job.store)
     timeout = timedelta(seconds=job.timeout_s)
+    hook = sys.excepthook
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("groups", job.store),
@@ -406,7 +408,7 @@ def _connect(job: Job, info: environment.RankInfo, backend: str, store: dist.Sto
     if job.mesh is not None:
         _connect_axes(job, job.mesh, timeout)
     _wait_until_connected(job, job.peers)
-    failures.install_excepthook(job.peers)
+    failures.install_excepthook(job.peers, hook)
     atexit.register(job._abandon_at_exit)
 
 

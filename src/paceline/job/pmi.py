@@ -8,21 +8,24 @@ rank uses the same socket when it starts, earlier or later; no answer is left un
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import select
 import socket
+import stat
 from collections.abc import Mapping
 
 from paceline.errors import CollectiveTimeout, LauncherError, rank_location
-from paceline.job.environment import RankInfo, computed_port, unknown_host
+from paceline.job import environment
+from paceline.job.environment import RankInfo, computed_port
 from paceline.job.network import is_loopback
 
 _SOCKET = "PMI_FD"
 # What mpiexec calls the host of this rank: of MPICH since 4.1, and of older ones.
 _HOST = ("PMI_HOSTNAME", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME")
 _KEY = "paceline"
-_joins = itertools.count()
+
+# The name of the job, and the host of rank 0. A key of the store can be written once: later joins use this.
+_known: tuple[str, str] | None = None
 
 
 def with_master(info: RankInfo, environ: Mapping[str, str], *, timeout_s: float) -> RankInfo:
@@ -34,11 +37,20 @@ def with_master(info: RankInfo, environ: Mapping[str, str], *, timeout_s: float)
 
     Collective: all ranks, if Hydra started them on several hosts.
     """
+    global _known
     if info.launcher != "mpi" or info.one_host or info.master is not None:
         return info
     if _SOCKET not in environ:
-        raise unknown_host(hydra=True)
-    job, host = _tell(info, _own_name(environ), int(environ[_SOCKET]), timeout_s)
+        raise _unknown_host(f"mpiexec does not set {_SOCKET}, the socket of its store (PMI-1)")
+    if _known is None:
+        try:
+            store = _KeyValueStore(int(environ[_SOCKET]), timeout_s)
+            _known = _exchange_host(store, info, _own_name(environ), timeout_s)
+        except (OSError, ValueError) as error:
+            raise _unknown_host(
+                f"the store of mpiexec (PMI-1) fails at {_SOCKET}={environ[_SOCKET]}: {error}"
+            ) from error
+    job, host = _known
     return dataclasses.replace(info, master=f"{host}:{computed_port(job)}", job_key=job)
 
 
@@ -47,55 +59,61 @@ def _own_name(environ: Mapping[str, str]) -> str:
     return next((name for name in names if not is_loopback(name)), socket.gethostname())
 
 
-def _tell(info: RankInfo, host: str, handle: int, timeout_s: float) -> tuple[str, str]:
-    """The name of the job, and the host of rank 0."""
-    with socket.socket(fileno=os.dup(handle)) as connection:
-        store = _Store(connection, info, timeout_s)
-        store.ask("cmd=init pmi_version=1 pmi_subversion=1")
-        job = store.ask("cmd=get_my_kvsname")["kvsname"]
-        key = f"{_KEY}{next(_joins)}"  # a key can be written once
-        if info.rank == 0:
-            store.ask(f"cmd=put kvsname={job} key={key} value={host}")
+def _exchange_host(
+    store: _KeyValueStore, info: RankInfo, host: str, timeout_s: float
+) -> tuple[str, str]:
+    """The name of the job, and the host of rank 0, which rank 0 writes to the store."""
+    store.ask("cmd=init pmi_version=1 pmi_subversion=1")
+    job = store.ask("cmd=get_my_kvsname", "kvsname")
+    if info.rank == 0:
+        store.ask(f"cmd=put kvsname={job} key={_KEY} value={host}")
+    try:
         store.ask("cmd=barrier_in")  # only then the key is on all hosts
-        return job, store.ask(f"cmd=get kvsname={job} key={key}")["value"]
-
-
-class _Store:
-    def __init__(self, connection: socket.socket, info: RankInfo, timeout_s: float) -> None:
-        self._connection = connection
-        self._info = info
-        self._timeout_s = timeout_s
-
-    def ask(self, request: str) -> dict[str, str]:
-        """The words of the answer to a request."""
-        self._connection.sendall(f"{request}\n".encode())
-        line = b""
-        while not line.endswith(b"\n"):
-            # A timeout of the socket would make it non-blocking for the MPI library too.
-            if not select.select([self._connection], [], [], self._timeout_s)[0]:
-                raise self._absent()
-            part = self._connection.recv(4096)
-            if not part:
-                break
-            line += part
-        answer = dict(word.partition("=")[::2] for word in line.decode().split())
-        if answer.get("rc", "0") != "0" or not line.endswith(b"\n"):
-            raise LauncherError(
-                f"mpiexec answered {line.decode().strip()!r} to {request!r}.",
-                where=rank_location(self._info.rank, self._info.world_size),
-                why="it does not keep the store of PMI-1 for its ranks, or has ended.",
-                fix=unknown_host(hydra=True).fix,
-                variables=[_SOCKET],
-            )
-        return answer
-
-    def _absent(self) -> CollectiveTimeout:
-        return CollectiveTimeout(
-            f"a rank of {self._info.world_size} did not come within {self._timeout_s:g} s.",
-            where=rank_location(self._info.rank, self._info.world_size),
-            why="the rank ended before it called `join`, or has not called it yet.",
+    except TimeoutError as error:
+        raise CollectiveTimeout(
+            f"a rank of {info.world_size} did not come within {timeout_s:g} s.",
+            where=rank_location(info.rank, info.world_size),
+            why="the rank ended before it called `join`, or has not called it yet; mpiexec does not tell "
+            "which one.",
             fix="see the logs of the other ranks; call `join` before slow preparations, or raise "
             "`timeout_s`.",
             missing=[],
-            waited_s=self._timeout_s,
-        )
+            waited_s=timeout_s,
+        ) from error
+    return job, store.ask(f"cmd=get kvsname={job} key={_KEY}", "value")
+
+
+class _KeyValueStore:
+    """The rank's side of PMI-1. The MPI library uses the same socket, so no option of it may change."""
+
+    def __init__(self, handle: int, timeout_s: float) -> None:
+        if not stat.S_ISSOCK(os.fstat(handle).st_mode):
+            raise ValueError("it is not a socket")
+        self._handle = handle
+        self._timeout_s = timeout_s
+
+    def ask(self, request: str, word: str = "cmd") -> str:
+        """This word of the answer to a request.
+
+        Raises:
+            TimeoutError: no answer came.
+            OSError: the socket is closed.
+            ValueError: the answer reports an error, or is none of PMI-1.
+        """
+        os.write(self._handle, f"{request}\n".encode())
+        line = b""
+        while not line.endswith(b"\n"):
+            if not select.select([self._handle], [], [], self._timeout_s)[0]:
+                raise TimeoutError(f"no answer to {request!r} within {self._timeout_s:g} s")
+            part = os.read(self._handle, 4096)
+            if not part:
+                raise ConnectionError(f"mpiexec closed it after {request!r}")
+            line += part
+        answer = dict(each.partition("=")[::2] for each in line.decode().split())
+        if answer.get("rc", "0") != "0" or word not in answer:
+            raise ValueError(f"mpiexec answered {line.decode().strip()!r} to {request!r}")
+        return answer[word]
+
+
+def _unknown_host(why: str) -> LauncherError:
+    return environment.unknown_host(f"{why}.", option="-genv {} {}")

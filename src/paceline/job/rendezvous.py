@@ -35,7 +35,7 @@ from paceline.log import logger
 from paceline.machine import launching_process
 
 _MISSING = "missing"  # the key of the ranks that did not come; [] if all came
-_OPEN = "open"  # rank 0 has joined
+_SERVED = "served"  # rank 0 serves this store for this join
 _GRACE_S = 0.5  # for ranks to read who is missing before the store ends with rank 0
 _joins = itertools.count()
 
@@ -73,14 +73,17 @@ def meet(info: RankInfo, *, timeout_s: float, store: dist.Store | None = None) -
             hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if info.rank == 0 and not hosted_by_launcher:
                 store = _serve(host, int(port), timeout)
+                dist.PrefixStore(prefix, store).set(_SERVED, "")
             else:
                 store = _connect(info, host, int(port), timeout_s)
                 # Rank 0 may not have closed its store of the last join, on the same port.
-                while join and not _is_open(dist.PrefixStore(prefix, store), info, timeout_s):
+                again = join > 0 and not hosted_by_launcher
+                while again and not _wait_for_this_join(
+                    dist.PrefixStore(prefix, store), info, timeout_s
+                ):
                     store = _connect(info, host, int(port), timeout_s)
         prefixed = dist.PrefixStore(prefix, store)
         if info.rank == 0:
-            prefixed.set(_OPEN, "")
             _wait_for_ranks(prefixed, info, timeout_s)
     if info.rank == 0:
         prefixed.set(_MISSING, "[]")
@@ -138,10 +141,10 @@ def _connect(info: RankInfo, host: str, port: int, timeout_s: float) -> dist.Sto
         ) from error
 
 
-def _is_open(store: dist.Store, info: RankInfo, timeout_s: float) -> bool:
-    """Whether rank 0 has opened this store for this join; otherwise it has closed that of the last one."""
+def _wait_for_this_join(store: dist.Store, info: RankInfo, timeout_s: float) -> bool:
+    """Wait until rank 0 serves this store for this join. False: it was that of the last, and is closed."""
     try:
-        store.wait([_OPEN], timedelta(seconds=timeout_s))
+        store.wait([_SERVED], timedelta(seconds=timeout_s))
     except dist.DistNetworkError:
         return False
     except dist.DistStoreError as error:

@@ -105,7 +105,7 @@ class ExactStrategy(DDPStrategy):
 
     def before_forward(self, micro: MicroBatch) -> None:
         self._set_sync(False)
-        self._uses = -self._num_forwards()
+        self._before = self._num_forwards()  # those that do not count as uses in this micro-batch
 
     def _num_forwards(self) -> torch.Tensor:
         """The forwards of each BatchNorm layer so far, on its device; reading them would wait for it."""
@@ -132,11 +132,11 @@ class ExactStrategy(DDPStrategy):
         micro: MicroBatch,
         inputs: Sequence[torch.Tensor] | None,
     ) -> None:
-        self._uses += self._num_forwards()
-        self._most_uses = torch.maximum(self._most_uses, self._uses)
+        uses = self._num_forwards() - self._before
+        self._most_uses = torch.maximum(self._most_uses, uses)
         torch.autograd.backward(loss, weight, inputs=inputs)
         # Activation checkpointing runs forwards in the backward.
-        self._uses -= self._num_forwards()
+        self._before = self._num_forwards() - uses
         self._sum.add()
         for fold in self._folds:
             fold.record((micro.offset - self._offset) // self._micro_batch)
