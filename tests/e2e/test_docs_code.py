@@ -189,6 +189,12 @@ ONE_PROCESS: dict[str, list[Run | NotRun]] = {
             + IN_STEP
             + "step.update()\n    # block"
         ),
+        Run(
+            "saves = paceline.Checkpoints('runs/early/checkpoints', keep=1)\n"
+            "model, optimizer, batches, training = start(job, checkpoints=saves)\n# block\n"
+            "final = paceline.evaluate(job, model, test, score).loss\n"
+            "assert abs(final - patience.best) < 1e-6 and patience.best_step >= 4"
+        ),
         Run(TWO_MODELS + "# block\nassert step.number == 40", dots=LOSSES),
         Run(
             TWO_MODELS

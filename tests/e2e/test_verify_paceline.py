@@ -85,6 +85,22 @@ def test_the_same_bits_on_one_two_and_three(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("bound", "trains_on"),
+    [("epochs=9, until=21", True), ("epochs=4", False)],
+)
+def test_a_script_that_trains_on_is_named(bound: str, trains_on: bool, tmp_path: Path) -> None:
+    code, facts = verify(tmp_path, bound=bound)  # 5 steps an epoch, of which 20 are watched
+    assert (code, facts["verdict"]) == (0, "sound")
+    notes = [
+        "the script trains on after the 20 steps that were watched, and a fault that comes later is not "
+        "seen. --steps 200 watches more."
+    ]
+    assert facts.get("notes", []) == notes * trains_on
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_within_rounding_by_default_and_without_compilation(tmp_path: Path) -> None:
     code, facts = verify(tmp_path, workers=2, wrapped="paceline.ddp(job, torch.compile(net))")
     assert (code, facts["verdict"], facts["unknown"]) == (0, "sound", [])

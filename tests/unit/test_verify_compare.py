@@ -64,6 +64,10 @@ def test_equal_runs_are_sound() -> None:
         "samples of a step: 4 compared", "loss: 4 compared", "gradient norm: 4 compared",
         "gradient: 4 compared", "parameter: 12 compared", "buffer: 12 compared",
     ]  # fmt: skip
+    assert found.lines()[-1] == (
+        "sound: the same training on every number of processes; no evaluation by Paceline was reached"
+    )
+    found = compare(runs({(4, "score"): 0.5}, one={(4, "score"): 0.5}), rtol=None, bitwise=False)
     assert found.lines()[-1] == "sound: the same training on every number of processes"
 
 

@@ -69,6 +69,7 @@ class TrainedSchedule:
         self.scheduler: Any = inner
         self._epochs_without_metric = 0
         self._had_metric = False
+        self._count = _count(self.scheduler)
 
     @property
     def type(self) -> str:
@@ -78,15 +79,23 @@ class TrainedSchedule:
     def begin(self) -> None:
         """A loop over steps begins."""
         self._epochs_without_metric = 0
+        self._count = _count(self.scheduler)
 
-    def end_step(self, *, was_updated: bool, ends_epoch: bool) -> None:
+    def end_step(
+        self, *, was_updated: bool, ends_epoch: bool, where: Callable[[], str] = str
+    ) -> None:
         """A step has ended.
 
         Args:
             was_updated: False if the optimizer was skipped, or the loss scaler found an infinite gradient.
+            where: Gives the rank and the step, for the error.
+
+        Raises:
+            StepError: the script has stepped the schedule since the last step.
         """
         if self.scheduler is None:
             return
+        self._refuse_other_steps(where)
         if self.needs_metric:
             if self._epochs_without_metric > 1 and not self._had_metric:
                 log.once(
@@ -95,7 +104,7 @@ class TrainedSchedule:
                 )
             self._epochs_without_metric += ends_epoch
         elif ends_epoch if self._by_epoch else was_updated:
-            self.scheduler.step()
+            self._advance()
 
     def step_metric(self, value: float) -> None:
         if not self.needs_metric:
@@ -103,8 +112,25 @@ class TrainedSchedule:
                 "the schedule of this optimizer takes no metric.",
                 fix="leave `training.step_schedule` out, or use torch's ReduceLROnPlateau as schedule.",
             )
-        self.scheduler.step(value)
+        self._refuse_other_steps()
+        self._advance(value)
         self._had_metric = True
+
+    def _advance(self, *metric: float) -> None:
+        self.scheduler.step(*metric)
+        self._count = _count(self.scheduler)
+
+    def _refuse_other_steps(self, where: Callable[[], str] = str) -> None:
+        """Raise StepError if the script has stepped the schedule. Loading an older state is no step."""
+        if _count(self.scheduler) > self._count:
+            raise StepError(
+                "the schedule was also stepped by the script.",
+                where=where(),
+                why="the learning rate would advance twice.",
+                fix="call training.step_schedule(metric) instead of scheduler.step(metric)."
+                if self.needs_metric
+                else "remove scheduler.step(); Training(schedule=) steps it.",
+            )
 
     def refuse_no_metric(self) -> None:
         """Raise StepError if a loop of two epochs or more ended, and no metric ever came."""
@@ -122,6 +148,15 @@ class TrainedSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state)
+            self._count = _count(self.scheduler)
+
+
+def _count(scheduler: Any) -> int:
+    """How often a scheduler of torch has advanced; 0 for one that does not count."""
+    parts = getattr(scheduler, "_schedulers", None)
+    if parts and not hasattr(scheduler, "last_epoch"):  # ChainedScheduler steps all of its parts
+        return _count(parts[0])
+    return int(getattr(scheduler, "last_epoch", 0))
 
 
 def trained_schedules(

@@ -484,7 +484,9 @@ class Step:
             was_taken = context.precision.end_step()
             for each in self._records:
                 each.trained.schedule.end_step(
-                    was_updated=was_taken and each.is_updated, ends_epoch=self.ends_epoch
+                    was_updated=was_taken and each.is_updated,
+                    ends_epoch=self.ends_epoch,
+                    where=self._where,
                 )
         trained.clear_gradients()
         clock.enter(OTHER)

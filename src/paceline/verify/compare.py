@@ -91,11 +91,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result: which runs were compared, which quantities were equal, and the first difference."""
+    """The result: which runs were compared, which quantities were equal, and the first difference.
+
+    Attributes:
+        evaluations: How many evaluations each run made.
+    """
 
     verdict: Literal["sound", "fault", "refused"]
     compared: str
     at: str
+    evaluations: int = 0
     difference: Difference | None = None
     why: str = ""
     equal: list[str] = field(default_factory=list)
@@ -116,6 +121,7 @@ class Comparison:
         lines += section("equal", self.equal) + section("could not be judged", self.unknown)
         if self.verdict == "sound":
             last = "sound: the same training on every number of processes"
+            last += "" if self.evaluations else "; no evaluation by Paceline was reached"
             lines.append(last + "; evaluations were not judged" * bool(self.unknown))
         elif self.verdict == "refused" and self.unknown:
             lines.append("not judged: losses, gradients and evaluations")
@@ -171,6 +177,7 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
     counts = [run.plan.world_size for run in runs]
     points = _points(one)
     trainings = one.ranks[0].of("training")
+    evaluations = _count(points, "evaluation")
     how = "bitwise" if bitwise else f"within a relative difference of {rtol or _RTOL:g}"
     listed = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
     compared = f"{_count(points, 'step')} steps on {listed} processes, {how}"
@@ -180,7 +187,7 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
     for run in runs[1:]:
         why = _why_not_comparable(points, _points(run), one.plan.world_size, run.plan.world_size)
         if why:
-            return Comparison("refused", compared, trainings[0]["at"], why=why)
+            return Comparison("refused", compared, trainings[0]["at"], evaluations, why=why)
     values_unknown, scores_unknown = ([], []) if bitwise else _not_compared(runs, rtol)
     unknown = values_unknown + scores_unknown
     search = _Search(
@@ -194,13 +201,17 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
             if difference is not None:
                 at = (a.ranks[0] if a.kind == "evaluation" else trainings[a.training])["at"]
                 why = _WHY[difference.quantity]
-                return Comparison("fault", compared, at, difference, why, search.equal(), unknown)
+                return Comparison(
+                    "fault", compared, at, evaluations, difference, why, search.equal(), unknown
+                )
         search.next_run()
     if values_unknown:
         why = "the losses and gradients were not compared, for the reason below."
         equal = search.equal()
-        return Comparison("refused", compared, trainings[0]["at"], None, why, equal, unknown)
-    return Comparison("sound", compared, trainings[0]["at"], equal=search.equal(), unknown=unknown)
+        at = trainings[0]["at"]
+        return Comparison("refused", compared, at, evaluations, None, why, equal, unknown)
+    at = trainings[0]["at"]
+    return Comparison("sound", compared, at, evaluations, equal=search.equal(), unknown=unknown)
 
 
 def _count(points: list[Point], kind: str) -> int:

@@ -160,6 +160,10 @@ class _Hooks:
                 self._recorder.write("paceline-start", training=number, params=params)
             self._gradients.clear()
             yield step
+        if training.number >= most and not (
+            training._stopping or training._is_finished(epochs, until)
+        ):
+            self._recorder.write("trains-on")
 
     def commit(
         self, commit: Callable[..., None], training: Training, step: Any, *args: Any, **kwargs: Any

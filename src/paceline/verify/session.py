@@ -170,10 +170,11 @@ def _with_notes(result: VerifyResult, solo: Run) -> VerifyResult:
             "the script calls no torch.manual_seed before its first forward, so verification set a seed: "
             "in the ordinary run another one on each rank, else one for all."
         )
-    if log.of("trains-on") and not log.of("training"):
+    if log.of("trains-on"):
+        watched = solo.plan.steps if log.of("training") else solo.steps
         notes.append(
-            f"the script trains on after the {solo.steps} steps that were watched, and a fault that comes "
-            f"later is not seen. --steps {10 * solo.steps} watches more."
+            f"the script trains on after the {watched} steps that were watched, and a fault that comes "
+            f"later is not seen. --steps {10 * watched} watches more."
         )
     if not notes:
         return result
