@@ -428,6 +428,7 @@ def _different_order(job: Job) -> None:
 def test_a_sampler_that_differs_between_ranks_is_refused() -> None:
     with pytest.raises(RankDisagreement, match="order of Mine") as caught:
         run_ranks(_different_order, nproc=3)
+    assert f"{SIZE // 3} indices on each rank, with different contents" in str(caught.value)
     assert "indices of all ranks" in str(caught.value)
 
 
@@ -506,6 +507,11 @@ REFUSED: list[tuple[str, type[Exception], Callable[[Job], Any]]] = [
         "less than the DataLoader's batch size, 8",
         ConfigError,
         lambda job: Batches(job, DataLoader(DATA, batch_size=8), global_batch=4),
+    ),
+    (
+        "global_batch must be an integer of at least 1, got 0",
+        ConfigError,
+        lambda job: Batches(job, DataLoader(DATA, batch_size=8), global_batch=0),
     ),
     (
         "shuffle was given together with a loader",

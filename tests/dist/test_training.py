@@ -612,6 +612,15 @@ def _refused_batch(job: Any, kind: str) -> None:
         if kind == "in the loop":
             for _ in step:
                 step.batch  # noqa: B018 - reading it raises
+        if kind.startswith("torch's"):
+            for x, y in step:
+                loss = _mean(model(x), y)
+                if kind == "torch's backward":
+                    loss.backward()
+                else:
+                    step.backward(loss, reduction="mean")
+            training.optimizers[0].step()
+            continue
         x, y = step.batch
         if kind == "both":
             for _, _ in step:
@@ -624,6 +633,7 @@ def _refused_batch(job: Any, kind: str) -> None:
 
 def test_the_batch_of_a_step_is_refused_where_a_loop_is_needed() -> None:
     kinds = ["several", "reproducible", "in the loop", "both", "twice", "no backward"]
+    kinds += ["torch's backward", "torch's step"]
     (found,) = run_ranks(refusals, _refused_batch, kinds, nproc=1)
     assert {name for name, _ in found.values()} == {"StepError"}
     texts = {kind: text for kind, (_, text) in found.items()}
@@ -633,6 +643,10 @@ def test_the_batch_of_a_step_is_refused_where_a_loop_is_needed() -> None:
     assert "`step.batch` was read before the loop" in texts["both"]
     assert "had its `step.backward` already" in texts["twice"]
     assert "1 micro-batches, but 0 calls of `step.backward`" in texts["no backward"]
+    for kind in ("no backward", "torch's backward"):
+        assert "`step.backward(loss, count=...)` in place of `loss.backward()`" in texts[kind]
+        assert 'reduction="mean"' in texts[kind]
+    assert "step.update() in place of optimizer.step()" in texts["torch's step"]
 
 
 def _train_on_pairs(job: Any, reduction: Any, lengths: list[int]) -> list[float]:

@@ -85,6 +85,7 @@ def test_a_trace_of_two_ranks_agrees_with_the_clock(tmp_path: Path) -> None:
     done = finish(start(words, tmp_path))
     assert done.code == 0, done.err
     assert "20 steps on 2 ranks" in done.out
+    assert "profiler_start" not in done.out + done.err, "torch's profiler logs its own progress"
     costliest = re.findall(r"^ +[\d.]+ +[\d.]+  (\S+)$", done.out, re.MULTILINE)
     assert costliest[0] == "aten::mm"
     hidden = re.findall(r"^ +[01] +[\d.]+ +[\d.]+ +[\d.]+ +(\d+) %$", done.out, re.MULTILINE)

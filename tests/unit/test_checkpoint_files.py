@@ -681,6 +681,22 @@ def test_a_check_goes_on_after_a_checkpoint_that_cannot_be_read(
     ]
 
 
+def test_the_best_checkpoint_is_exported(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = paceline.Checkpoints(tmp_path / "a", keep=3)
+    for step, best in ((1, False), (2, True), (3, False)):
+        checkpoints.save(job, step, _state(float(step)), best=best)
+    assert _run("export", "--best", tmp_path / "a", tmp_path / "w.pth") == 0
+    assert capsys.readouterr().out.startswith("step 2: ")
+    _save(job, tmp_path / "b", 1, 20)
+    assert _run("export", "--best", tmp_path / "b", tmp_path / "none.pth") == 65
+    error = capsys.readouterr().err
+    assert "is marked as the best; there are [1, 20]" in error
+    assert "--step" in error
+    assert not (tmp_path / "none.pth").exists()
+
+
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
 def test_exported_weights_load_again(job: Job, tmp_path: Path, name: str) -> None:
     _save(job, tmp_path / "a", 1, 2)

@@ -197,6 +197,57 @@ def test_an_unknown_error_is_not_hidden_by_a_cause(
     assert capsys.readouterr().out.startswith("The first Python error that is not in the table")
 
 
+VERDICT = """paceline: rank 1 of 2 failed: killed by SIGKILL
+  where: rank 1, host n1, pid 7
+  why:   a process sent SIGKILL. It was not the kernel: its count of out-of-memory kills did not change.
+  fix:   start the same command again.
+  rank 0 only followed: it lost its peer."""
+OWN_ERROR = """paceline.errors.EvaluationError: the evaluation saw 9 of 10 samples.
+  where: rank 0 of 2, host n1
+  why:   a sampler left one out.
+  fix:   give evaluate the whole dataset."""
+
+
+def _explained(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> tuple[int, str]:
+    log = tmp_path / "log"
+    log.write_text(text)
+    code = explain.main([str(log)])
+    return code, capsys.readouterr().out.replace(f"{log}:", "")
+
+
+def test_the_verdict_of_the_launcher_counts_more_than_the_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    restart = "paceline: rank 1 failed: killed by SIGKILL (host n1, pid 3); restart 1 of 3 begins\n"
+    text = f"{restart}{VERDICT}\nkilled by SIGSEGV\n"
+    code, out = _explained(tmp_path, capsys, text)
+    assert code == 0
+    assert out == f"2: {VERDICT}\n\nsymptom: native code crashed (segmentation-fault, line 7)\n"
+
+
+@pytest.mark.parametrize("prefix", ["", "[1] ", "[rank1]: "])
+def test_an_error_of_paceline_is_shown_with_its_fix_and_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, prefix: str
+) -> None:
+    lost = "paceline.errors.PeerFailed: rank 0 failed first.\n  why: it raised."
+    error = f'Traceback (most recent call last):\n  File "x.py", line 1\n{OWN_ERROR}\n{lost}\n'
+    log = "".join(prefix + line for line in error.splitlines(keepends=True))
+    verdict = "paceline: rank 0 of 2 failed: EvaluationError\n  where: rank 0\n"
+    code, out = _explained(tmp_path, capsys, f"loss 1.0\n{log}{log}bye\n{verdict}")
+    assert (code, out) == (0, f"4: {OWN_ERROR}\n")
+
+
+def test_reports_do_not_hide_other_errors(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = f"{OWN_ERROR}\nCUDA out of memory\nTraceback (most recent call last):\nmylib.Bad: 7\n"
+    out = _explained(tmp_path, capsys, text)[1]
+    assert [part.split(" ")[0] for part in out.split("\n\n")] == ["1:", "a", "The"]
+    assert explain.main([str(tmp_path / "log"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["reports"] == [{"line": 1, "text": OWN_ERROR}]
+
+
 def test_exit_codes_and_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"hello\n\xff\xfe")

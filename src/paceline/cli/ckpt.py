@@ -31,7 +31,8 @@ _EXAMPLES = {
         "paceline ckpt check runs/a": "read all checkpoints, and report those that are damaged"
     },
     "export": {
-        "paceline ckpt export runs/a model.safetensors": "the weights of the newest checkpoint"
+        "paceline ckpt export runs/a model.safetensors": "the weights of the newest checkpoint",
+        "paceline ckpt export --best runs/a model.pth": "those of the checkpoint that `ls` marks as best",
     },
     "rm": {"paceline ckpt rm runs/a --step 1200": "remove the checkpoint of step 1200"},
 }
@@ -88,7 +89,13 @@ def parser() -> CommandParser:
             )
         if name != "ls":
             default = {"check": "default: all", "rm": None}.get(name, "default: the newest")
-            action.add_argument(
+            chosen: argparse._ActionsContainer = action
+            if name == "export":
+                chosen = action.add_mutually_exclusive_group()
+                chosen.add_argument(
+                    "--best", action="store_true", help="the last one that was saved as the best"
+                )
+            chosen.add_argument(
                 "--step", type=not_negative_count, required=name == "rm", metavar="N", help=default
             )
     return ours
@@ -166,10 +173,23 @@ def _check(store: Store, args: argparse.Namespace) -> int:
     return ExitCode.DATA if bad else ExitCode.OK
 
 
+def _best(store: Store, steps: Sequence[int]) -> int:
+    """The last of the steps that was saved as the best."""
+    for step in reversed(steps):
+        if read_manifest(store, step).best:
+            return step
+    raise CheckpointError(
+        f"no checkpoint in {store.root} is marked as the best; there are {list(steps)}.",
+        why="none was saved by `training.save(best=True)` or `BestCheckpoint`.",
+        fix="choose one with --step.",
+    )
+
+
 def _export(store: Store, args: argparse.Namespace) -> int:
     from paceline.checkpoint.export import read_weights, write_file
 
-    step = _steps(store, args.step)[-1]
+    steps = _steps(store, args.step)
+    step = _best(store, steps) if args.best else steps[-1]
     weights = read_weights(f"{store.root.rstrip('/')}/step-{step}", args.model)
     write_file(args.to, weights)
     kind = "safetensors" if args.to.suffix == ".safetensors" else "torch.save"

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"paceline explain: {error}", file=sys.stderr)
         return ExitCode.USAGE
-    code = ExitCode.OK if reading.found else ExitCode.FAILED
+    code = ExitCode.OK if reading.found or reading.reports else ExitCode.FAILED
     print(_as_json(name, reading, code) if given.json else _as_text(name, reading))
     return code
 
@@ -58,15 +58,19 @@ def _read(file: str | None) -> tuple[str, Reading]:
 
 
 def _as_text(name: str, reading: Reading) -> str:
-    # Only the most useful kind is printed in full: causes, otherwise symptoms, otherwise the rest.
+    # Only the most useful kind is printed in full: causes, to which errors of Paceline belong, otherwise
+    # symptoms, otherwise the rest.
     by_kind = {kind: [hit for hit in reading.found if hit.cause.kind == kind] for kind in KINDS}
-    telling = by_kind["cause"] or by_kind["sign"] or reading.found
-    parts, unknown = [], []
+    telling = by_kind["cause"]
+    if not telling and not reading.reports:
+        telling = by_kind["sign"] or list(reading.found)
+    parts = [f"{name}:{report.line}: {report.text}" for report in reading.reports]
+    unknown = []
     if reading.unknown is not None:
         line, text = reading.unknown
         unknown = [f"The first Python error that is not in the table: {name}:{line}: {text}"]
     if not by_kind["cause"]:
-        parts, unknown = unknown, []
+        parts, unknown = parts + unknown, []
     for hit in reading.found:
         if hit in telling:
             parts.append(_full(name, hit))
@@ -74,9 +78,9 @@ def _as_text(name: str, reading: Reading) -> str:
             parts.append(
                 f"{_PREFIX[hit.cause.kind]}{hit.cause.what} ({hit.cause.name}, line {hit.line})"
             )
-        if hit is telling[-1]:
+        if telling and hit is telling[-1]:
             parts += unknown
-    if not reading.found:
+    if not reading.found and not reading.reports:
         parts.append(
             f"No known message in {name} ({reading.lines} lines).\n"
             "  fix:   to ask for help, send the first error of the rank that failed first with the 50\n"
@@ -108,8 +112,10 @@ def _as_json(name: str, reading: Reading, code: int) -> str:
         }
         for hit in reading.found
     ]
+    reports = [{"line": report.line, "text": report.text} for report in reading.reports]
     unknown = reading.unknown and {"line": reading.unknown[0], "text": reading.unknown[1]}
-    whole = {"file": name, "lines": reading.lines, "found": found, "unknown_error": unknown}
+    whole = {"file": name, "lines": reading.lines, "reports": reports, "found": found}
+    whole["unknown_error"] = unknown
     return json.dumps(whole | {"exit_code": code}, indent=1)
 
 
@@ -149,7 +155,7 @@ def parser() -> CommandParser:
             "paceline explain --all": "all messages that are known",
         },
         exit_codes={
-            ExitCode.OK: "a message is known",
+            ExitCode.OK: "a message is known, or is Paceline's own",
             ExitCode.FAILED: "no message is known",
             ExitCode.USAGE: "the command line is wrong, or the file cannot be read",
         },

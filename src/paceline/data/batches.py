@@ -303,7 +303,7 @@ def _loader_sizes(
             "global_batch=%d: batches of %d on %s. Pass global_batch=%d to keep it on any number of ranks.",
             *(global_batch, size, ranks, global_batch),
         )
-    elif micro_batch is None and type(global_batch) is int and global_batch < size:
+    elif micro_batch is None and type(global_batch) is int and 0 < global_batch < size:
         raise ConfigError(
             f"global_batch={global_batch} is less than the DataLoader's batch size, {size}.",
             why="global_batch counts a step's samples over all ranks; a loader's batch is one forward.",

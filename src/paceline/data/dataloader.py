@@ -38,7 +38,7 @@ from paceline import log
 from paceline.data.plan import Int64Array, Order
 from paceline.data.samples import Collate, checked_size, is_stream, keep_globals, seed_globals
 from paceline.data.workers import Workers
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError, DataError, RankDisagreement
 from paceline.job import collectives, rng
 from paceline.job.job import Job
 
@@ -166,13 +166,19 @@ def agree_on_order(job: Job, sampled: SampledOrder | None) -> None:
     name = None if sampled is None else sampled.name
     collectives.agree(job, "sampler", name, fix="give all ranks the same sampler.")
     if sampled is not None:
-        collectives.agree(
-            job,
-            f"order of {name}",
-            [sampled.num_samples, sampled.digest],
-            fix="let the sampler give the indices of all ranks, in an order that depends only on seeds that "
-            "are equal on all ranks. Paceline divides them over the ranks.",
+        fix = (
+            "let the sampler give the indices of all ranks, in an order that depends only on seeds that "
+            "are equal on all ranks. Paceline divides them over the ranks."
         )
+        count = collectives.agree(job, f"number of indices of {name}", sampled.num_samples, fix=fix)
+        digests = collectives.gather(job, sampled.digest)
+        if len(set(digests)) > 1:
+            raise RankDisagreement(
+                f"the order of {name} differs between the ranks: {count} indices on each rank, with "
+                "different contents.",
+                fix=fix,
+                values=digests,
+            )
 
 
 def refuse_with_loader(**given: Any) -> None:

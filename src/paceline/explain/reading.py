@@ -10,7 +10,7 @@ import heapq
 import io
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -24,12 +24,18 @@ _SHOWN_CHARS = 200
 _BEFORE_CHARS = 60
 _MAX_ERRORS = 50
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_COLOURS_BYTES = re.compile(_COLOURS.pattern.encode())
 _TRACEBACK = b"Traceback (most recent call last):"
 _EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::|\s*$)")
 # Such as `struct.error`; only right after the frames, because a line of a log may begin so too.
 _DOTTED = re.compile(rb"(?:[A-Za-z_]\w*\.)+\w+(?::|\s*$)")
 # These repeat an error that has its own traceback.
 _WRAPPERS = re.compile(rb".*(?:ChildFailedError|: Caught \w+ in )")
+_MAX_REPORTS = 20
+# The first line of an error of Paceline, as a traceback or a command prints it; see `errors.py`.
+_REPORT = re.compile(rb"(?<![\w.])paceline(?:(?:\.\w+)*\.[A-Z]\w*| \w+)?: ")
+_REASON = re.compile(rb"^  (?:why|fix): ", re.MULTILINE)
+_LOST_PEER = b"paceline.errors.PeerFailed: "
 
 
 @dataclass(frozen=True)
@@ -79,16 +85,28 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Report:
+    """An error of Paceline with its own cause or fix: the number of its first line, and its text."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Reading:
     """The messages of a text.
 
     Args:
         lines: How many lines the text has.
-        found: The first message of each entry; the most useful kind first, then by line.
-        unknown: Line and text of the first Python error that matches no entry.
+        reports: The errors of Paceline itself, each once; those of ranks that only lost a peer if there are
+            no others.
+        found: The first message of each entry that no report is about; the most useful kind first, then by
+            line.
+        unknown: Line and text of the first Python error that is no report and matches no entry.
     """
 
     lines: int
+    reports: tuple[Report, ...]
     found: tuple[Found, ...]
     unknown: tuple[int, str] | None
 
@@ -107,7 +125,8 @@ def recognise(text: str) -> Found | None:
 
 def read(stream: BinaryIO) -> Reading:
     """Read all of `stream`, with a few blocks of it in memory at a time."""
-    open_entries, found, tracebacks, lines = list(causes()), [], _Tracebacks(), 0
+    open_entries, found, lines = list(causes()), [], 0
+    tracebacks, reports = _Tracebacks(), _Reports()
     for first, block in _blocks(stream):
         for cause in list(open_entries):
             hit = _first_message(cause, block, first)
@@ -115,9 +134,14 @@ def read(stream: BinaryIO) -> Reading:
                 found.append(hit)
                 open_entries.remove(cause)
         tracebacks.take(first, block)
+        reports.take(first, block)
         lines = first + block.count(b"\n") - block.endswith(b"\n")
+    told = reports.end()
+    # The job knew more than the table does, such as the kernel's count of the processes that it killed.
+    found = [hit for hit in found if not any(hit.cause.search(text) for text in told.values())]
     found.sort(key=lambda hit: (KINDS.index(hit.cause.kind), hit.line))
-    return Reading(lines, tuple(found), tracebacks.first_unknown())
+    shown = [Report(line, text.decode(errors="replace")) for line, text in told.items()]
+    return Reading(lines, tuple(shown), tuple(found), tracebacks.first_unknown(told.values()))
 
 
 def _blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -186,8 +210,47 @@ class _Tracebacks:
                     self._open.remove(prefix)
                     break
 
-    def first_unknown(self) -> tuple[int, str] | None:
+    def first_unknown(self, reports: Collection[bytes]) -> tuple[int, str] | None:
         for number, body in self._errors:
-            if not _WRAPPERS.match(body) and not any(cause.search(body) for cause in causes()):
+            is_told = _WRAPPERS.match(body) or any(text.startswith(body) for text in reports)
+            if not is_told and not any(cause.search(body) for cause in causes()):
                 return number, _shown(body, 0)
         return None
+
+
+class _Reports:
+    """Errors of Paceline with their indented lines, also if a launcher put a prefix before each line."""
+
+    def __init__(self) -> None:
+        self._open: dict[bytes, tuple[int, list[bytes]]] = {}  # by prefix
+        self._texts: dict[
+            bytes, tuple[int, bytes]
+        ] = {}  # by first line, which ranks have in common
+
+    def take(self, first: int, block: bytes) -> None:
+        if not self._open and b"paceline" not in block:
+            return
+        for number, line in enumerate(_COLOURS_BYTES.sub(b"", block).split(b"\n"), start=first):
+            for prefix in [prefix for prefix in self._open if line.startswith(prefix)]:
+                body = line[len(prefix) :].rstrip()
+                if body.startswith(b"  "):
+                    self._open[prefix][1].append(body)
+                else:
+                    self._close(prefix)
+            if begin := _REPORT.search(line):
+                prefix = line[: begin.start()]
+                self._open[prefix] = (number, [line[begin.start() :].rstrip()])
+
+    def _close(self, prefix: bytes) -> None:
+        number, lines = self._open.pop(prefix)
+        text = b"\n".join(lines)
+        if _REASON.search(text) and len(self._texts) < _MAX_REPORTS:
+            self._texts.setdefault(lines[0], (number, text))
+
+    def end(self) -> dict[int, bytes]:
+        """The texts by the number of their first line."""
+        for prefix in list(self._open):
+            self._close(prefix)
+        texts = list(self._texts.values())
+        causes = [each for each in texts if not each[1].startswith(_LOST_PEER)]
+        return dict(sorted(causes or texts))

@@ -28,7 +28,7 @@ _MEMORY_EVENTS = 100_000
 def environment(folder: Path, skip: int, steps: int) -> dict[str, str]:
     """The variables that make the ranks of `paceline run` record a profile into `folder`."""
     plan = json.dumps({"folder": str(folder), "skip": skip, "steps": steps})
-    quiet = {} if "KINETO_LOG_LEVEL" in os.environ else {"KINETO_LOG_LEVEL": "5"}
+    quiet = {} if "KINETO_LOG_LEVEL" in os.environ else {"KINETO_LOG_LEVEL": "6"}
     return {"PACELINE_BEFORE": "paceline.profile.harness", _VARIABLE: plan} | quiet
 
 

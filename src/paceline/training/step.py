@@ -248,8 +248,7 @@ class Step:
                 raise self._error(
                     f"micro-batch {self._seen} of {self._planned.num_micro_batches} had no "
                     "`step.backward`.",
-                    fix="call step.backward(loss, count=...) for each micro-batch"
-                    + (" and optimizer." if len(self._records) > 1 else "."),
+                    fix=self._backward_fix(),
                 )
             if self._seen < self._planned.num_micro_batches:
                 clock.enter(DATA)
@@ -652,8 +651,15 @@ class Step:
         if self._seen > planned or record.backwards < planned:
             raise self._error(
                 f"{planned} micro-batches, but {record.backwards} calls of `step.backward`.",
-                fix="call step.backward(loss, count=...) for each micro-batch.",
+                fix=self._backward_fix(),
             )
+
+    def _backward_fix(self) -> str:
+        each = "micro-batch and optimizer" if len(self._records) > 1 else "micro-batch"
+        return (
+            "write `step.backward(loss, count=...)` in place of `loss.backward()`, once for each "
+            f'{each}; with reduction="mean" if the loss is a mean.'
+        )
 
     def _skipped_error(self, method: str) -> StepError:
         return self._error(

@@ -668,7 +668,7 @@ class Training:
             raise StepError(
                 "the step was left without `step.update()`.",
                 where=self.job.where(),
-                fix="call step.update() after the loop over micro-batches"
+                fix="call step.update() in place of optimizer.step(), after the loop over micro-batches"
                 + ("." if len(self.optimizers) == 1 else ", once for each optimizer."),
                 step=step.number,
             )
