@@ -142,6 +142,8 @@ def _scale_by_weight(case: Case, why: str) -> Judgement:
     updates = [_first_update(log) for log in (case.solo.ranks[0], *case.ranks)]
     if len({update[0]["at"] for update in updates if update}) > 1:
         return NotJudged("the ranks make their first step at different lines.")
+    if case.ordinary.ranks[0].gather_for_loss is not None:
+        return NotJudged("the loss is one of gathered values, and not all need to have a gradient.")
     solo, ordinary = _total_weight(case.solo), _total_weight(case.ordinary)
     if not solo or not ordinary:
         return NotJudged(why)
