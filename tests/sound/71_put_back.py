@@ -1,4 +1,4 @@
-"""Right: the other ranks' rows have no gradient; the sum over ranks is the gradient of the loss of all rows."""
+"""Right: other ranks' rows have no gradient; the sum over ranks is the gradient of the loss of all rows."""
 
 import torch
 import torch.distributed as dist
