@@ -25,6 +25,9 @@ from paceline.verify.compare import compare
 from paceline.verify.forked_ranks import ForkedRanks, preload
 
 _POLL_S = 0.25
+# The longest time of a replay: a script may wait in a busy loop for batches that it does not get there.
+_REPLAY_S = 30.0
+_REPLAY_FACTOR = 10  # by the longest of the runs before
 # Waiting in a collective uses a little CPU time, but less than this.
 _BUSY_S = 1.0
 _OUTPUT_CHARS = 200_000
@@ -77,10 +80,15 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
     # Not TemporaryDirectory, which a fork of this process would delete at its own end.
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
     try:
+        longest_s = 0.0
 
         def run(plan: RunPlan) -> Run:
+            nonlocal longest_s
             announce(f"{plan.mode}, {plan.world_size} process{'es' * (plan.world_size > 1)} ...")
-            return _run(plan, options)
+            started = time.monotonic()
+            made = _run(plan, replace(options, timeout_s=_timeout_s(plan, options, longest_s)))
+            longest_s = max(longest_s, time.monotonic() - started)
+            return made
 
         steps = options.steps or _STEPS
         plan = RunPlan(folder / "solo", "solo", 1, steps, bitwise=options.bitwise)
@@ -181,6 +189,13 @@ def _with_notes(result: VerifyResult, solo: Run) -> VerifyResult:
     *lines, last = result.lines
     lines = [*lines, *(f"note: {note}" for note in notes), last]
     return replace(result, lines=lines, facts=result.facts | {"notes": notes})
+
+
+def _timeout_s(plan: RunPlan, options: VerifyOptions, longest_s: float) -> float:
+    """The longest time for a run, if the longest of the runs before took `longest_s`."""
+    if plan.solo is None:
+        return options.timeout_s
+    return min(options.timeout_s, max(_REPLAY_S, _REPLAY_FACTOR * longest_s))
 
 
 def _run(plan: RunPlan, options: VerifyOptions) -> Run:
