@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR
 
 import paceline
 from paceline import torch_private
@@ -29,7 +30,9 @@ def test_the_installed_torch_has_it(name: torch_private.PrivateName) -> None:
             linear.log_softmax(1).mean(),
             nn.functional.cross_entropy(linear, torch.ones(2).long()),
         )
+        schedule = ConstantLR(torch.optim.SGD([linear]))
         owners = [*(loss.grad_fn for loss in objects), torchmetrics.MeanMetric()]
+        owners.append(ChainedScheduler([schedule]))
         assert any(torch_private.attribute(name.path, owner) is not None for owner in owners)
     else:
         assert torch_private.look_up(name.path) is not None

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import Store, folders, open_store, read_manifest, remove, verify
@@ -89,7 +90,7 @@ def parser() -> CommandParser:
             )
         if name != "ls":
             default = {"check": "default: all", "rm": None}.get(name, "default: the newest")
-            chosen: argparse._ActionsContainer = action
+            chosen: Any = action
             if name == "export":
                 chosen = action.add_mutually_exclusive_group()
                 chosen.add_argument(

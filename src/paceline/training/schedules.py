@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from paceline import log
+from paceline import log, torch_private
 from paceline.errors import ConfigError, StepError
 
 
@@ -153,7 +153,9 @@ class TrainedSchedule:
 
 def _count(scheduler: Any) -> int:
     """How often a scheduler of torch has advanced; 0 for one that does not count."""
-    parts = getattr(scheduler, "_schedulers", None)
+    parts = torch_private.attribute(
+        "torch.optim.lr_scheduler.ChainedScheduler._schedulers", scheduler
+    )
     if parts and not hasattr(scheduler, "last_epoch"):  # ChainedScheduler steps all of its parts
         return _count(parts[0])
     return int(getattr(scheduler, "last_epoch", 0))
