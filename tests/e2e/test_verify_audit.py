@@ -49,6 +49,7 @@ RULES = {
     "73": "schedule does not reach its end",
     "74": "learns less than one process",
     "75": "clipping of own shard",
+    "79": "metric averaged per rank",
 }
 # The test of the report replays gradients and finds a fault; the quick sound script replays evaluations. All
 # others are slow.

@@ -268,6 +268,26 @@ def test_the_gradient_that_was_compared_is_named(
     assert judged.evidence.startswith(f"{whose} of step 1 was 1 times that of one process")
 
 
+@pytest.mark.parametrize(
+    ("ratio", "drew", "found"),
+    [(0.9, ["torch"], NoFault), (0.9, [], NotJudged), (0.7, ["torch"], NotJudged)],
+)
+def test_dropout_in_parts_of_a_batch_changes_the_gradient_a_little(
+    tmp_path: Path, ratio: float, drew: list[str], found: type
+) -> None:
+    first = {"k": "forward-end", "trains": True, "params": {}, "rows": [1], "drew": drew}
+    events = [first | {"buffers": {}}, {"k": "backward", "at": "t.py:1"}]
+    runs = []
+    for mode, count, size in (("solo", 1, 1.0), ("divided", 2, ratio)):
+        (tmp_path / mode).mkdir()
+        torch.save({"w": torch.full([3], size)}, tmp_path / mode / "gradients.pt")
+        made = run(mode, *[events] * count)
+        runs.append(replace(made, plan=replace(made.plan, folder=tmp_path / mode)))
+    judged = scaled_gradient(Case(runs[0], runs[1], runs[1]))
+    assert isinstance(judged, found)
+    assert not isinstance(judged, NotJudged) or judged.differs
+
+
 def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
     gradients = [{"w": torch.randn(9)} for _ in range(2)]
     ranks = [_step_on(20, 1 / 20)[1:], _step_on(50, 1 / 50)[1:]]

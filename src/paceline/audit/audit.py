@@ -2,7 +2,8 @@
 
 Such a script fixes the batch size of a rank, so runs of 1 and N processes train on different data and cannot
 be compared. The reference is therefore a run whose ranks all get the batches of the run of one process. An
-ordinary run shows the script's own shards, order and coverage, and whether its ranks drift apart.
+ordinary run shows the script's own shards, order and coverage, and whether its ranks drift apart. If the
+batches cannot be replayed, the third run gets only the weights of the run of one process in evaluations.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class AuditResult:
                 shown=fault.evidence,
                 fix=fault.fix,
             )
-        runs = [self.case.solo, self.case.ordinary, self.case.replay]
+        runs = [self.case.solo, self.case.ordinary, self.case.replay or self.case.evaluated]
         names = [f"{run.name} ({run.steps} steps)" for run in runs if run is not None]
         lines.append(f"compared: {', '.join(names)}")
         sound = [f"{name}: {each.evidence}" for name, each in self.of(NoFault).items()]
@@ -120,7 +121,12 @@ def audit(
             why = f"{run.name} failed: the script cannot train on the batches of one process."
         else:
             replay = run
-    case = Case(solo, ordinary, replay, why)
+    evaluated = replay
+    if replay is None and not ordinary.hung and _compares_evaluations(solo, ordinary):
+        name = f"evaluated-{world_size}"
+        run = execute(replace(plan, folder=folder / name, mode="evaluated", solo=solo.plan.folder))
+        evaluated = None if run.hung or run.returncode else run
+    case = Case(solo, ordinary, replay, why, evaluated)
     result = AuditResult(case, judge(case, strict=strict))
     if not result.faults:
         refuse(ordinary)
@@ -183,6 +189,12 @@ def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
         return "divided", ""
     sizes = ", ".join(map(str, each))
     return None, f"one process trains on batches of {solo_size}, the ranks on batches of {sizes}."
+
+
+def _compares_evaluations(solo: Run, ordinary: Run) -> bool:
+    """Whether one process and several exchange results in an evaluation, which could be compared."""
+    of_ranks = (run.ranks[0].evaluations.values() for run in (solo, ordinary))
+    return all(any(own.reductions or own.gathers for own in each) for each in of_ranks)
 
 
 def _size(batch: Event) -> int | None:

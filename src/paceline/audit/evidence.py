@@ -15,12 +15,15 @@ from typing import Any, Literal
 _VARIABLE = "PACELINE_VERIFY"
 
 # The data that the ranks get:
-#   solo      one process with the data of the script; its batches are saved for the replays
-#   ordinary  several processes with the data of the script
-#   mirrored  a replay: each rank gets the batches of the solo run, so all results must equal those of it
-#   divided   a replay: each rank gets a part of each batch of the solo run. It is used if the script divides
-#             its batch size by the number of processes
-Mode = Literal["solo", "ordinary", "mirrored", "divided"]
+#   solo        one process with the data of the script; its batches are saved for the replays
+#   ordinary    several processes with the data of the script
+#   mirrored    a replay: each rank gets the batches of the solo run, so all results must equal those of it
+#   divided     a replay: each rank gets a part of each batch of the solo run. It is used if the script
+#               divides its batch size by the number of processes
+#   evaluated   as ordinary, with the weights of the solo run in each evaluation. It is used if no batches
+#               can be replayed; the replays set these weights too
+Mode = Literal["solo", "ordinary", "mirrored", "divided", "evaluated"]
+REPLAYS = ("mirrored", "divided")
 
 # "k" is the kind of event, "at" the line of the user's source that caused it, and "s" the number of completed
 # steps; in "step" and "stepped", "s" is the number of the step itself. Kinds and further entries:
@@ -70,7 +73,7 @@ class RunPlan:
     Attributes:
         folder: Where its ranks write.
         steps: The optimizer steps to watch.
-        solo: The folder of the run whose batches a mirrored or divided run replays.
+        solo: The folder of the run whose batches or weights a later run gets.
         bitwise: Whether paceline's reproducible mode is turned on.
         max_steps: If it is more than `steps`, the solo run goes up to it as long as its steps are fast, and
             the other runs take as many steps as the solo run did.

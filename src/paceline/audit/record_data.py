@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
 
 from paceline import torch_private
-from paceline.audit import replay
+from paceline.audit import evidence, replay
 from paceline.audit.digests import digest, exact_parts, leaves, random_states
 from paceline.audit.progress import Progress
 from paceline.audit.record import intercept, user_line
@@ -60,9 +60,11 @@ class _Hooks:
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
         self._cut_at: int | None = None  # the step in which passes were cut
-        # A replay ends where the solo run ended, and the ordinary run is cut where the solo run was.
+        # A replay ends where the solo run ended; other runs are cut where the solo run was.
         mode = progress.plan.mode
-        self._may_cut = mode == "solo" or (mode == "ordinary" and progress.plan.cut_at is not None)
+        self._may_cut = mode == "solo" or (
+            mode not in evidence.REPLAYS and progress.plan.cut_at is not None
+        )
         self._replayed = replay.replayed_loaders(progress.plan)
 
     def begin_pass(self, begin: Callable[[Any], Iterator[Any]], loader: DataLoader[Any]) -> Any:

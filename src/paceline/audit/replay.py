@@ -1,7 +1,8 @@
 """Gives the ranks of a replay the batches of the solo run, and its weights before each evaluation.
 
 The solo run saves both as files. In a mirrored run each rank gets the whole batch; in a divided run each rank
-gets a part of it. Data and weights are then equal, so the script causes every remaining difference.
+gets a part of it; an evaluated run gets the weights only. Data and weights are then equal, so the script
+causes every remaining difference.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _NoSamples(Exception):
 
 
 def keep_or_load_weights(progress: Progress, models: Models) -> None:
-    """Before an evaluation: keep the weights of the solo run, or load them in a replay."""
+    """Before an evaluation: keep the weights of the solo run, or load them in a later run."""
     name = f"weights-{progress.evaluations}.pt"
     if progress.plan.mode == "solo":
         states = {number: model.state_dict() for number, model in models.by_number().items()}
@@ -95,7 +96,7 @@ def _part(value: Any, rank: int, world_size: int) -> Any:
 
 def replayed_loaders(plan: RunPlan) -> dict[str, int | None]:
     """The training loaders of the solo run and their lengths; empty if this run is no replay."""
-    if plan.solo is None:
+    if plan.solo is None or plan.mode not in evidence.REPLAYS:
         return {}
     solo = evidence.read(plan.solo, 1)[0]
     return {name: solo.loaders[name]["batches"] for name in solo.training_loaders}

@@ -93,12 +93,12 @@ def evaluated_twice(case: Case) -> Judgement:
 
 def _pairs(case: Case) -> dict[int, list[Pair]]:
     """By evaluation, the reductions of the replay with those of one process."""
-    if case.replay is None:
+    if case.evaluated is None:
         return {}
     one = case.solo.ranks[0].evaluations
     return {
         number: list(zip(one[number].reductions, own.reductions, strict=False))
-        for number, own in case.replay.ranks[0].evaluations.items()
+        for number, own in case.evaluated.ranks[0].evaluations.items()
         if own.reductions and number in one and one[number].reductions
     }
 
@@ -165,10 +165,10 @@ class _Result:
 
 def _results_of_gathers(case: Case) -> list[_Result]:
     """What all ranks computed in each evaluation of the replay after a gather."""
-    if case.replay is None:
+    if case.evaluated is None:
         return []
     results = []
-    logs = case.replay.ranks
+    logs = case.evaluated.ranks
     for number, own in logs[0].evaluations.items():
         one = case.solo.ranks[0].evaluations.get(number)
         each = [log.evaluations.get(number, Evaluation()) for log in logs]
@@ -199,9 +199,9 @@ def _results_of_gathers(case: Case) -> list[_Result]:
 
 def misordered_gather(case: Case) -> Judgement:
     """Gathered predictions are compared with labels in another order."""
-    if case.replay is None:
+    if case.evaluated is None:
         return NotJudged(case.why_no_replay)
-    forwards = case.replay.ranks[0].of("forward-end")
+    forwards = case.evaluated.ranks[0].of("forward-end")
     if any(event["drew"] for event in forwards if event["evaluation"] is not None):
         return NotJudged("the evaluation draws random numbers.")
     results = _results_of_gathers(case)
@@ -240,9 +240,9 @@ def misordered_gather(case: Case) -> Judgement:
 
 def averaged_metric(case: Case) -> Judgement:
     """Ranks average a metric over their own samples, although they have different numbers of them."""
-    if case.replay is None:
+    if case.evaluated is None:
         return NotJudged(case.why_no_replay)
-    solo, replay = (run.ranks[0].evaluations for run in (case.solo, case.replay))
+    solo, replay = (run.ranks[0].evaluations for run in (case.solo, case.evaluated))
     calls = [call for own in replay.values() for call in own.reductions]
     if calls and not any(own.reductions for own in solo.values()):
         return NotJudged(
@@ -253,7 +253,7 @@ def averaged_metric(case: Case) -> Judgement:
     for number, pairs in _pairs(case).items():
         if len(solo[number].reductions) != len(replay[number].reductions):
             return NotJudged("the runs reduced different numbers of values while evaluating.")
-        ranks = [log.evaluations.get(number, Evaluation()) for log in case.replay.ranks]
+        ranks = [log.evaluations.get(number, Evaluation()) for log in case.evaluated.ranks]
         samples = sum(own.num_samples for own in ranks)
         # After a gather the script computes the sums, so both its values and their sums count.
         results = [x for pair in pairs for x in pair[1]["results"] + _sums(pair)]

@@ -16,6 +16,8 @@ from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJ
 _EQUAL = 0.02
 # A ratio whose relative distance to N or 1/N is smaller counts as that factor.
 _NEAR_FACTOR = 0.05
+# With dropout or BatchNorm, the gradient of the parts of a batch differs from that of the whole by less.
+_NOISE_OF_PARTS = 0.25
 # Below this cosine the two gradients differ by more than a factor.
 _SAME_DIRECTION = 0.98
 # Above this cosine a gradient is a multiple of the other one, if it has enough values to tell.
@@ -55,15 +57,18 @@ def scaled_gradient(case: Case) -> Judgement:
     judgement = _judge_ratio(case, ratio, figure, same_direction=cosine > _SAME_DIRECTION)
     if isinstance(judgement, FaultFound):
         return judgement
+    first = next(iter(run.ranks[0].training_forwards), {})
+    depends_on_parts = first.get("buffers") or first.get("drew")
+    if run.plan.mode == "divided" and depends_on_parts and abs(ratio - 1) < _NOISE_OF_PARTS:
+        return NoFault(
+            f"{figure}; dropout or BatchNorm makes that of its parts a little different."
+        )
     gather = run.ranks[0].gather_for_loss
     if run.plan.mode == "mirrored":
         log = run.ranks[0]
         before = takewhile(lambda e: e["k"] != "backward", log.of("collective", "backward"))
         can_tell = clips[1] is None and not any("gather" in event["op"] for event in before)
         return (_wrong_multiple(one, other, log) if can_tell else None) or judgement
-    # Of a part of a batch, other gradients may be right, as with BatchNorm or random numbers.
-    first = next(iter(run.ranks[0].training_forwards), {})
-    depends_on_parts = first.get("buffers") or first.get("drew")
     is_equal = isinstance(judgement, NoFault) and cosine > _SAME_DIRECTION
     if is_equal or gather is None or depends_on_parts:
         return judgement

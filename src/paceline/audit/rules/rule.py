@@ -19,12 +19,14 @@ class Case:
         ordinary: The unchanged script on several processes.
         replay: The script on several processes with the batches of the solo run; None if not possible.
         why_no_replay: The reason, as a sentence.
+        evaluated: The replay, or else a run that had the weights of the solo run in each evaluation.
     """
 
     solo: Run
     ordinary: Run
     replay: Run | None = None
     why_no_replay: str = ""
+    evaluated: Run | None = None
 
     @property
     def ranks(self) -> list[RankLog]:
