@@ -7,7 +7,7 @@ DEMO   := $(VENV)/.demo
 COMMANDS := run verify top report profile doctor explain ckpt job init completion
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo check docs test test-slow test-all bench bench-all clean
+.PHONY: help setup demo check docs test test-ci test-slow test-all bench bench-all clean
 
 help:
 	@echo "make setup     build .venv with the paceline command in it"
@@ -15,8 +15,9 @@ help:
 	@echo "make check     format, lint, types, layering, documentation"
 	@echo "make docs      build the documentation site in build/site"
 	@echo "make test      unit, dist and e2e tests"
+	@echo "make test-ci   further cases, which CI runs too (about 5 minutes)"
 	@echo "make test-slow the exhaustive matrices (about an hour)"
-	@echo "make test-all  both"
+	@echo "make test-all  all three"
 	@echo "make bench     measure speed against hand-written loops and other frameworks"
 	@echo "make bench-all that, and checkpoints, restarts, verdicts (hours)"
 	@echo "make clean     remove .venv, runs and caches"
@@ -54,12 +55,15 @@ docs: $(STAMP)
 
 # Two at a time, a file in one process: a test waits for its processes about a third of the time.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not slow and not ci" -n 2 --dist loadfile
+
+test-ci: $(STAMP)
+	$(BIN)/python -m pytest -q -m "ci and not slow" -n 2 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
 
-test-all: test test-slow
+test-all: test test-ci test-slow
 
 bench: $(STAMP)
 	$(PIP) -e '.[bench]'

@@ -101,6 +101,7 @@ def test_saved_on_n_loaded_on_m(saver: int, tmp_path: Path) -> None:
         (1, 4, "ddp fsdp"),
     ],
 )
+@pytest.mark.ci
 def test_from_ddp_to_fsdp_and_back(saver: int, loader: int, kinds: str, tmp_path: Path) -> None:
     source, target = kinds.split()
     want = run_ranks(_saves, str(tmp_path), source, nproc=saver)[0]
@@ -343,6 +344,7 @@ def _timed(job: Any, folder: str, every_s: Any) -> int:
     return training.number
 
 
+@pytest.mark.ci
 def test_saving_by_the_clock_is_at_the_same_step_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(_timed, str(tmp_path), 0.1, nproc=2)
     steps = committed(open_store(tmp_path))

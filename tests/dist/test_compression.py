@@ -69,6 +69,7 @@ def _train_each(job: Any, folder: str) -> dict[str, list[float]]:
     ("nproc", "backend"),
     [(2, "gloo"), (3, "gloo"), (2, "shm"), pytest.param(4, "shm", marks=pytest.mark.slow)],
 )
+@pytest.mark.ci
 def test_compressed_trainings(
     nproc: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

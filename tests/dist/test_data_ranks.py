@@ -196,6 +196,7 @@ def _tinies(job: Job) -> list[Any]:
 
 
 @pytest.mark.parametrize("nproc", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.ci
 def test_a_rank_may_have_no_sample_and_gets_ghosts_on_request(nproc: int) -> None:
     everyone = run_ranks(_tinies, nproc=nproc)
     cases = [(case, equal) for case in TINY for equal in (False, True)]

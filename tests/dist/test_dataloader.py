@@ -653,6 +653,7 @@ def _other_packages(job: Job, shards: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.ci
 def test_loaders_and_datasets_of_other_packages(tmp_path: Path, nproc: int) -> None:
     for package in ("datasets", "torchdata", "webdataset"):
         pytest.importorskip(package)

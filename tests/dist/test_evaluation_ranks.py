@@ -163,6 +163,7 @@ WRONG = {
 }
 
 
+@pytest.mark.ci
 def test_what_cannot_be_evaluated_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _bad, list(WRONG), nproc=3):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG

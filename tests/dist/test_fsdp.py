@@ -124,6 +124,7 @@ def _with_options(job: Any, folder: str) -> list[Result]:
     ]
 
 
+@pytest.mark.ci
 def test_hybrid_sharding_and_options_train_as_one_process(tmp_path: Path) -> None:
     want = run_ranks(_train, None, 8, "samples", None, nproc=1)[0]
     short = run_ranks(_train, None, 5, "samples", None, nproc=1)[0]
@@ -156,6 +157,7 @@ def _compiled_and_recomputed(job: Any) -> list[Result]:
     ]
 
 
+@pytest.mark.ci
 def test_compiled_blocks_and_activation_checkpointing_train_as_one_process() -> None:
     want = run_ranks(_train, None, 5, "samples", None, nproc=1)[0]
     for results in run_ranks(_compiled_and_recomputed, nproc=2):
@@ -364,6 +366,7 @@ def _refused(job: Any, kind: str) -> None:
         step.update()
 
 
+@pytest.mark.ci
 def test_wrong_use_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _refused, list(WRONG), nproc=2, mesh=Mesh(dp_shard=2)):
         assert all(text in found[kind][1] for kind, text in WRONG.items()), found

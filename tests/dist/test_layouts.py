@@ -118,6 +118,7 @@ def _losses(job: Any) -> list[float]:
     [pytest.param(n, marks=pytest.mark.slow) for n in FAST if n != "fsdp on 2"]
     + ["fsdp on 2", *SLOW],
 )
+@pytest.mark.ci
 def test_fifty_steps_have_the_losses_of_one_process(name: str) -> None:
     want = run_ranks(_losses, nproc=1)[0]
     assert want[-1] < 0.5 * want[0]
@@ -176,6 +177,7 @@ def _later(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "name", ["fsdp on 2", "pp on 2", *(pytest.param(n, marks=pytest.mark.slow) for n in REST)]
 )
+@pytest.mark.ci
 def test_a_save_in_the_background_holds_the_weights_of_its_step(tmp_path: Path, name: str) -> None:
     mesh = LAYOUTS[name]
     waited, late = tmp_path / "waited", tmp_path / "late"

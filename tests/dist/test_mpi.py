@@ -236,6 +236,7 @@ def _run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.ci
 def test_ranks_that_mpi_has_not_started_are_refused() -> None:
     mpi_command("mpich", 2)
     done = _run(

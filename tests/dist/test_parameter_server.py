@@ -597,6 +597,7 @@ def test_an_optimizer_that_fails_ends_the_server(tmp_path: Path, count: int) -> 
             client._ask(0, {"do": "end"})  # it has left, so nobody waits for the end of its push
 
 
+@pytest.mark.ci
 def test_the_example(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs/howto/parameter_server.md").read_text()

@@ -217,6 +217,7 @@ def _train_forms(job: Any) -> list[list[Any]]:
     return [_train_masked(job, *form) for form in FORMS]
 
 
+@pytest.mark.ci
 def test_a_forward_may_compute_masks_and_values_between_its_submodules() -> None:
     wants = run_ranks(_train_forms, nproc=1)[0]
     for results in run_ranks(_train_forms, nproc=2, mesh=Mesh(pp=2)):
@@ -635,6 +636,7 @@ def _llama(job: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.ci
 def test_a_hugging_face_model() -> None:
     pytest.importorskip("transformers")
     want = run_ranks(_llama, nproc=1)[0]

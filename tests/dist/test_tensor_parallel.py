@@ -135,6 +135,7 @@ def _llama(job: Any) -> tuple[list[float], int]:
     return losses, held
 
 
+@pytest.mark.ci
 def test_the_plan_of_a_hugging_face_model() -> None:
     pytest.importorskip("transformers")
     (want, whole), *_ = run_ranks(_llama, nproc=1)
@@ -241,6 +242,7 @@ def test_a_block_that_fits_a_rank_when_it_is_split_is_not_refused() -> None:
         assert split == ""
 
 
+@pytest.mark.ci
 def test_wrong_use_is_refused_on_all_ranks() -> None:
     for found in run_ranks(refusals, _refused, list(WRONG), nproc=2, mesh=Mesh(tp=2)):
         for kind, text in WRONG.items():

@@ -299,6 +299,7 @@ class Losses(paceline.Callback):
         self.seen.append(float(event.step.loss))
 
 
+@pytest.mark.ci
 def test_a_strategy_changes_nothing_else() -> None:
     (want,) = run_ranks(_with_strategies, ["ddp"], nproc=1)[0]
     meshes: list[tuple[int, Mesh | None]] = [
@@ -350,6 +351,7 @@ def _with_transformers(job: Any) -> list[float]:
     return [result.evaluation.loss, *weights_of(result.model)]
 
 
+@pytest.mark.ci
 def test_models_of_transformers() -> None:
     pytest.importorskip("transformers")
     (one,) = run_ranks(_with_transformers, nproc=1)

@@ -555,6 +555,7 @@ def _wrong(job: Any, kind: str) -> None:
             training.log(value=values[kind[4:]])
 
 
+@pytest.mark.ci
 def test_wrong_use_is_refused_on_every_rank() -> None:
     for found in run_ranks(refusals, _wrong, list(WRONG), nproc=2):
         assert {kind: name for kind, (name, _) in found.items()} == WRONG
@@ -953,6 +954,7 @@ def test_a_resume_names_settings_of_the_optimizer_that_have_no_effect(tmp_path: 
         assert sorted(settings) == [f"{name} 0.01, not 0.05", "weight_decay 0.01, not 0.5"]
 
 
+@pytest.mark.ci
 def test_the_number_of_ranks_may_change_and_nothing_saved_is_lost(tmp_path: Path) -> None:
     straight = run_ranks(_resumed, str(tmp_path / "a"), 9, nproc=1)[0]
     for nproc, until in ((2, 3), (1, 5), (3, 9)):

@@ -22,6 +22,7 @@ needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace
 
 
 @needs_strace
+@pytest.mark.ci
 def test_no_kill_at_a_system_call_tears_or_loses_a_checkpoint() -> None:
     # The first call of each kind, and the second of those that write.
     assert _counts(100, random=0, calls=20, ranks=0)["calls"]["whole"] == 20

@@ -75,6 +75,7 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", place], check=True)
 
 
+@pytest.mark.ci
 def test_a_disk_that_fills_up_ends_with_74_and_harms_nothing(tmpfs: Path, tmp_path: Path) -> None:
     done = train(tmp_path, tmpfs, FILL_AT="5")
     assert done.code == 74, done.err

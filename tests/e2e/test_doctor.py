@@ -25,6 +25,7 @@ def _levels(told: dict[str, Any]) -> dict[str, set[str]]:
     return levels
 
 
+@pytest.mark.ci
 def test_one_process_examines_this_host(tmp_path: Path) -> None:
     # No /dev/shm holds a batch of an exbibyte.
     need = ["--workers", "1", "--batch-mib", "1e12"]

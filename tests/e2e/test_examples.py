@@ -130,6 +130,7 @@ def test_examples_are_short(path: Path) -> None:
 
 
 @pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])
+@pytest.mark.ci
 def test_the_program_of_the_page_of_trainer(nproc: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "howto" / "trainer.md").read_text()
     (tmp_path / "train.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
@@ -154,6 +155,7 @@ def test_the_language_model_learns_as_well_in_bf16_as_in_fp32(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("options", [[], pytest.param(["--trainer"], marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_a_starter_script_trains_and_resumes(tmp_path: Path, options: list[str]) -> None:
     init = [sys.executable, "-m", "paceline", "init", *options, "go.py"]
     assert "paceline run --nproc-per-node 2 go.py" in _run(init, tmp_path)

@@ -66,6 +66,7 @@ def test_one_process(one_process: list[str], number: int) -> None:
     assert _first(one_process[number]) == ONE_PROCESS[number][0]
 
 
+@pytest.mark.ci
 def test_a_port_that_is_taken_has_its_owner_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

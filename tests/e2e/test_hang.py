@@ -86,6 +86,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.ci
 def test_a_hang_may_end_the_ranks_and_uses_up_a_restart(tmp_path: Path) -> None:
     words = "--nproc-per-node=2 --hang-after=2 --on-hang=end --max-restarts=1"
     done = run(words, HANGS, tmp_path)
@@ -111,6 +112,7 @@ print("done")
 """
 
 
+@pytest.mark.ci
 def test_counts_of_another_torch_switch_the_detection_off(tmp_path: Path) -> None:
     done = run("--nproc-per-node=2 --hang-after=2", CHANGED_TORCH, tmp_path)
     assert (done.code, done.out.count("done")) == (0, 2), done.err

@@ -135,6 +135,7 @@ def port_files(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("shm", marks=pytest.mark.slow), "mpi"])
+@pytest.mark.ci
 def test_weights_under_mpirun_are_those_of_one_process(tmp_path: Path, backend: str) -> None:
     words = mpi("openmpi", 3)
     if backend == "mpi" and not importlib.util.find_spec("mpi4py"):
@@ -227,6 +228,7 @@ def test_the_port_file_of_a_killed_job_is_ignored(tmp_path: Path) -> None:
     assert port_files(tmp_path) == []
 
 
+@pytest.mark.ci
 def test_an_error_of_one_mpi_rank_ends_all(tmp_path: Path) -> None:
     words = [*mpi("openmpi", 2), *script(tmp_path, LOOP), "raise"]
     done = finish(launch(words, tmp_path))

@@ -146,6 +146,7 @@ def run_together(blocks: list[Block], folder: Path) -> list[str]:
         for page in CHAPTERS
     ],
 )
+@pytest.mark.ci
 def test_the_code_of_a_chapter_runs(page: Path, tmp_path: Path) -> None:
     for chapter in CHAPTERS[: CHAPTERS.index(page) + 1]:
         for name, text in programs_of(chapter).items():

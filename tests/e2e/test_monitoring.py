@@ -64,6 +64,7 @@ def _get(url: str) -> str:
         return text
 
 
+@pytest.mark.ci
 def test_prometheus_sees_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     training = start(["run", "--nproc-per-node=2", "train.py"], tmp_path)

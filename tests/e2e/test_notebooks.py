@@ -128,6 +128,7 @@ def test_output_errors_and_the_stop_button(kernel: Kernel, tmp_path: Path) -> No
     assert _result(kernel.run("paceline.spawn(work, 6, nproc=3)")) == "[6, 16, 26]"
 
 
+@pytest.mark.ci
 def test_the_example_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NO_PYTEST:
         monkeypatch.delenv(name, raising=False)
@@ -165,6 +166,7 @@ with paceline.join() as job:
 """
 
 
+@pytest.mark.ci
 def test_the_display_of_a_training_in_the_kernel_is_updated_in_place(kernel: Kernel) -> None:
     cell = kernel.run(TRAINING)
     shown = [o.data for o in cell.outputs if o.output_type == "display_data"]

@@ -125,6 +125,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_a_signal_to_the_launcher(tmp_path: Path, undisturbed: str, number: str) -> None:
     process = begin(tmp_path, RANKS + " --max-restarts=3")
     wait_for(process, tmp_path, "step", 15)

@@ -133,6 +133,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.ci
 def test_too_few_steps_and_wrong_options_are_told(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(THREE_STEPS)
     for skip in (3, 4):  # the third step is skipped, and no other follows
@@ -193,6 +194,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.ci
 def test_samples_show_where_the_time_of_any_script_goes(tmp_path: Path, ranks: int) -> None:
     (tmp_path / "train.py").write_text(UNMODIFIED)
     words = ["run", "--profile-steps", f"--nproc-per-node={ranks}", "train.py"]

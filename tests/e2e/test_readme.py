@@ -50,6 +50,7 @@ def test_the_program_before_the_port_runs() -> None:
     subprocess.run([sys.executable, "-c", _program("-", epochs=1)], check=True, timeout=DEADLINE_S)
 
 
+@pytest.mark.ci
 def test_the_port_logs_the_same_losses_on_one_and_two_ranks(tmp_path: Path) -> None:
     losses = []
     for ranks in (1, 2):

@@ -222,6 +222,7 @@ except ZeroDivisionError:
 """
 
 
+@pytest.mark.ci
 def test_ranks_that_end_early_fork_handle_errors_or_block_signals(tmp_path: Path) -> None:
     early, forked, handled, blocked = run_each(
         [
@@ -289,6 +290,7 @@ paceline.agree(job, "a thing", 1)
 """
 
 
+@pytest.mark.ci
 def test_the_hook_of_the_script_and_the_launcher_both_get_the_error(tmp_path: Path) -> None:
     done = run("--nproc-per-node=2", JOINED, tmp_path)
     assert done.code == 1
@@ -358,6 +360,7 @@ def train():
 """
 
 
+@pytest.mark.ci
 def test_the_line_of_an_installed_package_is_shown(tmp_path: Path) -> None:
     package = tmp_path / "site-packages" / "trainer"
     package.mkdir(parents=True)
@@ -420,6 +423,7 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     assert "OSError: again" in (folder / "rank0-error.txt").read_text()
 
 
+@pytest.mark.ci
 def test_two_nodes_restart_together(tmp_path: Path, free_port: int) -> None:
     (tmp_path / "train.py").write_text(RESTARTS)
     words = node_words(free_port, "--max-restarts=3", "train.py")

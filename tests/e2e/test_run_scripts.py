@@ -56,6 +56,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("target", ["train.py", pytest.param("-m train", marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_a_script_may_execute_itself_again(tmp_path: Path, target: str) -> None:
     (tmp_path / "train.py").write_text(EXECUTES_ITSELF)
     words = ["run", "--nproc-per-node=2", *target.split(), "--lr", "1"]
@@ -235,6 +236,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.ci
 def test_the_interpreter_does_not_shut_down_while_threads_of_gloo_live(tmp_path: Path) -> None:
     done = run("--nproc-per-node=2", DESTROYED, tmp_path)
     assert (done.code, done.out) == (0, ""), done
@@ -262,6 +264,7 @@ if not torch.cuda.is_available():
     ]
 
 
+@pytest.mark.ci
 def test_bad_input_is_refused_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("x = = 1")
     cases = [(words if "{}" in words else f"{words} {{}}", "print('ran')") for words, _, _ in BAD]
@@ -296,6 +299,7 @@ def test_ranks_that_cannot_be_started_are_an_error_with_a_fix(
 @pytest.mark.parametrize(
     "more", [pytest.param([], marks=pytest.mark.slow), ["--rdzv-backend=c10d"]]
 )
+@pytest.mark.ci
 def test_the_launcher_says_that_it_waits_for_nodes(
     tmp_path: Path, more: list[str], free_port: int
 ) -> None:

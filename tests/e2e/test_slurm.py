@@ -115,6 +115,7 @@ def submit(slurm: Cluster, folder: Path, step_s: float, *more: str) -> str:
     return slurm.submit(folder / "train.slurm")
 
 
+@pytest.mark.ci
 def test_a_task_for_each_node_and_a_task_for_each_rank(tmp_path: Path, slurm: Cluster) -> None:
     (tmp_path / "facts.py").write_text(FACTS)
     done = srun(

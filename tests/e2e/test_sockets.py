@@ -104,6 +104,7 @@ raise ValueError("the real one")
 
 
 @pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_a_rank_that_babbles_crashes_nothing(tmp_path: Path, count: int) -> None:
     script = BABBLES.replace("EVENT", repr(EVENT)).replace("COUNT", str(count))
     done = run("--nproc-per-node=2", script, tmp_path, PACELINE_PRELOAD="0")

@@ -56,6 +56,7 @@ SLOW = [pytest.param(k, marks=pytest.mark.slow) for k in ("stdin", "module", "co
 
 
 @pytest.mark.parametrize("kind", ["script", *SLOW])
+@pytest.mark.ci
 def test_spawn_from_any_main(tmp_path: Path, kind: str) -> None:
     script = SCRIPT
     if kind == "guarded":

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from launching import DEADLINE_S, environment
 
 TRAINS = """
@@ -86,6 +87,7 @@ class Terminal:
         return code
 
 
+@pytest.mark.ci
 def test_a_run_on_a_terminal_and_top_on_another(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     pipes = {}

@@ -42,6 +42,7 @@ def test_make_runs_each_benchmark() -> None:
             assert line.split("benchmarks/")[1].split(".py")[0] in names, line
 
 
+@pytest.mark.ci
 def test_dp_vs_ddp_says_why_it_skips() -> None:
     script = ROOT / "benchmarks" / "dp_vs_ddp.py"
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -280,6 +280,7 @@ def test_an_endless_stream_is_read_no_further_than_needed(job: Job) -> None:
     assert len(read) <= 10
 
 
+@pytest.mark.ci
 def test_a_resume_far_into_a_stream_needs_no_memory_for_what_it_skips(job: Job) -> None:
     class Long:
         def __iter__(self) -> Iterator[int]:

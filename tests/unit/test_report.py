@@ -278,6 +278,7 @@ def test_many_ranks_are_summarised(tmp_path: Path) -> None:
     assert len(text) < 20_000
 
 
+@pytest.mark.ci
 def test_a_long_run_is_a_small_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("vl_convert", reason="vl-convert-python is not installed")
     write_run(tmp_path, steps=100_000, window=100)

@@ -293,12 +293,16 @@ def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
     ranks = [_step_on(20, 1 / 20)[1:], _step_on(50, 1 / 50)[1:]]
     stepped = [{"k": "stepped", "s": 1, "params": {}}]
     logs = [RankLog(rank, events + stepped, []) for rank, events in enumerate(ranks)]
+    ordinary = Run(RunPlan(tmp_path, "ordinary", 2, 20), logs, 0)
+    torch.save({"w": torch.ones(9)}, tmp_path / "gradients.pt")
+    for rank in range(2):  # shards of unequal sizes
+        torch.save({"w": torch.ones(9 - rank)}, tmp_path / f"local-{rank}.pt")
+    assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), NoFault)
     for rank, own in enumerate(gradients):
         torch.save(own, tmp_path / f"local-{rank}.pt")
     for factors, found in (((0.5, 0.5), FaultFound), ((2 / 7, 5 / 7), NoFault)):
         total = sum(factor * own["w"] for factor, own in zip(factors, gradients, strict=True))
         torch.save({"w": total}, tmp_path / "gradients.pt")
-        ordinary = Run(RunPlan(tmp_path, "ordinary", 2, 20), logs, 0)
         assert isinstance(mean_of_means(Case(run("solo", ranks[0]), ordinary)), found)
 
 

@@ -82,7 +82,7 @@ class AuditResult:
                 shown=fault.evidence,
                 fix=fault.fix,
             )
-        runs = [self.case.solo, self.case.ordinary, self.case.replay or self.case.evaluated]
+        runs = [self.case.solo, self.case.ordinary, self.case.evaluated]
         names = [f"{run.name} ({run.steps} steps)" for run in runs if run is not None]
         lines.append(f"compared: {', '.join(names)}")
         sound = [f"{name}: {each.evidence}" for name, each in self.of(NoFault).items()]
@@ -121,12 +121,12 @@ def audit(
             why = f"{run.name} failed: the script cannot train on the batches of one process."
         else:
             replay = run
-    evaluated = replay
+    evaluated_only = None
     if replay is None and not ordinary.hung and _compares_evaluations(solo, ordinary):
         name = f"evaluated-{world_size}"
         run = execute(replace(plan, folder=folder / name, mode="evaluated", solo=solo.plan.folder))
-        evaluated = None if run.hung or run.returncode else run
-    case = Case(solo, ordinary, replay, why, evaluated)
+        evaluated_only = None if run.hung or run.returncode else run
+    case = Case(solo, ordinary, replay, why, evaluated_only)
     result = AuditResult(case, judge(case, strict=strict))
     if not result.faults:
         refuse(ordinary)

@@ -188,7 +188,10 @@ def _manual_factors(run: Run) -> list[float] | None:
     each = [_gradients(run, f"local-{log.rank}") for log in run.ranks]
     if not final or not all(final.keys() <= own.keys() for own in each):
         return None
-    matrix = torch.stack([_flat({name: own[name] for name in final}) for own in each])
+    rows = [_flat({name: own[name] for name in final}) for own in each]
+    if len({len(row) for row in rows}) > 1:
+        return None  # shards of unequal sizes
+    matrix = torch.stack(rows)
     # Least squares; for equal gradients, the pseudo-inverse gives equal factors.
     factors: list[float] = (torch.linalg.pinv(matrix @ matrix.T) @ (matrix @ _flat(final))).tolist()
     return factors if any(factors) else None

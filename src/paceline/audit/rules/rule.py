@@ -19,14 +19,19 @@ class Case:
         ordinary: The unchanged script on several processes.
         replay: The script on several processes with the batches of the solo run; None if not possible.
         why_no_replay: The reason, as a sentence.
-        evaluated: The replay, or else a run that had the weights of the solo run in each evaluation.
+        evaluated_only: Without a replay, a run with the weights of the solo run in each evaluation.
     """
 
     solo: Run
     ordinary: Run
     replay: Run | None = None
     why_no_replay: str = ""
-    evaluated: Run | None = None
+    evaluated_only: Run | None = None
+
+    @property
+    def evaluated(self) -> Run | None:
+        """The run on several processes that had the weights of the solo run in each evaluation."""
+        return self.replay or self.evaluated_only
 
     @property
     def ranks(self) -> list[RankLog]:
