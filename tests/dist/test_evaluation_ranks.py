@@ -448,6 +448,7 @@ def _evaluate_in_other_ways(job: Any) -> Any:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.ci
 def test_compiled_models_run_compiled_and_the_precision_is_used(nproc: int) -> None:
     want = run_ranks(_evaluate, [7], 0, nproc=1)[0][0]
     low = None

@@ -172,6 +172,7 @@ def _all_masked(job: Any) -> list[list[float]]:
     return [_masked(job, *case) for case in _MASKED_CASES]
 
 
+@pytest.mark.ci
 def test_ghosts_and_micro_batches_without_tokens_add_nothing_to_the_gradient() -> None:
     """Their loss is NaN, and so is its gradient."""
     one = run_ranks(_all_masked, nproc=1)[0]

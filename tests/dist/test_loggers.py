@@ -116,6 +116,7 @@ def _read_mlflow(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.ci
 def test_values_can_be_read_back_from_every_logger(
     tmp_path: Path, nproc: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

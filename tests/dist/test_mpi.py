@@ -168,6 +168,7 @@ def _results(job: Job, num_programs: int) -> dict[str, Any]:
         ),
     ],
 )
+@pytest.mark.ci
 def test_results_are_those_of_gloo(
     tmp_path: Path, kind: str, nproc: int, num_programs: int
 ) -> None:
@@ -204,6 +205,7 @@ def _does_not_come(job: Job) -> None:
         job.store.set(f"told/{job.rank}", "")  # type: ignore[union-attr]
 
 
+@pytest.mark.ci
 def test_a_rank_that_failed_is_named(tmp_path: Path) -> None:
     outcomes = run_mpi_ranks("mpich", _leaves, nproc=3, folder=tmp_path)
     assert isinstance(outcomes[1], ValueError)

@@ -428,6 +428,7 @@ def _refused(job: Any, kind: str) -> None:
         step.update()
 
 
+@pytest.mark.ci
 def test_wrong_use_is_refused_on_all_ranks() -> None:
     for rank, found in enumerate(
         run_ranks(refusals, _refused, list(WRONG), nproc=2, mesh=Mesh(pp=2))

@@ -53,6 +53,7 @@ def test_a_rank_that_does_not_finish_shows_its_stacks(nproc: int, sleeper: int) 
     _assert_shown(caught.value, sleeper)
 
 
+@pytest.mark.ci
 def test_who_is_waited_for_is_shown_beside_a_timeout() -> None:
     with pytest.raises(RuntimeError) as caught:
         paceline.spawn(_one_sleeps, 2, nproc=3, timeout_s=2, deadline_s=60)

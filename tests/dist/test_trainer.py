@@ -257,6 +257,7 @@ def _each(job: Any) -> tuple[list[float], list[float], int, int]:
     return _tokens(job), _batchnorm(job) + _dicts(job), _stop(job), *buckets
 
 
+@pytest.mark.ci
 def test_tokens_batchnorm_stops_and_wrong_arguments_on_any_number_of_ranks() -> None:
     # 26 samples in steps of 8: the last step has 2, so with 3 and 4 ranks some have none.
     tokens, norms, stop, _ = run_ranks(_each, nproc=1)[0]

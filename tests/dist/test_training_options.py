@@ -148,6 +148,7 @@ def _all_rates(job: Any, folder: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.ci
 def test_schedules_by_epoch_and_metric(nproc: int, tmp_path: Path) -> None:
     results = run_ranks(_all_rates, str(tmp_path), nproc=nproc)
     by_epoch = {

@@ -77,6 +77,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("shell", "options", "script"), [("bash", ["--norc", "-c"], BASH), ("fish", ["-N", "-c"], FISH)]
 )
+@pytest.mark.ci
 def test_what_a_shell_offers(shell: str, options: list[str], script: str, folder: Path) -> None:
     done = subprocess.run(
         [_need(shell), *options, script.replace("COMMAND", COMMAND)],

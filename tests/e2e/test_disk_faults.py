@@ -109,6 +109,7 @@ def test_too_little_space_is_found_at_the_start(tmpfs: Path, tmp_path: Path) -> 
     assert "trained to" not in done.out
 
 
+@pytest.mark.ci
 def test_a_read_only_disk_is_found_at_the_start(tmpfs: Path, tmp_path: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
     done = train(tmp_path, tmpfs)

@@ -321,6 +321,7 @@ for path in sys.argv[1:]:
 
 
 @pytest.mark.parametrize(("nproc", "pages"), [(1, ONE_PROCESS), (2, TWO_RANKS)], ids=["1", "2"])
+@pytest.mark.ci
 def test_the_blocks_run(nproc: int, pages: dict[str, list[Run | NotRun]], tmp_path: Path) -> None:
     paths = []
     for page, runs in pages.items():

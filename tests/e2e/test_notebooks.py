@@ -92,6 +92,7 @@ def hold(job):
 """
 
 
+@pytest.mark.ci
 def test_output_errors_and_the_stop_button(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(FUNCTIONS)
     cell = kernel.run("paceline.spawn(work, 5, nproc=2)")

@@ -46,6 +46,7 @@ def _lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line]
 
 
+@pytest.mark.ci
 def test_the_program_before_the_port_runs() -> None:
     subprocess.run([sys.executable, "-c", _program("-", epochs=1)], check=True, timeout=DEADLINE_S)
 

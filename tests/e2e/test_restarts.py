@@ -68,6 +68,7 @@ def test_the_same_exception_in_the_same_step_ends_the_job(tmp_path: Path) -> Non
     assert state["stacks and collectives"]["threads"]
 
 
+@pytest.mark.ci
 def test_the_loss_of_the_rendezvous_host_ends_the_job_with_69(
     tmp_path: Path, free_port: int
 ) -> None:

@@ -124,6 +124,7 @@ while True:
 """
 
 
+@pytest.mark.ci
 def test_a_signal_ends_a_job_whose_output_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WRITES_FOR_EVER)
     process = subprocess.Popen(

@@ -93,6 +93,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("nproc", "sums", "told"), [(1, 4, 3), (2, 2, 2)])
+@pytest.mark.ci
 def test_a_script_that_sets_its_own_port_meets_there(
     tmp_path: Path, free_port: int, nproc: int, sums: int, told: int
 ) -> None:
@@ -117,6 +118,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.ci
 def test_a_file_named_paceline_hides_only_the_package_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job/train.py").write_text(SPAWNS)

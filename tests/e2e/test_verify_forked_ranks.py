@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 SCRIPT = """
 import atexit, json, multiprocessing, os, random, signal, subprocess, sys
@@ -53,6 +54,7 @@ print(ranks.returncode)
 """
 
 
+@pytest.mark.ci
 def test_two_ranks_of_which_one_fails(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
@@ -75,6 +77,7 @@ def test_two_ranks_of_which_one_fails(tmp_path: Path) -> None:
     assert events[-1]["k"] == "end"
 
 
+@pytest.mark.ci
 def test_killed_with_its_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import signal\nsignal.pause()\n")
     kill = "print(*ranks.pids, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"

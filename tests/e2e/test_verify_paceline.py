@@ -180,6 +180,7 @@ FAULTS = [
     [pytest.param(*fault, id=f"{fault[0]}-{at}", marks=[] if at == 0 else [pytest.mark.slow])
      for at, fault in enumerate(FAULTS)],
 )  # fmt: skip
+@pytest.mark.ci
 def test_the_first_difference_is_named(
     quantity: str, step: int, name: str, parts: dict[str, str], tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ sys.exit(run(sys.argv[1:]))
     )
 
 
+@pytest.mark.ci
 def test_the_launcher_without_private_names_of_torch(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trained')")
     done = _run(tmp_path)
