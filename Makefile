@@ -15,7 +15,7 @@ help:
 	@echo "make check     format, lint, types, layering, documentation"
 	@echo "make docs      build the documentation site in build/site"
 	@echo "make test      unit, dist and e2e tests"
-	@echo "make test-ci   further cases, which CI runs too (about 8 minutes)"
+	@echo "make test-ci   further cases, which CI runs too (about 10 minutes)"
 	@echo "make test-slow the exhaustive matrices (about an hour)"
 	@echo "make test-all  all three"
 	@echo "make bench     measure speed against hand-written loops and other frameworks"
