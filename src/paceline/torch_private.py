@@ -250,6 +250,11 @@ NAMES = (
         why="no public hook tells which samples a DataLoader puts into a batch",
         without="`paceline verify` knows samples by their content only, and some rules cannot judge",
     ),
+    PrivateName(
+        "torch.utils.data.dataloader._BaseDataLoaderIter._reset",
+        why="no public hook tells when the iterator of persistent workers begins another pass",
+        without="after a pass that was left early, `paceline verify` gives batches the wrong samples",
+    ),
     *(
         PrivateName(
             f"torch.utils.data._utils.fetch.{name}",

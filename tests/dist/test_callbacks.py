@@ -123,6 +123,19 @@ def _loop(job: Any, folder: str, epochs: int) -> tuple[int, int]:
     return before, training.number
 
 
+def _fits_twice(job: Any, folder: str) -> bool:
+    best = paceline.BestCheckpoint("loss")
+    trainer = _trainer(best, validation=_validation())
+    trainer.fit(1, folder=f"{folder}/a")
+    best._best.value = -1.0  # the first run was far better
+    trainer.fit(1, folder=f"{folder}/b")
+    return best.state_dict()["best"] > 0
+
+
+def test_the_best_of_a_run_is_not_compared_with_an_earlier_run(tmp_path: Path) -> None:
+    assert run_ranks(_fits_twice, str(tmp_path), nproc=2) == [True, True]
+
+
 def _take_turns(job: Any, folder: str) -> list[Any]:
     first = paceline.EarlyStopping("loss", patience=9), paceline.BestCheckpoint("loss")
     found: list[Any] = [_trainer(*first, validation=_validation()).fit(1, folder=folder).steps]

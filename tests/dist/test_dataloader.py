@@ -324,6 +324,29 @@ class Divided(IterableDataset):  # type: ignore[type-arg]
         return iter(range(self.rank * workers + worker, self.size, self.ranks * workers))
 
 
+class Wrapped(IterableDataset):  # type: ignore[type-arg]
+    """Names its file, which `worker_init_fn` sets; its attribute `dataset` is another one."""
+
+    def __init__(self) -> None:
+        self.dataset, self.file = Opened(), ""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([self.file] * 4)
+
+
+def _of_wrapper(job: Job) -> list[str]:
+    loader = DataLoader(Wrapped(), batch_size=4, num_workers=1, worker_init_fn=_open)
+    batches = Batches(job, loader, shard="by_rank_and_worker")
+    step = next(iter(batches.iterate(Position(7), epochs=1, equal=True)))
+    found = [text for micro in step for text in micro.batch]
+    batches.close()
+    return found
+
+
+def test_worker_init_fn_finds_a_stream_that_wraps_another() -> None:
+    assert run_ranks(_of_wrapper, nproc=2) == [["file 0"] * 4] * 2
+
+
 def _divided(job: Job) -> Any:
     seen = []
     for workers in (0, 2):

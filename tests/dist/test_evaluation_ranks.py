@@ -352,6 +352,33 @@ def _shuffled(loader: Any, rank: int, first: int = 0) -> Any:
     return iter(batches[:first] + batches[at:] + batches[first:at])
 
 
+class Counted(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(11.0))
+
+
+def _rows_of_streams(job: Any) -> list[list[float]]:
+    found = []
+    for data in (Counted(), iter(torch.arange(11.0).split(2))):
+        rows = {"x": "rows"}
+        own = paceline.evaluate(
+            job,
+            _model(),
+            data,
+            lambda model, x: {"x": x},
+            metrics=rows,
+            micro_batch=2 if isinstance(data, Counted) else None,
+        )
+        found.append(own.x.tolist())
+    return found
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_rows_of_streams_are_in_their_order(nproc: int) -> None:
+    for found in run_ranks(_rows_of_streams, nproc=nproc):
+        assert found == [[float(i) for i in range(11)]] * 2
+
+
 class Reordered(IterableDataset[Any]):
     """The numbers 0 to 8, from the second on in an order from torch's global generator."""
 

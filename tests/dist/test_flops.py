@@ -23,6 +23,8 @@ def test_the_longest_matching_name_counts() -> None:
     assert peak_of("NVIDIA GH200 480GB") == 989e12
     assert peak_of("NVIDIA L40S") == 362e12
     assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_of("NVIDIA L40") is None
+    assert peak_of("NVIDIA RTX A4000") is None
     assert peak_of("Some other GPU") is None
 
 

@@ -272,6 +272,8 @@ def _refused(job: Any, kind: str) -> None:
     model: nn.Module = _Counting() if kind == "buffer" else _net(batchnorm=True)
     if kind == "norm twice":
         model = _Twice()
+    if kind == "sparse":
+        model = nn.Embedding(4, 3, sparse=True)
     if kind == "threads":
         os.environ["PACELINE_REPRODUCIBLE_THREADS"] = "two"
     if kind == "syncbn":
@@ -286,10 +288,17 @@ def _refused(job: Any, kind: str) -> None:
         training = paceline.Training(job, model, optimizer, batches, reproducible=True)
     finally:
         os.environ.pop("PACELINE_REPRODUCIBLE_THREADS", None)
+    if kind == "update in the loop":
+        for step in training.steps(until=1):
+            for batch in step:
+                step.backward(loss_sum(model, batch), count=len(batch[0]))
+                step.update()
     _loop(training, grow=math.nan if kind == "nan" and job.rank == 0 else 1.0, until=5)
 
 
 WRONG = {
+    "update in the loop": "StepError",
+    "sparse": "ConfigError",
     "stream": "ConfigError",
     "syncbn": "ConfigError",
     "buffer": "ConfigError",

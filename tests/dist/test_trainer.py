@@ -239,6 +239,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "loss per sample": {"loss": nn.CrossEntropyLoss(reduction="none")},
     "no target": {"data": TensorDataset(torch.zeros(8, 4))},
     "callback": {"callbacks": [print]},
+    "resume without a folder": {"resume": "must"},
     "metric without a schedule": {"schedule_metric": "loss"},
     "schedule without a metric": {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau},
 }
@@ -246,7 +247,8 @@ WRONG: dict[str, dict[str, Any]] = {
 
 def _fit(job: Any, kind: str) -> None:
     options = {"loss": F.cross_entropy, "data": make_data(26), **WRONG[kind]}
-    paceline.Trainer(_net, optimizer=_adam, global_batch=4, **options).fit(1)
+    resume = options.pop("resume", "auto")
+    paceline.Trainer(_net, optimizer=_adam, global_batch=4, **options).fit(1, resume=resume)
 
 
 def _each(job: Any) -> tuple[list[float], list[float], int, int]:

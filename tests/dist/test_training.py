@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import weakref
 from functools import partial
 from pathlib import Path
@@ -782,6 +783,27 @@ def _not_finite(job: Any, kind: str) -> None:
                 loss = loss * float("nan")
             step.backward(loss, count=len(batch[1]))
         step.update(clip_norm=1.0 if kind == "clipped loss" else None)
+
+
+def _infinite_mask(job: Any, folder: str) -> int:
+    model = nn.Sequential(nn.Linear(4, 3))
+    model.register_buffer("mask", torch.full((3, 3), -math.inf))
+    model.register_parameter("floor", nn.Parameter(torch.tensor(-math.inf), requires_grad=False))
+    model = paceline.ddp(job, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_data(), global_batch=6)
+    checkpoints = paceline.Checkpoints(folder, every_steps=1) if folder else None
+    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
+    for step in training.steps(until=2):
+        for batch in step:
+            step.backward(loss_sum(model, batch), count=len(batch[1]))
+        step.update()
+    return training.number
+
+
+def test_what_is_not_trained_may_be_infinite(tmp_path: Path) -> None:
+    for folder in ("", str(tmp_path)):
+        assert run_ranks(_infinite_mask, folder, nproc=2) == [2, 2]
 
 
 @pytest.mark.parametrize("kind", ["loss", "clipped loss", "last gradient"])

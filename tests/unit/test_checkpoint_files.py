@@ -549,10 +549,10 @@ def test_the_sum_of_large_weights_may_overflow_and_complex_ones_are_examined(
 ) -> None:
     checkpoints = paceline.Checkpoints(tmp_path)
     large = {"models": [{"w": torch.full((4,), 1e308, dtype=torch.float64)}]}
-    checkpoints.save(job, 1, large, finite_prefix="models.")
+    checkpoints.save(job, 1, large, finite={"models.0.w"})
     bad = {"models": [{"w": torch.tensor([complex(1, math.nan)])}]}
     with pytest.raises(NonFinite, match="w holds NaN"):
-        checkpoints.save(job, 2, bad, finite_prefix="models.")
+        checkpoints.save(job, 2, bad, finite={"models.0.w"})
 
 
 @pytest.mark.parametrize("every_s", [True, math.inf, math.nan, 0, -1.0, "often"])
@@ -565,7 +565,7 @@ def test_an_interval_that_is_no_number_of_seconds_is_refused(every_s: Any) -> No
 def test_weights_that_are_not_finite_are_not_saved(job: Job, tmp_path: Path, value: float) -> None:
     state = {"models": [{"ok": torch.full((9,), 3e38), "bad": torch.tensor([1.0, value])}]}
     with pytest.raises(NonFinite, match=r"^bad holds NaN or infinity; step 4 was not saved"):
-        paceline.Checkpoints(tmp_path).save(job, 4, state, finite_prefix="models.")
+        paceline.Checkpoints(tmp_path).save(job, 4, state, finite={"models.0.ok", "models.0.bad"})
     assert committed(open_store(tmp_path)) == []
 
 
@@ -687,6 +687,9 @@ def test_the_best_checkpoint_is_exported(
     checkpoints = paceline.Checkpoints(tmp_path / "a", keep=3)
     for step, best in ((1, False), (2, True), (3, False)):
         checkpoints.save(job, step, _state(float(step)), best=best)
+    assert _run("export", "--best", tmp_path / "a", tmp_path / "w.pth") == 0
+    assert capsys.readouterr().out.startswith("step 2: ")
+    (tmp_path / "a/step-3/manifest.json").write_text("{")
     assert _run("export", "--best", tmp_path / "a", tmp_path / "w.pth") == 0
     assert capsys.readouterr().out.startswith("step 2: ")
     _save(job, tmp_path / "b", 1, 20)

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
-from paceline.launch.node_facts import NodeFacts, NodeTable, describe, difference, order
+from paceline.launch.node_facts import (
+    NodeFacts,
+    NodeTable,
+    describe,
+    difference,
+    facts_of_this_node,
+    order,
+)
 
 FIRST = NodeFacts(host="a", address="10.0.0.1", rank=None, nodes="2", script="train.py", digest="1")
+
+
+def test_a_script_that_is_a_pipe_or_a_folder_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer
+    for script in (tmp_path, tmp_path / "pipe"):
+        found = facts_of_this_node("h", rank=0, nodes="2", script=str(script), is_file=True)
+        assert (found.script, found.digest) == (script.name, "")
 
 
 @pytest.mark.parametrize(

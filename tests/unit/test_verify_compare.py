@@ -71,6 +71,22 @@ def test_equal_runs_are_sound() -> None:
     assert found.lines()[-1] == "sound: the same training on every number of processes"
 
 
+def test_samples_that_one_process_repeats_too_may_repeat() -> None:
+    repeated = {(3, "ids"): [4, 5, 8, 10]}  # 4 and 5 again, as with replacement=True
+    assert is_sound(runs({(3, "ids"): [4, 8]}, {(3, "ids"): [5, 10]}, one=repeated))
+    difference = compare(
+        runs({(3, "ids"): [4, 8]}, {(3, "ids"): [4, 10]}, one=repeated), rtol=None, bitwise=False
+    ).difference
+    assert difference is not None
+    assert (difference.step, difference.quantity) == (3, "samples")
+
+
+def test_samples_that_no_run_recorded_are_not_compared() -> None:
+    nothing = {(3, "ids"): []}
+    found = compare(runs(nothing, nothing, one=nothing), rtol=None, bitwise=False)
+    assert "samples of a step: 3 compared" in found.equal
+
+
 OTHER = {"w": ["other", 2.5, 3.0]}
 FIRST = [
     ({(2, "ids"): [5, 99]}, 2, "samples", ([7], [99])),

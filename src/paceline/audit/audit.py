@@ -117,7 +117,7 @@ def audit(
     elif mode is not None:
         name = f"{mode}-{world_size}"
         run = execute(replace(plan, folder=folder / name, mode=mode, solo=solo.plan.folder))
-        if run.hung or (run.returncode and run.steps < plan.wanted):
+        if run.hung or run.out_of_time or (run.returncode and run.steps < plan.wanted):
             why = f"{run.name} failed: the script cannot train on the batches of one process."
         else:
             replay = run
@@ -125,7 +125,7 @@ def audit(
     if replay is None and not ordinary.hung and _compares_evaluations(solo, ordinary):
         name = f"evaluated-{world_size}"
         run = execute(replace(plan, folder=folder / name, mode="evaluated", solo=solo.plan.folder))
-        evaluated_only = None if run.hung or run.returncode else run
+        evaluated_only = None if run.hung or run.out_of_time or run.returncode else run
     case = Case(solo, ordinary, replay, why, evaluated_only)
     result = AuditResult(case, judge(case, strict=strict))
     if not result.faults:

@@ -21,6 +21,7 @@ from paceline.audit.record import intercept, user_line
 
 _PACELINE = str(Path(__file__).parents[1])
 _NEXT_INDEX = "torch.utils.data.dataloader._BaseDataLoaderIter._next_index"
+_RESET = "torch.utils.data.dataloader._BaseDataLoaderIter._reset"
 _FETCHERS = (
     "torch.utils.data._utils.fetch._MapDatasetFetcher",
     "torch.utils.data._utils.fetch._IterableDatasetFetcher",
@@ -33,6 +34,7 @@ def install(progress: Progress) -> None:
     intercept("__iter__", hooks.begin_pass, DataLoader)
     intercept("__len__", hooks.count_batches, DataLoader)
     torch_private.wrap(_NEXT_INDEX, _keeping_indices)
+    torch_private.wrap(_RESET, _forgetting_indices)
     for path in _FETCHERS:
         fetcher = torch_private.find(path)
         if fetcher is not None:
@@ -46,6 +48,16 @@ def _keeping_indices(next_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return index
 
     return keeping
+
+
+def _forgetting_indices(reset: Callable[..., None]) -> Callable[..., None]:
+    """With persistent workers an iterator serves all passes; it has prefetched for one that was left."""
+
+    def forgetting(iterator: Any, *args: Any, **kwargs: Any) -> None:
+        iterator.__dict__.pop("_paceline_indices", None)
+        reset(iterator, *args, **kwargs)
+
+    return forgetting
 
 
 class _Hooks:

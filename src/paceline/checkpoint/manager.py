@@ -153,7 +153,7 @@ class Checkpoints:
         best: bool = False,
         wait: bool = True,
         steady: Collection[torch.Tensor] = (),
-        finite_prefix: str = "",
+        finite: Collection[str] = (),
     ) -> None:
         """Save `state` as the checkpoint of `step`, and remove the oldest beyond `keep`.
 
@@ -167,13 +167,13 @@ class Checkpoints:
             best: Keep it until another one is saved as the best.
             wait: Return when it is saved; otherwise `finish` reports an error.
             steady: Tensors of `state` that do not change until `wait_until_copied` has returned.
-            finite_prefix: Prefix of the paths of tensors that must not hold NaN or infinity.
+            finite: Paths of tensors that must not hold NaN or infinity, such as "models.0.weight".
 
         Raises:
             ConfigError: `step` is not an integer of at least 0.
             SaveFailed: on all ranks, if `wait`: the storage fails.
             CheckpointError: on all ranks: the state cannot be saved.
-            NonFinite: on all ranks, if `wait`; see `finite_prefix`.
+            NonFinite: on all ranks, if `wait`; see `finite`.
 
         Collective: all ranks, same step.
         """
@@ -202,7 +202,7 @@ class Checkpoints:
             attempt=f"{self._token}-{self._attempts}",
             best=best,
             tree=tree,
-            finite_prefix=finite_prefix,
+            finite=finite,
             waited=wait,
             prune=self._prune,
         )

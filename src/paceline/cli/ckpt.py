@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -177,8 +178,9 @@ def _check(store: Store, args: argparse.Namespace) -> int:
 def _best(store: Store, steps: Sequence[int]) -> int:
     """The last of the steps that was saved as the best."""
     for step in reversed(steps):
-        if read_manifest(store, step).best:
-            return step
+        with contextlib.suppress(Damaged):
+            if read_manifest(store, step).best:
+                return step
     raise CheckpointError(
         f"no checkpoint in {store.root} is marked as the best; there are {list(steps)}.",
         why="none was saved by `training.save(best=True)` or `BestCheckpoint`.",

@@ -145,8 +145,7 @@ class LocalLoader(Loader):
                 batch = self._rows(seed, epoch, ids, start, stop)
             else:
                 batch = self._read(seed, epoch, ids[start:stop], start + shift)
-            if self.epoch_audit is not None:
-                self.record_delivered(ids[start:stop])
+            self.record_delivered(ids[start:stop])
             yield MicroBatch(batch, stop - start, start + shift, number == 0, False)
         while number:
             number -= 1

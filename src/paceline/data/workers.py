@@ -140,7 +140,9 @@ class Workers:
                 num_workers=self._num_workers,
                 collate_fn=_identity,
                 pin_memory=self._job.device.type == "cuda",
-                worker_init_fn=partial(_init_worker, self._init, gc.isenabled()),
+                worker_init_fn=partial(
+                    _init_worker, self._init, gc.isenabled(), self._tasks is not None
+                ),
                 multiprocessing_context=_start_method(),
                 persistent_workers=True,
                 prefetch_factor=_PREFETCH,
@@ -343,20 +345,29 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _init_worker(init: Callable[[int], Any] | None, collects: bool, worker: int) -> None:
-    """Runs first in each worker."""
+def _init_worker(
+    init: Callable[[int], Any] | None, collects: bool, runs_tasks: bool, worker: int
+) -> None:
+    """Runs first in each worker.
+
+    Args:
+        collects: Whether the garbage collector runs.
+        runs_tasks: Whether the worker holds an object that reads samples, and not the user's dataset itself.
+    """
     notice.ignore_in_worker()
     gc.freeze()
     if collects:
         gc.enable()
     if sys.platform == "linux":
         parent = multiprocessing.parent_process()
+        # With "forkserver" the parent is that server, which ends with the rank.
+        is_child = multiprocessing.get_start_method(allow_none=True) != "forkserver"
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if parent is not None and os.getppid() != parent.pid:
+        if is_child and parent is not None and os.getppid() != parent.pid:
             os._exit(1)  # the parent ended before the call of prctl
     if init is not None:
         info: Any = get_worker_info()
-        dataset = getattr(info.dataset, "dataset", info.dataset)
+        dataset = info.dataset.dataset if runs_tasks else info.dataset
         object.__setattr__(info, "dataset", dataset)  # torch refuses an assignment
         init(worker)
 

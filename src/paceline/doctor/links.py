@@ -41,7 +41,8 @@ class Listener:
     """
 
     def __init__(self, address: str, key: str) -> None:
-        free = next((s for p in range(*FIREWALL_PORTS) if (s := _listen(address, p))), None)
+        low, high = FIREWALL_PORTS
+        free = next((s for p in range(low, high + 1) if (s := _listen(address, p))), None)
         chosen = _listen(address, 0)
         self.endpoint: Facts = {
             "address": address,

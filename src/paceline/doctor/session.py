@@ -121,7 +121,7 @@ def _shared(store: dist.Store, info: RankInfo, folder: Path) -> list[bool]:
 def _reduce_alone() -> Facts:
     try:
         return spawn(_reduce_of_job, nproc=2, device="cpu", timeout_s=_GROUP_TIMEOUT_S)[0]  # type: ignore[no-any-return]
-    except PacelineError as error:
+    except (PacelineError, RuntimeError, OSError) as error:
         return {"error": str(error)}
 
 

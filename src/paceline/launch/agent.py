@@ -58,7 +58,7 @@ class Agent(LocalElasticAgent):
         threads: How many threads each rank has, in words.
 
     Attributes:
-        verdict: The first failure of the last round that failed.
+        verdict: The first failure of the last round; None if it did not end by a known failure.
         interrupted_at: Where the first rank was that ended by KeyboardInterrupt; empty if there is none.
         preempted: Whether the ranks asked that the job be started again.
         step_profile: None without --profile-steps.
@@ -372,6 +372,7 @@ class Agent(LocalElasticAgent):
             ranks.say(
                 "paceline: a rank of another node failed; its launcher did not report the error\n"
             )
+            self.verdict = None
             ranks.forget()
             return RunResult(state=WorkerState.FAILED)
         repeated = self._repeats(verdict)
@@ -416,6 +417,7 @@ class Agent(LocalElasticAgent):
         return f"{text}  stacks, collectives and logs of all ranks are in {path}\n"
 
     def _lose_round(self, why: str) -> RunResult:
+        self.verdict = None
         may_restart = self._remaining_restarts > 0
         restart = f"restart {self._restarts + 1} of {self._worker_group.spec.max_restarts} begins"
         what_next = (

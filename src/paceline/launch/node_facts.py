@@ -78,7 +78,9 @@ def facts_of_this_node(
     """The facts of this node."""
     digest = ""
     if is_file:
-        digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()[:16]
+        # Reading a pipe would leave nothing for the rank, and a folder has no bytes.
+        if Path(script).is_file():
+            digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()[:16]
         script = Path(script).name
     return NodeFacts(
         host=socket.gethostname(),

@@ -6,6 +6,7 @@ operations that the model itself needs count, not those that are computed again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ _PEAKS = {
 
 def peak_of(device_name: str) -> float | None:
     """Dense bf16 operations per second of a GPU; None if it is not known."""
-    matching = [part for part in _PEAKS if part in device_name]
+    # Whole words: an L40 is no L4.
+    matching = [part for part in _PEAKS if re.search(rf"\b{part}\b", device_name)]
     return _PEAKS[max(matching, key=len)] if matching else None
 
 

@@ -170,7 +170,7 @@ class RequestQueue:
         _unfinished.extend(work.collective for work in works)
         for work in works:
             work.error, work.done = self._error, True
-        self._mark(str(error).splitlines()[0])
+        self._mark((str(error) or type(error).__name__).splitlines()[0])
         return works
 
     def _client(self) -> dist.Store:

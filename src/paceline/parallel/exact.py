@@ -68,6 +68,11 @@ class ExactStrategy(DDPStrategy):
         trained = {id(p): p for p in owned_parameters(*self._optimizers) if p.requires_grad}
         self._sum = ExactSum(self._job, list(trained.values()), most_micro_batches=most)
         modules = [unwrap(model) for model in self._models]
+        if any(getattr(layer, "sparse", False) for model in modules for layer in model.modules()):
+            raise ConfigError(
+                "reproducible training needs dense gradients, and a layer has sparse=True.",
+                fix="leave sparse=True or reproducible=True out.",
+            )
         if self._batchnorms.synchronised:
             raise ConfigError(
                 "reproducible training normalises each micro-batch separately, not over ranks.",

@@ -319,6 +319,7 @@ class BestCheckpoint(Callback):
                 "BestCheckpoint needs a folder for checkpoints.",
                 fix="trainer.fit(..., folder=...).",
             )
+        self._best.value = None  # of an earlier `fit`
 
     def on_evaluation_end(self, event: EvaluationEnd) -> None:
         if self._best.improves(event.evaluation):

@@ -70,6 +70,7 @@ class Replicas:
         # Ranks that hold the same whole tensors, and ranks that hold the same parts of sharded ones.
         self._replicas = [sorted(axes), sorted(parts)]
         self._equal: int | None = None  # the last step after which all were equal
+        self._was_compared = False  # whether `_equal` is known by a comparison
         self._due = 0
         self._compared_at_s = self._cost_s = 0.0
 
@@ -83,6 +84,7 @@ class Replicas:
             return
         if self._equal is None or step <= self._equal:  # a first step, or an older state was loaded
             self._equal, self._compared_at_s = step - 1, time.perf_counter()
+            self._was_compared = False
             self._due = step - 1 + (self._every or _FIRST_STEPS)
         if step >= self._due:
             self.compare(step)
@@ -109,7 +111,7 @@ class Replicas:
         if every is None:
             # From the measurements of all ranks, so that all ranks compute the same interval.
             every = interval(max(row[2] for row in rows), min(row[3] for row in rows))
-        self._equal, self._due = step, step + every
+        self._equal, self._due, self._was_compared = step, step + every, True
         self._compared_at_s = time.perf_counter()
         self._cost_s = self._compared_at_s - began
 
@@ -155,12 +157,15 @@ class Replicas:
             verb = "holds" if len(ranks) == 1 else "hold"
             what = f"{name_ranks(ranks)} of {len(values)} {verb} other values than the rest of"
         since = self._equal
+        known = f"this is the first comparison after step {since}. Before it, "
+        if self._was_compared:
+            known = f"all were equal after step {since}; since then "
         return Desync(
             f"{what} {name}{more}: replicas have drifted apart.",
             where=self._job.where(step=step),
-            why=f"all were equal after step {since}; since then something changed them on some ranks "
-            "alone: code under `if rank == ...`, a weight written outside the optimizer, ranks with "
-            "different processors or numbers of threads, or faulty memory.",
+            why=f"{known}something changed them on some ranks alone: code under `if rank == ...`, a weight "
+            "written outside the optimizer, ranks with different processors or numbers of threads, or "
+            "faulty memory.",
             fix=f"resume from a checkpoint of step {since} or before; if the difference is intended, "
             "use desync_every=0.",
             parameter=name,

@@ -153,7 +153,8 @@ def evaluate(
     for name, metric in copies.items():
         values[name] = _merge_metric(job, metric, num_updates)
     for name, own in rows.items():
-        values[name] = _concatenate_ranks(job, torch.cat(own) if own else None)
+        whole = _concatenate_ranks(job, torch.cat(own) if own else None)
+        values[name] = _sorted_by_batch(whole, results)
     return Evaluation(share.num_samples, values)
 
 
@@ -380,6 +381,13 @@ def _concatenate_ranks(job: Job, rows: torch.Tensor | None) -> torch.Tensor:
         for part, count in zip(parts, counts, strict=True)
     ]
     return torch.cat(whole)
+
+
+def _sorted_by_batch(rows: torch.Tensor, results: list[dict[str, Any]]) -> torch.Tensor:
+    """The rows of all batches in the order of the batches; `rows` holds them in rank order."""
+    batches = [(index, count) for each in results for index, count in each["batches"]]
+    pieces = torch.split(rows, [count for _, count in batches])
+    return torch.cat([pieces[i] for i in sorted(range(len(batches)), key=lambda i: batches[i][0])])
 
 
 def _gather_tensors(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -106,7 +106,7 @@ def refuse_non_finite_weights(job: Job, models: list[torch.nn.Module], step: int
     """Raise NonFinite if a weight is NaN or infinite when the training ends after `step`."""
     for model in models:
         for name, p in unwrap(model).named_parameters():
-            if not bool(torch.isfinite(p).all()):
+            if p.requires_grad and not bool(torch.isfinite(p).all()):
                 raise NonFinite(
                     f"{name} holds NaN or infinity after step {step}.",
                     where=job.where(),

@@ -66,7 +66,7 @@ class StepContext:
     loop: int = 0
     begun: int = 0
     _weight: torch.Tensor | None = None
-    _weight_for: tuple[float, torch.dtype] | None = None
+    _weight_for: tuple[float, float, torch.dtype] | None = None
 
     def leave_step(self) -> None:
         """Undo what an unfinished step has set: autocast, and what the strategy has set on the models."""
@@ -75,11 +75,11 @@ class StepContext:
 
     def weight_of(self, loss: torch.Tensor, number: float) -> torch.Tensor:
         """Initial gradient of backward, so that `update` gets gradients divided by `number`; shape ()."""
-        key = (number, loss.dtype)
+        # With a loss scale `update` multiplies by the strategy's divisor instead. Here it would make fp16
+        # gradients larger by the number of ranks, so that they overflow on many ranks.
+        undo = 1 if self.precision.scaler.is_enabled() else self.strategy.divisor
+        key = (undo, number, loss.dtype)
         if self._weight is None or key != self._weight_for:
-            # With a loss scale `update` multiplies by the strategy's divisor instead. Here it would make
-            # fp16 gradients larger by the number of ranks, so that they overflow on many ranks.
-            undo = 1 if self.precision.scaler.is_enabled() else self.strategy.divisor
             self._weight = torch.tensor(undo / number, dtype=loss.dtype, device=loss.device)
             self._weight_for = key
         return self._weight
@@ -652,6 +652,12 @@ class Step:
             raise self._error(
                 f"{planned} micro-batches, but {record.backwards} calls of `step.backward`.",
                 fix=self._backward_fix(),
+            )
+        if self._context.strategy.repeats_steps and self._micro is not None and not self._is_single:
+            raise self._error(
+                "`update` was called inside `for batch in step`.",
+                why="with reproducible=True, the gradients of all ranks are summed when that loop ends.",
+                fix="call step.update after the loop.",
             )
 
     def _backward_fix(self) -> str:

@@ -261,6 +261,11 @@ class Trainer:
         model = _wrap_for(self.strategy, job, module)
         optimizer = self.optimizer(model.parameters())
         checkpoints = None
+        if folder is None and resume != "auto":
+            raise ConfigError(
+                f"resume={resume!r} has no effect without a folder for checkpoints.",
+                fix="trainer.fit(..., folder=...), or leave resume out.",
+            )
         if folder is not None:
             checkpoints = Checkpoints(Path(folder) / "checkpoints", every_epochs=1, resume=resume)
         schedule = None if self.schedule is None else self.schedule(optimizer)

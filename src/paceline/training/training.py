@@ -48,7 +48,7 @@ from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
-from paceline.parallel.modules import equalize_buffers, is_pipeline, is_sharded
+from paceline.parallel.modules import equalize_buffers, is_pipeline, is_sharded, unwrap
 from paceline.parallel.packed import PackedStrategy
 from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import state, weight
@@ -758,7 +758,13 @@ class Training:
             best=best,
             wait=wait,
             steady=steady,
-            finite_prefix="models.",
+            # A buffer or a frozen parameter may hold an infinity by design, as an attention mask does.
+            finite=[
+                f"models.{number}.{name}"
+                for number, model in enumerate(self.models)
+                for name, p in unwrap(model).named_parameters()
+                if p.requires_grad
+            ],
         )
 
     def _wait_for_copies(self) -> None:

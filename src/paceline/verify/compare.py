@@ -287,7 +287,7 @@ class _Search:
         self._exact = None if rtol else 0.0
         self._times: Counter[str] = Counter()
         self._largest: dict[str, float] = {}
-        self._used: dict[tuple[int, int], Counter[int]] = {}
+        self._used: dict[tuple[int, int], tuple[Counter[int], Counter[int]]] = {}
         self._scale: dict[tuple[int, str], float] = {}
 
     def next_run(self) -> None:
@@ -333,15 +333,20 @@ class _Search:
                 yield from self._tensors(a, counts, "buffer", *pair, rtol=self._exact)
 
     def _samples(self, a: Point, b: Point, counts: tuple[int, int]) -> Iterator[Difference]:
-        self._times["samples of a step"] += 1
         one, other = a.ids, b.ids
+        if not one and not other:
+            return  # not recorded in either run, so nothing was compared
+        self._times["samples of a step"] += 1
         if one != other:
             only = [sorted((x - y).elements())[:_MAX_IDS] for x, y in ((one, other), (other, one))]
             name = "ids in one of the two only"
             yield Difference(a.step, "samples", name, counts, (only[0], only[1]))
-        used = self._used.setdefault((a.training, a.ranks[0]["epoch"]), Counter())
+        # A sampler may repeat samples by itself, as with replacement=True: then the run of one process does.
+        key = a.training, a.ranks[0]["epoch"]
+        used_by_one, used = self._used.setdefault(key, (Counter(), Counter()))
+        used_by_one.update(one)
         used.update(other)
-        twice = [i for i in other if used[i] > 1]
+        twice = [i for i in other if used[i] > max(1, used_by_one[i])]
         if twice:
             name = "ids used before in this epoch"
             yield Difference(a.step, "samples", name, counts, ([], twice[:_MAX_IDS]))
