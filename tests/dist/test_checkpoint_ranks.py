@@ -396,7 +396,7 @@ def _two_folders(job: Any, folder: str) -> list[str]:
     paceline.Checkpoints(f"{folder}/a").save(job, 1, {"w": torch.ones(3)})
     bad = {"w": torch.tensor([float("nan")])}
     try:
-        paceline.Checkpoints(f"{folder}/b").save(job, 1, bad, finite={"w"})
+        paceline.Checkpoints(f"{folder}/b").save(job, 1, bad, finite_prefix="w")
     except NonFinite as error:
         return error.parameters
     return []

@@ -38,7 +38,7 @@ RULES = {
     "21": "weights drift apart",
     "23": "mean of means",
     "61": "clipping before reduction",
-    "65": "gathered in another order",
+    "65": "gathered in a different order",
     "66": "loss depends on the rank",
     "67": "datasets differ between ranks",
     "68": "evaluated models differ",

@@ -120,11 +120,11 @@ class Staging:
         """Return when everything is copied."""
         self._done.wait()
 
-    def non_finite(self, names: Collection[str]) -> str | None:
-        """The first of these tensors that holds NaN or infinity in this rank's share."""
+    def non_finite(self, prefix: str, may_be_infinite: Collection[str]) -> str | None:
+        """The first tensor with this prefix that holds NaN or infinity in this rank's share."""
         for piece in self.layout.mine:
             can_hold_nan = piece.dtype.is_floating_point or piece.dtype.is_complex
-            if piece.name in names and can_hold_nan and piece.size_bytes:
+            if piece.name.startswith(prefix) and can_hold_nan and piece.size_bytes:
                 part = self.bytes[piece.offset : piece.offset + piece.size_bytes]
                 values = part.view(piece.dtype)
                 if piece.dtype.is_complex:
@@ -132,7 +132,11 @@ class Staging:
                 # A finite sum proves that all values are finite, and allocates nothing. It may overflow, so
                 # an infinite one proves nothing.
                 total = values.sum(dtype=torch.float64)
-                if not total.isfinite() and not values.double().isfinite().all():
+                if total.isfinite():
+                    continue
+                values = values.double()
+                is_right = ~values.isnan() if piece.name in may_be_infinite else values.isfinite()
+                if not is_right.all():
                     return piece.name
         return None
 
@@ -191,7 +195,8 @@ class Save:
         folder: Its name once it is committed, equal on all ranks.
         attempt: Equal on all ranks, and different for each save.
         tree: The values for JSON; those of rank 0 are written.
-        finite: Names of tensors that must not hold NaN or infinity.
+        finite_prefix: Prefix of the names of tensors that must be finite; "" checks none.
+        may_be_infinite: Names of those among them that may hold infinity, but not NaN.
         waited: Whether the caller waits for it; the thread then keeps its priority.
         prune: Applies retention; called on rank 0 after the commit.
 
@@ -211,7 +216,8 @@ class Save:
         attempt: str,
         best: bool,
         tree: Any,
-        finite: Collection[str],
+        finite_prefix: str,
+        may_be_infinite: Collection[str],
         waited: bool,
         prune: Callable[[], None],
     ) -> None:
@@ -223,7 +229,8 @@ class Save:
         self._timeout_s = job.timeout_s
         self._store, self._folder = store, folder
         self._scratch = store.scratch(folder, attempt)
-        self._best, self._tree, self._finite, self._prune = best, tree, frozenset(finite), prune
+        self._best, self._tree, self._prune = best, tree, prune
+        self._finite_prefix, self._may_be_infinite = finite_prefix, frozenset(may_be_infinite)
         self._waited = waited
         self._cancel = threading.Event()
         self._acks: dist.Store | None = None
@@ -273,7 +280,9 @@ class Save:
             if self.staging.changed is not None:
                 text = f"{self.staging.changed} was changed outside of the optimizer while it was saved"
                 return {"kind": "other", "text": text}
-            name = self.staging.non_finite(self._finite)
+            name = None
+            if self._finite_prefix:
+                name = self.staging.non_finite(self._finite_prefix, self._may_be_infinite)
             if name is not None:
                 return {"kind": "non-finite", "text": name}
             digests: list[str] = []

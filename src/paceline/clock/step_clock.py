@@ -103,9 +103,9 @@ class StepClock:
         self.phase = OTHER
         self._thread = 0  # the thread that trains; 0 outside of a training loop
         self._device: DeviceTimes | None = None
-        self._reset(time.perf_counter_ns())
+        self._clear(time.perf_counter_ns())
 
-    def _reset(self, now: int) -> None:
+    def _clear(self, now: int) -> None:
         self._since = self._began = now
         self._spent = [0] * len(PHASES)
         self._steps = self.collate_ns = self.load_ns = 0
@@ -123,7 +123,7 @@ class StepClock:
         self.phase = OTHER
         self._thread = threading.get_ident()
         self._device = None if new_event is None else DeviceTimes(new_event)
-        self._reset(time.perf_counter_ns())
+        self._clear(time.perf_counter_ns())
 
     def stop(self) -> None:
         """Stop: `begin` has no effect until `start` is called again."""
@@ -220,7 +220,7 @@ class StepClock:
             spans=spans,
             began_ns=self._began_ns + (spans[0].begin_ns - self._began if spans else 0),
         )
-        self._reset(self._since)
+        self._clear(self._since)
         return times
 
 

@@ -106,7 +106,8 @@ def refuse_non_finite_weights(job: Job, models: list[torch.nn.Module], step: int
     """Raise NonFinite if a weight is NaN or infinite when the training ends after `step`."""
     for model in models:
         for name, p in unwrap(model).named_parameters():
-            if p.requires_grad and not bool(torch.isfinite(p).all()):
+            is_right = torch.isfinite(p) if p.requires_grad else ~torch.isnan(p)
+            if not bool(is_right.all()):
                 raise NonFinite(
                     f"{name} holds NaN or infinity after step {step}.",
                     where=job.where(),

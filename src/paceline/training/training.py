@@ -18,6 +18,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -758,12 +759,13 @@ class Training:
             best=best,
             wait=wait,
             steady=steady,
-            # A buffer or a frozen parameter may hold an infinity by design, as an attention mask does.
-            finite=[
+            finite_prefix="models.",
+            # By design, as in the mask of an attention.
+            may_be_infinite=[
                 f"models.{number}.{name}"
-                for number, model in enumerate(self.models)
-                for name, p in unwrap(model).named_parameters()
-                if p.requires_grad
+                for number, model in enumerate(map(unwrap, self.models))
+                for name, tensor in chain(model.named_buffers(), model.named_parameters())
+                if not tensor.requires_grad
             ],
         )
 

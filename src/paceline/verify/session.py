@@ -176,7 +176,7 @@ def _with_notes(result: VerifyResult, solo: Run) -> VerifyResult:
     if not log.of("training") and not any(event["k"] == "seed" for event in before):
         notes.append(
             "the script calls no torch.manual_seed before its first forward, so verification set a seed: "
-            "in the ordinary run another one on each rank, else one for all."
+            "in the ordinary run a different one on each rank, else one for all."
         )
     if log.of("trains-on"):
         watched = solo.plan.steps if log.of("training") else solo.steps

@@ -85,7 +85,7 @@ RULES = (
     ),
     Rule("metric of one rank", evaluation.metric_of_one_rank, needs_replicas=True),
     Rule(
-        "gathered in another order",
+        "gathered in a different order",
         evaluation.misordered_gather,
         consequence_of="metric averaged per rank",
     ),

@@ -228,7 +228,7 @@ def misordered_gather(case: Case) -> Judgement:
             f"and {result.value:.6g} on {case.world_size}",
             effect=f"the metric changes by {abs(result.value / result.solo - 1):.2%}"
             if result.solo
-            else f"the metric is {result.value:.3g} in place of 0",
+            else f"the metric is {result.value:.3g} instead of 0",
         )
     if not results:
         return NoFault("no number was computed from gathered values while evaluating.")

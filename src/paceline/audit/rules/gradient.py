@@ -79,8 +79,8 @@ def scaled_gradient(case: Case) -> Judgement:
         step=1,
         why="the ranks had the parts of one batch, and together gathered all of it. Often the labels lack "
         "the offset of the rank, or the gather passes no gradient to the other ranks.",
-        fix="label by the place among the gathered values (`torch.arange(n) + rank * n`), and gather with "
-        "torch.distributed.nn.functional.all_gather.",
+        fix="use the index in the gathered tensor as the label (`torch.arange(n) + rank * n`), and gather "
+        "with torch.distributed.nn.functional.all_gather.",
         evidence=figure,
         effect=figure,
     )
@@ -312,7 +312,8 @@ def loss_of_rank(case: Case) -> Judgement:
     if math.isclose(min(losses), max(losses), rel_tol=_SAME_LOSS, abs_tol=_ZERO_LOSS):
         return NoFault("in step 1, all ranks computed the same loss from the same batch.")
     return FaultFound(
-        what="the loss depends on the rank: from the same batch and weights, the ranks compute others.",
+        what="the loss depends on the rank: from the same batch and weights, the ranks compute different "
+        "ones.",
         at=backwards[0]["at"],
         step=1,
         why="the mean over the ranks is then not the gradient of one loss. Often a weight in the loss was "

@@ -38,7 +38,7 @@ def same_order_each_epoch(case: Case) -> Judgement:
                 return _same_epoch(loader, before, after, has_epoch=has_epoch, seen=bool(same))
     if judged:
         cut = " The first one was cut short, to see the second." if log.of("pass-cut") else ""
-        return NoFault(f"each pass had another order.{cut}")
+        return NoFault(f"the order differed between passes.{cut}")
     return NoFault("no sampler of the training data needs the epoch.")
 
 
@@ -60,7 +60,7 @@ def _other_epoch_on_a_rank(case: Case, name: str) -> FaultFound | None:
                 fix="call sampler.set_epoch(epoch) on every rank, outside of branches such as "
                 "`if rank == 0`.",
                 evidence=f"epochs of the ranks in pass {number}: {', '.join(map(str, epochs))}",
-                effect=f"{len(ranks)} of {case.world_size} ranks take their part of another order",
+                effect=f"{len(ranks)} of {case.world_size} ranks take their part of a different order",
             )
     return None
 

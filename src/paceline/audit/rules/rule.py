@@ -131,7 +131,8 @@ class Rule:
         works_with_join: Whether the rule works under DDP's Join, where a rank without batches enters the
             collectives of the others.
         compares_weights: Whether the rule compares the ranks' weights, so that it cannot judge sharded ones.
-        needs_replicas: Whether the rule looks for what is right if the ranks hold parts of one model.
+        needs_replicas: Whether to skip the rule if the ranks hold parts of one model, where what it reports
+            is right.
         consequence_of: The name of a rule. A fault of that rule also causes what this rule looks for.
         is_last: Whether the rule is judged only if no rule before it found a fault.
     """

@@ -165,7 +165,7 @@ def schedule_of_rank(case: Case) -> Judgement:
         if not all(map(math.isfinite, metrics)) or math.isclose(least, most, rel_tol=_SAME_METRIC):
             continue
         return FaultFound(
-            what="ReduceLROnPlateau is given another metric on each rank.",
+            what="ReduceLROnPlateau gets a different metric on each rank.",
             at=events[0]["at"],
             step=events[0]["s"] or None,
             why="each rank decides by its own metric when to lower the learning rate. From then on the "

@@ -38,7 +38,7 @@ def different_buffers(case: Case) -> Judgement:
         what=f"{names[0]} differs between ranks when {when}.",
         at=first["at"],
         step=first["s"] + (when == "training"),
-        why="each rank updates its buffers from its own samples, so each rank has another model.",
+        why="each rank updates its buffers from its own samples, so each rank evaluates a different model.",
         fix="use SyncBatchNorm, or make the buffers equal (all_reduce or broadcast them) before the model "
         "is used.",
         evidence=f"equal names, other values, after step {first['s']}",

@@ -102,7 +102,7 @@ def clip_of_shard(case: Case) -> Judgement:
     factors = [own[step] for own in each]
     event = next(e for e in case.ranks[0].of("step") if e["s"] == step)
     return FaultFound(
-        what="each rank scales its shards of the gradient by another factor.",
+        what="each rank scales its shards of the gradient by a different factor.",
         at=event["at"],
         step=step,
         why="the shards are parts of one gradient. A factor of its own on each rank changes its direction; "
@@ -187,4 +187,4 @@ def _difference(kinds: list[tuple[str, ...]]) -> tuple[str, list[int]]:
             if len(having) <= len(lacking) and kind not in ("scaler-step", "step"):
                 return f"only {name_ranks(having)} {done}", having
             return f"only {name_ranks(lacking)} {not_done}", lacking
-    return "in another order or number", []
+    return "in a different order or number", []
