@@ -681,6 +681,14 @@ def test_a_check_goes_on_after_a_checkpoint_that_cannot_be_read(
     ]
 
 
+def test_the_names_of_a_checkpoint_are_those_of_the_model(job: Job, tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.module = torch.nn.Linear(2, 2)  # not a wrapper of torch
+    state = {"models": [dict(model.state_dict())]}
+    paceline.Checkpoints(tmp_path).save(job, 1, state)
+    assert list(read_weights(tmp_path)) == ["module.weight", "module.bias"]
+
+
 def test_the_best_checkpoint_is_exported(
     job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
     """
     name = os.fspath(path)
     suffix = os.path.splitext(name)[1]
+    wrappers: tuple[str, ...] = _WRAPPERS
     try:
         if "://" in name and suffix in (".safetensors", ".pth", ".pt"):
             folder, _, last = name.rpartition("/")
@@ -87,6 +88,7 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
             found = torch.load(name, map_location="cpu", weights_only=True)
         else:
             found = _read_checkpoint(name, number)
+            wrappers = ()  # its names are those of the model itself
     except (CheckpointError, ConfigError):
         raise
     except StorageError as error:
@@ -108,7 +110,7 @@ def read_weights(path: str | Path, number: int = 0) -> dict[str, torch.Tensor]:
     ):
         raise CheckpointError(f"{path} holds no plain state_dict.", path=name)
     while prefix := next(
-        (p for p in _WRAPPERS if found and all(k.startswith(p) for k in found)), ""
+        (p for p in wrappers if found and all(k.startswith(p) for k in found)), ""
     ):
         found = {key.removeprefix(prefix): value for key, value in found.items()}
     return dict(found)

@@ -256,7 +256,10 @@ class Trainer:
     ) -> Training:
         module = self.model if isinstance(self.model, nn.Module) else self.model()
         module = module.to(job.device)
-        if job.data.size > 1 and plain_batchnorms(module) and not self.reproducible:
+        has_stages = (
+            job.mesh is not None and job.mesh.pp > 1
+        )  # a pipeline synchronises no statistics
+        if job.data.size > 1 and plain_batchnorms(module) and not (self.reproducible or has_stages):
             module = sync_batchnorm(job, module)
         model = _wrap_for(self.strategy, job, module)
         optimizer = self.optimizer(model.parameters())
