@@ -148,3 +148,21 @@ def test_the_wait_is_on_the_axis_of_the_layout(tmp_path: Path, layout: str) -> N
     assert max(waits, key=lambda name: waits[name]) == phase
     assert waits[phase] > SLOW_LAYER_S / 2
     assert spent["forward"][1] >= SLOW_LAYER_S
+
+
+def _two_loops(job: Any, folder: str) -> int:
+    model = paceline.ddp(job, nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = paceline.Batches(job, make_data(), global_batch=6)
+    training = paceline.Training(job, model, optimizer, batches)
+    training.report(folder)
+    for until in (2, 4):
+        for step in training.steps(until=until):
+            step.run(lambda batch: model(batch[0]).sum())
+            step.update()
+    return training.number
+
+
+def test_a_further_loop_is_no_restart(tmp_path: Path) -> None:
+    assert run_ranks(_two_loops, str(tmp_path), nproc=2) == [4, 4]
+    assert [run["loop"] for run in read_record(str(tmp_path)).runs] == [0, 1]

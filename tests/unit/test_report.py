@@ -124,6 +124,11 @@ def test_the_steps_that_are_shown_in_time(tmp_path: Path) -> None:
     restart = json.dumps({"step": 40, "run": {"time": 1e9 + 41}}).encode() + b"\n"
     path.write_bytes(b"".join([*lines[:5], restart, *lines[5:]]))
     assert _shown(tmp_path / "restarted")[-1] == "Step 62, the longest: 150 ms"
+    assert len(load(str(tmp_path / "restarted")).restarts) == 1
+    # A further loop in one process is no restart.
+    loop = restart.replace(b'"run": {', b'"run": {"loop": 1, ')
+    path.write_bytes(b"".join([*lines[:5], loop, *lines[5:]]))
+    assert load(str(tmp_path / "restarted")).restarts == []
     # Files of older versions may lack the phases of all steps.
     path = tmp_path / "old" / record.FILE
     lines_of = [json.loads(line) for line in path.read_text().splitlines()]

@@ -77,6 +77,7 @@ class Report:
         # The newest ones, for the advice at the end.
         kept = max(_LEAST_KEPT, _MOST_KEPT // job.world_size)
         self._num_windows = 0
+        self._num_loops = 0
         self._longest_s = 0.0  # of the steps whose phases were kept, without the warm-up
         self._windows: deque[record.Window] = deque(maxlen=kept)
 
@@ -152,7 +153,8 @@ class Report:
         self.end()
         self._began = self._window_began = time.perf_counter()
         self._window_count = 0
-        self._run = {"time": time.time(), "total_steps": total, **facts()}
+        self._run = {"time": time.time(), "total_steps": total, "loop": self._num_loops, **facts()}
+        self._num_loops += 1
         self._run |= model_flops.facts(self._flops, self._job.device)
         self._windows.clear()
         self._num_windows = 0

@@ -98,8 +98,8 @@ class Run:
 
     @property
     def restarts(self) -> list[dict[str, Any]]:
-        """What describes the starts after the first."""
-        return self.record.runs[1:]
+        """What describes the starts after the first, without further loops of one process."""
+        return [run for run in self.record.runs[1:] if not run.get("loop")]
 
 
 def load(folder: str) -> Run:
