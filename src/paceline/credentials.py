@@ -1,4 +1,4 @@
-"""Which environment variables hold credentials, and how a text is freed of credentials."""
+"""Which environment variables hold credentials, and how to remove credentials from a text."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """An exit code. Those from 64 on have the meaning of sysexits.h."""
+    """An exit code. Those from 64 to 78 have the meaning of sysexits.h."""
 
     OK = 0
     FAILED = 1

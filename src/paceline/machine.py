@@ -231,7 +231,7 @@ def process_status(pid: int) -> tuple[str, int] | None:
 
 
 def stat_fields(folder: str) -> list[str]:
-    """The fields from the state on of a process or thread, by its folder in /proc; empty if it has ended."""
+    """The fields of /proc/.../stat from the state on, by the folder there; empty if it has ended."""
     return read_text(Path(folder, "stat")).rpartition(")")[2].split()
 
 

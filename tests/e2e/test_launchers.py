@@ -205,7 +205,7 @@ def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path) -> None:
     text += "import paceline\npaceline.join(device='cpu', timeout_s=2)"
     done = finish(launch(mpi("mpich", 3) + script(tmp_path, text), tmp_path))
     assert done.code != 0
-    assert done.err.count("rank 1 of 3 did not come within 2 s") >= 1
+    assert done.err.count("rank 1 of 3 did not join within 2 s") >= 1
     assert port_files(tmp_path) == []
 
 

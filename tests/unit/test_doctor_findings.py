@@ -157,7 +157,7 @@ CHANGES = [
 # Each begins with the variable and its value.
 VARIABLES = """
 NCCL_SOCKET_IFNAME=ib0 matches no interface.
-NCCL_P2P_DISABLE=1: GPUs of one host talk through the host's memory.
+NCCL_P2P_DISABLE=1: GPUs of one host communicate through the host's memory.
 NCCL_IB_DISABLE=1 leaves mlx5_0 unused.
 OMP_NUM_THREADS=8, while 8 cores are usable for 2 ranks.
 CUDA_VISIBLE_DEVICES=0,1,2 lists 3 GPUs, torch sees 2.

@@ -139,7 +139,7 @@ def test_a_socket_that_is_none(mpiexec: Start) -> None:
 
 def test_a_rank_that_does_not_come_to_the_barrier(mpiexec: Start) -> None:
     with pytest.raises(
-        CollectiveTimeout, match=r"a rank of 2 did not come within 0\.2 s"
+        CollectiveTimeout, match=r"a rank of 2 did not join within 0\.2 s"
     ) as caught:
         told(0, mpiexec(barrier_in="").rank.fileno())
     assert caught.value.missing == []

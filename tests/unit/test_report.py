@@ -171,7 +171,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
 def test_the_verdict_is_about_what_was_judged(tmp_path: Path) -> None:
     write_run(tmp_path / "a", ranks=1)
     text = to_markdown("a", sections(load(str(tmp_path / "a"))))
-    assert "No limit found. Judged were: data, slow ranks, " in text
+    assert "No bottleneck found. Checked: data, slow ranks, " in text
     # Ten windows, but three since the newest start.
     clock = JSONLines(tmp_path / "a" / record.FILE)
     clock.log(70, {"run": {"time": 1e9 + 70}})

@@ -99,14 +99,14 @@ def test_one_stall_of_a_long_run_is_no_advice(tmp_path: Path) -> None:
     with console.capture() as text:
         console.print(read(follow(str(tmp_path)), NOW))
     assert "advice" not in text.get()
-    assert "no limit found" in text.get()
+    assert "no bottleneck found" in text.get()
 
 
 def test_there_is_no_advice_about_a_healthy_run_or_a_short_one(tmp_path: Path) -> None:
     _write(tmp_path / "a", ranks=1)
-    assert "no limit found" in _shown(tmp_path / "a")
+    assert "no bottleneck found" in _shown(tmp_path / "a")
     _write(tmp_path / "b", last=15)
-    for sentence in ("no limit found", "advice:"):
+    for sentence in ("no bottleneck found", "advice:"):
         assert sentence not in _shown(tmp_path / "b")
 
 

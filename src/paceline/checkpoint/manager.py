@@ -286,7 +286,8 @@ class Checkpoints:
             size_bytes: The size of a checkpoint; less free space is refused now.
 
         Raises:
-            CheckpointError: there is none and resume="must"; all are damaged; one is of another program.
+            CheckpointError: there is none and resume="must"; all are damaged; one was written by another
+                program.
             SaveFailed: the folder cannot be written, or lacks space.
             RankDisagreement: the ranks do not see the same folder.
 
@@ -353,7 +354,9 @@ class Checkpoints:
         what = "every checkpoint is damaged" if damaged else "there is no checkpoint"
         raise CheckpointError(
             f"{what} in {self.folder}.",
-            fix="start from step 0 with resume='never', which moves existing checkpoints into before-N.",
+            fix="start from step 0 with resume='never', which moves existing checkpoints into before-N."
+            if damaged
+            else "check the folder, or use resume='auto' to start from step 0.",
             path=str(self.folder),
         )
 
@@ -384,7 +387,7 @@ class Checkpoints:
         except OSError as error:
             raise SaveFailed(
                 f"the folder {self.folder} cannot be changed: {error}.",
-                fix="permit rank 0 to rename and remove what is in it.",
+                fix="give rank 0 permission to rename and delete the files there.",
                 path=str(self.folder),
             ) from error
         try:

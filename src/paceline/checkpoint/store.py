@@ -110,7 +110,10 @@ class Store:
         self.rename(scratch, folder)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a folder; creates the parent of the new name. Moves what is there and is no checkpoint."""
+        """Rename a folder; creates the parent of the new name.
+
+        A folder of that name without a manifest is first renamed to `incomplete-NAME`.
+        """
         os.makedirs(os.path.dirname(self._path(new)), exist_ok=True)
         if os.path.lexists(self._path(new)) and NAME not in self.names(new):
             self.rename(new, unused_name(self, f"incomplete-{new}"))

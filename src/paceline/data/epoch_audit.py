@@ -103,7 +103,7 @@ class EpochAudit:
         found = "; ".join(named) or "some samples were lost or used more than once"
         raise AuditError(
             f"epoch {epoch} did not use each sample once: it used {used}; {found}.",
-            why="the loop skipped micro-batches, or `shard(index, count)` of the stream gives wrong items.",
+            why="the loop skipped micro-batches, or the lengths of a stream's shards do not fit one stream.",
             fix="read every micro-batch of every step; for a stream, see `shard` in docs/howto/data.md.",
             expected=expected,
             seen=seen,

@@ -44,7 +44,7 @@ class Position:
         seed: decides the permutation of each epoch.
         epoch: at least 0.
         offset: number of samples of this epoch that were used before, over all ranks. In a stream that
-            divides itself, global_batch for each step before, also if a part had ended.
+            divides itself it is global_batch times the earlier steps, even if some steps were smaller.
 
     Raises:
         ConfigError: a value is not an integer, or epoch or offset is negative.

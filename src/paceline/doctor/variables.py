@@ -8,8 +8,8 @@ from paceline.doctor.facts import Facts
 
 # Any value but 0 costs speed. They often remain set after debugging.
 _COSTLY = {
-    "NCCL_P2P_DISABLE": "GPUs of one host talk through the host's memory",
-    "NCCL_SHM_DISABLE": "ranks of one host talk through the network",
+    "NCCL_P2P_DISABLE": "GPUs of one host communicate through the host's memory",
+    "NCCL_SHM_DISABLE": "ranks of one host communicate through the network",
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for each kernel",
 }
 

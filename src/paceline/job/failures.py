@@ -48,7 +48,7 @@ class Peers:
     A thread answers other ranks that ask how far this rank is, while the main thread may be in a collective.
 
     Attributes:
-        passed: the last step after which this rank asked for another one.
+        passed: the last completed step of this rank.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -114,7 +114,7 @@ class Peers:
             return None  # rank 0 has ended, and the store with it
 
     def new_loop(self) -> int:
-        """The number of a new loop. Each rank calls it when a training loop begins and when it ends."""
+        """The number of a new loop. Each rank calls it when a loop begins, and when it is left early."""
         self.passed = 0  # before the number: the thread reads them in the opposite order
         self._loop += 1
         return self._loop
@@ -140,7 +140,7 @@ class Peers:
             raise StepError(
                 f"rank {self._rank} left the training loop after step {step}, rank {rank} {what}.",
                 where=rank_location(self._rank, self._world_size, step=step),
-                why="only some ranks reach a `break`; the others would wait for ever.",
+                why="only some ranks reach a `break`; the others would wait forever.",
                 fix="call `step.stop()` instead: all ranks then stop after the same step.",
                 step=step,
             )

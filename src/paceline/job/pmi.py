@@ -71,7 +71,7 @@ def _exchange_host(
         store.ask("cmd=barrier_in")  # only then the key is on all hosts
     except TimeoutError as error:
         raise CollectiveTimeout(
-            f"a rank of {info.world_size} did not come within {timeout_s:g} s.",
+            f"a rank of {info.world_size} did not join within {timeout_s:g} s.",
             where=rank_location(info.rank, info.world_size),
             why="the rank ended before it called `join`, or has not called it yet; mpiexec does not tell "
             "which one.",

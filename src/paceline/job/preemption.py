@@ -90,7 +90,7 @@ class Notice:
             signal.raise_signal(signal.Signals[name])
 
     def end(self) -> None:
-        """End the process at once if signals are recorded now, and record none later. For any thread."""
+        """End the process at once if it handles preemption signals, and record none later. For any thread."""
         self._ending = True
         if self._handled:
             # Not SIGTERM: the main thread may be in native code, and Python handlers do not interrupt that.

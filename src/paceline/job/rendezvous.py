@@ -184,7 +184,7 @@ def _wait_for_rank0(store: dist.Store, info: RankInfo, timeout_s: float) -> None
 
 def _absent(info: RankInfo, missing: list[int], timeout_s: float) -> CollectiveTimeout:
     return CollectiveTimeout(
-        f"{name_ranks(missing)} of {info.world_size} did not come within {timeout_s:g} s.",
+        f"{name_ranks(missing)} of {info.world_size} did not join within {timeout_s:g} s.",
         where=rank_location(info.rank, info.world_size),
         why="the rank ended before it called `join`, has not called it yet, or was never started.",
         fix=f"see the log of rank {missing[0]}; call `join` before slow preparations, or raise "

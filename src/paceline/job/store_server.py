@@ -1,4 +1,4 @@
-"""The store of a job: the socket that serves it, and the wait of the other processes until it is served.
+"""The store of a job: the socket that serves it, and how other processes wait until it accepts connections.
 
 A front to `torch.distributed.TCPStore`, whose server would listen on all interfaces: it gets a socket that
 listens already. The launcher of `paceline run` and the ranks of other launchers use the same functions.

@@ -115,7 +115,7 @@ class Agent(LocalElasticAgent):
             self._local_ranks.announced = True
             self._announce(worker_group, nodes)
         else:
-            self._local_ranks.say(f"paceline: the ranks of this host have now {self._pids()}\n")
+            self._local_ranks.say(f"paceline: restarted ranks on this host: {self._pids()}\n")
 
     def _announce(self, group: WorkerGroup, nodes: int) -> None:
         world_size = group.workers[0].world_size

@@ -147,10 +147,13 @@ def _explain_lost_packets(
     if not _exchanges(_connected(endpoint, timeout), 1, timeout):
         return
     used = route()
-    interface = used.interface if used is not None else "eth0"
+    where, interface = f"host {socket.gethostname()}", "INTERFACE"
+    if used is not None:
+        interface = used.interface
+        where += f", interface {interface}, MTU {mtu_of(interface)}"
     raise LaunchFailed(
         f"small packets reach {endpoint}, and large ones are lost.",
-        where=f"host {socket.gethostname()}, interface {interface}, MTU {mtu_of(interface)}",
+        where=where,
         why="usually the MTU of an interface is larger than the network between the hosts allows.",
         fix=f"lower it on both hosts: `ip link set {interface} mtu 1400`; then find the largest that "
         "passes.",

@@ -33,12 +33,12 @@ from paceline.watch.rank_state import (
 )
 
 _HANG_AFTER_S = 10.0  # without --hang-after
-_STEPS = 10  # as many median steps without progress, if that is longer
+_STEPS = 10  # or this many median steps without progress, if that is longer
 _INTERVAL_S = 0.5  # between two checks
 _SOON_S = 0.05  # the same, while answers are awaited
 _ANSWER_S = 0.8  # for the answers of the ranks
 _OTHERS_S = 2.5  # for the answers of the other nodes' launchers
-_ENDING_S = 15.0  # for which a process may take to exit; if it takes longer, the kernel holds it
+_ENDING_S = 15.0  # the longest usual exit of a process; after it the kernel holds the process
 _BUSY = 0.03  # of a core
 _BUSY_BYTES_S = 16 << 10
 _KEPT = 20  # latest steps
@@ -62,8 +62,8 @@ class Activity:
     itself, its ranks therefore do not look idle.
     """
 
-    counts: tuple[int, int] = (0, 0)  # collectives entered, and over
-    since: float = 0.0  # when a collective was last entered or over
+    counts: tuple[int, int] = (0, 0)  # collectives entered, and completed
+    since: float = 0.0  # when a collective was last entered or completed
     beat: dict[str, Any] = field(default_factory=dict)
     samples: deque[Sample] = field(default_factory=deque)
     used: tuple[float, int] = (0.0, 0)  # as in the last sample

@@ -80,7 +80,7 @@ Wrap = Callable[[int, tuple[str, ...]], tuple[str, ...]]
 class Rank:
     """One rank of this host: its process, control socket, output, and how it ended.
 
-    The process is started before more than its local rank is known; `run` sends the rest (see worker.py).
+    The process is started when only its local rank is known; `run` sends the rest (see worker.py).
 
     Args:
         environment: The variables that are known at the start.

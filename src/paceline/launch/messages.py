@@ -206,8 +206,8 @@ def _fix(outcome: RankOutcome, info: JobInfo, known: Found | None) -> str:
         if after.killed_since(before):
             return "lower the micro-batch or the number of loader workers, or raise the limit."
         return (
-            "start the same command again: a training with checkpoints goes on from the last one. The "
-            "sender was a time or memory limit of the scheduler, or a person."
+            "start the same command again: a training with checkpoints goes on from the last one. Possible "
+            "senders: a time or memory limit of the scheduler, or a person."
         )
     return known.cause.fix if known is not None else ""
 

@@ -50,7 +50,7 @@ class LaunchOptions:
     Args:
         args: From torch's parser.
         config: For torch's launcher.
-        address: Where to bind the store if there is one node; None for several.
+        address: Where to bind the store of a single node; None if torch's rendezvous serves the store.
         node_rank: The number that the user gave this node; None if there is none.
         ports: First and last port that the launcher may listen on; None: the kernel chooses.
         uses_logs: Whether torch's log options were given.
@@ -119,7 +119,7 @@ class LaunchOptions:
 
     @property
     def waiting(self) -> str:
-        """How many nodes this one waits for, and where; empty for one node."""
+        """How many nodes this one waits for, and where; empty if this node serves the store itself."""
         if self.address is not None:
             return ""
         low, high = self.config.min_nodes, self.config.max_nodes
@@ -423,7 +423,7 @@ def _check(args: Namespace) -> None:
 
 
 def _local_address(args: Namespace, notes: list[str]) -> tuple[str, int] | None:
-    """Where a single node binds its store; None for several nodes."""
+    """Where a single node binds its store; None if torch's rendezvous serves the store."""
     try:
         _, max_nodes = parse_min_max_nnodes(args.nnodes)
     except (ValueError, RuntimeError) as error:

@@ -142,9 +142,7 @@ def _run_agent(
         if agent.preempted:
             return _preempted(local_ranks)
         at = f"; {agent.interrupted_at}" if agent.interrupted_at else ""
-        local_ranks.say(
-            f"paceline: {error.sigval.name} was forwarded, and all local ranks have ended{at}\n"
-        )
+        local_ranks.say(f"paceline: received {error.sigval.name}; all local ranks have ended{at}\n")
         return 128 + error.sigval
     except LaunchFailed as error:
         events.record(agent.get_event_failed(), config.event_log_handler)

@@ -32,7 +32,7 @@ _LONG_INTERVAL_S = 3.0
 _KEPT = 1024  # collectives of each rank
 _PROFILE_S = 0.4, 300.0  # length of a profile: shortest and longest
 _ANSWER_S = 2.0  # for the answers of the ranks
-_REST_S = 1.0, 600.0  # between two profiles of one suspect: doubles from the first to the second
+_REST_S = 1.0, 600.0  # pause between two profiles of one suspect: doubles, up to the second number
 
 
 class StragglerWatch:

@@ -21,13 +21,13 @@ class Prometheus:
     `paceline_restarts`. See [monitoring](../howto/monitoring.md).
 
     Args:
-        port: TCP port, which no other job of the host may use; 0 lets the system choose one.
+        port: TCP port, which must be free on this host; 0 lets the system choose one.
         address: Where it listens. None is the address of the interface that the job uses between hosts,
             which is the loopback interface in a job of one host. There is no password: do not choose an
-            address that strangers reach.
+            address that untrusted networks reach.
 
     Raises:
-        ConfigError: prometheus_client is not installed, or the port is no port.
+        ConfigError: prometheus_client is not installed, or the port is not from 0 to 65535.
 
     Collective: none.
     """

@@ -141,7 +141,7 @@ def _verdict(run: Run) -> list[Text]:
         return []
     found = [finding for finding in run.findings if finding.kind not in STALLS]
     if not found:
-        return [_line("no limit found", "green")]
+        return [_line("no bottleneck found", "green")]
     return [Text(f"advice: {found[0]}", "bold yellow")]
 
 

@@ -89,7 +89,7 @@ def _summary(runs: Sequence[Run]) -> Section:
         if run.findings is None and run.record.windows:
             text.append(f"{whose}The time since the last start is too short for advice.")
         elif run.findings == []:
-            text.append(f"{whose}No limit found. Judged were: {JUDGED}.")
+            text.append(f"{whose}No bottleneck found. Checked: {JUDGED}.")
         if run.total_steps and run.steps < run.total_steps and run.written:
             text.append(
                 f"{whose}The run has not reached its last step: {_progress(run)} steps, the last line was "

@@ -1,5 +1,7 @@
 """Docker: a Dockerfile for the project of this folder, and a Compose file with one service for each node.
 
+All services run on this host, to try a job of several nodes.
+
 Sources: the Dockerfile reference, and the Compose specification.
 """
 

@@ -48,7 +48,7 @@ class JobRequest:
         nodes: Number of nodes.
         gpus: GPUs of a node; 0 trains on CPU.
         ranks: Ranks of a node; by default one for each GPU, or 1.
-        cpus: Cores of a node; None leaves it to the scheduler.
+        cpus: Cores of a node; None is one for each rank under Slurm, and else leaves it to the scheduler.
         memory_mib: Memory of a node in MiB; None leaves it to the scheduler.
         time_s: The longest time that the job may run, in seconds; None for no limit.
         grace_s: Time for a step and a save after the notice of a preemption, in seconds.

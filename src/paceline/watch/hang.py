@@ -155,10 +155,10 @@ def _render_differing(states: Sequence[RankState], calls: dict[int, Call]) -> Ha
 def _differing_ranks(
     groups: Sequence[list[RankState]], calls: Mapping[int, Call]
 ) -> Sequence[RankState]:
-    """Of groups of ranks that each made another call, largest first: those that differ from the others.
+    """Of groups of ranks that made different calls, largest first: the ranks that differ from the others.
 
-    Two equally large groups: those who wait in a backward make the calls of every step, so the others made
-    one more, by hand; and who has come back from its call did not wait for the others. Otherwise all ranks.
+    If two groups have the same size, one that waits in a backward makes only the calls of every step, so the
+    other made an extra call; and a rank whose call has ended did not wait. If neither decides, all ranks.
     """
     smallest = [members for members in groups if len(members) == len(groups[-1])]
     for is_usual in (

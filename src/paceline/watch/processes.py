@@ -1,4 +1,4 @@
-"""What the kernel knows about processes of this host. The only file of this room that reads the system.
+"""What the kernel knows about processes of this host; for the launcher.
 
 A front to psutil, and to /proc for what psutil does not have.
 """

@@ -221,8 +221,8 @@ def misordered_gather(case: Case) -> Judgement:
             what="a metric of gathered predictions depends on the number of processes.",
             at=result.gather,
             step=result.step or None,
-            why="a gather puts the values of rank 1 after those of rank 0. The dataset has another order: a "
-            "DistributedSampler gives its samples to the ranks in turn.",
+            why="a gather puts the values of rank 1 after those of rank 0. The order of the dataset is "
+            "different: a DistributedSampler gives its samples to the ranks in turn.",
             fix="gather the labels, or the indices of the samples, together with the predictions.",
             evidence=f"with the same weights and samples, {result.at} reads {result.solo:.6g} on one process "
             f"and {result.value:.6g} on {case.world_size}",
@@ -301,7 +301,7 @@ def metric_of_one_rank(case: Case) -> Judgement:
             what="rank 0 takes a metric of its own part of the evaluated samples.",
             at=next(reversed(numbers)),
             ranks=[0],
-            why="each rank evaluates another part, and the script reduces no result.",
+            why="each rank evaluates a different part, and the script reduces no result.",
             fix="all_reduce the sum and the number of samples before the number is printed or compared.",
             evidence=f"the ranks evaluated {' + '.join(str(len(each)) for each in of_ranks)} samples",
             effect=f"{len(own) / (len(own) + len(others)):.0%} of the samples are in the metric",

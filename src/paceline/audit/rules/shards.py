@@ -136,14 +136,14 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
             else "give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch.",
         )
     seeds = [log.loaders[name]["sharding"].get("seed") for log in case.ranks]
-    cause, why = "", "each rank cuts its shard from another order: "
+    cause, why = "", "each rank cuts its shard from a different order: "
     fix = "give the sampler the same seed on every rank; only its rank must differ."
     if iterable:
         why, fix = "", cut
     elif len(set(seeds)) > 1:
         cause = f": their seeds are {', '.join(map(str, seeds))}"
     elif _splits_differ(case, name):
-        cause = ": each rank has split the dataset in another way"
+        cause = ": each rank has split the dataset in a different way"
         fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
     return fault(
         what=f"the ranks' shards overlap{cause}.",

@@ -119,7 +119,7 @@ def learns_less(case: Case) -> Judgement:
     why = "what the loss contains, or what is done with the gradient, depends on the number of processes."
     fix = "compare the loss and the gradient of one step on one and on two processes."
     if gather:
-        why = "the loss uses gathered values. Often they are in another order than the labels, or the gather "
+        why = "the loss uses gathered values. Often their order is not that of the labels, or the gather "
         why += "passes no gradient to the other ranks."
         fix = "compare the order of the gathered values with that of the labels."
     return FaultFound(
