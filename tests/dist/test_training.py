@@ -801,6 +801,25 @@ def _infinite_mask(job: Any, folder: str) -> int:
     return training.number
 
 
+def _diverged_statistics(job: Any, folder: str) -> None:
+    model = paceline.ddp(job, nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_data(), global_batch=6)
+    checkpoints = paceline.Checkpoints(folder, every_steps=1)
+    training = paceline.Training(job, model, optimizer, batches, checkpoints=checkpoints)
+    for step in training.steps(until=2):
+        for batch in step:
+            step.backward(loss_sum(model, batch), count=len(batch[1]))
+        step.update()
+        paceline.unwrap(model)[1].running_var.fill_(math.inf)
+
+
+def test_infinite_statistics_are_not_saved(tmp_path: Path) -> None:
+    for outcome in run_failing_ranks(_diverged_statistics, str(tmp_path), nproc=1):
+        assert isinstance(outcome.error, NonFinite), outcome.text
+        assert outcome.error.parameters == ["1.running_var"]
+
+
 def test_what_is_not_trained_may_be_infinite(tmp_path: Path) -> None:
     for folder in ("", str(tmp_path)):
         assert run_ranks(_infinite_mask, folder, nproc=2) == [2, 2]

@@ -256,9 +256,8 @@ class Trainer:
     ) -> Training:
         module = self.model if isinstance(self.model, nn.Module) else self.model()
         module = module.to(job.device)
-        has_stages = (
-            job.mesh is not None and job.mesh.pp > 1
-        )  # a pipeline synchronises no statistics
+        # A pipeline synchronises no statistics.
+        has_stages = job.mesh is not None and job.mesh.pp > 1
         if job.data.size > 1 and plain_batchnorms(module) and not (self.reproducible or has_stages):
             module = sync_batchnorm(job, module)
         model = _wrap_for(self.strategy, job, module)

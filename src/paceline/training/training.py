@@ -760,12 +760,12 @@ class Training:
             wait=wait,
             steady=steady,
             finite_prefix="models.",
-            # By design, as in the mask of an attention.
+            # By design, as in the mask of an attention; statistics of a BatchNorm would have diverged.
             may_be_infinite=[
                 f"models.{number}.{name}"
                 for number, model in enumerate(map(unwrap, self.models))
                 for name, tensor in chain(model.named_buffers(), model.named_parameters())
-                if not tensor.requires_grad
+                if not tensor.requires_grad and not name.endswith(("running_mean", "running_var"))
             ],
         )
 
