@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from small_gpt import GPT, make_tokens, token_loss
 from small_trainings import Recording, loss_sum, make_data, refusals
 from torch import nn
+from torch.utils.data import default_collate
 from torch.utils.checkpoint import checkpoint
 
 import paceline
@@ -379,7 +380,12 @@ WRONG = {
     "loop": "the model is a pipeline, whose micro-batches cannot be run in a loop",
     "called": "a pipeline's model was called outside of `step.run`",
     "no call": "the function given to `step.run` did not call the model",
+    "drops": "a micro-batch of 8 samples has tensors of 7 rows",
 }
+
+
+def _drop_one(samples: list[Any]) -> Any:
+    return default_collate(samples[1:])
 
 
 def _refused(job: Any, kind: str) -> None:
@@ -412,7 +418,9 @@ def _refused(job: Any, kind: str) -> None:
         job,
         [model, nn.Linear(1, 1)] if kind == "models" else model,
         optimizer,
-        paceline.Batches(job, make_data(8), global_batch=4),
+        paceline.Batches(
+            job, make_data(8), global_batch=8, collate=_drop_one if kind == "drops" else None
+        ),
         precision="fp16" if kind == "fp16" else "fp32",
         reproducible=kind == "exact",
     )

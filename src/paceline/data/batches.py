@@ -61,6 +61,7 @@ class Batches:
         steps_per_epoch: Steps of an epoch; None for a stream.
         global_batch: As given, or of the loader; never None.
         micro_batch: As given, or of the loader; never None.
+        may_drop_samples: Whether a micro-batch may have fewer samples than were read for it.
 
     Raises:
         ConfigError: an argument is out of range or contradicts the loader; the dataset is empty or cannot be
@@ -120,6 +121,8 @@ class Batches:
                 fix="leave micro_batch out; it is the largest forward of one rank.",
                 option="micro_batch",
             )
+        # torch's own collate function keeps all samples.
+        self.may_drop_samples = source.collate is not None or hasattr(source.dataset, "__getitems__")
         self._job = job
         self._is_adopted = isinstance(dataset, DataLoader)
         self.global_batch = global_batch

@@ -46,6 +46,7 @@ class StepContext:
 
     Attributes:
         count: "samples" or "tokens".
+        checks_rows: Whether to check that a micro-batch holds all of its samples.
         before_update: Called before parameters change.
         generator: The device's generator, seeded for each micro-batch from `dropout_key`.
         check_losses_until: Losses of steps below this number are checked for being sums.
@@ -59,6 +60,7 @@ class StepContext:
     precision: Precision
     control: Control
     count: str
+    checks_rows: bool
     before_update: Callable[[], None]
     generator: torch.Generator
     dropout_key: int
@@ -121,6 +123,7 @@ class Step:
         "_context",
         "_is_single",
         "_micro",
+        "_num_left",
         "_planned",
         "_records",
         "_seen",
@@ -141,6 +144,7 @@ class Step:
         self._totals: torch.Tensor | None = None
         self._seen = 0
         self._is_single = False
+        self._num_left = len(self._records)  # optimizers that are still to be updated
         self.number = number
         self.epoch = planned.epoch
         self.num_samples = planned.num_samples
@@ -226,7 +230,7 @@ class Step:
         context = self._context
         self._seen += 1
         self._micro = micro
-        if context.count == "samples":
+        if context.checks_rows:
             refuse_dropped_samples(micro.batch, micro.count, self._where)
         context.strategy.before_forward(micro)
         for record in self._records:
@@ -278,7 +282,9 @@ class Step:
                 "`step.skip` would leave this step without an optimizer.",
                 fix="leave at least one optimizer in each step.",
             )
-        record.is_skipped = True
+        if not record.is_skipped:
+            record.is_skipped = True
+            self._num_left -= 1
 
     def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction = "sum") -> None:
         """Run forward and backward of every micro-batch: the loop over micro-batches in one call.
@@ -303,7 +309,11 @@ class Step:
         strategy = self._context.strategy
         if strategy.runs_micro_batches:
             clock.enter(DATA)
-            scheduled = _Scheduled(self, list(self._planned), loss_fn, reduction)
+            micros = list(self._planned)
+            if self._context.checks_rows:
+                for micro in micros:
+                    refuse_dropped_samples(micro.batch, micro.count, self._where)
+            scheduled = _Scheduled(self, micros, loss_fn, reduction)
             clock.enter(COMMUNICATION_PP)  # the stages of this rank enter their own phases
             strategy.run_micro_batches(scheduled)
             clock.enter(OTHER)
@@ -479,6 +489,7 @@ class Step:
         context.before_update()
         context.precision.scaler.step(trained.optimizer)
         record.is_updated = True
+        self._num_left -= 1
         if self.is_done:
             was_taken = context.precision.end_step()
             for each in self._records:
@@ -598,7 +609,7 @@ class Step:
 
         Collective: none.
         """
-        return all(record.is_updated or record.is_skipped for record in self._records)
+        return not self._num_left
 
     def _local_loss(self) -> tuple[torch.Tensor | None, Any]:
         record = next(each for each in self._records if not each.is_skipped)
@@ -628,7 +639,8 @@ class Step:
                 "this micro-batch had its `step.backward` already.",
                 fix="add the losses up, and call step.backward once for each micro-batch and optimizer.",
             )
-        if next(each for each in self._records if each.needs_backward) is not record:
+        several = len(self._records) > 1
+        if several and next(each for each in self._records if each.needs_backward) is not record:
             raise self._error(
                 "the backwards came in another order than the optimizers were given to Training.",
                 fix="give Training the optimizers in the order of their backwards.",

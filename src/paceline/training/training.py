@@ -150,6 +150,7 @@ class Training:
             strategy=self._choose_strategy(),
             control=Control(job),
             count=count,
+            checks_rows=count == "samples" and batches.may_drop_samples,
             before_update=self._wait_for_copies,
             generator=default_generator(job.device),
             dropout_key=key(job.seed, MICRO_BATCH),
