@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from small_gpt import GPT, make_tokens, token_loss
 from small_trainings import Recording, loss_sum, make_data, refusals
 from torch import nn
-from torch.utils.data import default_collate
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 
 import paceline
 from paceline import Mesh
