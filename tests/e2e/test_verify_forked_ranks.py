@@ -42,7 +42,7 @@ signal.pause()
 RUN = """
 import sys
 from pathlib import Path
-from paceline.audit.evidence import RunPlan
+from paceline.audit.run_plan import RunPlan
 from paceline.verify.forked_ranks import ForkedRanks, preload
 
 folder = Path.cwd()
@@ -73,8 +73,9 @@ def test_two_ranks_of_which_one_fails(tmp_path: Path) -> None:
         pid = int((tmp_path / f"child-{rank}").read_text())
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     events = [json.loads(line) for line in (tmp_path / "rank1.jsonl").read_text().splitlines()]
-    assert [each["k"] for each in events][:3] == ["start", "exit", "failed"]
-    assert events[-1]["k"] == "end"
+    kinds = [each["event"] for each in events]
+    assert kinds[:3] == ["RankStarted", "ExitCalled", "Failed"]
+    assert kinds[-1] == "RankEnded"
 
 
 @pytest.mark.ci

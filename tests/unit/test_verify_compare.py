@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.audit.evidence import Event, RankLog, Run, RunPlan
+from paceline.audit.events import (
+    Evaluated,
+    Event,
+    Forward,
+    TrainingBuilt,
+    TrainingStarted,
+    TrainingStep,
+)
+from paceline.audit.evidence import RankLog, Run
+from paceline.audit.run_plan import RunPlan
 from paceline.verify.compare import compare
 
 STEPS = 4
@@ -18,36 +28,39 @@ def training(rank: int, count: int, change: Change, t: int = 0) -> list[Event]:
     """The events of a rank that trains four samples a step; `change` is by step and fact."""
     start = change.get((0, "params"), {"w": ["d0", 2.0, 2.0]})
     events: list[Event] = [
-        {
-            "k": "training",
-            "training": t,
-            "at": "t.py:9 in main()",
-            "precision": "fp32",
-            "batchnorm": "",
-        },
-        {"k": "paceline-start", "training": t, "params": start},
+        TrainingBuilt(training=t, at="t.py:9 in main()", precision="fp32", batchnorm=""),
+        TrainingStarted(training=t, params=start),
     ]
     for s in range(1, STEPS + 1):
         mine = [i for i in range(4 * s - 4, 4 * s) if i % count == rank]
-        step = {"k": "paceline-step", "training": t, "s": s, "epoch": 0, "ids": mine}
-        step |= {"loss": float(len(mine)), "count": float(len(mine))}
-        step |= {"params": {"w": [f"d{s}", 2.0, 3.0]}, "grads": {"w": [f"g{s}", 3.0, 3.0]}}
-        step |= {"buffers": {"mean": ["b", 1.0, 1.0]}, "dropout_off": False}
-        step |= {name: value for (at, name), value in change.items() if at == s and name in step}
-        events.append(step)
+        step = TrainingStep(
+            training=t,
+            step=s,
+            ids=mine,
+            loss=float(len(mine)),
+            count=float(len(mine)),
+            params={"w": [f"d{s}", 2.0, 3.0]},
+            grads={"w": [f"g{s}", 3.0, 3.0]},
+            buffers={"mean": ["b", 1.0, 1.0]},
+        )
+        own = {name: value for (at, name), value in change.items() if at == s}
+        events.append(replace(step, **{name: own[name] for name in own if hasattr(step, name)}))
         if (s, "score") in change:
-            scored = {"k": "evaluated", "at": "t.py:20", "samples": change.get((s, "samples"), 360)}
-            events.append(scored | {"values": {"accuracy": change[s, "score"]}})
+            values = {"accuracy": change[s, "score"]}
+            samples = change.get((s, "samples"), 360)
+            events.append(Evaluated(at="t.py:20", samples=samples, values=values))
     return events
 
 
-def runs(*changes: Change, one: Change | None = None, facts: Event | None = None) -> list[Run]:
+def runs(
+    *changes: Change, one: Change | None = None, facts: dict[str, Any] | None = None
+) -> list[Run]:
     """A correct run of one process, and a run of as many as there are changes."""
     found = []
     for count, each in ((1, (one or {},)), (len(changes), changes)):
         logs = [RankLog(r, training(r, count, change), []) for r, change in enumerate(each)]
         for log in logs:
-            log.events[0].update(facts or {})
+            log.events[0] = replace(log.events[0], **facts or {})
         found.append(Run(RunPlan(Path("x"), "ordinary", count, STEPS), logs, 0))
     return found
 
@@ -196,7 +209,8 @@ def test_a_second_training_counts_its_epochs_itself() -> None:
         for log in run.ranks:
             log.events.extend(training(log.rank, run.plan.world_size, {}, t=1))
     assert is_sound(found)
-    found[1].ranks[1].events[-1]["ids"] = []
+    last = found[1].ranks[1].events
+    last[-1] = replace(last[-1], ids=[])
     difference = compare(found, rtol=None, bitwise=False).difference
     assert difference is not None
     assert (difference.quantity, difference.step) == ("samples", STEPS)
@@ -232,7 +246,7 @@ def test_dropout_that_was_turned_off_is_reported() -> None:
 def test_bitwise_is_not_advised_where_training_refuses_it(batchnorm: str, is_advised: bool) -> None:
     found = runs({}, {}, facts={"batchnorm": batchnorm, "precision": "bf16"})
     for run in found:
-        run.ranks[0].events.append({"k": "forward-end", "trains": True, "drew": ["torch"]})
+        run.ranks[0].events.append(Forward(trains=True, drew=["torch"]))
     unknown = compare(found, rtol=None, bitwise=False).unknown
     assert len(unknown) == 2
     assert all(("--bitwise" in line) is is_advised for line in unknown)
@@ -252,7 +266,7 @@ def test_scores_of_a_synchronised_batchnorm_are_compared_only_bitwise() -> None:
 def test_another_number_of_steps_is_refused() -> None:
     one, two = runs({}, {})
     for log in two.ranks:
-        log.events[-1]["k"] = "left out"
+        log.events.pop()
     found = compare([one, two], rtol=None, bitwise=False)
     assert found.verdict == "refused"
     assert "makes 4 steps with 1 process and 3 with 2" in found.why

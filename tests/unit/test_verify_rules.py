@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,29 @@ from paceline import torch_private
 from paceline.audit import evidence, record_data
 from paceline.audit.audit import judge
 from paceline.audit.digests import digest, exact_parts, numbers_drawn
-from paceline.audit.evidence import RankLog, Run, RunPlan, TrainingLoaders
+from paceline.audit.events import (
+    Backward,
+    BatchGiven,
+    CollectiveBegun,
+    CollectiveEnded,
+    DDPBuilt,
+    Event,
+    Failed,
+    Forward,
+    ForwardBegun,
+    LoaderSeen,
+    NotBitwise,
+    NumberRead,
+    OptimizerStep,
+    PassBegun,
+    RankEnded,
+    RankStarted,
+    SamplesLoaded,
+    ScheduleStepped,
+    SeedSet,
+    Updated,
+)
+from paceline.audit.evidence import RankLog, Run, TrainingLoaders
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder
@@ -34,23 +55,24 @@ from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, outl
 from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
 from paceline.audit.rules.shards import different_datasets
 from paceline.audit.rules.statistics import different_untrained_models
+from paceline.audit.run_plan import RunPlan
 
 
-def run(mode: Any, *ranks: list[dict[str, Any]], hung: bool = False) -> Run:
+def run(mode: Any, *ranks: list[Event], hung: bool = False) -> Run:
     logs = [RankLog(rank, events, []) for rank, events in enumerate(ranks)]
     return Run(RunPlan(Path("x"), mode, len(ranks), 20), logs, 0, hung=hung)
 
 
-def case(*ranks: list[dict[str, Any]], hung: bool = False) -> Case:
+def case(*ranks: list[Event], hung: bool = False) -> Case:
     return Case(run("solo", ranks[0]), run("ordinary", *ranks, hung=hung), None, "no replay.")
 
 
-def forward(device: str, cores: list[int]) -> dict[str, Any]:
-    return {"k": "forward-end", "devices": [device], "cores": cores, "at": "t.py:1", "trains": True}
+def forward(device: str, cores: list[int]) -> Forward:
+    return Forward(devices=[device], cores=cores, at="t.py:1", trains=True)
 
 
-def start(cuda: int, cores: list[int], host: str = "a") -> dict[str, Any]:
-    return {"k": "start", "host": host, "cuda_devices": cuda, "cores": cores}
+def start(cuda: int, cores: list[int], host: str = "a") -> RankStarted:
+    return RankStarted(host=host, cuda_devices=cuda, cores=cores)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +107,15 @@ def test_the_same_device_number_on_two_hosts_is_no_fault() -> None:
     assert isinstance(judged, NoFault)
 
 
-def call(op: str, line: int, ranks: int = 2) -> dict[str, Any]:
-    return {
-        "k": "collective", "op": op, "at": f"t.py:{line}", "s": 3, "group": list(range(ranks)),
-        "reduce": "SUM", "evaluation": None,
-    }  # fmt: skip
+def call(op: str, line: int, ranks: int = 2) -> CollectiveBegun:
+    return CollectiveBegun(
+        op=op,
+        at=f"t.py:{line}",
+        steps_done=3,
+        group=list(range(ranks)),
+        reduce="SUM",
+        evaluation=None,
+    )
 
 
 def test_an_extra_collective_is_reported_at_its_line() -> None:
@@ -101,7 +127,7 @@ def test_an_extra_collective_is_reported_at_its_line() -> None:
 
 def test_the_last_of_three_ranks_does_not_enter() -> None:
     usual = [call("barrier", 9, 3)]
-    judged = unmatched_collective(case(usual, usual, [{"k": "end"}], hung=True))
+    judged = unmatched_collective(case(usual, usual, [RankEnded()], hung=True))
     assert isinstance(judged, FaultFound)
     assert (judged.at, list(judged.ranks)) == ("t.py:9", [0, 1])
     assert "rank 2 called none" in judged.evidence
@@ -109,12 +135,12 @@ def test_the_last_of_three_ranks_does_not_enter() -> None:
 
 def test_a_busy_rank_is_not_judged() -> None:
     usual = [call("barrier", 9)]
-    judged = unmatched_collective(case(usual, [{"k": "iter"}], hung=True))
+    judged = unmatched_collective(case(usual, [PassBegun(loader="a")], hung=True))
     assert judged == NotJudged("a rank was still computing when the run was stopped.")
 
 
 def test_collectives_of_some_ranks_are_ignored() -> None:
-    pair = {**call("all_reduce", 2), "group": [0, 1]}
+    pair = replace(call("all_reduce", 2), group=[0, 1])
     usual = [call("barrier", 9, 3)]
     assert isinstance(unmatched_collective(case([pair, *usual], [pair, *usual], usual)), NoFault)
 
@@ -131,26 +157,29 @@ def test_collectives_of_some_ranks_are_ignored() -> None:
     ],
 )
 def test_ranks_compute_one_loss_from_one_batch(losses: list[Any], found: type) -> None:
-    first = {**forward("cpu", [0]), "params": {}, "rows": ["a"], "random": {}}
-    ranks = [[first, {"k": "backward", "at": "t.py:3", "loss": loss}] for loss in losses]
+    first = replace(forward("cpu", [0]), params={}, rows=[1])
+    ranks = [[first, Backward(at="t.py:3", loss=loss)] for loss in losses]
     mirrored = Case(run("solo", ranks[0]), run("ordinary", *ranks), run("mirrored", *ranks))
     assert isinstance(loss_of_rank(mirrored), found)
-    others = [[{**first, "rows": [str(rank)]}, *events[1:]] for rank, events in enumerate(ranks)]
+    others = [[replace(first, rows=[rank]), *events[1:]] for rank, events in enumerate(ranks)]
     replay = run("mirrored", *others)
     assert isinstance(loss_of_rank(Case(mirrored.solo, mirrored.ordinary, replay)), NotJudged)
 
 
-def _read_by(rank: int, contents: list[dict[int, str]], *, seeds: bool = True) -> RankLog:
+def _read_by(rank: int, contents: list[dict[int, int]], *, seeds: bool = True) -> RankLog:
     """The log of a rank that read these samples, by index, in passes over one loader."""
-    loader = {"k": "loader", "loader": "a", "at": "t.py:1", "sharding": {"num_replicas": 2}}
-    batch = {"k": "batch", "loader": "a", "pass_number": 0, "ids": [], "s": 0}
-    events = [{"k": "seed"}] * seeds + [loader, batch, {"k": "backward"}]
-    fetches = [{"loader": "a", "ids": [*each], "contents": [*each.values()]} for each in contents]
+    loader = LoaderSeen(loader="a", at="t.py:1", sharding={"num_replicas": 2})
+    batch = BatchGiven(loader="a", ids=[])
+    events: list[Event] = [loader, PassBegun(loader="a"), batch, Backward()]
+    events += [SeedSet()] * seeds
+    fetches = [
+        SamplesLoaded(loader="a", ids=[*each], contents=[*each.values()]) for each in contents
+    ]
     return RankLog(rank, events, fetches)
 
 
-SAMPLES = {index: f"sample {index}" for index in range(8)}
-OTHERS = {index: f"other {index}" for index in range(8)}
+SAMPLES = {index: 100 + index for index in range(8)}
+OTHERS = {index: 200 + index for index in range(8)}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +193,7 @@ OTHERS = {index: f"other {index}" for index in range(8)}
     ],
 )
 def test_ranks_divide_one_dataset(
-    passes: list[list[dict[int, str]]], seeds: bool, found: type
+    passes: list[list[dict[int, int]]], seeds: bool, found: type
 ) -> None:
     logs = [_read_by(rank, own, seeds=seeds) for rank, own in enumerate(passes)]
     plan = RunPlan(Path("x"), "ordinary", 2, 20)
@@ -172,13 +201,14 @@ def test_ranks_divide_one_dataset(
     assert isinstance(judged, found)
 
 
-def _evaluation(rows: str, *after: dict[str, Any]) -> list[dict[str, Any]]:
-    end = {"k": "forward-end", "at": "t.py:7", "s": 3, "evaluation": 1, "trains": False, "model": 0}
-    return [end | {"rows": list(rows), "drew": [], "samples": len(rows)}, *after]
+def _evaluation(rows: str, *after: Event) -> list[Event]:
+    digests = [ord(row) for row in rows]
+    forward = Forward(at="t.py:7", steps_done=3, evaluation=1, rows=digests, samples=len(rows))
+    return [forward, *after]
 
 
-def _read(value: float, line: int = 9) -> dict[str, Any]:
-    return {"k": "read", "at": f"t.py:{line}", "value": value, "evaluation": 1}
+def _read(value: float, line: int = 9) -> NumberRead:
+    return NumberRead(at=f"t.py:{line}", value=value, evaluation=1)
 
 
 def test_a_metric_of_one_rank_is_a_note() -> None:
@@ -187,7 +217,7 @@ def test_a_metric_of_one_rank_is_a_note() -> None:
     assert isinstance(judged, FaultFound)
     assert judged.is_note
     assert (judged.at, judged.effect) == ("t.py:9", "60% of the samples are in the metric")
-    reduced = [_evaluation(r, {**call("all_reduce", 8), "evaluation": 1}) for r in ("abc", "de")]
+    reduced = [_evaluation(r, replace(call("all_reduce", 8), evaluation=1)) for r in ("abc", "de")]
     assert isinstance(metric_of_one_rank(case(*reduced)), NoFault)
     assert isinstance(metric_of_one_rank(case(parts[0], _evaluation("abc"))), NoFault)
 
@@ -205,7 +235,7 @@ def test_a_metric_of_one_rank_is_a_note() -> None:
 def test_numbers_after_a_gather_are_those_of_one_process(
     solo: float, value: float, found: type
 ) -> None:
-    gather = {**call("all_gather", 8), "evaluation": 1, "shape": [3], "items": 0}
+    gather = replace(call("all_gather", 8), evaluation=1, shape=[3])
     parts = [_evaluation(rows, gather, _read(value)) for rows in ("abc", "de")]
     whole = _evaluation("abcde", _read(solo))
     judged = misordered_gather(
@@ -217,20 +247,21 @@ def test_numbers_after_a_gather_are_those_of_one_process(
 
 
 def test_a_mean_of_weights_that_one_rank_updates() -> None:
-    def ranks(*digests: str) -> list[list[dict[str, Any]]]:
-        return [[_evaluation("ab")[0] | {"other_params": {"w": each}}] for each in digests]
+    def ranks(*digests: int) -> list[list[Event]]:
+        return [[Forward(evaluation=1, model=100, other_params={"w": each})] for each in digests]
 
-    assert isinstance(different_untrained_models(case(*ranks("1", "1"))), NoFault)
-    judged = different_untrained_models(case(*ranks("1", "2")))
+    assert isinstance(different_untrained_models(case(*ranks(1, 1))), NoFault)
+    judged = different_untrained_models(case(*ranks(1, 2)))
     assert isinstance(judged, FaultFound)
     assert judged.effect == "1 of 1 parameters differ between ranks"
 
 
-def _step_on(terms: int, weight: float) -> list[dict[str, Any]]:
+def _step_on(terms: int, weight: float) -> list[Event]:
     """An update by a rank whose loss has so many terms of this weight."""
-    known = {"weight": weight, "count": terms, "kind": "NllLossBackward0"}
-    backward = {"k": "backward", "at": "t.py:5", "s": 0, "forwards": 1, "weight": known}
-    return [{"k": "ddp", "ranks": 2}, backward, {"k": "step"}]
+    backward = Backward(
+        at="t.py:5", forwards=1, weight=weight, terms=terms, kind="NllLossBackward0"
+    )
+    return [DDPBuilt(ranks=2), backward, OptimizerStep()]
 
 
 @pytest.mark.parametrize(
@@ -257,9 +288,9 @@ def test_means_over_the_terms_of_each_rank(weights: tuple[float, float], found: 
 def test_the_gradient_that_was_compared_is_named(
     tmp_path: Path, optimizers: int, whose: str
 ) -> None:
-    step = {"k": "step", "s": 1, "at": "t.py:2", "lrs": [0.1], "base": 0.0, "grads": {}}
-    first = {"k": "forward-end", "trains": True, "params": {}, "rows": [1], "sync": True}
-    events = [first, {"k": "backward", "at": "t.py:1"}, *[step] * optimizers]
+    step = OptimizerStep(step=1, at="t.py:2", lrs=[0.1], base=0.0, grads={})
+    first = Forward(trains=True, params={}, rows=[1], sync=True)
+    events = [first, Backward(at="t.py:1"), *[step] * optimizers]
     torch.save({"w": torch.ones(3)}, tmp_path / "gradients.pt")
     runs = [run(mode, *[events] * count) for mode, count in (("solo", 1), ("mirrored", 2))]
     solo, mirrored = (replace(each, plan=replace(each.plan, folder=tmp_path)) for each in runs)
@@ -275,8 +306,8 @@ def test_the_gradient_that_was_compared_is_named(
 def test_dropout_in_parts_of_a_batch_changes_the_gradient_a_little(
     tmp_path: Path, ratio: float, drew: list[str], found: type
 ) -> None:
-    first = {"k": "forward-end", "trains": True, "params": {}, "rows": [1], "drew": drew}
-    events = [first | {"buffers": {}}, {"k": "backward", "at": "t.py:1"}]
+    first = Forward(trains=True, params={}, rows=[1], drew=drew)
+    events = [first, Backward(at="t.py:1")]
     runs = []
     for mode, count, size in (("solo", 1, 1.0), ("divided", 2, ratio)):
         (tmp_path / mode).mkdir()
@@ -291,8 +322,7 @@ def test_dropout_in_parts_of_a_batch_changes_the_gradient_a_little(
 def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
     gradients = [{"w": torch.randn(9)} for _ in range(2)]
     ranks = [_step_on(20, 1 / 20)[1:], _step_on(50, 1 / 50)[1:]]
-    stepped = [{"k": "stepped", "s": 1, "params": {}}]
-    logs = [RankLog(rank, events + stepped, []) for rank, events in enumerate(ranks)]
+    logs = [RankLog(rank, [*events, Updated(step=1)], []) for rank, events in enumerate(ranks)]
     ordinary = Run(RunPlan(tmp_path, "ordinary", 2, 20), logs, 0)
     torch.save({"w": torch.ones(9)}, tmp_path / "gradients.pt")
     for rank in range(2):  # shards of unequal sizes
@@ -311,7 +341,7 @@ def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
     [((0.5, 0.5), NoFault), ((0.5, 0.6), FaultFound), ((None, None), NoFault)],
 )
 def test_a_schedule_that_follows_a_metric_of_each_rank(metrics: Any, found: type) -> None:
-    calls = [[{"k": "schedule", "at": "t.py:8", "s": 4, "metric": metric}] for metric in metrics]
+    calls = [[ScheduleStepped(at="t.py:8", steps_done=4, metric=metric)] for metric in metrics]
     judged = schedule_of_rank(case(*calls))
     assert isinstance(judged, found)
     if isinstance(judged, FaultFound):
@@ -323,14 +353,13 @@ def test_a_schedule_that_follows_a_metric_of_each_rank(metrics: Any, found: type
     [(8.0, (9.0, 9.0), FaultFound), (8.0, (8.004, 8.004), NotJudged), (8.0, (8.0, 8.0), NoFault)],
 )
 def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found: type) -> None:
-    def ranks(own: list[tuple[float, float]]) -> list[list[dict[str, Any]]]:
-        reduced = {**call("all_reduce", 8), "evaluation": 1, "reduce": "AVG"}
+    def ranks(own: list[tuple[float, float]]) -> list[list[Event]]:
+        reduced = replace(call("all_reduce", 8), evaluation=1, reduce="AVG")
         return [
-            _evaluation("abc", {**reduced, "values": [value]}, {**end, "values": [result]})
+            _evaluation("abc", replace(reduced, values=[value]), CollectiveEnded(values=[result]))
             for value, result in own
         ]
 
-    end = {"k": "collective-end"}
     parts = ranks([(7.9, each[0]), (8.1, each[1])])
     whole = run("solo", *ranks([(solo, solo)]))
     judged = averaged_metric(Case(whole, run("ordinary", *parts), run("mirrored", *parts)))
@@ -341,7 +370,7 @@ def test_a_metric_that_is_no_mean(solo: float, each: tuple[float, float], found:
 
 
 def test_rules_without_evidence_find_no_fault() -> None:
-    empty: list[dict[str, Any]] = []
+    empty: list[Event] = []
     for rule in RULES:
         judged = rule.judge(case(empty, empty))
         assert isinstance(judged, NoFault | NotJudged), rule.name
@@ -362,12 +391,7 @@ def test_the_pages_name_the_number_of_rules() -> None:
 
 def test_a_known_message_of_a_script_that_failed_is_explained() -> None:
     said = "You set `devices=2` and `num_nodes=1` in Lightning, but the product (2 * 1) does not match the "
-    failed = {
-        "k": "failed",
-        "type": "ValueError",
-        "message": f"{said}world size (1).",
-        "place": "t.py:3",
-    }
+    failed = Failed(type="ValueError", message=f"{said}world size (1).", place="t.py:3")
     plan = RunPlan(Path("x"), "solo", 1, 20)
     with pytest.raises(Refused) as refused:
         refuse(Run(plan, [RankLog(0, [failed], [])], 1))
@@ -376,7 +400,7 @@ def test_a_known_message_of_a_script_that_failed_is_explained() -> None:
 
 
 def _failed(rank: int, kind: str, message: str) -> RankLog:
-    failed = {"k": "failed", "type": kind, "message": message, "place": f"t.py:{rank}"}
+    failed = Failed(type=kind, message=message, place=f"t.py:{rank}")
     return RankLog(rank, [failed], [])
 
 
@@ -393,7 +417,7 @@ def test_the_rank_that_failed_for_another_one_is_not_the_cause() -> None:
 
 
 def test_only_the_error_that_ended_the_script_is_blamed_on_bitwise() -> None:
-    mode = {"k": "not-bitwise", "at": "t.py:9", "what": "reproducible training ...", "why": ""}
+    mode = NotBitwise(at="t.py:9", what="reproducible training ...", why="")
     plan = RunPlan(Path("x"), "solo", 1, 20)
     for error, fix in (
         ("reproducible training ...\n  why: x", "leave --bitwise out."),
@@ -406,32 +430,38 @@ def test_only_the_error_that_ended_the_script_is_blamed_on_bitwise() -> None:
 
 
 def test_a_schedule_in_a_run_without_a_step() -> None:
-    loader = {"k": "loader", "loader": "a", "batch_size": 4}
+    loader = LoaderSeen(loader="a", batch_size=4)
     events = [
-        {"k": "batch", "loader": "a"},
-        {"k": "forward"},
-        {"k": "backward"},
+        PassBegun(loader="a"),
+        BatchGiven(loader="a"),
+        ForwardBegun(),
+        Backward(),
     ]
-    steps = [
-        {"k": "step", "s": s, "at": "t.py:1", "lrs": [1 / (s + 1)], "base": 1.0} for s in range(4)
-    ]
-    solo = run("solo", [{**loader, "batches": 8}, *events, *steps])
-    hung = run("ordinary", *[[{**loader, "batches": 4}, *events]] * 2)
-    schedule = {"k": "schedule", "at": "t.py:2", "metric": None}
+    steps = [OptimizerStep(step=s, at="t.py:1", lrs=[1 / (s + 1)], base=1.0) for s in range(4)]
+    solo = run("solo", [replace(loader, batches=8), *events, *steps])
+    hung = run("ordinary", *[[replace(loader, batches=4), *events]] * 2)
+    schedule = ScheduleStepped(at="t.py:2", metric=None)
     solo.ranks[0].events.append(schedule)
     assert not isinstance(fast_schedule(Case(solo, hung)), FaultFound)
 
 
-def _noisy(rank: int, count: int) -> list[dict[str, Any]]:
+def _noisy(rank: int, count: int) -> list[Event]:
     """Five forwards; before the first `count` of them the ranks draw equal noise."""
     return [
-        {
-            "k": "forward-end", "trains": True, "model": "m", "s": s, "at": "t.py:1", "samples": 4,
-            "draws": 1024 * (s < count), "random": {"torch": s, "cuda": s}, "drew": {},
-            "rows": [rank], "sync": True,
-        }
+        Forward(
+            trains=True,
+            model=0,
+            steps_done=s,
+            at="t.py:1",
+            samples=4,
+            draws=1024 * (s < count),
+            random={"torch": s, "cuda": s},
+            drew=[],
+            rows=[rank],
+            sync=True,
+        )
         for s in range(5)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -449,8 +479,9 @@ def test_masks_of_one_of_two_generators_are_equal() -> None:
     ranks = [_noisy(rank, 0) for rank in range(2)]
     for rank, events in enumerate(ranks):
         for event in events:
-            event["drew"] = {"torch": 1, "cuda": 2}
-            event["random"]["torch"] = rank
+            assert isinstance(event, Forward)
+            event.drew.extend(["torch", "cuda"])
+            event.random["torch"] = rank
     judged = same_dropout(case(*ranks))
     assert isinstance(judged, FaultFound)
     assert "'cuda'" in judged.why
@@ -469,8 +500,10 @@ def test_outliers() -> None:
 
 
 def test_half_a_line_ends_the_log(tmp_path: Path) -> None:
-    (tmp_path / "rank0.jsonl").write_text(json.dumps({"k": "start"}) + '\n{"k": "st')
-    assert evidence.read(tmp_path, 2)[0].events == [{"k": "start"}]
+    line = RankStarted(cores=[1]).to_json()
+    (tmp_path / "rank0.jsonl").write_text(f"{line}\n{line[:9]}")
+    (event,) = evidence.read(tmp_path, 2)[0].events
+    assert (type(event), event.to_json()) == (RankStarted, line)
     assert evidence.read(tmp_path, 2)[1].events == []
 
 
@@ -496,7 +529,7 @@ def test_the_weight_of_one_term(loss: Any, weight: float, count: float) -> None:
     found = loss_weight(loss())
     assert found is not None
     assert found.weight == pytest.approx(weight)
-    assert found.count == count
+    assert found.terms == count
 
 
 def test_a_loss_whose_weight_cannot_be_read() -> None:
@@ -560,19 +593,15 @@ def test_a_difference_that_may_be_right_is_not_called_sound() -> None:
     rates = [(0.1, "solo"), (0.07, "ordinary")]
     runs = []
     for decay, mode in rates:
-        events: list[dict[str, Any]] = [
-            {
-                "k": "loader",
-                "loader": "x",
-                "batches": 30 if mode == "solo" else 15,
-                "batch_size": 4,
-            },
-            {"k": "batch", "loader": "x"},
-            {"k": "backward"},
+        events: list[Event] = [
+            LoaderSeen(loader="x", batches=30 if mode == "solo" else 15, batch_size=4),
+            PassBegun(loader="x"),
+            BatchGiven(loader="x"),
+            Backward(),
         ]
         for step in range(1, 15):
             lr = 1 - decay * (step - 1) if mode == "solo" else (1 - decay) ** (5 * step)
-            events.append({"k": "step", "s": step, "lrs": [lr], "base": 1.0, "at": "t.py:1"})
+            events.append(OptimizerStep(step=step, lrs=[lr], base=1.0, at="t.py:1"))
         runs.append(run(mode, *[events] * (1 if mode == "solo" else 2)))
     judged = fast_schedule(Case(runs[0], runs[1]))
     assert isinstance(judged, NotJudged)
@@ -588,14 +617,14 @@ def test_without_private_names_of_torch_loaders_still_work(
     for name in ("__iter__", "__len__"):
         monkeypatch.setattr(DataLoader, name, getattr(DataLoader, name))
     plan = RunPlan(tmp_path, "ordinary", 2, 20)
-    events: list[dict[str, Any]] = []
-    recorder: Any = SimpleNamespace(write=lambda k, **facts: events.append({"k": k, **facts}))
+    events: list[Event] = []
+    recorder: Any = SimpleNamespace(write=events.append)
     try:
         record_data.install(Progress(plan, recorder, 0))
         assert [len(batch) for batch in DataLoader(range(6), 4)] == [4, 2]
     finally:
         torch_private.find.cache_clear()
-    events.append({"k": "backward"})
+    events.append(Backward())
     run_ = Run(plan, [RankLog(rank, events, []) for rank in range(2)], 0)
     judged = judge(Case(run_, run_))
     for rule in ("no shards", "shards overlap", "same augmentation in workers"):
@@ -618,7 +647,7 @@ def test_a_replay_gives_the_batches_and_the_length_of_the_solo_run(
                 record_data.install(Progress(plan, recorder, 0))
                 batches = iter(DataLoader(cast(Any, data), 4))
                 assert (len(batches), [len(batch) for batch in batches]) == (2, [4, 2])
-                recorder.write("backward")
+                recorder.write(Backward())
     finally:
         torch_private.find.cache_clear()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.audit.evidence import RunPlan
+from paceline.audit.run_plan import RunPlan
 from paceline.verify.session import VerifyOptions, _timeout_s
 
 OPTIONS = VerifyOptions(

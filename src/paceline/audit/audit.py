@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.audit.evidence import Event, Mode, Run, RunPlan
+from paceline.audit.events import BatchGiven, JoinEntered, ModelSeen, PassCut, RankEnded
+from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit, refuse_other_steps
 from paceline.audit.report_text import finding, section
 from paceline.audit.rules import RULES
@@ -25,6 +26,7 @@ from paceline.audit.rules.rule import (
     NotJudged,
     Rule,
 )
+from paceline.audit.run_plan import Mode, RunPlan
 from paceline.errors import name_ranks
 
 Execute = Callable[[RunPlan], Run]
@@ -104,10 +106,11 @@ def audit(
     Raises:
         Refused: a run of the script failed, and no rule found a fault.
     """
-    end = solo.ranks[0].first("end") or {}
-    steps = min(solo.steps, end.get("wanted", solo.steps))
+    end = solo.ranks[0].first(RankEnded)
+    wanted = None if end is None else end.wanted
+    steps = solo.steps if wanted is None else min(solo.steps, wanted)
     plan = replace(solo.plan, mode="ordinary", world_size=world_size, max_steps=steps)
-    plan = replace(plan, cut_at=next((e["s"] for e in solo.ranks[0].of("pass-cut")), None))
+    plan = replace(plan, cut_at=next((e.steps_done for e in solo.ranks[0].of(PassCut)), None))
     ordinary = execute(replace(plan, folder=folder / f"ordinary-{world_size}"))
     refuse_early_exit(ordinary)
     mode, why = _replay_mode(solo, ordinary)
@@ -151,13 +154,13 @@ def judge(case: Case, *, strict: bool = False) -> dict[str, Judgement]:
 
 
 def _judge(rule: Rule, case: Case) -> Judgement:
-    if not rule.works_with_join and any(log.first("join") for log in case.ranks):
+    if not rule.works_with_join and any(log.first(JoinEntered) for log in case.ranks):
         return NotJudged("ranks without batches repeat the collectives of the others (Join).")
     if (rule.needs_replicas or rule.compares_weights) and case.splits_model:
         return NotJudged(
             "the ranks may hold parts of one model (tensor parallelism), which get equal samples."
         )
-    sharded = any(event["layout"] for log in case.ranks for event in log.of("model"))
+    sharded = any(event.layout for log in case.ranks for event in log.of(ModelSeen))
     if sharded and rule.compares_weights:
         return NotJudged("parameters are sharded over the ranks, so each rank holds another part.")
     if rule.compares_weights and case.updates_apart:
@@ -173,18 +176,18 @@ def _judge(rule: Rule, case: Case) -> Judgement:
 
 def _replay_mode(solo: Run, ordinary: Run) -> tuple[Mode | None, str]:
     """The mode of the replay; None and the reason if no replay is possible."""
-    batch = next(iter(solo.ranks[0].training_batches), {})
-    solo_size, *each = (
-        _size(next(iter(log.training_batches), {})) for log in (solo.ranks[0], *ordinary.ranks)
+    batch, *others = (
+        next(iter(log.training_batches), None) for log in (solo.ranks[0], *ordinary.ranks)
     )
-    if solo_size is None or None in each:
+    solo_size, each = _size(batch), [_size(other) for other in others]
+    if batch is None or solo_size is None or None in each:
         return None, "no DataLoader gave batches that could be given to all ranks."
     if all(size == solo_size for size in each):
         # A loss that compares the samples of all ranks must get each sample once.
         is_divided = ordinary.ranks[0].gather_for_loss and not solo_size % len(each)
         return "divided" if is_divided else "mirrored", ""
     if sum(size or 0 for size in each) == solo_size:
-        if batch.get("ids") and len(batch["ids"]) != batch["size"]:
+        if batch.ids and len(batch.ids) != batch.size:
             return None, "the first dimension of a batch is not its samples."
         return "divided", ""
     sizes = ", ".join(map(str, each))
@@ -197,5 +200,7 @@ def _compares_evaluations(solo: Run, ordinary: Run) -> bool:
     return all(any(own.reductions or own.gathers for own in each) for each in of_ranks)
 
 
-def _size(batch: Event) -> int | None:
-    return len(batch["ids"]) if batch.get("ids") else batch.get("size")
+def _size(batch: BatchGiven | None) -> int | None:
+    if batch is None:
+        return None
+    return len(batch.ids) if batch.ids else batch.size

@@ -20,14 +20,14 @@ _EMPTY = torch.empty(0)
 
 @dataclass(frozen=True)
 class LossWeight:
-    """A loss that is the sum of `count` terms, each multiplied by `weight`.
+    """A loss that is the sum of `terms` terms, each multiplied by `weight`.
 
     Attributes:
         kind: The type of the reduction's node, such as "NllLossBackward0".
     """
 
     weight: float
-    count: float
+    terms: float
     kind: str = ""
 
 

@@ -11,6 +11,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.audit.digests import digest
+from paceline.audit.events import ModelSeen, NotReduced
 from paceline.audit.record import Recorder, user_line
 from paceline.data.digest import plain
 from paceline.parallel.modules import unwrap
@@ -109,7 +110,7 @@ class Models:
                     self._reported.add(name)
                     at = self._added.get(id(parameter), "") or user_line()
                     frozen = id(parameter) in self._present_at_wrap
-                    self._recorder.write("unreduced", name=name, at=at, frozen=frozen)
+                    self._recorder.write(NotReduced(name=name, at=at, frozen=frozen))
 
     def _record_model(self, inner: torch.nn.Module) -> None:
         meshes = [p.device_mesh for p in inner.parameters() if isinstance(p, DTensor)]
@@ -117,10 +118,11 @@ class Models:
         is_data = is_fsdp and all(mesh.ndim == 1 for mesh in meshes)
         layout = ("data" if is_data else "parts") if meshes else ""
         self._recorder.write(
-            "model",
-            at=user_line(),
-            layout=layout,
-            buffers=[name for name, buffer in inner.named_buffers() if buffer.is_floating_point()],
+            ModelSeen(
+                at=user_line(),
+                layout=layout,
+                buffers=[name for name, b in inner.named_buffers() if b.is_floating_point()],
+            )
         )
 
     def _on_added(self, module: torch.nn.Module, name: str, added: Any) -> None:

@@ -15,8 +15,10 @@ from collections.abc import Collection
 
 import torch
 
-from paceline.audit.evidence import RunPlan, TrainingLoaders
+from paceline.audit.events import EndedByVerify, TrainsOn
+from paceline.audit.evidence import TrainingLoaders
 from paceline.audit.record import Recorder
+from paceline.audit.run_plan import RunPlan
 
 # A loop that ignores the end of its loader is ended after this many further steps.
 _GRACE_STEPS = 2
@@ -173,7 +175,7 @@ class Progress:
             Enough: a rank of this host has evaluated since then.
         """
         if not self._empty_passes:
-            self.recorder.write("trains-on")
+            self.recorder.write(TrainsOn())
         self._empty_passes += 1
         if self._evaluated_after.exists() or self._empty_passes > _MAX_EMPTY_PASSES:
             self.end()
@@ -184,6 +186,6 @@ class Progress:
         Raises:
             Enough: always.
         """
-        self.recorder.write("trains-on")
-        self.recorder.write("enough")
+        self.recorder.write(TrainsOn())
+        self.recorder.write(EndedByVerify())
         raise Enough

@@ -1,13 +1,12 @@
 """What all recording needs: the file of events of a rank, hooks around functions, lines of the user's source.
 
-Each line of the file is one event as JSON (see `evidence`). Each line is flushed, so the file contains the
+Each line of the file is one event as JSON (see `events`). Each line is flushed, so the file contains the
 last events before a hang or a kill.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from paceline.audit.events import Event, OwnRanksStarted, SamplesLoaded
 from paceline.watch.stacks import is_script
 
 
@@ -28,19 +28,19 @@ class Recorder:
         self._file = self._open(f"rank{rank}.jsonl")
         os.register_at_fork(after_in_child=self._open_child_file)
 
-    def write(self, kind: str, **facts: Any) -> None:
+    def write(self, event: Event) -> None:
         """Write one event."""
-        if os.getpid() != self._pid and kind not in ("fetch", "spawns"):
+        if os.getpid() != self._pid and not isinstance(event, SamplesLoaded | OwnRanksStarted):
             return  # a fork of the rank, such as a loader worker
-        self._file.write(json.dumps({"k": kind, **facts}, default=str) + "\n")
+        self._file.write(event.to_json() + "\n")
 
     @contextmanager
-    def span(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
+    def span(self, begun: Event, ended: type[Event]) -> Iterator[dict[str, Any]]:
         """Write an event at the beginning and one at the end, which has the entries of the yielded dict.
 
         If the end is missing, the rank was stopped inside the span.
         """
-        self.write(kind, **facts)
+        self.write(begun)
         found: dict[str, Any] = {}
         try:
             yield found
@@ -48,7 +48,7 @@ class Recorder:
             found["raised"] = type(error).__name__
             raise
         finally:
-            self.write(f"{kind}-end", **found)
+            self.write(ended(**found))
 
     def _open_child_file(self) -> None:
         self._file = self._open(f"child{self._rank}-{os.getpid()}.jsonl")

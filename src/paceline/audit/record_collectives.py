@@ -16,6 +16,13 @@ from torch.distributed.algorithms.join import Join
 from torch.multiprocessing import SpawnContext
 
 from paceline.audit.digests import leaves
+from paceline.audit.events import (
+    CollectiveBegun,
+    CollectiveEnded,
+    GroupInitialised,
+    JoinEntered,
+    OwnRanksStarted,
+)
 from paceline.audit.evidence import MAX_METRIC_VALUES
 from paceline.audit.progress import Progress
 from paceline.audit.record import Nesting, intercept, user_line
@@ -65,18 +72,18 @@ class _Hooks:
             given = inspect.signature(call).bind_partial(*args, **kwargs).arguments
             first = next(iter(given.values()), None)
             tensors = [x for x in leaves(first) if isinstance(x, torch.Tensor)]
-            with self._recorder.span(
-                "collective",
+            begun = CollectiveBegun(
                 op=call.__name__,
                 at=user_line(),
-                s=self._progress.steps,
+                steps_done=self._progress.steps,
                 evaluation=self._progress.evaluation,
                 group=_ranks(given.get("group")),
                 reduce=str(given.get("op", "SUM")).rsplit(".", 1)[-1],
                 shape=list(tensors[0].shape) if tensors else [],
                 items=_items(given.get("obj")),
                 values=_values([given["tensor"]] if "tensor" in given else []),
-            ) as found:
+            )
+            with self._recorder.span(begun, CollectiveEnded) as found:
                 result = call(*args, **kwargs)
                 if not isinstance(result, dist.Work):
                     found["values"] = _values(tensors)
@@ -87,7 +94,7 @@ class _Hooks:
     ) -> Any:
         if multiprocessing.parent_process() is not None and not dist.is_initialized():
             self._end_spawning("init_process_group() in processes that it starts")
-        self._recorder.write("init", at=user_line(), backend=backend)
+        self._recorder.write(GroupInitialised(at=user_line(), backend=backend))
         return initialise(backend, *args, **kwargs)
 
     def start_processes(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -96,11 +103,11 @@ class _Hooks:
         return start(*args, **kwargs)
 
     def _end_spawning(self, call: str) -> None:
-        self._recorder.write("spawns", at=user_line(), call=call)
+        self._recorder.write(OwnRanksStarted(at=user_line(), call=call))
         self._progress.end()
 
     def enter_join(self, enter: Callable[..., Any], join: Join) -> Any:
-        self._recorder.write("join", at=user_line())
+        self._recorder.write(JoinEntered(at=user_line()))
         return enter(join)
 
 

@@ -14,10 +14,22 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
 
 from paceline import torch_private
-from paceline.audit import evidence, replay
+from paceline.audit import replay
 from paceline.audit.digests import digest, exact_parts, leaves, random_states
+from paceline.audit.events import (
+    BatchGiven,
+    EventOfPass,
+    LoaderSeen,
+    PassBegun,
+    PassCut,
+    PassExhausted,
+    PassLeft,
+    SamplesLoaded,
+    TrainsOn,
+)
 from paceline.audit.progress import Progress
 from paceline.audit.record import intercept, user_line
+from paceline.audit.run_plan import REPLAYS
 
 _PACELINE = str(Path(__file__).parents[1])
 _NEXT_INDEX = "torch.utils.data.dataloader._BaseDataLoaderIter._next_index"
@@ -68,15 +80,13 @@ class _Hooks:
         # With the loader, because the id of a deleted one could be that of another object.
         self._named: dict[int, tuple[str, DataLoader[Any]]] = {}
         self._of_dataset: dict[int, str] = {}
-        self._described: dict[str, dict[str, Any]] = {}
+        self._described: dict[str, LoaderSeen] = {}
         self._places: Counter[str] = Counter()
         self._passes: Counter[str] = Counter()
         self._cut_at: int | None = None  # the step in which passes were cut
         # A replay ends where the solo run ended; other runs are cut where the solo run was.
         mode = progress.plan.mode
-        self._may_cut = mode == "solo" or (
-            mode not in evidence.REPLAYS and progress.plan.cut_at is not None
-        )
+        self._may_cut = mode == "solo" or (mode not in REPLAYS and progress.plan.cut_at is not None)
         self._replayed = replay.replayed_loaders(progress.plan)
 
     def begin_pass(self, begin: Callable[[Any], Iterator[Any]], loader: DataLoader[Any]) -> Any:
@@ -86,12 +96,13 @@ class _Hooks:
         pass_number = self._passes[name]
         self._passes[name] += 1
         self._recorder.write(
-            "iter",
-            loader=name,
-            at=user_line(),
-            pass_number=pass_number,
-            s=self._progress.steps,
-            epoch=getattr(_sampler(loader), "epoch", None),
+            PassBegun(
+                loader=name,
+                at=user_line(),
+                pass_number=pass_number,
+                steps_done=self._progress.steps,
+                epoch=getattr(_sampler(loader), "epoch", None),
+            )
         )
         if self.is_over(name):
             self._progress.on_empty_pass()
@@ -110,20 +121,23 @@ class _Hooks:
         """Record a batch before the script gets it."""
         self._progress.on_batch(of.name)
         self._recorder.write(
-            "batch",
-            loader=of.name,
-            pass_number=of.number,
-            ids=_samples_of(of.loader.dataset, index),
-            size=_size(batch),
-            content=digest(batch),
-            s=self._progress.steps,
+            BatchGiven(
+                loader=of.name,
+                pass_number=of.number,
+                ids=_samples_of(of.loader.dataset, index),
+                size=_size(batch),
+                content=digest(batch),
+                steps_done=self._progress.steps,
+            )
         )
         if self._progress.plan.mode == "solo" and not self._progress.is_over:
             replay.keep_batch(self._progress, of.name, of.number, of.num_batches, batch)
 
-    def record_end(self, of: _RecordedPass, kind: str) -> None:
-        """Record the end of a pass ("pass-end"), or that it was left before ("pass-left", "pass-cut")."""
-        self._recorder.write(kind, loader=of.name, pass_number=of.number, s=self._progress.steps)
+    def record_end(self, of: _RecordedPass, how: type[EventOfPass]) -> None:
+        """Record how a pass ended."""
+        self._recorder.write(
+            how(loader=of.name, pass_number=of.number, steps_done=self._progress.steps)
+        )
 
     def end_here(self, of: _RecordedPass, frame: FrameType) -> None:
         """End a pass after the wanted steps; end a script that calls `next()`.
@@ -132,8 +146,8 @@ class _Hooks:
         """
         if not _is_in_loop(frame):
             self._progress.end()
-        if of.num_batches < (self._described[of.name]["batches"] or 0):
-            self._recorder.write("trains-on")
+        if of.num_batches < (self._described[of.name].batches or 0):
+            self._recorder.write(TrainsOn())
 
     def cuts_pass(self, of: _RecordedPass, frame: FrameType) -> bool:
         """Whether to end a pass here, since too few steps are left to see the next one begin.
@@ -142,13 +156,13 @@ class _Hooks:
         replay ends where the run of one process ended. The next pass begins with that step, and is not cut.
         """
         described = self._described[of.name]
-        sharding = described["sharding"]
+        sharding = described.sharding
         cuts = (
             self._may_cut
             and of.num_batches > 0
-            and ("epoch" in sharding or described["takes_epoch"])
+            and ("epoch" in sharding or described.takes_epoch)
             and sharding.get("shuffle", True)
-            and (described["batches"] or 0) > self._progress.expected_steps
+            and (described.batches or 0) > self._progress.expected_steps
             and of.name in self._progress.training_loaders
             and self._progress.is_at_cut
             and self._cut_at in (None, self._progress.steps)
@@ -186,15 +200,16 @@ class _Hooks:
                 samples = [] if samples is None else [samples]
             worker = get_worker_info()
             self._recorder.write(
-                "fetch",
-                loader=name,
-                worker=worker.id if worker else None,
-                pass_number=max(self._passes[name] - 1, 0),
-                ids=_samples_of(fetcher.dataset, index),
-                contents=[digest(sample) for sample in samples],
-                labels=[exact_parts(sample) for sample in samples],
-                random=before,
-                drew={k: v for k, v in after.items() if v != before.get(k)},
+                SamplesLoaded(
+                    loader=name,
+                    worker=worker.id if worker else None,
+                    pass_number=max(self._passes[name] - 1, 0),
+                    ids=_samples_of(fetcher.dataset, index),
+                    contents=[digest(sample) for sample in samples],
+                    labels=[exact_parts(sample) for sample in samples],
+                    random=before,
+                    drew={k: v for k, v in after.items() if v != before.get(k)},
+                )
             )
 
     def _name(self, loader: DataLoader[Any]) -> str:
@@ -205,11 +220,11 @@ class _Hooks:
             self._places[at] += 1
             self._named[id(loader)] = name, loader
             self._of_dataset[id(loader.dataset)] = name
-            described = self._described[name] = self._describe(loader)
-            self._recorder.write("loader", loader=name, at=at, **described)
+            self._described[name] = self._describe(loader, name, at)
+            self._recorder.write(self._described[name])
         return self._named[id(loader)][0]
 
-    def _describe(self, loader: DataLoader[Any]) -> dict[str, Any]:
+    def _describe(self, loader: DataLoader[Any], name: str, at: str) -> LoaderSeen:
         sampler, dataset = _sampler(loader), loader.dataset
         settings = ("num_replicas", "rank", "seed", "shuffle", "drop_last", "epoch")
         iterable = isinstance(dataset, IterableDataset)
@@ -218,19 +233,21 @@ class _Hooks:
             batches = self._count(loader)
         except (TypeError, ValueError):
             batches = None  # an iterable dataset, or a sampler without a length
-        return {
-            "sampler": type(sampler).__name__,
-            "sampler_id": id(sampler),  # of one sampler only, because its loader is kept
-            "sharding": {n: getattr(sampler, n) for n in settings if hasattr(sampler, n)},
-            "takes_epoch": hasattr(dataset, "set_epoch") or hasattr(sampler, "set_epoch"),
-            "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-            "iterable": iterable,
-            "dataset": type(dataset).__name__,
-            "split": digest(list(dataset.indices)) if isinstance(dataset, Subset) else None,
-            "samples": None if sized is None else len(sized),
-            "root_samples": None if sized is None else len(_root(sized)[0]),
-            "batches": batches,
-        }
+        return LoaderSeen(
+            loader=name,
+            at=at,
+            sampler=type(sampler).__name__,
+            sampler_id=id(sampler),  # of one sampler only, because its loader is kept
+            sharding={n: getattr(sampler, n) for n in settings if hasattr(sampler, n)},
+            takes_epoch=hasattr(dataset, "set_epoch") or hasattr(sampler, "set_epoch"),
+            batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            iterable=iterable,
+            dataset=type(dataset).__name__,
+            split=digest(list(dataset.indices)) if isinstance(dataset, Subset) else None,
+            samples=None if sized is None else len(sized),
+            root_samples=None if sized is None else len(_root(sized)[0]),
+            batches=batches,
+        )
 
 
 class _RecordedPass:
@@ -252,7 +269,7 @@ class _RecordedPass:
 
     def __del__(self) -> None:
         if not self._ended and not sys.is_finalizing():
-            self._hooks.record_end(self, "pass-left")
+            self._hooks.record_end(self, PassLeft)
 
     def __iter__(self) -> _RecordedPass:
         return self
@@ -260,7 +277,7 @@ class _RecordedPass:
     def __next__(self) -> Any:
         if self._hooks.cuts_pass(self, sys._getframe(1)):
             self._ended = True
-            self._hooks.record_end(self, "pass-cut")
+            self._hooks.record_end(self, PassCut)
             raise StopIteration
         try:
             if self._hooks.is_over(self.name):
@@ -269,7 +286,7 @@ class _RecordedPass:
             batch = next(self._batches)
         except StopIteration:
             self._ended = True
-            self._hooks.record_end(self, "pass-end")
+            self._hooks.record_end(self, PassExhausted)
             raise
         indices = getattr(self._batches, "_paceline_indices", None)
         self._hooks.record_batch(self, indices.popleft() if indices else None, batch)

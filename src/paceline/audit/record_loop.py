@@ -15,6 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline import torch_private
 from paceline.audit import replay
 from paceline.audit.digests import digest_rows, leaves, numbers_drawn, random_states
+from paceline.audit.events import (
+    Backward,
+    BackwardEnded,
+    CommHookSet,
+    DDPBuilt,
+    Forward,
+    ForwardBegun,
+    NumberRead,
+)
 from paceline.audit.loss_weight import loss_weight
 from paceline.audit.models import Models, buffer_digests, ddp_of, parameter_digests
 from paceline.audit.progress import Progress
@@ -70,7 +79,7 @@ class _Hooks:
         self._root = None
         self._pause.close()
         drew = [k for k, v in random_states().items() if v != self._forward["random"].get(k)]
-        self._recorder.write("forward-end", drew=drew, **self._forward)
+        self._recorder.write(Forward(drew=drew, **self._forward))
 
     def _is_model(self, module: torch.nn.Module) -> bool:
         if self._in_transform is not None and self._in_transform():
@@ -94,7 +103,7 @@ class _Hooks:
         self._forward = {
             "model": number,
             "at": user_line(),
-            "s": self._progress.steps,
+            "steps_done": self._progress.steps,
             "trains": trains,
             "evaluation": None if torch.is_grad_enabled() else self._progress.evaluation,
             "sync": None if wrapper is None else wrapper.require_backward_grad_sync,
@@ -116,11 +125,13 @@ class _Hooks:
         ):
             self._digested_in[number] = self._progress.evaluations
             self._forward["other_params"] = parameter_digests(unwrap(module))
+        sends_buffers = wrapper is not None and bool(wrapper.will_sync_module_buffers())  # type: ignore[no-untyped-call]
         self._recorder.write(
-            "forward",
-            at=self._forward["at"],
-            s=self._progress.steps,
-            sends_buffers=wrapper is not None and bool(wrapper.will_sync_module_buffers()),  # type: ignore[no-untyped-call]
+            ForwardBegun(
+                at=self._forward["at"],
+                steps_done=self._progress.steps,
+                sends_buffers=sends_buffers,
+            )
         )
 
     def _sets_seed(self) -> bool:
@@ -133,12 +144,12 @@ class _Hooks:
             init(model, *args, **kwargs)
         if not self._models.ddp:
             self._progress.on_first_ddp()
-        self._recorder.write("ddp", at=user_line(), ranks=model.process_group.size())
+        self._recorder.write(DDPBuilt(at=user_line(), ranks=model.process_group.size()))
         self._models.add_ddp(model)
         self._tracer.start()
 
     def register_comm_hook(self, register: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self._recorder.write("comm-hook", at=user_line())
+        self._recorder.write(CommHookSet(at=user_line()))
         register(*args, **kwargs)
 
     def backward(
@@ -149,14 +160,16 @@ class _Hooks:
         self._progress.on_backward()
         with (
             self._recorder.span(
-                "backward",
-                at=user_line(),
-                s=self._progress.steps,
-                forwards=self._forwards,
-                loaders=sorted(self._progress.loaders_of_step),
-                weight=asdict(weight) if weight else None,
-                loss=losses[0].item() if len(losses) == 1 and losses[0].numel() == 1 else None,
-                sync=[model.require_backward_grad_sync for model in self._models.ddp],
+                Backward(
+                    at=user_line(),
+                    steps_done=self._progress.steps,
+                    forwards=self._forwards,
+                    loaders=sorted(self._progress.loaders_of_step),
+                    loss=losses[0].item() if len(losses) == 1 and losses[0].numel() == 1 else None,
+                    sync=[model.require_backward_grad_sync for model in self._models.ddp],
+                    **asdict(weight) if weight else {},
+                ),
+                BackwardEnded,
             ) as found,
             self._tracer.paused(),
         ):
@@ -170,9 +183,10 @@ class _Hooks:
     def read(self, read: Callable[..., Any], tensor: torch.Tensor) -> Any:
         value = read(tensor)
         evaluation = self._progress.evaluation
-        is_result = evaluation is not None and not tensor.requires_grad
-        if is_result and isinstance(value, int | float) and (at := calling_line()):
-            self._recorder.write("read", at=at, value=value, evaluation=evaluation)
+        if evaluation is None or tensor.requires_grad:
+            return value
+        if isinstance(value, int | float) and (at := calling_line()):
+            self._recorder.write(NumberRead(at=at, value=value, evaluation=evaluation))
         return value
 
 

@@ -21,6 +21,16 @@ from torch.optim.optimizer import (
 )
 
 from paceline.audit.digests import digest
+from paceline.audit.events import (
+    Clipped,
+    GradientsCleared,
+    OptimizerStep,
+    ScalerStepped,
+    ScheduleStepped,
+    StateLoaded,
+    Unscaled,
+    Updated,
+)
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.record import Nesting, intercept, user_line
@@ -87,13 +97,15 @@ class _Hooks:
             if p.grad is not None
         }
         self._recorder.write(
-            "step",
-            s=self._progress.step_number(optimizer),
-            at=user_line(),
-            lrs=[float(group["lr"]) for group in optimizer.param_groups],
-            base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
-            grads={name: [digest(g), _norm(g)] for name, g in gradients.items()},
-            state=digest([optimizer.state.get(p, {}) for p in owned_parameters(optimizer)]),
+            OptimizerStep(
+                step=self._progress.step_number(optimizer),
+                at=user_line(),
+                lrs=[float(group["lr"]) for group in optimizer.param_groups],
+                base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
+                grads={name: digest(g) for name, g in gradients.items()},
+                norms={name: _norm(g) for name, g in gradients.items()},
+                state=digest([optimizer.state.get(p, {}) for p in owned_parameters(optimizer)]),
+            )
         )
         path = self._progress.plan.folder / "gradients.pt"
         # The first optimizer's; one inside another one has a part of the same gradients.
@@ -103,7 +115,7 @@ class _Hooks:
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         digests = {self._models.name_of(p): digest(p) for p in owned_parameters(optimizer)}
         number = self._progress.step_number(optimizer)
-        self._recorder.write("stepped", s=number, params=digests)
+        self._recorder.write(Updated(step=number, params=digests))
         self._progress.on_step(optimizer)
         self._tracer.start()
 
@@ -114,10 +126,11 @@ class _Hooks:
         if math.isinf(float(given.get("max_norm", 0.0))):
             return result  # this call only measures the norm
         self._recorder.write(
-            "clip",
-            at=user_line(),
-            norm=None if result is None else float(result),
-            scale=self._scale_left({id(p) for p in parameters if p.grad is not None}),
+            Clipped(
+                at=user_line(),
+                norm=None if result is None else float(result),
+                scale=self._scale_left({id(p) for p in parameters if p.grad is not None}),
+            )
         )
         return result
 
@@ -153,7 +166,8 @@ class _Hooks:
         elif name == "update":
             self._unscaled.clear()
         elif sys._getframe(2).f_globals.get("__name__") != GradScaler.__module__:
-            self._recorder.write(f"scaler-{name}", at=user_line(), scale=scaler.get_scale())
+            called = Unscaled if name == "unscale" else ScalerStepped
+            self._recorder.write(called(at=user_line()))
         result = method(scaler, *args, **kwargs)
         if name == "unscale":
             self._unscaled.add(id(args[0] if args else kwargs["optimizer"]))
@@ -171,18 +185,20 @@ class _Hooks:
             metric = None
             if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
                 metric = float(args[0] if args else kwargs["metrics"])
-            self._recorder.write("schedule", at=user_line(), s=self._progress.steps, metric=metric)
+            self._recorder.write(
+                ScheduleStepped(at=user_line(), steps_done=self._progress.steps, metric=metric)
+            )
         return result
 
     def zero_grad(self, zero: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._recorder.write("zero")
+        self._recorder.write(GradientsCleared())
         return zero(*args, **kwargs)
 
     def load(self, what: str, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._loading as is_outermost:
             result = load(*args, **kwargs)
         if is_outermost:
-            self._recorder.write("load", at=user_line(), what=what)
+            self._recorder.write(StateLoaded(at=user_line(), what=what))
         return result
 
 

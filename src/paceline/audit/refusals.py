@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from paceline.audit.evidence import Event, RankLog, Run
+from paceline.audit.events import (
+    Backward,
+    EndedByVerify,
+    ExitCalled,
+    Failed,
+    Forked,
+    GroupInitialised,
+    NotBitwise,
+    OptimizerStep,
+    OwnRanksStarted,
+    PassBegun,
+    PassCut,
+    PassExhausted,
+    PassLeft,
+    RankStarted,
+    StateLoaded,
+)
+from paceline.audit.evidence import RankLog, Run, op_of
 from paceline.audit.rules.rule import Case
 from paceline.errors import PacelineError
 from paceline.explain.reading import recognise
 
 _TAIL_LINES = 30
-_PASSES = ("iter", "pass-end", "pass-left", "pass-cut")
 
 
 class Refused(PacelineError):
@@ -22,20 +38,20 @@ def refuse(run: Run) -> None:
         Refused: with the cause and a fix.
     """
     for log in run.ranks:
-        if (spawns := log.first("spawns")) is not None:
+        if (spawns := log.first(OwnRanksStarted)) is not None:
             raise _refused(
                 run,
                 "the script starts its own ranks.",
-                where=f"{spawns['call']}, {spawns['at']}",
+                where=f"{spawns.call}, {spawns.at}",
                 why="verify starts the ranks as torchrun does, and cannot watch those of the script.",
                 fix="let the script train in its own process if the variable RANK is set, so that it also "
                 "runs under torchrun.",
             )
-        if (fork := log.first("fork")) is not None:
+        if (fork := log.first(Forked)) is not None:
             raise _refused(
                 run,
                 "the script forks.",
-                where=fork["at"],
+                where=fork.at,
                 why="the copy of the rank has the same files and sockets, so its training cannot be "
                 "distinguished from that of the rank.",
                 fix="start processes with subprocess or torch.multiprocessing.",
@@ -50,9 +66,9 @@ def refuse(run: Run) -> None:
         )
     # After the wanted steps the loaders are empty, which may make the script fail.
     unfinished = [log for log in run.ranks if log.steps < run.plan.wanted]
-    if any(log.first("enough") for log in run.ranks):
+    if any(log.first(EndedByVerify) for log in run.ranks):
         return  # verification ended a rank, and ranks that update less often may have failed for that
-    failed = [log for log in unfinished if log.first("failed")]
+    failed = [log for log in unfinished if log.first(Failed)]
     if failed or (run.returncode and unfinished):
         raise _failure(run, failed)
     if run.steps == 0:
@@ -73,22 +89,30 @@ def refuse_early_exit(run: Run) -> None:
         Refused: with the line.
     """
     for log in run.ranks:
-        exit_ = log.first("exit")
+        exit_ = log.first(ExitCalled)
         if exit_ is None or log.steps >= run.plan.wanted:
             continue
         # The exit itself leaves the pass, so later events do not count.
         before = log.events[: log.events.index(exit_)]
-        passes = [e["k"] for e in before if e.get("loader") in log.training_loaders]
-        passes = [kind for kind in passes if kind in _PASSES]
+        kinds = PassBegun | PassExhausted | PassLeft | PassCut
+        passes = [
+            event
+            for event in before
+            if isinstance(event, kinds) and event.loader in log.training_loaders
+        ]
         # In a script without loaders, an exit inside a function is taken for one in the training.
-        in_training = passes[-1] == "iter" if passes else " in " in exit_["at"]
+        in_training = isinstance(passes[-1], PassBegun) if passes else " in " in exit_.at
         if in_training:
-            who = "every rank" if all(each.of("exit") for each in run.ranks) else f"rank {log.rank}"
+            who = (
+                "every rank"
+                if all(each.of(ExitCalled) for each in run.ranks)
+                else f"rank {log.rank}"
+            )
             fix = "let the training reach its end"
             raise _refused(
                 run,
                 f"{who} exits after {log.steps} of {run.plan.wanted} steps, in {run.name}.",
-                where=exit_["at"],
+                where=exit_.at,
                 why="sys.exit() was called during the training.",
                 fix=f"{fix}, or use --steps {log.steps}." if log.steps else f"{fix}.",
             )
@@ -113,7 +137,7 @@ def refuse_other_steps(case: Case) -> None:
     if solo_steps != steps and not shorter:
         raise Refused(
             f"the script takes {solo_steps} steps with 1 process and {steps} with {case.world_size}.",
-            where=case.solo.ranks[0].of("step")[-1]["at"],
+            where=case.solo.ranks[0].of(OptimizerStep)[-1].at,
             why="the runs train differently from the first step, so a comparison shows nothing.",
             fix="make the number of steps independent of the number of processes, or compare fewer: "
             f"--steps {min(solo_steps, steps)}.",
@@ -126,32 +150,33 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
         return _refused(run, f"the script failed in {run.name} (exit code {run.returncode}).")
     # A rank may have failed only because another one did.
     log = next((each for each in failed if not _is_victim(each)), failed[0])
-    failure = log.first("failed") or {}
-    error, message = failure.get("type", ""), _message(failure)
-    exit_ = log.first("exit") or failure
-    refused = log.first("not-bitwise")
-    if refused and refused["what"] == message:
+    failure = log.first(Failed) or Failed()
+    error, message = failure.type, _message(failure)
+    exit_ = log.first(ExitCalled) or ExitCalled(code=failure.code)
+    refused = log.first(NotBitwise)
+    if refused and refused.what == message:
         return Refused(
-            f"--bitwise turns reproducible mode on, and it refused the training: {refused['what']}",
-            where=refused["at"],
-            why=refused["why"],
+            f"--bitwise turns reproducible mode on, and it refused the training: {refused.what}",
+            where=refused.at,
+            why=refused.why,
             fix="leave --bitwise out.",
             output=[],
         )
-    what = f"{error}: {message}" if error else f"sys.exit({exit_.get('code')!r})"
-    where, why = failure.get("place", ""), ""
-    start, init = (log.first(kind) or {} for kind in ("start", "init"))
-    needs_nccl = "nccl" in str(init.get("backend")) and not log.steps
-    in_cuda = str(failure.get("module", "")).startswith("torch.cuda")
-    if exit_.get("by") == "argparse":
+    what = f"{error}: {message}" if error else f"sys.exit({exit_.code!r})"
+    where, why = failure.place, ""
+    start = log.first(RankStarted) or RankStarted()
+    group = log.first(GroupInitialised) or GroupInitialised()
+    needs_nccl = "nccl" in str(group.backend) and not log.steps
+    in_cuda = failure.module.startswith("torch.cuda")
+    if exit_.by == "argparse":
         what = "the script does not accept its arguments."
         fix = "give the script's arguments after `--`: paceline verify train.py -- --lr 0.1"
     elif error == "EOFError":
         what, why = "the script reads its standard input.", "it has none during verification."
         fix = "pass the value as an argument."
-    elif not start.get("cuda_devices") and (in_cuda or needs_nccl):
+    elif not start.cuda_devices and (in_cuda or needs_nccl):
         what = "the script needs a GPU, and this host has none."
-        where = init["at"] if needs_nccl else where
+        where = group.at if needs_nccl else where
         fix = "use a host with a GPU, or choose the device with torch.cuda.is_available()."
     else:
         known = recognise(what)
@@ -160,14 +185,14 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
     return _refused(run, what, where=where, why=why, fix=fix)
 
 
-def _message(failure: Event) -> str:
+def _message(failure: Failed) -> str:
     """The first line of the message of an error."""
-    return next(iter(str(failure.get("message", "")).strip().splitlines()), "")
+    return next(iter(failure.message.strip().splitlines()), "")
 
 
 def _is_victim(log: RankLog) -> bool:
     """Whether a rank's error is known to follow from the failure of another rank."""
-    known = recognise(_message(log.first("failed") or {}))
+    known = recognise(_message(log.first(Failed) or Failed()))
     return known is not None and known.cause.kind == "victim"
 
 
@@ -175,20 +200,20 @@ def _no_step(run: Run) -> Refused:
     none = [log for log in run.ranks if log.steps == 0]
     log = none[0]
     who = "the script" if len(none) == len(run.ranks) else f"rank {log.rank}"
-    load, exit_ = log.first("load"), log.first("exit") or {"at": ""}
+    load, exit_ = log.first(StateLoaded), log.first(ExitCalled) or ExitCalled()
     where, fix = "", "give `paceline verify` a script that trains, with its arguments after `--`."
-    if any(each.of("backward") for each in none):
+    if any(each.of(Backward) for each in none):
         why = "it called backward, but stepped no torch.optim.Optimizer."
     elif load is not None:
         where, why = (
-            load["at"],
+            load.at,
             "it loaded a state there, which the previous run may have saved at its end.",
         )
         fix = "turn off resuming or saving during verification."
     elif not log.ended:
         why = "it called os._exit(), or another program took its place (os.exec)."
-    elif exit_["at"]:  # else the end of the rank itself
-        why = f"it called sys.exit() at {exit_['at']}."
+    elif exit_.at:  # else the end of the rank itself
+        why = f"it called sys.exit() at {exit_.at}."
     else:
         why = "it called no backward."
     what = f"{who} never took an optimizer step in {run.name}."
@@ -199,7 +224,9 @@ def _hang(run: Run) -> str:
     parts = []
     for log in run.ranks:
         span = log.open_span
-        call = f"in {span.get('op', 'backward')} at {span['at']}" if span else "in no collective"
+        call = "in no collective"
+        if span is not None:
+            call = f"in {op_of(span) or 'backward'} at {span.at}"
         parts.append(f"rank {log.rank} is {call}")
     return f"{run.name} made no progress: {', '.join(parts)}."
 

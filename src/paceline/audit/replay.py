@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from paceline.audit import evidence
-from paceline.audit.evidence import RunPlan
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
+from paceline.audit.run_plan import REPLAYS, RunPlan
 
 
 class _NoSamples(Exception):
@@ -96,7 +96,7 @@ def _part(value: Any, rank: int, world_size: int) -> Any:
 
 def replayed_loaders(plan: RunPlan) -> dict[str, int | None]:
     """The training loaders of the solo run and their lengths; empty if this run is no replay."""
-    if plan.solo is None or plan.mode not in evidence.REPLAYS:
+    if plan.solo is None or plan.mode not in REPLAYS:
         return {}
     solo = evidence.read(plan.solo, 1)[0]
-    return {name: solo.loaders[name]["batches"] for name in solo.training_loaders}
+    return {name: solo.loaders[name].batches for name in solo.training_loaders}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from paceline.audit.events import WeightsChanged
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
 from paceline.audit.record import frames, is_user_code, line_of
@@ -68,7 +69,9 @@ class WeightTracer:
             changed = any(self._values.get(name, value) != value for name, value in now.items())
             if changed and self._line is not None:
                 at = line_of(*self._line)
-                self._progress.recorder.write("changed", s=self._progress.steps, at=at)
+                self._progress.recorder.write(
+                    WeightsChanged(at=at, steps_done=self._progress.steps)
+                )
             self._values = now
             self._line = (frame, frame.f_lineno)
         return self._in_frame

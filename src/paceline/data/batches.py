@@ -122,7 +122,9 @@ class Batches:
                 option="micro_batch",
             )
         # torch's own collate function keeps all samples.
-        self.may_drop_samples = source.collate is not None or hasattr(source.dataset, "__getitems__")
+        self.may_drop_samples = source.collate is not None or hasattr(
+            source.dataset, "__getitems__"
+        )
         self._job = job
         self._is_adopted = isinstance(dataset, DataLoader)
         self.global_batch = global_batch

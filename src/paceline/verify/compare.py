@@ -14,7 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from paceline.audit.evidence import Event, Run
+from paceline.audit.events import (
+    Evaluated,
+    Forward,
+    PointEvent,
+    TrainingBuilt,
+    TrainingStep,
+    WeightsAt,
+)
+from paceline.audit.evidence import Run
 from paceline.audit.report_text import finding, section
 
 # Relative difference that is allowed for losses, gradient norms and scores. In float32 the examples stay
@@ -24,8 +32,6 @@ _RTOL = 1e-3
 # more: a loss near zero has a large relative rounding error.
 _FLOOR = 1e-3
 _MAX_IDS = 5
-_KINDS = {"paceline-start": "start", "paceline-step": "step", "evaluated": "evaluation"}
-
 _WHY = {
     "samples": "the ranks together did not get the samples of one process; in all earlier steps they did.",
     "weights at the start": "the model is built or loaded in a way that depends on the number of processes.",
@@ -138,31 +144,49 @@ class Point:
         ranks: The event of each rank.
     """
 
-    kind: str
     training: int
     step: int
-    ranks: list[Event]
+    ranks: list[PointEvent]
+
+    @property
+    def kind(self) -> str:
+        """ "start", "step" or "evaluation"."""
+        return "evaluation" if self.evaluations else "step" if self.steps else "start"
+
+    @property
+    def weights(self) -> list[WeightsAt]:
+        """The weights of each rank, at the start or after a step."""
+        return [event for event in self.ranks if isinstance(event, WeightsAt)]
+
+    @property
+    def steps(self) -> list[TrainingStep]:
+        """The step of each rank."""
+        return [event for event in self.ranks if isinstance(event, TrainingStep)]
+
+    @property
+    def evaluations(self) -> list[Evaluated]:
+        """The evaluation of each rank."""
+        return [event for event in self.ranks if isinstance(event, Evaluated)]
 
     @property
     def ids(self) -> Counter[int]:
         """The samples of a step over all ranks."""
-        return Counter(i for event in self.ranks for i in event["ids"])
+        return Counter(i for step in self.steps for i in step.ids)
 
     @property
     def loss(self) -> float:
         """The mean loss of a step; the ranks' sums are added in rank order."""
-        total: float = sum(event["loss"] for event in self.ranks)
-        return total / (sum(event["count"] for event in self.ranks) or 1)
+        total = sum(step.loss for step in self.steps)
+        return total / (sum(step.count for step in self.steps) or 1)
 
 
 def _points(run: Run) -> list[Point]:
     found = []
     training = step = 0
-    for ranks in zip(*(log.of(*_KINDS) for log in run.ranks), strict=False):
-        kind = _KINDS[ranks[0]["k"]]
-        if kind != "evaluation":
-            training, step = ranks[0]["training"], ranks[0].get("s", 0)
-        found.append(Point(kind, training, step, list(ranks)))
+    for ranks in zip(*(log.of(PointEvent) for log in run.ranks), strict=False):
+        if isinstance(ranks[0], WeightsAt):
+            training, step = ranks[0].training, ranks[0].step
+        found.append(Point(training, step, list(ranks)))
     return found
 
 
@@ -176,18 +200,18 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
     one = runs[0]
     counts = [run.plan.world_size for run in runs]
     points = _points(one)
-    trainings = one.ranks[0].of("training")
+    trainings = one.ranks[0].of(TrainingBuilt)
     evaluations = _count(points, "evaluation")
     how = "bitwise" if bitwise else f"within a relative difference of {rtol or _RTOL:g}"
     listed = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
     compared = f"{_count(points, 'step')} steps on {listed} processes, {how}"
-    steps = [step for run in runs for log in run.ranks for step in log.of("paceline-step")]
-    if any(step["dropout_off"] for step in steps):
+    steps = [step for run in runs for log in run.ranks for step in log.of(TrainingStep)]
+    if any(step.dropout_off for step in steps):
         compared += ", with dropout turned off"
     for run in runs[1:]:
         why = _why_not_comparable(points, _points(run), one.plan.world_size, run.plan.world_size)
         if why:
-            return Comparison("refused", compared, trainings[0]["at"], evaluations, why=why)
+            return Comparison("refused", compared, trainings[0].at, evaluations, why=why)
     values_unknown, scores_unknown = ([], []) if bitwise else _not_compared(runs, rtol)
     unknown = values_unknown + scores_unknown
     search = _Search(
@@ -199,7 +223,7 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
         for a, b in zip(points, _points(run), strict=True):
             difference = next(search.differences(a, b), None)
             if difference is not None:
-                at = (a.ranks[0] if a.kind == "evaluation" else trainings[a.training])["at"]
+                at = (a.ranks[0] if a.kind == "evaluation" else trainings[a.training]).at
                 why = _WHY[difference.quantity]
                 return Comparison(
                     "fault", compared, at, evaluations, difference, why, search.equal(), unknown
@@ -208,9 +232,9 @@ def compare(runs: Sequence[Run], *, rtol: float | None, bitwise: bool) -> Compar
     if values_unknown:
         why = "the losses and gradients were not compared, for the reason below."
         equal = search.equal()
-        at = trainings[0]["at"]
+        at = trainings[0].at
         return Comparison("refused", compared, at, evaluations, None, why, equal, unknown)
-    at = trainings[0]["at"]
+    at = trainings[0].at
     return Comparison("sound", compared, at, evaluations, equal=search.equal(), unknown=unknown)
 
 
@@ -241,10 +265,10 @@ def _not_compared(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], l
     values, scores = [], []
     logs = [log for run in runs for log in run.ranks]
     # From the last run, because one process does not synchronise.
-    norms = {training["batchnorm"] for training in runs[-1].ranks[0].of("training")}
+    norms = {training.batchnorm for training in runs[-1].ranks[0].of(TrainingBuilt)}
     # Reproducible training, which --bitwise turns on, refuses sync_batchnorm.
     can_be_bitwise = "synchronised" not in norms
-    if any(e["drew"] for log in logs for e in log.of("forward-end") if e["trains"]):
+    if any(e.drew for log in logs for e in log.of(Forward) if e.trains):
         values.append(
             "losses and gradients: the forward draws random numbers (noise, or a dropout that is not "
             "torch's), and the micro-batches of a step depend on the number of processes."
@@ -257,12 +281,12 @@ def _not_compared(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], l
             "normalises over all ranks. With --bitwise the micro-batches do not depend on the number of "
             "processes."
         )
-    elif "synchronised" in norms and logs[0].of("evaluated"):
+    elif "synchronised" in norms and logs[0].of(Evaluated):
         scores.append(
             "evaluations: the running statistics of BatchNorm include biases whose gradient is only "
             "rounding error."
         )
-    precisions = {training["precision"] for training in runs[0].ranks[0].of("training")}
+    precisions = {training.precision for training in runs[0].ranks[0].of(TrainingBuilt)}
     coarse = sorted(precisions - {"fp32"})
     if coarse and rtol is None:
         values.append(
@@ -308,7 +332,6 @@ class _Search:
     def differences(self, a: Point, b: Point) -> Iterator[Difference]:
         """The differences between two points, in the order of the script."""
         counts = len(a.ranks), len(b.ranks)
-        first, other = a.ranks[0], b.ranks[0]
         if a.kind == "evaluation":
             yield from self._evaluations(a, b, counts)
             return
@@ -316,20 +339,21 @@ class _Search:
             yield from self._samples(a, b, counts)
             if self._with_values:
                 yield from self._number(a, counts, "loss", (a.loss, b.loss))
-                x, y = (math.hypot(*(g[1] for g in e["grads"].values())) for e in (first, other))
+                grads = a.steps[0].grads, b.steps[0].grads
+                x, y = (math.hypot(*(g[1] for g in each.values())) for each in grads)
                 yield from self._number(a, counts, "gradient norm", (x, y))
-                pair = first["grads"], other["grads"]
-                yield from self._tensors(a, counts, "gradient", *pair, rtol=self._exact)
-        for rank, event in enumerate(b.ranks[1:], 1):
-            pair = other["params"], event["params"]
+                yield from self._tensors(a, counts, "gradient", *grads, rtol=self._exact)
+        own, other = a.weights[0].params, b.weights[0].params
+        for rank, event in enumerate(b.weights[1:], 1):
+            pair = other, event.params
             yield from self._tensors(b, (0, rank), "parameter of ranks", *pair, rtol=0.0)
-        for event in b.ranks:
-            pair = first["params"], event["params"]
-            if a.kind == "start":
+        for event in b.weights:
+            pair = own, event.params
+            if not isinstance(event, TrainingStep):
                 yield from self._tensors(a, counts, "weights at the start", *pair, rtol=self._rtol)
             elif self._with_values:
                 yield from self._tensors(a, counts, "parameter", *pair, rtol=self._exact)
-                pair = first["buffers"], event["buffers"]
+                pair = a.steps[0].buffers, event.buffers
                 yield from self._tensors(a, counts, "buffer", *pair, rtol=self._exact)
 
     def _samples(self, a: Point, b: Point, counts: tuple[int, int]) -> Iterator[Difference]:
@@ -342,7 +366,7 @@ class _Search:
             name = "ids in one of the two only"
             yield Difference(a.step, "samples", name, counts, (only[0], only[1]))
         # A sampler may repeat samples by itself, as with replacement=True: then the run of one process does.
-        key = a.training, a.ranks[0]["epoch"]
+        key = a.training, a.steps[0].epoch
         used_by_one, used = self._used.setdefault(key, (Counter(), Counter()))
         used_by_one.update(one)
         used.update(other)
@@ -402,15 +426,15 @@ class _Search:
                     yield Difference(at.step, quantity, name, counts, values, relative)
 
     def _evaluations(self, a: Point, b: Point, counts: tuple[int, int]) -> Iterator[Difference]:
-        first = a.ranks[0]
-        samples = first["samples"]
-        for event in b.ranks:
+        first = a.evaluations[0]
+        samples = first.samples
+        for event in b.evaluations:
             quantity = "samples of an evaluation"
             self._times[quantity] += 1
-            if event["samples"] != samples:
-                yield Difference(a.step, quantity, "", counts, (samples, event["samples"]))
-            for name, x in first["values"].items() if self._with_scores else ():
-                y = event["values"].get(name, math.nan)
+            if event.samples != samples:
+                yield Difference(a.step, quantity, "", counts, (samples, event.samples))
+            for name, x in first.values.items() if self._with_scores else ():
+                y = event.values.get(name, math.nan)
                 floor = 0.0
                 if self._rtol and _is_share(x, samples) and _is_share(y, samples):
                     # Rounding may change the prediction for one sample.

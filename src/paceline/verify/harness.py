@@ -14,16 +14,26 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NoReturn
 
 import numpy
 import torch
 
 from paceline.audit import record_collectives, record_data, record_loop, record_training
-from paceline.audit.evidence import RunPlan
+from paceline.audit.events import (
+    CompileCalled,
+    ExitCalled,
+    Failed,
+    Forked,
+    RankEnded,
+    RankStarted,
+    SeedSet,
+)
 from paceline.audit.models import Models, buffer_digests
 from paceline.audit.progress import Progress
 from paceline.audit.record import Recorder, frames, intercept, is_user_code, line_of, user_line
+from paceline.audit.run_plan import RunPlan
 from paceline.audit.weight_tracer import WeightTracer
 from paceline.verify import record_paceline
 
@@ -40,10 +50,11 @@ def install(control: object) -> None:
     rank = int(os.environ["RANK"])
     recorder = Recorder(plan.folder, rank)
     recorder.write(
-        "start",
-        host=socket.gethostname(),
-        cores=sorted(os.sched_getaffinity(0)),
-        cuda_devices=torch.cuda.device_count(),
+        RankStarted(
+            host=socket.gethostname(),
+            cores=sorted(os.sched_getaffinity(0)),
+            cuda_devices=torch.cuda.device_count(),
+        )
     )
     _seed(recorder, _SEED + (rank if plan.mode == "ordinary" else 0))
     _disable_compilation(recorder)
@@ -69,7 +80,7 @@ def _seed(recorder: Recorder, seed: int) -> None:
     numpy.random.seed(seed)
 
     def set_seed(seed_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        recorder.write("seed")
+        recorder.write(SeedSet())
         return seed_(*args, **kwargs)
 
     intercept("manual_seed", set_seed, torch, torch.random)
@@ -79,7 +90,7 @@ def _disable_compilation(recorder: Recorder) -> None:
     """Make compiled functions run eagerly, because a compiled graph cannot contain the hooks."""
 
     def compile_eagerly(compile_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        recorder.write("compile", at=user_line())
+        recorder.write(CompileCalled(at=user_line()))
         torch.compiler.set_stance("force_eager")
         return compile_(*args, **kwargs)
 
@@ -97,7 +108,7 @@ def _record_fork(recorder: Recorder) -> None:
         if module.startswith(("multiprocessing", "subprocess", "torch")):
             return
         if is_user_code(frame):
-            recorder.write("fork", at=line_of(frame))
+            recorder.write(Forked(at=line_of(frame)))
             return
 
 
@@ -106,19 +117,20 @@ def _record_end(recorder: Recorder, progress: Progress, models: Models, control:
 
     def send(send_: Callable[..., bool], event: dict[str, Any]) -> bool:
         if event.get("event") in ("failed", "exit", "interrupted"):
-            recorder.write("failed", **event)
+            names = {each.name for each in fields(Failed)}
+            recorder.write(Failed(**{k: v for k, v in event.items() if k in names}))
         return send_(event)
 
     def exit_script(exit_: Callable[..., NoReturn], *code: Any) -> NoReturn:
         by = str(sys._getframe(2).f_globals.get("__name__"))
         # The end of the rank itself has no line: below it are the frames of the command that was forked.
         at = "" if by.startswith("paceline.") else user_line()
-        recorder.write("exit", at=at, by=by, code=code[0] if code else None)
+        recorder.write(ExitCalled(at=at, by=by, code=code[0] if code else None))
         exit_(*code)
 
     def at_exit() -> None:
-        buffers = {number: buffer_digests(model) for number, model in models.by_number().items()}
-        recorder.write("end", buffers=buffers, wanted=progress.wanted)
+        buffers = {str(number): buffer_digests(m) for number, m in models.by_number().items()}
+        recorder.write(RankEnded(buffers=buffers, wanted=progress.wanted))
 
     intercept("send", send, control)
     intercept("exit", exit_script, sys)

@@ -18,6 +18,15 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline.audit.digests import digest
+from paceline.audit.events import (
+    Evaluated,
+    NotBitwise,
+    Summary,
+    TrainingBuilt,
+    TrainingStarted,
+    TrainingStep,
+    TrainsOn,
+)
 from paceline.audit.models import full_name
 from paceline.audit.progress import Progress
 from paceline.audit.record import intercept, user_line
@@ -50,8 +59,6 @@ _DROPOUTS = {
     "scaled_dot_product_attention": ("dropout_p", 4, 0.0),
 }
 
-_Summary = list[Any]
-
 
 def install(progress: Progress) -> None:
     """Record every `Training` and every evaluation."""
@@ -74,7 +81,7 @@ class _Hooks:
         self._recorder = progress.recorder
         self._ids: list[int] = []
         self._numbers: dict[int, int] = {}
-        self._gradients: dict[int, _Summary] = {}
+        self._gradients: dict[int, Summary] = {}
         self._num_redirected = 0
         self._is_dropout_off = False
 
@@ -108,16 +115,17 @@ class _Hooks:
             init(training, *args, **kwargs)
         except ConfigError as error:
             if turns_on and "reproducible" in str(error):  # other input may be wrong, too
-                self._recorder.write("not-bitwise", at=user_line(), what=error.what, why=error.why)
+                self._recorder.write(NotBitwise(at=user_line(), what=error.what, why=error.why))
             raise
         self._numbers[id(training)] = len(self._numbers)
         layers = [layer for model in training.models for layer in model.modules()]
         self._recorder.write(
-            "training",
-            training=self._numbers[id(training)],
-            at=user_line(),
-            precision=kwargs.get("precision", "fp32"),
-            batchnorm=_batchnorm(layers),
+            TrainingBuilt(
+                training=self._numbers[id(training)],
+                at=user_line(),
+                precision=kwargs.get("precision", "fp32"),
+                batchnorm=_batchnorm(layers),
+            )
         )
 
     def _turn_dropout_off(self) -> None:
@@ -157,13 +165,13 @@ class _Hooks:
             if training.number == 0:
                 number = self._numbers[id(training)]
                 params = _of_all_stages(training, _parameters(training))
-                self._recorder.write("paceline-start", training=number, params=params)
+                self._recorder.write(TrainingStarted(training=number, params=params))
             self._gradients.clear()
             yield step
         if training.number >= most and not (
             training._stopping or training._is_finished(epochs, until)
         ):
-            self._recorder.write("trains-on")
+            self._recorder.write(TrainsOn())
 
     def commit(
         self, commit: Callable[..., None], training: Training, step: Any, *args: Any, **kwargs: Any
@@ -176,17 +184,18 @@ class _Hooks:
             if id(parameter) in self._gradients
         }
         self._recorder.write(
-            "paceline-step",
-            training=self._numbers[id(training)],
-            s=step.number,
-            epoch=step.epoch,
-            ids=list(self._ids) if reports else [],
-            loss=float(loss) if reports and loss is not None else 0.0,
-            count=float(count) if reports else 0.0,
-            params=_of_all_stages(training, _parameters(training)),
-            buffers=_of_all_stages(training, _buffers(training)),
-            grads=_of_all_stages(training, grads),
-            dropout_off=self._is_dropout_off,
+            TrainingStep(
+                training=self._numbers[id(training)],
+                step=step.number,
+                epoch=step.epoch,
+                ids=list(self._ids) if reports else [],
+                loss=float(loss) if reports and loss is not None else 0.0,
+                count=float(count) if reports else 0.0,
+                params=_of_all_stages(training, _parameters(training)),
+                buffers=_of_all_stages(training, _buffers(training)),
+                grads=_of_all_stages(training, grads),
+                dropout_off=self._is_dropout_off,
+            )
         )
         self._ids.clear()
         commit(training, step, *args, **kwargs)
@@ -220,9 +229,7 @@ class _Hooks:
     def evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
         numbers = {k: float(v) for k, v in result.values.items() if isinstance(v, float | int)}
-        self._recorder.write(
-            "evaluated", at=user_line(), values=numbers, samples=result.num_samples
-        )
+        self._recorder.write(Evaluated(at=user_line(), values=numbers, samples=result.num_samples))
         return result
 
 
@@ -233,7 +240,7 @@ def _named(training: Training, tensors: Callable[..., Any]) -> Iterator[tuple[st
             yield full_name(number, name), tensor
 
 
-def _of_all_stages(training: Training, own: dict[str, _Summary]) -> dict[str, _Summary]:
+def _of_all_stages(training: Training, own: dict[str, Summary]) -> dict[str, Summary]:
     """Summaries of what the ranks of a pipeline hold together. All ranks call it."""
     job = training.job
     if job.mesh is None or job.mesh.pp == 1:
@@ -246,11 +253,11 @@ def _of_all_stages(training: Training, own: dict[str, _Summary]) -> dict[str, _S
     }
 
 
-def _parameters(training: Training) -> dict[str, _Summary]:
+def _parameters(training: Training) -> dict[str, Summary]:
     return {name: _summary(p) for name, p in _named(training, torch.nn.Module.named_parameters)}
 
 
-def _buffers(training: Training) -> dict[str, _Summary]:
+def _buffers(training: Training) -> dict[str, Summary]:
     buffers = _named(training, torch.nn.Module.named_buffers)
     return {name: _summary(buffer) for name, buffer in buffers if buffer.is_floating_point()}
 
@@ -262,7 +269,7 @@ def _batchnorm(layers: list[torch.nn.Module]) -> str:
     return "local" if any(isinstance(layer, _BATCHNORMS) for layer in layers) else ""
 
 
-def _summary(tensor: torch.Tensor) -> _Summary:
+def _summary(tensor: torch.Tensor) -> Summary:
     """The digest, the norm and the sum of a tensor. Collective for a DTensor: all ranks that hold it."""
     whole = tensor.detach()
     whole = plain(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)

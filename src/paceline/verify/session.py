@@ -16,9 +16,11 @@ import psutil
 
 from paceline.audit import evidence
 from paceline.audit.audit import AuditResult, audit
-from paceline.audit.evidence import Run, RunPlan
+from paceline.audit.events import CompileCalled, ForwardBegun, SeedSet, TrainingBuilt, TrainsOn
+from paceline.audit.evidence import Run
 from paceline.audit.refusals import refuse, refuse_early_exit
 from paceline.audit.rules.rule import NotJudged
+from paceline.audit.run_plan import RunPlan
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
 from paceline.verify.compare import compare
@@ -96,7 +98,7 @@ def verify(options: VerifyOptions, announce: Callable[[str], None]) -> VerifyRes
         refuse_early_exit(solo)
         refuse(solo)
         counts = [count for count in options.counts if count > 1]
-        if solo.ranks[0].of("training"):
+        if solo.ranks[0].of(TrainingBuilt):
             result = _compare(options, solo, counts, run, folder)
         else:
             for name, option in (("--bitwise", options.bitwise), ("--rtol", options.rtol)):
@@ -166,20 +168,20 @@ def _with_notes(result: VerifyResult, solo: Run) -> VerifyResult:
     """Add what verification changed in the script, before the last line of the report."""
     log = solo.ranks[0]
     notes = []
-    compiled = log.first("compile")
+    compiled = log.first(CompileCalled)
     if compiled is not None:
         notes.append(
-            f"torch.compile was turned off during verification (first call: {compiled['at']}); the "
+            f"torch.compile was turned off during verification (first call: {compiled.at}); the "
             "compiled code itself is not verified."
         )
-    before = takewhile(lambda event: event["k"] != "forward", log.events)
-    if not log.of("training") and not any(event["k"] == "seed" for event in before):
+    before = takewhile(lambda event: not isinstance(event, ForwardBegun), log.events)
+    if not log.of(TrainingBuilt) and not any(isinstance(event, SeedSet) for event in before):
         notes.append(
             "the script calls no torch.manual_seed before its first forward, so verification set a seed: "
             "in the ordinary run a different one on each rank, else one for all."
         )
-    if log.of("trains-on"):
-        watched = solo.plan.steps if log.of("training") else solo.steps
+    if log.of(TrainsOn):
+        watched = solo.plan.steps if log.of(TrainingBuilt) else solo.steps
         notes.append(
             f"the script trains on after the {watched} steps that were watched, and a fault that comes "
             f"later is not seen. --steps {10 * watched} watches more."

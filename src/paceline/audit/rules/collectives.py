@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from paceline.audit.evidence import BUFFER_BROADCAST, Event, RankLog
+from paceline.audit.events import (
+    Backward,
+    BackwardEnded,
+    CollectiveBegun,
+    CollectiveEnded,
+    EndedByVerify,
+    Event,
+    Failed,
+    Forward,
+    ForwardBegun,
+    LoaderSeen,
+    PassBegun,
+)
+from paceline.audit.evidence import Call, RankLog, op_of
 from paceline.audit.rules.rule import (
     Case,
     FaultFound,
@@ -16,14 +29,14 @@ from paceline.errors import name_ranks
 
 def unmatched_collective(case: Case) -> Judgement:
     """Compare the sequences of collectives of all ranks."""
-    cut = any(log.first("enough") for log in case.ranks)
+    cut = any(log.first(EndedByVerify) for log in case.ranks)
     each = [
         _sequence(log, case.world_size, case.ordinary.plan.wanted if cut else None)
         for log in case.ranks
     ]
     for number in range(max(map(len, each))):
         calls = [own[number] if number < len(own) else None for own in each]
-        kinds = [None if call is None else (call["op"], call.get("reduce", "")) for call in calls]
+        kinds = [None if call is None else _kind(call) for call in calls]
         if len(set(kinds)) == 1:
             continue
         absent = [log for log, call in zip(case.ranks, calls, strict=True) if call is None]
@@ -31,16 +44,16 @@ def unmatched_collective(case: Case) -> Judgement:
             return NoFault(f"up to the last step, all ranks entered the same {number} collectives.")
         if case.ordinary.hung and any(_is_busy(log) for log in absent):
             return NotJudged("a rank was still computing when the run was stopped.")
-        failed = [log for log in case.ranks if log.first("failed")]
+        failed = [log for log in case.ranks if log.first(Failed)]
         if absent and failed and not all(_failed_in_collective(log) for log in failed):
             return NotJudged("the script failed before its end.")
         # Earlier calls at different lines: the extra call was paired with another call of its kind.
-        while number and len({own[number - 1]["at"] for own in each}) > 1:
+        while number and len({own[number - 1].at for own in each}) > 1:
             number -= 1
         return _fault(case, each, number)
     for calls_of_all in zip(*each, strict=True):
-        lines = {call["at"] for call in calls_of_all}
-        if len(lines) > 1 and calls_of_all[0]["op"] == "all_reduce":
+        lines = {call.at for call in calls_of_all}
+        if len(lines) > 1 and op_of(calls_of_all[0]) == "all_reduce":
             return NotJudged(
                 f"the ranks entered one all_reduce at {' and '.join(sorted(lines))}; whether both lines "
                 "reduce the same quantity is not known."
@@ -48,46 +61,46 @@ def unmatched_collective(case: Case) -> Judgement:
     return NoFault(f"all ranks entered the same {len(each[0])} collectives in the same order.")
 
 
-def _sequence(log: RankLog, world_size: int, steps: int | None) -> list[Event]:
+def _sequence(log: RankLog, world_size: int, steps: int | None) -> list[Call]:
     """The collectives over all ranks that this rank entered, including those of DDP.
 
     With `steps`, only those before the first pass after that step; verification ends the rank in such a pass.
     """
-    found = []
+    found: list[Call] = []
     forward_syncs = False
-    for event in log.of("collective", "forward", "forward-end", "backward", "iter"):
-        if event["k"] == "iter":
+    for event in log.events:
+        if isinstance(event, PassBegun):
             if (
                 steps is not None
-                and event["s"] >= steps
-                and event["loader"] in log.training_loaders
+                and event.steps_done >= steps
+                and event.loader in log.training_loaders
             ):
                 break
-        elif event["k"] == "forward":
-            if event["sends_buffers"]:
-                found.append({**event, "op": BUFFER_BROADCAST})
-        elif event["k"] == "forward-end":
-            forward_syncs = bool(event["trains"] and event["sync"])
-        elif event["k"] == "collective" and event["group"] == list(range(world_size)):
+        elif isinstance(event, ForwardBegun):
+            if event.sends_buffers:
+                found.append(event)
+        elif isinstance(event, Forward):
+            forward_syncs = bool(event.trains and event.sync)
+        elif isinstance(event, CollectiveBegun) and event.group == list(range(world_size)):
             found.append(event)
-        elif event["k"] == "backward" and forward_syncs:
+        elif isinstance(event, Backward) and forward_syncs:
             forward_syncs = False
-            found.append({**event, "op": "DDP's reduction of gradients"})
+            found.append(event)
     return found
 
 
 def _is_busy(log: RankLog) -> bool:
     """Whether a rank was running and in no collective: with more time it might have entered one."""
-    return not log.ended and log.open_span is None and log.first("failed") is None
+    return not log.ended and log.open_span is None and log.first(Failed) is None
 
 
 def _failed_in_collective(log: RankLog) -> bool:
     """Whether a rank failed inside a collective, which happens when another rank has ended."""
-    last = log.of("collective-end", "backward-end", "forward-end")[-1:]
-    return bool(last and last[0].get("raised"))
+    last: list[Event] = log.of(CollectiveEnded, BackwardEnded, Forward)[-1:]
+    return any(isinstance(e, CollectiveEnded | BackwardEnded) and e.raised for e in last)
 
 
-def _fault(case: Case, each: list[list[Event]], number: int) -> FaultFound:
+def _fault(case: Case, each: list[list[Call]], number: int) -> FaultFound:
     calls = [own[number] if number < len(own) else None for own in each]
     ranks = _ranks_with_extra_call(each, calls, number)
     call = calls[ranks[0]]
@@ -97,9 +110,9 @@ def _fault(case: Case, each: list[list[Event]], number: int) -> FaultFound:
         short, loader, batches = unequal
         return FaultFound(
             what=f"{name_ranks(short, case.world_size)} got fewer batches than the others in one pass.",
-            at=loader["at"],
+            at=loader.at,
             ranks=short,
-            step=call["s"] + 1,
+            step=call.steps_done + 1,
             why="each batch is a reduction over all ranks. A rank without a batch goes on to its next "
             "collective, or ends, and the others wait for it.",
             fix="give each rank the same number of batches (DistributedSampler does), or train inside "
@@ -108,17 +121,15 @@ def _fault(case: Case, each: list[list[Event]], number: int) -> FaultFound:
             effect="all ranks wait for ever",
         )
     others = [
-        f"rank {rank} was in {other['op']} at {other['at']}"
-        if other
-        else f"rank {rank} called none"
+        f"rank {rank} was in {_op(other)} at {other.at}" if other else f"rank {rank} called none"
         for rank, other in enumerate(calls)
         if rank not in ranks
     ]
     return FaultFound(
-        what=f"only {name_ranks(ranks, case.world_size)} entered {call['op']} at {call['at']}.",
-        at=call["at"],
+        what=f"only {name_ranks(ranks, case.world_size)} entered {_op(call)} at {call.at}.",
+        at=call.at,
         ranks=ranks,
-        step=call["s"] + 1,
+        step=call.steps_done + 1,
         why="every rank must enter every collective, in the same order. The ranks took different ways, as "
         "under `if rank == 0`, or after a `break` on a value that is not the same on all ranks. So this call "
         "waits for ever or meets another collective.",
@@ -131,7 +142,7 @@ def _fault(case: Case, each: list[list[Event]], number: int) -> FaultFound:
 
 
 def _ranks_with_extra_call(
-    each: list[list[Event]], calls: list[Event | None], number: int
+    each: list[list[Call]], calls: list[Call | None], number: int
 ) -> list[int]:
     keys = [_key(call) for call in calls]
     # The next call of a rank with an extra call is the call that the other ranks are in.
@@ -143,11 +154,11 @@ def _ranks_with_extra_call(
         and keys.count(keys[rank]) < len(each)
     ]
     # Every rank takes part in DDP's reduction, so the extra call is the one of the script.
-    manual = [rank for rank, call in enumerate(calls) if call and call["k"] == "collective"]
-    if manual and any(call and call["k"] == "backward" for call in calls):
+    manual = [rank for rank, call in enumerate(calls) if call and isinstance(call, CollectiveBegun)]
+    if manual and any(call and isinstance(call, Backward) for call in calls):
         extra = manual
     # DDP broadcasts buffers in a forward; in an evaluation on one rank, only that rank does.
-    sending = [rank for rank, call in enumerate(calls) if call and call["k"] == "forward"]
+    sending = [rank for rank, call in enumerate(calls) if call and isinstance(call, ForwardBegun)]
     if 0 < len(sending) < len(each):
         extra = sending
     ranks = extra if 0 < len(extra) < len(each) else outliers(keys)
@@ -155,11 +166,20 @@ def _ranks_with_extra_call(
     return [rank for rank in ranks if rank in entered] or entered
 
 
-def _key(call: Event | None) -> tuple[str, ...] | None:
-    return None if call is None else (call["op"], call.get("reduce", ""), call["at"])
+def _key(call: Call | None) -> tuple[str, ...] | None:
+    return None if call is None else (*_kind(call), call.at)
 
 
-def _unequal_pass(case: Case) -> tuple[list[int], Event, list[int]] | None:
+def _kind(call: Call) -> tuple[str, str]:
+    """The name of a collective, and its operation."""
+    return _op(call), call.reduce if isinstance(call, CollectiveBegun) else ""
+
+
+def _op(call: Call) -> str:
+    return op_of(call) or "DDP's reduction of gradients"
+
+
+def _unequal_pass(case: Case) -> tuple[list[int], LoaderSeen, list[int]] | None:
     """The ranks whose pass over a training loader ended early, the loader, and the batches of each rank."""
     for log in case.ranks:
         for key, own in log.passes.items():

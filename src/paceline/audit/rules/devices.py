@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from paceline.audit.events import RankStarted
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.errors import name_ranks
 
@@ -11,17 +12,15 @@ from paceline.errors import name_ranks
 def shared_device(case: Case) -> Judgement:
     """Ranks of one host share a device or a core, or use none of its GPUs."""
     count = case.world_size
-    starts = [log.first("start") or {} for log in case.ranks]
-    firsts = [
-        next((e for e in log.training_forwards if "devices" in e), None) for log in case.ranks
-    ]
+    starts = [log.first(RankStarted) or RankStarted() for log in case.ranks]
+    firsts = [next((e for e in log.training_forwards if e.devices), None) for log in case.ranks]
     forwards = [event for event in firsts if event is not None]
     if len(forwards) < count:
         return NotJudged("not every rank ran a forward of training.")
-    used = [(s.get("host"), e["devices"]) for s, e in zip(starts, forwards, strict=True)]
+    used = [(s.host, e.devices) for s, e in zip(starts, forwards, strict=True)]
     names = sorted({device for _, each in used for device in each})
-    gpus = starts[0].get("cuda_devices")
-    fault = partial(FaultFound, at=forwards[0]["at"])
+    gpus = starts[0].cuda_devices
+    fault = partial(FaultFound, at=forwards[0].at)
     if names != ["cpu"]:
         sharing = [rank for rank, each in enumerate(used) if used.count(each) > 1]
         if sharing:
@@ -43,9 +42,9 @@ def shared_device(case: Case) -> Judgement:
             effect=f"{gpus} of {gpus} GPUs are not used",
         )
     else:
-        cores = [event["cores"] for event in forwards]
-        union, usable = sorted({core for own in cores for core in own}), len(starts[0]["cores"])
-        bound = all(len(own) < len(s["cores"]) for own, s in zip(cores, starts, strict=True))
+        cores = [event.cores for event in forwards]
+        union, usable = sorted({core for own in cores for core in own}), len(starts[0].cores)
+        bound = all(len(own) < len(s.cores) for own, s in zip(cores, starts, strict=True))
         if bound and len(union) < min(usable, count):
             return fault(
                 what=f"all ranks run on core {', '.join(map(str, union))}, of {usable}.",

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.audit.evidence import MAX_METRIC_VALUES, Evaluation, Event, RankLog
+from paceline.audit.events import BatchGiven, Forward
+from paceline.audit.evidence import MAX_METRIC_VALUES, Evaluation, RankLog, Reduction
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # Equal values of a metric differ by rounding only.
@@ -21,7 +22,7 @@ _ROUNDING = 1e-2
 _LARGE_CHANGE = 0.05
 
 # One call that reduces small values: in the run of one process, and in the replay.
-Pair = tuple[Event, Event]
+Pair = tuple[Reduction, Reduction]
 
 
 def evaluated_twice(case: Case) -> Judgement:
@@ -37,9 +38,7 @@ def evaluated_twice(case: Case) -> Judgement:
         distinct = {row for rows in each for row in rows}
         total = sum(map(len, each))
         surplus = total - len(distinct)
-        if surplus and not any(
-            e["loader"] == loader and e["ids"] for e in case.ranks[0].of("batch")
-        ):
+        if surplus and not any(e.loader == loader and e.ids for e in case.ranks[0].of(BatchGiven)):
             # Known by content only: the data may contain equal samples, as the solo run shows.
             solo_rows = next(
                 (r[0] for k, r in solo.items() if k[1] == loader and set(r[0]) == distinct), None
@@ -51,7 +50,7 @@ def evaluated_twice(case: Case) -> Judgement:
         if surplus <= 0:
             continue
         gathers = any(  # more than a metric has values
-            max(event["items"], math.prod(event["shape"])) > MAX_METRIC_VALUES
+            max(event.items, math.prod(event.shape)) > MAX_METRIC_VALUES
             for event in case.ranks[0].evaluations.get(number, Evaluation()).gathers
         )
         gathered = _results_of_gathers(case)
@@ -68,12 +67,12 @@ def evaluated_twice(case: Case) -> Judgement:
                 f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
                 "predictions, and may remove the surplus."
             )
-        first = next(e for e in case.ranks[0].of("forward-end") if e["evaluation"] == number)
+        first = next(e for e in case.ranks[0].of(Forward) if e.evaluation == number)
         return FaultFound(
             what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
             f"of {total - surplus}.",
-            at=first["at"],
-            step=first["s"] or None,
+            at=first.at,
+            step=first.steps_done or None,
             why="the sampler gives every rank the same number of samples, and repeats some to get there.",
             fix="evaluate the indices [rank::world_size] of the dataset without padding, or remove the "
             "surplus after gathering.",
@@ -184,9 +183,9 @@ def _results_of_gathers(case: Case) -> list[_Result]:
             if at in one.numbers and all(every.numbers.get(at) == numbers for every in each):
                 results.append(
                     _Result(
-                        gather=own.gathers[-1]["at"],
+                        gather=own.gathers[-1].at,
                         at=at,
-                        step=own.gathers[-1]["s"],
+                        step=own.gathers[-1].steps_done,
                         solo=sum(one.numbers[at]),
                         value=sum(numbers),
                         is_sum=max(len(one.numbers[at]), len(numbers)) > 1,
@@ -201,8 +200,8 @@ def misordered_gather(case: Case) -> Judgement:
     """Gathered predictions are compared with labels in another order."""
     if case.evaluated is None:
         return NotJudged(case.why_no_replay)
-    forwards = case.evaluated.ranks[0].of("forward-end")
-    if any(event["drew"] for event in forwards if event["evaluation"] is not None):
+    forwards = case.evaluated.ranks[0].of(Forward)
+    if any(event.drew for event in forwards if event.evaluation is not None):
         return NotJudged("the evaluation draws random numbers.")
     results = _results_of_gathers(case)
     for result in results:
@@ -246,7 +245,7 @@ def averaged_metric(case: Case) -> Judgement:
     calls = [call for own in replay.values() for call in own.reductions]
     if calls and not any(own.reductions for own in solo.values()):
         return NotJudged(
-            f"one process does not enter the reduction at {calls[0]['at']}, so there is nothing to compare."
+            f"one process does not enter the reduction at {calls[0].call.at}, so there is nothing to compare."
         )
     judged = with_counts = 0
     unclear: Pair | None = None
@@ -256,7 +255,7 @@ def averaged_metric(case: Case) -> Judgement:
         ranks = [log.evaluations.get(number, Evaluation()) for log in case.evaluated.ranks]
         samples = sum(own.num_samples for own in ranks)
         # After a gather the script computes the sums, so both its values and their sums count.
-        results = [x for pair in pairs for x in pair[1]["results"] + _sums(pair)]
+        results = [x for pair in pairs for x in pair[1].results + _sums(pair)]
         if any(_close(x, samples) for x in results):
             # Sums, which the script divides by the number of samples; another value may be a score.
             with_counts += len(pairs)
@@ -266,7 +265,7 @@ def averaged_metric(case: Case) -> Judgement:
         judged += len(pairs)
         for index, pair in enumerate(pairs):
             if _differs(pair, pairs, case.world_size):
-                if _is_mean_of_own_samples(ranks, index, pair[0]["results"]):
+                if _is_mean_of_own_samples(ranks, index, pair[0].results):
                     return _metric_fault(case, pair, is_mean=True)
                 unclear = unclear or pair
     if unclear is not None:
@@ -289,7 +288,7 @@ def averaged_metric(case: Case) -> Judgement:
 def metric_of_one_rank(case: Case) -> Judgement:
     """Each rank evaluates a part of the samples, and rank 0 takes a metric of its own part."""
     evaluations = case.ranks[0].evaluations
-    ops = [event["op"] for each in evaluations.values() for event in each.collectives]
+    ops = [event.op for each in evaluations.values() for event in each.collectives]
     if any("reduce" in op or "gather" in op for op in ops):
         return NoFault("results of evaluations are reduced or gathered over the ranks.")
     for (number, _, _), of_ranks in _evaluated(case.ranks).items():
@@ -312,17 +311,16 @@ def metric_of_one_rank(case: Case) -> Judgement:
 
 def _is_mean_of_own_samples(each: list[Evaluation], index: int, expected: list[float]) -> bool:
     """Whether the ranks' values, weighted by their samples, give the mean of one process."""
-    calls = [own.reductions[index : index + 1] for own in each]
-    if not all(call and call[0]["values"] for call in calls):
-        return False
+    calls = [reduction.call for own in each for reduction in own.reductions[index : index + 1]]
+    values = [call.values for call in calls if call.values]
     counts = [own.num_samples for own in each]
     total = sum(counts)
-    for k, wanted in enumerate(expected if total else []):
-        own = [call[0]["values"][k] for call in calls if k < len(call[0]["values"])]
-        if len(own) == len(counts):
-            mean = sum(n * x for n, x in zip(counts, own, strict=True)) / total
-            if _close(mean, wanted) and not _close(sum(own) / len(own), wanted):
-                return True
+    if not total or len(values) < len(counts):
+        return False
+    for wanted, *own in zip(expected, *values, strict=False):
+        mean = sum(n * x for n, x in zip(counts, own, strict=True)) / total
+        if _close(mean, wanted) and not _close(sum(own) / len(own), wanted):
+            return True
     return False
 
 
@@ -348,14 +346,14 @@ def _has_mean_of_scores(pair: Pair, samples: int, world_size: int) -> bool:
 
 def _results(pair: Pair) -> list[tuple[float, float]]:
     """The values of both runs, in pairs."""
-    return list(zip(pair[0]["results"], _sums(pair), strict=False))
+    return list(zip(pair[0].results, _sums(pair), strict=False))
 
 
 def _sums(pair: Pair) -> list[float]:
     """The results of the replay; those of a gather are summed over the ranks."""
-    values: list[float] = pair[1]["results"]
-    length = len(pair[0]["results"])
-    if "gather" not in pair[1]["op"] or not length:
+    values: list[float] = pair[1].results
+    length = len(pair[0].results)
+    if "gather" not in pair[1].call.op or not length:
         return values
     return [sum(values[k::length]) for k in range(length)]
 
@@ -367,7 +365,7 @@ def _metric_fault(case: Case, pair: Pair, *, is_mean: bool) -> Judgement:
         is_mean: Whether it is a mean over each rank's samples; else it is a note, because it may be a time.
     """
     evidence, change = _largest_change(case, pair)
-    at, step = pair[1]["at"], pair[1]["s"] or None
+    at, step = pair[1].call.at, pair[1].call.steps_done or None
     effect = f"the metric changes by {change:.2%}"
     if is_mean:
         return FaultFound(
@@ -404,7 +402,7 @@ def _largest_change(case: Case, pair: Pair) -> tuple[str, float]:
     count = case.world_size
     changes = []
     for solo, value in _results(pair):
-        means = [value] if pair[1]["reduce"] == "AVG" else [value / count, value]
+        means = [value] if pair[1].call.reduce == "AVG" else [value / count, value]
         mean = min(means, key=lambda each: abs(each - solo))
         changes.append((abs(mean / solo - 1) if solo else math.inf if mean else 0.0, solo, mean))
     change, solo, mean = max(changes)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import combinations, takewhile
-from typing import Any
+from itertools import combinations
 
 import torch
 
-from paceline.audit.evidence import Event, RankLog, Run
+from paceline.audit.events import (
+    Backward,
+    Clipped,
+    CollectiveBegun,
+    CollectiveEnded,
+    CommHookSet,
+    DDPBuilt,
+)
+from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # Rounding and BatchNorm change the ratio by less; a wrong factor is 2 or more.
@@ -25,7 +32,6 @@ _MULTIPLE = 0.9999
 _MIN_VALUES = 8
 # Losses of one batch that differ by less differ by rounding.
 _SAME_LOSS, _ZERO_LOSS = 1e-3, 1e-6
-_STARTS = {"params": "weights", "rows": "inputs", "random": "states of the random generators"}
 # Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
 _SAME_TOTAL = 0.1
 # Weights of samples that differ by less are a note.
@@ -47,18 +53,18 @@ def scaled_gradient(case: Case) -> Judgement:
         return NotJudged("the gradient of step 1 was 0, or belonged to other parameters.")
     cosine = float(vectors[0] @ vectors[1]) / (size * other_size)
     clips = [_clip(each.ranks[0]) for each in (case.solo, run)]
-    norms = [clip["norm"] for clip in clips if clip is not None and clip["norm"]]
+    norms = [clip.norm for clip in clips if clip is not None and clip.norm]
     if len(norms) == len(clips):
         size, other_size = norms  # clipping gives both the same norm
     ratio = other_size / size
-    optimizers = sum(event["s"] == 1 for event in case.solo.ranks[0].of("step"))
+    optimizers = len(case.solo.ranks[0].optimizer_steps(1))
     whose = "the gradient" if optimizers < 2 else "the first optimizer's gradient"
     figure = f"{whose} of step 1 was {ratio:.4g} times that of one process on the same samples"
     judgement = _judge_ratio(case, ratio, figure, same_direction=cosine > _SAME_DIRECTION)
     if isinstance(judgement, FaultFound):
         return judgement
-    first = next(iter(run.ranks[0].training_forwards), {})
-    depends_on_parts = first.get("buffers") or first.get("drew")
+    first = run.ranks[0].first_forward
+    depends_on_parts = first.buffers or first.drew
     if run.plan.mode == "divided" and depends_on_parts and abs(ratio - 1) < _NOISE_OF_PARTS:
         return NoFault(
             f"{figure}; dropout or BatchNorm makes that of its parts a little different."
@@ -66,8 +72,8 @@ def scaled_gradient(case: Case) -> Judgement:
     gather = run.ranks[0].gather_for_loss
     if run.plan.mode == "mirrored":
         log = run.ranks[0]
-        before = takewhile(lambda e: e["k"] != "backward", log.of("collective", "backward"))
-        can_tell = clips[1] is None and not any("gather" in event["op"] for event in before)
+        gathers = (isinstance(e, CollectiveBegun) and "gather" in e.op for e in log.before_backward)
+        can_tell = clips[1] is None and not any(gathers)
         return (_wrong_multiple(one, other, log) if can_tell else None) or judgement
     is_equal = isinstance(judgement, NoFault) and cosine > _SAME_DIRECTION
     if is_equal or gather is None or depends_on_parts:
@@ -75,7 +81,7 @@ def scaled_gradient(case: Case) -> Judgement:
     figure += f", and the cosine between both {cosine:.3f}"
     return FaultFound(
         what="the gradient of a loss of gathered values differs from that of one process.",
-        at=gather["at"],
+        at=gather.at,
         step=1,
         why="the ranks had the parts of one batch, and together gathered all of it. Often the labels lack "
         "the offset of the rank, or the gather passes no gradient to the other ranks.",
@@ -97,9 +103,9 @@ def _flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([*gradients.values(), torch.empty(0)])
 
 
-def _clip(log: RankLog) -> Event | None:
+def _clip(log: RankLog) -> Clipped | None:
     """The first clipping in the first update."""
-    return next((event for event in _first_update(log) if event["k"] == "clip"), None)
+    return next((call for call in log.first_update.calls if isinstance(call, Clipped)), None)
 
 
 def _judge_ratio(case: Case, ratio: float, figure: str, *, same_direction: bool) -> Judgement:
@@ -133,7 +139,7 @@ def _wrong_multiple(
     name, factor = max(wrong.items(), key=lambda each: abs(math.log(each[1])))
     return FaultFound(
         what=f"the gradient of {name} is {factor:.4g} times that of one process.",
-        at=(_manual_reduction(log) or log.of("backward")[0])["at"],
+        at=(_manual_reduction(log) or log.of(Backward)[0]).at,
         step=1,
         why="the ranks had the samples of one process, so the mean over the ranks is its gradient.",
         fix="take the mean over the ranks of every gradient, and do not scale the loss by their number.",
@@ -144,8 +150,8 @@ def _wrong_multiple(
 
 def _scale_by_weight(case: Case, why: str) -> Judgement:
     """Compare the total weight of the samples of step 1, for samples that cannot be replayed."""
-    updates = [_first_update(log) for log in (case.solo.ranks[0], *case.ranks)]
-    if len({update[0]["at"] for update in updates if update}) > 1:
+    firsts = [log.first(Backward) for log in (case.solo.ranks[0], *case.ranks)]
+    if len({backward.at for backward in firsts if backward is not None}) > 1:
         return NotJudged("the ranks make their first step at different lines.")
     if case.ordinary.ranks[0].gather_for_loss is not None:
         return NotJudged("the loss is one of gathered values, and not all need to have a gradient.")
@@ -161,14 +167,13 @@ def _total_weight(run: Run) -> float | None:
     """The total weight of the losses of step 1 in the gradient that the optimizer gets."""
     total = 0.0
     for log in run.ranks:
-        for event in _first_update(log):
-            if event["k"] == "backward":
-                if event["weight"] is None:
-                    return None
-                total += event["weight"]["weight"] * event["weight"]["count"]
-    if run.ranks[0].of("comm-hook"):
+        for backward in log.first_update.backwards:
+            if not backward.terms:
+                return None
+            total += backward.total_weight
+    if run.ranks[0].of(CommHookSet):
         return None
-    if run.ranks[0].of("ddp"):
+    if run.ranks[0].of(DDPBuilt):
         return total / len(run.ranks)
     factor = _manual_factor(run)
     return None if factor is None else total * factor
@@ -203,22 +208,23 @@ def _all_equal(factors: list[float]) -> bool:
 
 def _averages_ranks(run: Run) -> bool:
     """Whether the gradients of all ranks have the same weight."""
-    if run.ranks[0].of("ddp"):
-        return not run.ranks[0].of("comm-hook")
+    if run.ranks[0].of(DDPBuilt):
+        return not run.ranks[0].of(CommHookSet)
     factors = _manual_factors(run)
     return factors is not None and _all_equal(factors)
 
 
 def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
     log, count = case.ranks[0], case.world_size
-    at = (log.first("backward") or {}).get("at", "")
+    at = (log.first(Backward) or Backward()).at
     if larger:
-        at = (_manual_reduction(log) or {"at": at})["at"]
+        reduction = _manual_reduction(log)
+        at = reduction.at if reduction else at
         what = f"the gradient is {count} times too large: it is summed over ranks and not averaged."
         fix = "divide by the number of ranks after the all_reduce, or let DDP take the mean."
     else:
         why, fix, gather = _cause_of_small(case)
-        at = gather["at"] if gather else at
+        at = gather.at if gather else at
         what = f"the gradient is {count} times too small: {why}"
     return FaultFound(
         what=what,
@@ -231,62 +237,48 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
     )
 
 
-def _cause_of_small(case: Case) -> tuple[str, str, Event | None]:
+def _cause_of_small(case: Case) -> tuple[str, str, CollectiveBegun | None]:
     """Why the gradient is N times too small, the fix, and the line if it is not that of the backward."""
     log = (case.replay or case.ordinary).ranks[0]
-    weights = [
-        (each.first("backward") or {}).get("weight") or {"weight": 0.0, "count": 0.0}
-        for each in (case.solo.ranks[0], log)
-    ]
-    scale = weights[1]["weight"]
-    total, divided_total = (each["weight"] * each["count"] for each in weights)
-    before = takewhile(
-        lambda e: e["k"] != "backward", log.of("backward", "collective", "collective-end")
-    )
-    for event in before:
+    solo, own = (each.first(Backward) or Backward() for each in (case.solo.ranks[0], log))
+    for event in log.before_backward:
+        values = event.values if isinstance(event, CollectiveBegun | CollectiveEnded) else None
         # The weight of a term in the loss is one divided by a number that all ranks have summed.
-        if any(math.isclose(x * scale, 1.0, rel_tol=1e-4) for x in event.get("values") or ()):
+        if any(math.isclose(x * own.weight, 1.0, rel_tol=1e-4) for x in values or ()):
             why = "the loss is divided by a sum over all ranks, and the mean over ranks divides again."
             return why, "multiply the loss by the number of ranks.", None
     gather = log.gather_for_loss
-    if gather is not None and not 0 < divided_total < total / 1.5:
+    if gather is not None and not 0 < own.total_weight < solo.total_weight / 1.5:
         why = "what is gathered from other ranks has no gradient."
         fix = "gather with torch.distributed.nn.functional.all_gather, whose backward sums the gradients "
         return why, fix + "of all ranks, or multiply the loss by their number.", gather
     fix = "do not divide the loss by the number of ranks: DDP already averages the gradients."
     why = "it is divided by the number of ranks twice."
-    return why, fix if log.of("ddp") else "divide it once.", None
+    return why, fix if log.of(DDPBuilt) else "divide it once.", None
 
 
-def _first_update(log: RankLog) -> list[Event]:
-    return next(iter(log.updates), [])
-
-
-def _manual_reduction(log: RankLog) -> Event | None:
+def _manual_reduction(log: RankLog) -> CollectiveBegun | None:
     """An all_reduce between the first backward and the end of the first update."""
-    update = _first_update(log)
-    if not update:
+    update = log.first_update
+    if not update.backwards:
         return None
-    begin, end = log.events.index(update[0]), log.events.index(update[-1])
+    begin = log.events.index(update.backwards[0])
+    end = log.events.index([*update.backwards, *update.calls][-1])
     for event in log.events[begin:end]:
-        if event["k"] == "collective" and event["op"] in ("all_reduce", "reduce"):
+        if isinstance(event, CollectiveBegun) and event.op in ("all_reduce", "reduce"):
             return event
     return None
 
 
 def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
     """Why the first steps of solo run and replay cannot be compared; empty if they can."""
-    first, other = (
-        next(iter(log.training_forwards), {}) for log in (case.solo.ranks[0], replayed[0])
-    )
-    if "params" not in first or "params" not in other:
+    first, other = case.solo.ranks[0].first_forward, replayed[0].first_forward
+    if first.params is None or other.params is None:
         return "no forward of training was seen."
-    if first["params"] != other["params"]:
+    if first.params != other.params:
         return "the weights differ between two runs before the first step: the script sets no seed."
-    rows: set[int] = set()
-    for log in replayed:
-        rows |= set(next(iter(log.training_forwards), {}).get("rows", []))
-    if rows != set(first.get("rows", [])):
+    rows = {row for log in replayed for row in log.first_forward.rows or ()}
+    if rows != set(first.rows or ()):
         return (
             "the ranks did not get the samples of the run of one process: they come from no DataLoader, "
             "or change at random after it."
@@ -301,20 +293,25 @@ def loss_of_rank(case: Case) -> Judgement:
         return NotJudged(
             case.why_no_replay or "the ranks divide each batch, so they cannot be given the same."
         )
-    firsts = [next(iter(log.training_forwards), {}) for log in run.ranks]
-    backwards = [log.first("backward") or {} for log in run.ranks]
-    losses: list[Any] = [event.get("loss") for event in backwards]
-    if any(loss is None or not math.isfinite(loss) for loss in losses):
+    backwards = [log.first(Backward) or Backward() for log in run.ranks]
+    losses = [event.loss for event in backwards if event.loss is not None]
+    if len(losses) < len(backwards) or not all(map(math.isfinite, losses)):
         return NotJudged("the loss of step 1 is not one finite number.")
-    for key in ("params", "rows", "random"):
-        if any(first.get(key) != firsts[0].get(key) for first in firsts):
-            return NotJudged(f"the ranks began step 1 with different {_STARTS[key]}.")
+    first, *others = (log.first_forward for log in run.ranks)
+    for other in others:
+        for name, one, another in (
+            ("weights", first.params, other.params),
+            ("inputs", first.rows, other.rows),
+            ("states of the random generators", first.random, other.random),
+        ):
+            if one != another:
+                return NotJudged(f"the ranks began step 1 with different {name}.")
     if math.isclose(min(losses), max(losses), rel_tol=_SAME_LOSS, abs_tol=_ZERO_LOSS):
         return NoFault("in step 1, all ranks computed the same loss from the same batch.")
     return FaultFound(
         what="the loss depends on the rank: from the same batch and weights, the ranks compute different "
         "ones.",
-        at=backwards[0]["at"],
+        at=backwards[0].at,
         step=1,
         why="the mean over the ranks is then not the gradient of one loss. Often a weight in the loss was "
         "computed from one rank's part of the data.",
@@ -333,13 +330,13 @@ def mean_of_means(case: Case) -> Judgement:
     for run in (case.solo, case.ordinary):
         for log in run.ranks:
             lasts = _lasts_of_passes(log)
-            parts = [[e for e in update if e["k"] == "backward"] for update in log.updates]
+            parts = [update.backwards for update in log.updates]
             # Tasks with fixed weights have their sizes in every step.
-            sizes = {tuple(e["weight"] and e["weight"]["count"] for e in each) for each in parts}
+            sizes = {tuple(e.terms for e in each) for each in parts}
             by_design = not log.loaders and len(sizes) == 1
             steps += len(parts)
             for number, backwards in enumerate(parts, 1):
-                known += sum(event["weight"] is not None for event in backwards)
+                known += sum(event.terms > 0 for event in backwards)
                 pair = None if by_design else _unequal(backwards)
                 if pair is not None:
                     is_last = any(event in lasts for event in pair)
@@ -351,7 +348,7 @@ def mean_of_means(case: Case) -> Judgement:
         together = list(zip(*(log.updates for log in case.ranks), strict=False))
         lasts = [event for log in case.ranks for event in _lasts_of_passes(log)]
         for number, updates in enumerate(together, 1):
-            firsts = [update[0] for update in updates if update[0]["k"] == "backward"]
+            firsts = [update.backwards[0] for update in updates]
             pair = _unequal(firsts, across_ranks=True)
             if pair is not None:
                 by_chance = not _batches_differ(case, number)
@@ -376,7 +373,7 @@ class _Unequal:
         by_chance: Whether ranks have equally many samples, with different numbers of terms, such as tokens.
     """
 
-    pair: tuple[Event, Event]
+    pair: tuple[Backward, Backward]
     ranks: list[int]
     step: int
     is_last: bool
@@ -385,15 +382,15 @@ class _Unequal:
     @property
     def factor(self) -> float:
         """The weight of a term of the shorter part, relative to one of the longer."""
-        counts = [event["weight"]["count"] for event in self.pair]
-        return float(max(counts) / min(counts))
+        counts = [event.terms for event in self.pair]
+        return max(counts) / min(counts)
 
     @property
     def is_small(self) -> bool:
         return self.is_last or self.factor < (_SMALL_CHANCE if self.by_chance else _SMALL_FACTOR)
 
 
-def _lasts_of_passes(log: RankLog) -> list[Event]:
+def _lasts_of_passes(log: RankLog) -> list[Backward]:
     """The backwards on the last batches of passes that ended by themselves."""
     ended = (each for each in log.passes.values() if each.ended and each.backwards)
     return [event for each in ended for event in each.backwards[-1]]
@@ -402,24 +399,26 @@ def _lasts_of_passes(log: RankLog) -> list[Event]:
 def _batches_differ(case: Case, number: int) -> bool:
     """Whether the ranks got different numbers of samples for a step; False if they have no indices."""
     firsts = [
-        next((e for e in log.training_batches if e["s"] == number - 1), {}) for log in case.ranks
+        next((e for e in log.training_batches if e.steps_done == number - 1), None)
+        for log in case.ranks
     ]
-    sizes = {len(batch.get("ids") or ()) for batch in firsts}
+    sizes = {len(batch.ids or ()) if batch else 0 for batch in firsts}
     return len(sizes) > 1 and 0 not in sizes
 
 
-def _unequal(backwards: list[Event], *, across_ranks: bool = False) -> tuple[Event, Event] | None:
+def _unequal(
+    backwards: list[Backward], *, across_ranks: bool = False
+) -> tuple[Backward, Backward] | None:
     """Two backwards with the same total weight and different numbers of terms."""
-    if len({name for event in backwards for name in event.get("loaders", ())}) > 1:
+    if len({name for event in backwards for name in event.loaders}) > 1:
         return None  # tasks with data of their own, whose weights are the script's choice
-    known = [event for event in backwards if event["weight"] is not None]
+    known = [event for event in backwards if event.terms]
     for one, other in combinations(known, 2):
-        a, b = one["weight"], other["weight"]
-        totals = a["weight"] * a["count"] - b["weight"] * b["count"]
-        terms = (a["weight"] - b["weight"]) * b["count"]
+        totals = one.total_weight - other.total_weight
+        terms = (one.weight - other.weight) * other.terms
         # Two losses of one forward belong to one micro-batch.
-        apart = across_ranks or one["forwards"] != other["forwards"]
-        same_loss = a["kind"] == b["kind"] and one["at"] == other["at"]
+        apart = across_ranks or one.forwards != other.forwards
+        same_loss = one.kind == other.kind and one.at == other.at
         if abs(totals) < _SAME_TOTAL * abs(terms) and same_loss and apart:
             return one, other
     return None
@@ -427,18 +426,18 @@ def _unequal(backwards: list[Event], *, across_ranks: bool = False) -> tuple[Eve
 
 def _mean_fault(found: list[_Unequal], steps: int, fix: str) -> FaultFound:
     first = found[0]
-    larger, smaller = sorted((e["weight"] for e in first.pair), key=lambda w: -float(w["count"]))
+    smaller, larger = sorted(first.pair, key=lambda event: event.terms)
     factor = max(each.factor for each in found)
     return FaultFound(
-        what=f"a mean over {smaller['count']:g} terms has the same weight as one over "
-        f"{larger['count']:g}.",
-        at=first.pair[0]["at"],
+        what=f"a mean over {smaller.terms:g} terms has the same weight as one over "
+        f"{larger.terms:g}.",
+        at=first.pair[0].at,
         ranks=first.ranks,
         step=first.step,
         why="the mean of means is the mean only if all parts have the same length.",
         fix=fix,
-        evidence=f"weights of one term in step {first.step}: {larger['weight']:.4g} and "
-        f"{smaller['weight']:.4g}",
+        evidence=f"weights of one term in step {first.step}: {larger.weight:.4g} and "
+        f"{smaller.weight:.4g}",
         effect=f"a sample of the shorter part has up to {factor:.3g} times the weight, in {len(found)} of "
         f"{steps} steps",
         is_note=all(each.is_small for each in found),

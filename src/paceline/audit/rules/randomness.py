@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from typing import Any
 
-from paceline.audit.evidence import Event, Pass, RankLog
+from paceline.audit.events import (
+    BatchGiven,
+    Forward,
+    LoaderSeen,
+    PassBegun,
+    PassCut,
+    SamplesLoaded,
+)
+from paceline.audit.evidence import Pass, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # So many forwards with equal noise are a fault; fewer only if all are.
@@ -24,9 +32,9 @@ def same_order_each_epoch(case: Case) -> Judgement:
         if (fault := _other_epoch_on_a_rank(case, name)) is not None:
             return fault
         loader = log.loaders[name]
-        sampler = loader["sharding"]
+        sampler = loader.sharding
         has_epoch = "epoch" in sampler and sampler.get("shuffle", True)
-        if sampler.get("shuffle") is False or not (has_epoch or loader["takes_epoch"]):
+        if sampler.get("shuffle") is False or not (has_epoch or loader.takes_epoch):
             continue
         passes = _training_passes(log, name)
         if len(passes) < 2:
@@ -34,10 +42,10 @@ def same_order_each_epoch(case: Case) -> Judgement:
         judged = True
         for one, other in pairwise(passes):
             same, before, after = _same_order(one, other), one.begin, other.begin
-            if same or (same is None and has_epoch and before["epoch"] == after["epoch"]):
+            if same or (same is None and has_epoch and before.epoch == after.epoch):
                 return _same_epoch(loader, before, after, has_epoch=has_epoch, seen=bool(same))
     if judged:
-        cut = " The first one was cut short, to see the second." if log.of("pass-cut") else ""
+        cut = " The first one was cut short, to see the second." if log.of(PassCut) else ""
         return NoFault(f"the order differed between passes.{cut}")
     return NoFault("no sampler of the training data needs the epoch.")
 
@@ -46,15 +54,15 @@ def _other_epoch_on_a_rank(case: Case, name: str) -> FaultFound | None:
     """In one pass, the samplers of the ranks have different epochs."""
     passes = [_training_passes(log, name) if name in log.loaders else [] for log in case.ranks]
     for number, of_ranks in enumerate(zip(*passes, strict=False), 1):
-        epochs = [each.begin["epoch"] for each in of_ranks]
+        epochs = [each.begin.epoch for each in of_ranks]
         if len(set(epochs)) > 1:
             ranks = [rank for rank, epoch in enumerate(epochs) if epoch != max(epochs)]
             return FaultFound(
                 what=f"in pass {number}, the samplers of the ranks have different epochs: "
                 f"{', '.join(map(str, epochs))}.",
-                at=of_ranks[ranks[0]].begin["at"],
+                at=of_ranks[ranks[0]].begin.at,
                 ranks=ranks,
-                step=of_ranks[0].begin["s"] + 1,
+                step=of_ranks[0].begin.steps_done + 1,
                 why="the epoch decides the order of the whole dataset, and each rank takes its part of that "
                 "order. Parts of different orders overlap.",
                 fix="call sampler.set_epoch(epoch) on every rank, outside of branches such as "
@@ -66,30 +74,30 @@ def _other_epoch_on_a_rank(case: Case, name: str) -> FaultFound | None:
 
 
 def _same_epoch(
-    loader: Event, before: Event, after: Event, *, has_epoch: bool, seen: bool
+    loader: LoaderSeen, before: PassBegun, after: PassBegun, *, has_epoch: bool, seen: bool
 ) -> FaultFound:
-    passes = f"passes {before['pass_number'] + 1} and {after['pass_number'] + 1}"
-    if before["loader"] != after["loader"]:
+    passes = f"passes {before.pass_number + 1} and {after.pass_number + 1}"
+    if before.loader != after.loader:
         passes = "two passes over the sampler"
     return FaultFound(
         what="every epoch has the same order"
-        + (f": the sampler's epoch stays {after['epoch']}." if has_epoch else "."),
-        at=after["at"],
-        step=after["s"] + 1,
-        why=f"{loader['sampler' if has_epoch else 'dataset']} shuffles by (seed, epoch), and the script "
+        + (f": the sampler's epoch stays {after.epoch}." if has_epoch else "."),
+        at=after.at,
+        step=after.steps_done + 1,
+        why=f"{loader.sampler if has_epoch else loader.dataset} shuffles by (seed, epoch), and the script "
         "does not set the new epoch.",
         fix=f"call {'sampler' if has_epoch else 'dataset'}.set_epoch(epoch) before each pass over the "
         "loader.",
         evidence=f"{passes} gave the same samples in the same order"
         if seen
-        else f"{passes} both began with epoch {after['epoch']}",
+        else f"{passes} both began with epoch {after.epoch}",
         effect="100 % of the pass is a repetition of the order before",
     )
 
 
 def _same_order(one: Pass, other: Pass) -> bool | None:
     """Whether two passes began with the same samples in the same order; None if too few were seen."""
-    a, b = ([e["ids"] or e["content"] for e in each.batches] for each in (one, other))
+    a, b = ([e.ids or e.content for e in each.batches] for each in (one, other))
     common = min(len(a), len(b))
     if common < 2:
         return None
@@ -100,11 +108,11 @@ def _same_order(one: Pass, other: Pass) -> bool | None:
 
 def _training_passes(log: RankLog, name: str) -> list[Pass]:
     """The passes with a backward over the loaders of one sampler, except those left after one batch."""
-    sampler = log.loaders[name]["sampler_id"]
+    sampler = log.loaders[name].sampler_id
     return [
         each
         for (loader, _), each in log.passes.items()
-        if log.loaders[loader]["sampler_id"] == sampler
+        if log.loaders[loader].sampler_id == sampler
         and any(each.backwards)
         and (len(each.batches) > 1 or each.ended)
     ]
@@ -113,11 +121,11 @@ def _training_passes(log: RankLog, name: str) -> list[Pass]:
 def same_augmentation(case: Case) -> Judgement:
     """Workers or ranks draw the same random numbers for their samples."""
     training = set(case.ranks[0].training_loaders)
-    firsts: dict[tuple[int, int | None], Event] = {}
+    firsts: dict[tuple[int, int | None], SamplesLoaded] = {}
     for log in case.ranks:
         for event in log.fetches:
-            if event["loader"] in training and event["drew"]:
-                firsts.setdefault((log.rank, event["worker"]), event)
+            if event.loader in training and event.drew:
+                firsts.setdefault((log.rank, event.worker), event)
     if not firsts:
         if not all(log.fetches for log in case.ranks):
             return NotJudged("the loading of the samples was not recorded.")
@@ -125,14 +133,14 @@ def same_augmentation(case: Case) -> Judgement:
     for (one, first), (other, second) in combinations(firsts.items(), 2):
         same = [
             generator
-            for generator, after in first["drew"].items()
-            if second["drew"].get(generator) == after
-            and second["random"].get(generator) == first["random"].get(generator)
+            for generator, after in first.drew.items()
+            if second.drew.get(generator) == after
+            and second.random.get(generator) == first.random.get(generator)
         ]
         if same:
             return FaultFound(
                 what=f"{_worker(one)} and {_worker(other)} augment with the same random numbers.",
-                at=case.ranks[0].loaders[first["loader"]]["at"],
+                at=case.ranks[0].loaders[first.loader].at,
                 ranks=sorted({one[0], other[0]}),
                 step=1,
                 why=f"the generator '{same[0]}' had the same state in both when they made their first "
@@ -162,29 +170,29 @@ class _Noise:
         fewest: So many forwards must have equal noise.
     """
 
-    fingerprint: Callable[[Event], Any]
+    fingerprint: Callable[[Forward], Any]
     what: str
     why: str
     fix: str = "seed by rank after the model is built: torch.manual_seed(seed + rank)."
     fewest: int = 1
 
 
-def _state_at_batch(forward: Event) -> Any:
+def _state_at_batch(forward: Forward) -> Any:
     # Fewer numbers may be a choice that all ranks share, or a permutation of the batch.
-    is_noise = (forward["draws"] or 0) > _DRAWS_PER_SAMPLE * (forward["samples"] or 1)
-    return forward["random"]["torch"] if is_noise else None
+    is_noise = (forward.draws or 0) > _DRAWS_PER_SAMPLE * (forward.samples or 1)
+    return forward.random["torch"] if is_noise else None
 
 
 def _masks(generator: str) -> _Noise:
     return _Noise(
-        lambda forward: forward["random"].get(generator) if generator in forward["drew"] else None,
+        lambda forward: forward.random.get(generator) if generator in forward.drew else None,
         "draw the same dropout masks",
         f"the generator '{generator}' has the same state on both before the forward",
     )
 
 
 _RANDOM_INPUTS = _Noise(
-    lambda forward: forward.get("rows"),
+    lambda forward: forward.rows,
     "give a model the same random inputs",
     "their batches differ, and these inputs do not: they come from generators with one seed",
     "seed the generator by rank: torch.Generator().manual_seed(seed + rank).",
@@ -212,10 +220,10 @@ def same_dropout(case: Case) -> Judgement:
     if not case.trains_together:
         return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
     one = case.ranks[0]
-    models = sorted({event["model"] for event in one.training_forwards})
+    models = sorted({event.model for event in one.training_forwards})
     is_drawn = False
     for noise, other, model in product(_NOISES, case.ranks[1:], models):
-        both = ([e for e in log.training_forwards if e["model"] == model] for log in (one, other))
+        both = ([e for e in log.training_forwards if e.model == model] for log in (one, other))
         pairs = [(a, b) for a, b in zip(*both, strict=False) if noise.fingerprint(a) is not None]
         is_drawn |= noise is not _RANDOM_INPUTS and bool(pairs)
         same = [a for a, b in pairs if noise.fingerprint(a) == noise.fingerprint(b)]
@@ -225,9 +233,9 @@ def same_dropout(case: Case) -> Judgement:
             continue
         return FaultFound(
             what=f"ranks 0 and {other.rank} {noise.what}.",
-            at=same[0]["at"],
+            at=same[0].at,
             ranks=[0, other.rank],
-            step=same[0]["s"] + 1,
+            step=same[0].steps_done + 1,
             why=f"{noise.why}, so the noise does not average out over the ranks.",
             fix=noise.fix
             if len(same) == len(pairs)
@@ -240,8 +248,8 @@ def same_dropout(case: Case) -> Judgement:
     return NoFault("no two ranks drew the same noise for their forwards.")
 
 
-def _are_new(one: RankLog, other: RankLog, same: list[Event], count: int) -> bool:
+def _are_new(one: RankLog, other: RankLog, same: list[Forward], count: int) -> bool:
     """Whether the inputs of a model are equal in all of `count` forwards and in none of the batches."""
-    batches = [[(e["ids"], e.get("content")) for e in log.of("batch")] for log in (one, other)]
-    distinct = {tuple(event["rows"]) for event in same}
+    batches = [[(e.ids, e.content) for e in log.of(BatchGiven)] for log in (one, other)]
+    distinct = {tuple(event.rows or ()) for event in same}
     return batches[0] != batches[1] and count == len(distinct)

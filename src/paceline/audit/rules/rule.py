@@ -7,6 +7,14 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from paceline.audit.events import (
+    Backward,
+    CollectiveBegun,
+    DDPBuilt,
+    Event,
+    ModelSeen,
+    OptimizerStep,
+)
 from paceline.audit.evidence import RankLog, Run
 
 
@@ -47,19 +55,21 @@ class Case:
     def trains_together(self) -> bool:
         """Whether the ranks exchange gradients, or parts of the model, in the watched steps."""
         log = self.ranks[0]
-        if any(event["layout"] for event in log.of("model")):
+        if any(event.layout for event in log.of(ModelSeen)):
             return True
-        if any(event["sync"] is not None for event in log.training_forwards):
+        if any(event.sync is not None for event in log.training_forwards):
             return True
-        events = log.of("backward", "collective", "step")
-        return any((a["k"], b["k"]) == ("backward", "collective") for a, b in pairwise(events))
+        events: list[Event] = log.of(Backward, CollectiveBegun, OptimizerStep)
+        return any(
+            isinstance(a, Backward) and isinstance(b, CollectiveBegun) for a, b in pairwise(events)
+        )
 
     @property
     def splits_model(self) -> bool:
         """Whether the ranks may hold parts of one model, so that equal samples are right."""
         log = self.ranks[0]
-        groups = [event["ranks"] for event in log.of("ddp")]
-        layouts = {event["layout"] for event in log.of("model")}
+        groups = [event.ranks for event in log.of(DDPBuilt)]
+        layouts = {event.layout for event in log.of(ModelSeen)}
         if groups or "data" in layouts:
             return any(ranks != self.world_size for ranks in groups)
         return "parts" in layouts or log.exchanges_activations
@@ -67,7 +77,7 @@ class Case:
     @property
     def updates_apart(self) -> bool:
         """Whether ranks update other parameters in other numbers of steps, which do not match then."""
-        each = [{name for e in log.of("step") for name in e["grads"]} for log in self.ranks]
+        each = [{name for e in log.of(OptimizerStep) for name in e.grads} for log in self.ranks]
         are_disjoint = sum(map(len, each)) == len(set.union(*each))
         numbers = {log.steps for log in self.ranks}
         return are_disjoint and len(numbers) > 1 and sum(map(bool, each)) > 1

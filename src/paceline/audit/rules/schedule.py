@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.audit.events import OptimizerStep, ScheduleStepped, TrainsOn
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
@@ -38,12 +39,12 @@ def fast_schedule(case: Case) -> Judgement:
     if _follows_metric(case):
         return NotJudged("the schedule follows a metric.")
     loaders = [[each.loaders[name] for name in each.training_loaders] for each in (solo, log)]
-    lengths = [own[0]["batches"] if own else None for own in loaders]
+    lengths = [own[0].batches if own else None for own in loaders]
     if not lengths[0] or not lengths[1]:
         return NotJudged(
             "the length of an epoch is unknown, and with it the expected learning rate."
         )
-    if lengths[0] == lengths[1] and len({e["batch_size"] for own in loaders for e in own}) == 1:
+    if lengths[0] == lengths[1] and len({e.batch_size for own in loaders for e in own}) == 1:
         return NotJudged("the ranks get no shards, so their part of an epoch is unknown.")
     reach = lengths[0] / lengths[1]  # the steps of one process in a step of the N ranks
     expected, rates = np.array(_rates(solo)), np.array(_rates(log))
@@ -110,18 +111,18 @@ def fast_schedule(case: Case) -> Judgement:
 
 
 def _follows_metric(case: Case) -> bool:
-    return any(event["metric"] is not None for event in case.solo.ranks[0].of("schedule"))
+    return any(event.metric is not None for event in case.solo.ranks[0].of(ScheduleStepped))
 
 
 def _place(log: RankLog) -> str:
     """The line of the schedule's step, else that of the optimizer's."""
-    return str((log.first("schedule") or log.of("step")[0])["at"])
+    return str((log.first(ScheduleStepped) or log.of(OptimizerStep)[0]).at)
 
 
 def unfinished_schedule(case: Case) -> Judgement:
     """The rate of one process ends near 0, and that of N processes, which take fewer steps, does not."""
     solo, log = case.solo.ranks[0], case.ranks[0]
-    if any(each.of("trains-on") for each in (solo, *case.ranks)):
+    if any(each.of(TrainsOn) for each in (solo, *case.ranks)):
         return NotJudged("the script trains on after the watched steps.")
     if case.ordinary.hung or case.ordinary.returncode or case.updates_apart:
         return NotJudged("not every rank trained to the end of the script.")
@@ -158,16 +159,16 @@ def unfinished_schedule(case: Case) -> Judgement:
 
 def schedule_of_rank(case: Case) -> Judgement:
     """`ReduceLROnPlateau` is stepped with a metric of each rank, so it lowers the rates at other times."""
-    each = [[e for e in log.of("schedule") if e["metric"] is not None] for log in case.ranks]
+    each = [[e for e in log.of(ScheduleStepped) if e.metric is not None] for log in case.ranks]
     for events in zip(*each, strict=False):
-        metrics = [float(event["metric"]) for event in events]
+        metrics = [float(event.metric) for event in events]
         least, most = min(metrics), max(metrics)
         if not all(map(math.isfinite, metrics)) or math.isclose(least, most, rel_tol=_SAME_METRIC):
             continue
         return FaultFound(
             what="ReduceLROnPlateau gets a different metric on each rank.",
-            at=events[0]["at"],
-            step=events[0]["s"] or None,
+            at=events[0].at,
+            step=events[0].steps_done or None,
             why="each rank decides by its own metric when to lower the learning rate. From then on the "
             "ranks make different updates, and their weights drift apart.",
             fix="reduce the metric over all ranks before the step of the schedule.",
@@ -181,9 +182,12 @@ def schedule_of_rank(case: Case) -> Judgement:
 
 def _calls(log: RankLog) -> int:
     """The calls of the schedule before the last update, because empty passes follow it."""
-    events = log.of("schedule", "step")
-    last = max((number for number, event in enumerate(events) if event["k"] == "step"), default=0)
-    return sum(event["k"] == "schedule" for event in events[:last])
+    events = log.of(ScheduleStepped, OptimizerStep)
+    last = max(
+        (number for number, event in enumerate(events) if isinstance(event, OptimizerStep)),
+        default=0,
+    )
+    return sum(isinstance(event, ScheduleStepped) for event in events[:last])
 
 
 def _rates(log: RankLog) -> list[float]:
@@ -191,10 +195,10 @@ def _rates(log: RankLog) -> list[float]:
 
     The absolute rate may depend on the number of processes (linear scaling).
     """
-    first = next((event["lrs"][0] for event in log.of("step")), 0.0)
+    first = next((event.lrs[0] for event in log.of(OptimizerStep)), 0.0)
     rates = {
-        event["s"]: float(event["lrs"][0]) / (event["base"] or first or 1.0)
-        for event in log.of("step")
+        event.step: float(event.lrs[0]) / (event.base or first or 1.0)
+        for event in log.of(OptimizerStep)
     }
     return [rates[step] for step in sorted(rates)]
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from paceline.audit.evidence import Event, RankLog
+from paceline.audit.events import BatchGiven, LoaderSeen, SeedSet
+from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
 # The padding of a sampler causes a smaller share of common samples.
@@ -38,12 +39,12 @@ def whole_dataset(case: Case) -> Judgement:
 
 def _divides_batches(case: Case) -> bool:
     """Whether the ranks get equal batches, and each gives the model another part of them."""
-    sizes = [e["size"] or 0 for e in case.ranks[0].training_batches][:_MIN_FORWARDS]
+    sizes = [e.size or 0 for e in case.ranks[0].training_batches][:_MIN_FORWARDS]
     forwards = list(zip(*(each.training_forwards for each in case.ranks), strict=False))
     if not sizes or len(forwards) < len(sizes):
         return False
     for size, parts in zip(sizes, forwards, strict=False):
-        rows = [row for event in parts for row in event.get("rows", ())]
+        rows = [row for event in parts for row in event.rows or ()]
         if not rows or len(set(rows)) < len(rows) or len(rows) > size:
             return False
     return True
@@ -84,14 +85,14 @@ def _overlap_in_loader(case: Case, name: str, *, sharded: bool) -> Judgement:
         )
     if any(map(_is_resampled, read)) and any(each != read[0] for each in read):
         return NotJudged("samples are drawn with replacement, so the ranks share some by chance.")
-    if case.ranks[0].loaders[name]["iterable"]:
+    if case.ranks[0].loaders[name].iterable:
         read = [_up_to_first_repeated(each) for each in read]
     if _is_different_data(read):
         return NoFault("each rank reads its own data")
     is_shard = all(_is_sharded(log.loaders[name], case.world_size) for log in case.ranks)
     seen = Counter(key for each in read for key in set(each))
     common = sum(times > 1 for times in seen.values())
-    if case.ranks[0].loaders[name]["iterable"]:
+    if case.ranks[0].loaders[name].iterable:
         is_shard = common < _WHOLE * min(len(set(each)) for each in read)
     # Samplers pad the end of a pass with samples of its beginning, which are then read twice.
     padding = case.world_size * 2
@@ -103,7 +104,7 @@ def _overlap_in_loader(case: Case, name: str, *, sharded: bool) -> Judgement:
         if common >= _MIN_COMMON:
             return _fault(case, name, common, len(seen), sharded=sharded)
         return NotJudged(
-            f"each rank iterates over all {case.ranks[0].loaders[name]['samples']} samples of its "
+            f"each rank iterates over all {case.ranks[0].loaders[name].samples} samples of its "
             "dataset; these steps do not show whether they are the same samples."
         )
     return NoFault(f"{len(seen)} samples of {len(case.ranks)} ranks, {common} in common")
@@ -111,16 +112,16 @@ def _overlap_in_loader(case: Case, name: str, *, sharded: bool) -> Judgement:
 
 def _splits_differ(case: Case, name: str) -> bool:
     """Whether the ranks have other subsets of the dataset."""
-    return len({log.loaders[name]["split"] for log in case.ranks}) > 1
+    return len({log.loaders[name].split for log in case.ranks}) > 1
 
 
 def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> FaultFound:
     loader = case.ranks[0].loaders[name]
-    iterable = loader["iterable"]
-    step = next((e["s"] + 1 for e in case.ranks[0].of("batch") if e["loader"] == name), 1)
+    iterable = loader.iterable
+    step = next((e.steps_done + 1 for e in case.ranks[0].of(BatchGiven) if e.loader == name), 1)
     fault = partial(
         FaultFound,
-        at=loader["at"],
+        at=loader.at,
         step=step,
         evidence=f"{common} of {seen} samples of the first pass were read by more than one rank",
         effect=f"{common / max(seen, 1):.0%} of the samples are seen by more than one rank",
@@ -128,14 +129,14 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
     cut = "give each rank its part of the stream, such as islice(samples, rank, None, world_size)."
     if not sharded:
         return fault(
-            what=f"every rank trains on the whole dataset ({loader['dataset' if iterable else 'sampler']}, "
+            what=f"every rank trains on the whole dataset ({loader.dataset if iterable else loader.sampler}, "
             "no shards).",
             why=f"{case.world_size} processes repeat the work of one.",
             fix=cut
             if iterable
             else "give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch.",
         )
-    seeds = [log.loaders[name]["sharding"].get("seed") for log in case.ranks]
+    seeds = [log.loaders[name].sharding.get("seed") for log in case.ranks]
     cause, why = "", "each rank cuts its shard from a different order: "
     fix = "give the sampler the same seed on every rank; only its rank must differ."
     if iterable:
@@ -154,12 +155,12 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
 
 def different_datasets(case: Case) -> Judgement:
     """A sampler divides one dataset over the ranks, and the ranks have different datasets."""
-    if not all(log.of("seed") for log in case.ranks):
+    if not all(log.of(SeedSet) for log in case.ranks):
         return NotJudged("the script sets no seed, so each rank may make samples of its own.")
     compared = 0
     for name in case.ranks[0].training_loaders:
         loaders = [log.loaders.get(name) for log in case.ranks]
-        if not all(loader and loader["sharding"].get("num_replicas", 1) > 1 for loader in loaders):
+        if not all(loader and loader.sharding.get("num_replicas", 1) > 1 for loader in loaders):
             continue
         each = [_contents_by_index(log, name) for log in case.ranks]
         if None in each:
@@ -171,7 +172,7 @@ def different_datasets(case: Case) -> Judgement:
         if len(differing) >= _MIN_COMMON:
             return FaultFound(
                 what="the ranks have different datasets, which one sampler divides.",
-                at=case.ranks[0].loaders[name]["at"],
+                at=case.ranks[0].loaders[name].at,
                 why="the sampler gives each index to one rank. If the ranks number, select or normalise the "
                 "samples in different ways, some samples are never used, or are used with other values.",
                 fix="build the dataset alike on all ranks, with one seed and from all samples; the sampler "
@@ -202,13 +203,14 @@ def _contents_by_index(log: RankLog, name: str) -> dict[Any, int] | None:
 def _contents(log: RankLog, name: str, kind: str) -> Iterator[tuple[Any, int]]:
     """The index of each sample that a rank has read, with the digest of its content or of its labels."""
     for event in log.fetches:
-        if event["loader"] == name and len(event["ids"] or ()) == len(event[kind]):
-            yield from zip(event["ids"] or (), event[kind], strict=True)
+        digests = event.labels if kind == "labels" else event.contents
+        if event.loader == name and len(event.ids or ()) == len(digests):
+            yield from zip(event.ids or (), digests, strict=True)
 
 
 def _seeds_differ(case: Case, name: str) -> bool:
     """Whether a sampler that cuts shards from a shuffled order has different seeds on the ranks."""
-    samplers = [log.loaders[name]["sharding"] for log in case.ranks]
+    samplers = [log.loaders[name].sharding for log in case.ranks]
     shuffled = all(each.get("num_replicas", 1) > 1 and each.get("shuffle") for each in samplers)
     return shuffled and len({each.get("seed") for each in samplers}) > 1
 
@@ -217,20 +219,22 @@ def _reads_whole_dataset(case: Case, name: str) -> bool:
     """Whether each rank's pass over a loader reads its whole dataset."""
     for log in case.ranks:
         loader = log.loaders[name]
-        samples, batches, size = loader["samples"], loader["batches"], loader["batch_size"]
-        if loader["iterable"] or samples != loader["root_samples"]:
+        samples, batches, size = loader.samples, loader.batches, loader.batch_size
+        if loader.iterable or samples != loader.root_samples:
             return False
-        if None in (samples, batches, size) or batches * size <= samples - size:
+        if samples is None or batches is None or size is None:
             return False
-        if loader["sampler"] not in ("RandomSampler", "SequentialSampler"):
+        if batches * size <= samples - size:
+            return False
+        if loader.sampler not in ("RandomSampler", "SequentialSampler"):
             return False
     return True
 
 
-def _is_sharded(loader: Event, world_size: int) -> bool:
-    if loader["sharding"].get("num_replicas", 1) > 1:
+def _is_sharded(loader: LoaderSeen, world_size: int) -> bool:
+    if loader.sharding.get("num_replicas", 1) > 1:
         return True
-    samples, root = loader["samples"], loader["root_samples"]
+    samples, root = loader.samples, loader.root_samples
     return bool(samples and root and samples * world_size <= root + world_size)
 
 
@@ -248,17 +252,18 @@ def _samples_read(log: RankLog, name: str, world_size: int) -> list[Any]:
 
     Of a pass without an end, only as many as the rank's share of the dataset.
     """
-    fetches = [event for event in log.fetches if event["loader"] == name]
+    fetches = [event for event in log.fetches if event.loader == name]
     # A random augmentation differs from rank to rank; the label does not.
-    kind = "labels" if any(event["drew"] for event in fetches) else "contents"
-    if log.loaders[name]["iterable"]:
-        first_pass = (event[kind] for event in fetches if event["pass_number"] == 0)
+    kind = "labels" if any(event.drew for event in fetches) else "contents"
+    if log.loaders[name].iterable:
+        own = [event for event in fetches if event.pass_number == 0]
+        first_pass = (event.labels if kind == "labels" else event.contents for event in own)
         return [part for each in first_pass for part in each if part]
     contents = dict(_contents(log, name, kind))
     # A persistent worker does not know its pass; the rank's process does.
     first = log.passes.get((name, 0))
-    given = [event["ids"] or [] for event in first.batches] if first else []
-    whole = log.loaders[name]["root_samples"]
+    given = [event.ids or [] for event in first.batches] if first else []
+    whole = log.loaders[name].root_samples
     share = None if whole is None else -(-whole // world_size)
     return [(i, contents[i]) for ids in given for i in ids if i in contents][:share]
 
@@ -285,7 +290,7 @@ def _known_by_few_labels(read: list[Any]) -> bool:
 
 def _inputs_without_loader(case: Case) -> Judgement:
     """A loop without loaders: compare the rows that went into the model."""
-    rows = [[e["rows"] for e in log.training_forwards if "rows" in e] for log in case.ranks]
+    rows = [[e.rows for e in log.training_forwards if e.rows is not None] for log in case.ranks]
     count = min(map(len, rows))
     if count < _MIN_FORWARDS:
         return NotJudged(
@@ -303,7 +308,7 @@ def _inputs_without_loader(case: Case) -> Judgement:
     if (same or shifted) and len(common) > _MIN_FORWARDS:
         return FaultFound(
             what="every rank trains on the same samples.",
-            at=case.ranks[0].training_forwards[0]["at"],
+            at=case.ranks[0].training_forwards[0].at,
             step=1,
             why=f"{case.world_size} processes repeat the work of one.",
             fix="give each rank its own part, such as indices[rank::world_size].",

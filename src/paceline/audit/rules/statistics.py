@@ -2,79 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from paceline.audit.evidence import Event
+from paceline.audit.events import DDPBuilt, Digests, Forward, ModelSeen, RankEnded
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.audit.rules.weights import find_mismatch
 
 
 def different_buffers(case: Case) -> Judgement:
     """Buffers differ between ranks in an evaluation, else in training and at the end."""
-    if not any(event["buffers"] for log in case.ranks for event in log.of("model")):
+    if not any(event.buffers for log in case.ranks for event in log.of(ModelSeen)):
         return NoFault("the model has no buffers.")
     log = case.ranks[0]
-    unwrapped = not log.of("ddp") and not any(event["layout"] for event in log.of("model"))
+    unwrapped = not log.of(DDPBuilt) and not any(event.layout for event in log.of(ModelSeen))
     mismatch = find_mismatch(case) if unwrapped else None
     if mismatch is not None and not mismatch.outside:
         return NotJudged("the ranks' weights differ, and with them their statistics.")
     # DDP makes them equal before each forward, so after the last one they may differ a little.
-    ends = [(log.first("end") or {}).get("buffers") for log in case.ranks]
-    events = [
-        [e for e in log.of("forward-end") if e["evaluation"] is not None] for log in case.ranks
-    ]
-    key, when = "evaluation", "evaluating"
+    ends = [(log.first(RankEnded) or RankEnded()).buffers for log in case.ranks]
+    events = [[e for e in log.of(Forward) if e.evaluation is not None] for log in case.ranks]
+    when = "evaluating"
     if not all(events):
         if all(end == ends[0] for end in ends):
             return NoFault("the buffers were equal on all ranks at the end of the training.")
         events = [log.training_forwards for log in case.ranks]
-        key, when = "s", "training"
+        when = "training"
     # Of each evaluation or step, the first forward.
-    firsts = [{event[key]: event for event in reversed(own)} for own in events]
-    first, names = _difference(firsts, "buffers")
-    if not names:
+    each = [
+        {e.steps_done if when == "training" else e.evaluation: e for e in reversed(own)}
+        for own in events
+    ]
+    found = _difference(each, lambda event: event.buffers)
+    if found is None:
         return NoFault(f"the buffers were equal on all ranks when {when}.")
+    first, names = found
     return FaultFound(
         what=f"{names[0]} differs between ranks when {when}.",
-        at=first["at"],
-        step=first["s"] + (when == "training"),
+        at=first.at,
+        step=first.steps_done + (when == "training"),
         why="each rank updates its buffers from its own samples, so each rank evaluates a different model.",
         fix="use SyncBatchNorm, or make the buffers equal (all_reduce or broadcast them) before the model "
         "is used.",
-        evidence=f"equal names, other values, after step {first['s']}",
-        effect=f"{len(names)} of {len(first['buffers'])} buffers differ between ranks",
+        evidence=f"equal names, other values, after step {first.steps_done}",
+        effect=f"{len(names)} of {len(first.buffers)} buffers differ between ranks",
     )
 
 
 def different_untrained_models(case: Case) -> Judgement:
     """The ranks evaluate a model that is not trained, such as a mean of the weights, with other weights."""
     each = [
-        {(e["evaluation"], e["model"]): e for e in log.of("forward-end") if "other_params" in e}
+        {(e.evaluation, e.model): e for e in log.of(Forward) if e.other_params is not None}
         for log in case.ranks
     ]
-    first, names = _difference(each, "other_params")
-    if names:
+    found = _difference(each, lambda event: event.other_params or {})
+    if found is not None:
+        first, names = found
         return FaultFound(
             what=f"the ranks evaluate a model with different weights: {names[0]}.",
-            at=first["at"],
-            step=first["s"] or None,
+            at=first.at,
+            step=first.steps_done or None,
             why="no optimizer trains this model, so the script has to keep it equal: a mean of the weights "
             "(EMA) that only one rank updates is not.",
             fix="update it on every rank, or broadcast it before the evaluation.",
-            evidence=f"the digests of {names[0]} in the evaluation after step {first['s']}",
-            effect=f"{len(names)} of {len(first['other_params'])} parameters differ between ranks",
+            evidence=f"the digests of {names[0]} in the evaluation after step {first.steps_done}",
+            effect=f"{len(names)} of {len(first.other_params or ())} parameters differ between ranks",
         )
     if not all(each):
         return NoFault("all models that were evaluated are trained.")
     return NoFault("models that were evaluated and are not trained were equal on all ranks.")
 
 
-def _difference(each: list[dict[Any, Event]], digests: str) -> tuple[Event, list[str]]:
+def _difference(
+    each: list[dict[Any, Forward]], digests_of: Callable[[Forward], Digests]
+) -> tuple[Forward, list[str]] | None:
     """The first event of rank 0 whose digests differ from those of another rank, and their names."""
     for key in sorted(set.intersection(*map(set, each))):
         first, *others = (own[key] for own in each)
-        own = first[digests]
-        names = [n for n in own if any(e[digests].get(n) != own[n] for e in others)]
+        digests = digests_of(first)
+        names = [n for n in digests if any(digests_of(e).get(n) != digests[n] for e in others)]
         if names:
             return first, names
-    return {}, []
+    return None

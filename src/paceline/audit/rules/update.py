@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from paceline.audit.evidence import Event, RankLog
+from paceline.audit.events import (
+    Backward,
+    BackwardEnded,
+    Clipped,
+    DDPBuilt,
+    Event,
+    Forward,
+    OptimizerStep,
+    ScalerStepped,
+    Unscaled,
+)
+from paceline.audit.evidence import RankLog, Update, UpdateCall
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, outliers
 from paceline.errors import name_ranks
 
@@ -13,21 +24,21 @@ from paceline.errors import name_ranks
 _close = partial(math.isclose, rel_tol=1e-3)
 # Factors of shards that differ by less are equal; and a fault differs in so many steps.
 _SAME_FACTOR, _MIN_STEPS = 0.02, 3
-_WORDS = {
-    "clip": ("clipped", "did not clip"),
-    "scaler-unscale": ("unscaled", "did not unscale"),
-    "scaler-step": ("used the scaler", "did not use the scaler"),
-    "step": ("updated", "did not update"),
+_WORDS: dict[type[Event], tuple[str, str]] = {
+    Clipped: ("clipped", "did not clip"),
+    Unscaled: ("unscaled", "did not unscale"),
+    ScalerStepped: ("used the scaler", "did not use the scaler"),
+    OptimizerStep: ("updated", "did not update"),
 }
 
 
-def _clips(log: RankLog) -> list[tuple[int, list[Event], Event]]:
-    """The clips, each with the number of its update and the events of this update."""
+def _clips(log: RankLog) -> list[tuple[int, Update, Clipped]]:
+    """The clips, each with its update and the number of the update."""
     return [
-        (number, update, event)
+        (number, update, call)
         for number, update in enumerate(log.updates, 1)
-        for event in update
-        if event["k"] == "clip"
+        for call in update.calls
+        if isinstance(call, Clipped)
     ]
 
 
@@ -37,11 +48,11 @@ def clip_before_unscale(case: Case) -> Judgement:
         clip for run in (case.ordinary, case.solo) for log in run.ranks for clip in _clips(log)
     ]
     for number, _, event in clips:
-        scale, norm = event["scale"], event["norm"]
+        scale, norm = event.scale, event.norm
         if scale != 1:
             return FaultFound(
                 what="gradients are clipped before they are unscaled.",
-                at=event["at"],
+                at=event.at,
                 step=number,
                 why=f"they are still {scale:g} times too large, so clipping removes almost all of them.",
                 fix="call scaler.unscale_(optimizer) before clipping.",
@@ -61,15 +72,18 @@ def clip_before_reduction(case: Case) -> Judgement:
         return NoFault("not every rank clipped gradients.")
     for clips in zip(*each, strict=False):
         number, _, event = clips[0]
-        norms = [clip["norm"] for _, _, clip in clips]
-        steps = [next((e for e in update if e["k"] == "step"), None) for _, update, _ in clips]
-        if None in norms or None in steps or _close(min(norms), max(norms)):
+        norms = [clip.norm for _, _, clip in clips if clip.norm is not None]
+        steps = [
+            next((call for call in update.calls if isinstance(call, OptimizerStep)), None)
+            for _, update, _ in clips
+        ]
+        used = [step.grads for step in steps if step is not None]
+        if min(len(norms), len(used)) < len(clips) or _close(min(norms), max(norms)):
             continue
-        used = [{n: d[0] for n, d in step["grads"].items()} for step in steps if step is not None]
         if all(own == used[0] for own in used):
             return FaultFound(
                 what="each rank clips its own gradients before they are reduced.",
-                at=event["at"],
+                at=event.at,
                 step=number,
                 why="the norm of one rank's gradients is not that of the mean over the ranks, so the result "
                 "depends on the number of processes.",
@@ -100,10 +114,10 @@ def clip_of_shard(case: Case) -> Judgement:
         return NoFault(f"in {len(shared)} steps, all ranks scaled their shards by the same factor.")
     step = differing[0]
     factors = [own[step] for own in each]
-    event = next(e for e in case.ranks[0].of("step") if e["s"] == step)
+    event = case.ranks[0].optimizer_steps(step)[0]
     return FaultFound(
         what="each rank scales its shards of the gradient by a different factor.",
-        at=event["at"],
+        at=event.at,
         step=step,
         why="the shards are parts of one gradient. A factor of its own on each rank changes its direction; "
         "often each rank clips by the norm of its own shards.",
@@ -117,15 +131,16 @@ def _shard_factors(log: RankLog) -> dict[int, float]:
     """By step, the factor by which the rank scaled all its shards after the backward; only if it is one."""
     found: dict[int, float] = {}
     norms: dict[str, float] = {}
-    for event in log.of("backward-end", "step"):
-        if event["k"] == "backward-end":
-            norms = event.get("shards") or {}
+    for event in log.events:
+        if isinstance(event, BackwardEnded):
+            norms = event.shards
+        if not isinstance(event, OptimizerStep):
             continue
-        known = [name for name in event["grads"] if norms.get(name)]
-        factors = [event["grads"][name][1] / norms[name] for name in known]
+        known = [name for name in event.norms if norms.get(name)]
+        factors = [event.norms[name] / norms[name] for name in known]
         same = factors and math.isclose(min(factors), max(factors), rel_tol=_SAME_FACTOR)
-        if same and min(factors) and len(known) == len(event["grads"]):
-            found.setdefault(event["s"], factors[0])
+        if same and min(factors) and len(known) == len(event.norms):
+            found.setdefault(event.step, factors[0])
     return found
 
 
@@ -133,58 +148,61 @@ def update_on_one_rank(case: Case) -> Judgement:
     """One rank clips, unscales or steps and the others do not."""
     each = [_updates(log) for log in case.ranks]
     for number, updates in enumerate(zip(*each, strict=False), 1):
-        kinds = [tuple(event["k"] for event in update[1:]) for update in updates]
+        kinds = [tuple(type(call) for call in calls) for calls in updates]
         minority = outliers(kinds)
         if not minority or number == min(map(len, each)):
             continue  # equal, or the last one, which the end of the run may have cut
         usual = next(own for rank, own in enumerate(kinds) if rank not in minority)
-        calls = [event for update in updates for event in update[1:]]
-        differing = [e for e in calls if (e["k"] in kinds[minority[0]]) != (e["k"] in usual)]
+        calls = [call for own in updates for call in own]
+        unusual = set(kinds[minority[0]]) ^ set(usual)
+        differing = [call for call in calls if type(call) in unusual]
         what, ranks = _difference(kinds)
-        step = 1 + sum(e["k"] == "step" for update in each[0][: number - 1] for e in update)
+        before = [call for own in each[0][: number - 1] for call in own]
+        step = 1 + sum(isinstance(call, OptimizerStep) for call in before)
         return FaultFound(
             what=f"in step {step} the ranks do different things: {what}.",
-            at=(differing or calls)[0]["at"],
+            at=(differing or calls)[0].at,
             ranks=ranks or minority,
             step=step,
             why="after the reduction all ranks have the same gradient. A rank that changes it alone gets "
             "other weights.",
             fix="clip, unscale and step on every rank; decide on values that are equal on all ranks.",
             evidence="; ".join(
-                f"rank {r}: {' '.join(k) or 'nothing'}" for r, k in enumerate(kinds)
+                f"rank {rank} {', '.join(_WORDS[kind][0] for kind in own) or 'did nothing'}"
+                for rank, own in enumerate(kinds)
             ),
             effect=f"{len(minority)} of {case.world_size} ranks update differently",
         )
     return NoFault("all ranks unscaled, clipped and stepped in the same way.")
 
 
-def _updates(log: RankLog) -> list[list[Event]]:
+def _updates(log: RankLog) -> list[list[UpdateCall]]:
     """For each backward that all ranks share: the clips, scaler calls and steps after it.
 
     Backwards under `no_sync` are not shared.
     """
-    found: list[list[Event]] = []
+    found: list[list[UpdateCall]] = []
     shared = True
-    wrapped = log.first("ddp") is not None
-    for event in log.of("forward-end", "backward", "scaler-unscale", "clip", "scaler-step", "step"):
-        if event["k"] == "forward-end":
+    wrapped = log.first(DDPBuilt) is not None
+    for event in log.events:
+        if isinstance(event, Forward):
             # A model without DDP beside one with DDP may belong to one rank alone.
-            shared = event["sync"] is True if wrapped else event["sync"] is not False
-        elif event["k"] == "backward" and shared:
-            found.append([event])
-        elif event["k"] != "backward" and found:
+            shared = event.sync is True if wrapped else event.sync is not False
+        elif isinstance(event, Backward) and shared:
+            found.append([])
+        elif isinstance(event, UpdateCall) and found:
             found[-1].append(event)
     return found
 
 
-def _difference(kinds: list[tuple[str, ...]]) -> tuple[str, list[int]]:
+def _difference(kinds: list[tuple[type[Event], ...]]) -> tuple[str, list[int]]:
     """What some ranks did and others did not, and which ranks are wrong."""
     for kind, (done, not_done) in _WORDS.items():
         having = [rank for rank, own in enumerate(kinds) if kind in own]
         lacking = [rank for rank, own in enumerate(kinds) if kind not in own]
         if having and lacking:
             # A rank that updates without the scaler or not at all is wrong, even if most ranks do so.
-            if len(having) <= len(lacking) and kind not in ("scaler-step", "step"):
+            if len(having) <= len(lacking) and kind not in (ScalerStepped, OptimizerStep):
                 return f"only {name_ranks(having)} {done}", having
             return f"only {name_ranks(lacking)} {not_done}", lacking
     return "in a different order or number", []

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
-from paceline.audit.evidence import Event, RankLog
+from paceline.audit.events import (
+    DDPBuilt,
+    Digests,
+    Forward,
+    StateLoaded,
+    Updated,
+    WeightsChanged,
+)
+from paceline.audit.evidence import RankLog
 from paceline.audit.models import full_name
 from paceline.audit.rules.rule import (
     Case,
@@ -17,7 +25,7 @@ from paceline.audit.rules.rule import (
 )
 from paceline.errors import name_ranks
 
-Digests = dict[int, dict[str, int]]
+DigestsByStep = dict[int, Digests]
 
 
 @dataclass(frozen=True)
@@ -45,19 +53,19 @@ class Mismatch:
         return f"{len(self.names)} parameters differ between ranks from step {self.step + self.outside} on"
 
 
-def _before_step(log: RankLog) -> Digests:
+def _before_step(log: RankLog) -> DigestsByStep:
     """Each parameter's digest in the first forward after its last update of step s."""
-    found: Digests = {}
-    for event in log.of("forward-end"):
-        for name, each in event.get("params", {}).items():
-            found.setdefault(event["s"], {})[full_name(event["model"], name)] = each
+    found: DigestsByStep = {}
+    for event in log.of(Forward):
+        for name, each in (event.params or {}).items():
+            found.setdefault(event.steps_done, {})[full_name(event.model, name)] = each
     return found
 
 
-def _after_step(log: RankLog) -> Digests:
-    found: Digests = {}
-    for event in log.of("stepped"):
-        found.setdefault(event["s"], {}).update(event["params"])
+def _after_step(log: RankLog) -> DigestsByStep:
+    found: DigestsByStep = {}
+    for event in log.of(Updated):
+        found.setdefault(event.step, {}).update(event.params)
     return found
 
 
@@ -86,7 +94,7 @@ def find_mismatch(case: Case) -> Mismatch | None:
     return None
 
 
-def _differing(each: list[Digests]) -> dict[int, list[str]]:
+def _differing(each: list[DigestsByStep]) -> dict[int, list[str]]:
     """By step that all ranks know, the parameters that all ranks know and that differ."""
     found = {}
     for step in sorted(set[int].intersection(*map(set, each))):
@@ -104,19 +112,24 @@ def _ranks_that_changed(case: Case, step: int, pairs: list[tuple[int | None, int
     """
     changed = [rank for rank, (after, used) in enumerate(pairs) if after not in (None, used)]
     if not changed:
-        changed = [log.rank for log in case.ranks if any(e["s"] == step for e in log.of("changed"))]
+        changed = [
+            log.rank
+            for log in case.ranks
+            if any(e.steps_done == step for e in log.of(WeightsChanged))
+        ]
     if 0 < len(changed) < case.world_size:
         return changed
     return outliers([used for _, used in pairs])
 
 
-def _uneven_loads(case: Case, what: str, mismatch: Mismatch) -> list[tuple[int, Event]]:
+def _uneven_loads(case: Case, what: str, mismatch: Mismatch) -> list[tuple[int, StateLoaded]]:
     """The ranks that loaded more often than others before a mismatch, and the last load of each."""
     each = []
     for log in case.ranks:
-        events = log.of("load", "stepped")
-        before = takewhile(lambda e: e["k"] == "load" or e["s"] <= mismatch.step, events)
-        each.append([e for e in before if e["k"] == "load" and e["what"] == what])
+        before = takewhile(
+            lambda e: not isinstance(e, Updated) or e.step <= mismatch.step, log.events
+        )
+        each.append([e for e in before if isinstance(e, StateLoaded) and e.what == what])
     if len({len(loads) for loads in each}) == 1:
         return []
     most = max(map(len, each))
@@ -129,7 +142,7 @@ def loaded_on_one_rank(case: Case) -> Judgement:
     if mismatch is None:
         return NoFault("the ranks' weights stayed equal.")
     what = "model" if mismatch.outside else "optimizer"
-    states = {e["state"] for log in case.ranks for e in log.of("step") if e["s"] == mismatch.step}
+    states = {e.state for log in case.ranks for e in log.optimizer_steps(mismatch.step)}
     loads = _uneven_loads(case, what, mismatch) if mismatch.outside or len(states) > 1 else []
     if not loads:
         return NoFault("the ranks' weights differ, but not because of a loaded state.")
@@ -137,7 +150,7 @@ def loaded_on_one_rank(case: Case) -> Judgement:
     step = mismatch.step + 1 if mismatch.outside else max(mismatch.step, 1)
     return FaultFound(
         what=f"the {what}'s state was loaded on {name_ranks(ranks, case.world_size)} only.",
-        at=loads[0][1]["at"],
+        at=loads[0][1].at,
         ranks=ranks,
         step=step,
         why="DDP makes weights equal only when it is built; the other ranks continue with other values."
@@ -162,8 +175,9 @@ def changed_outside(case: Case) -> Judgement:
     if _uneven_loads(case, "model", mismatch):
         return NoFault("the ranks' weights differ because of a loaded state.")
     log = case.ranks[mismatch.ranks[0] if mismatch.ranks else 0]
-    lines = [e["at"] for e in log.of("step", "forward-end") if e["s"] == mismatch.step]
-    if mismatch.step == 0 and not any(log.of("ddp") for log in case.ranks):
+    lines = [e.at for e in log.optimizer_steps(mismatch.step)]
+    lines += [e.at for e in log.of(Forward) if e.steps_done == mismatch.step]
+    if mismatch.step == 0 and not any(log.of(DDPBuilt) for log in case.ranks):
         return FaultFound(
             what="the ranks start with different weights.",
             at=lines[0] if lines else "",
@@ -173,7 +187,7 @@ def changed_outside(case: Case) -> Judgement:
             evidence="the digests of the weights before step 1",
             effect=mismatch.effect,
         )
-    changes = [e["at"] for e in log.of("changed") if e["s"] == mismatch.step]
+    changes = [e.at for e in log.of(WeightsChanged) if e.steps_done == mismatch.step]
     return FaultFound(
         what=f"{mismatch.names[0]} was changed outside the optimizer on "
         f"{name_ranks(mismatch.ranks, case.world_size)}.",
@@ -200,21 +214,21 @@ def drifting_weights(case: Case) -> Judgement:
             "script averages them at intervals (local SGD)."
         )
     steps = [
-        next((e for e in own if mismatch.names[0] in e["grads"]), own[0])
-        for own in ([e for e in log.of("step") if e["s"] == mismatch.step] for log in case.ranks)
+        next((e for e in own if mismatch.names[0] in e.grads), own[0])
+        for own in (log.optimizer_steps(mismatch.step) for log in case.ranks)
     ]
-    gradients = {step["grads"].get(mismatch.names[0], [None])[0] for step in steps}
+    gradients = {step.grads.get(mismatch.names[0]) for step in steps}
     if len(gradients) > 1:
         why = "its gradient differs between ranks too: it was not reduced."
         fix = "wrap the model in DDP, or all_reduce each gradient before the step."
-    elif len({tuple(step["lrs"]) for step in steps}) > 1:
+    elif len({tuple(step.lrs) for step in steps}) > 1:
         why, fix = "the learning rates differ between ranks.", "use one learning rate on all ranks."
     else:
         why = "its gradient is equal on all ranks; the states of the optimizers are not."
         fix = "build, load and step the optimizer in the same way on all ranks."
     return FaultFound(
         what=f"the ranks' weights differ after step {mismatch.step}: {mismatch.names[0]}.",
-        at=steps[0]["at"],
+        at=steps[0].at,
         step=mismatch.step,
         why=why,
         fix=fix,

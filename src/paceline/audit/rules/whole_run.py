@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
+from paceline.audit.events import Backward, ModelSeen, OptimizerStep, PassCut
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
@@ -27,19 +28,18 @@ _SAME_RATE = 0.01
 def uneven_use(case: Case) -> Judgement:
     """One process uses each sample equally often, and N processes together do not."""
     logs = [case.solo.ranks[0], *case.ranks]
-    if any(log.of("pass-cut") for log in logs):
+    if any(log.of(PassCut) for log in logs):
         return NotJudged("verification cut a pass over the samples.")
     if _leaves_out(case.solo) or _leaves_out(case.ordinary):
         return NotJudged("a pass leaves out some samples, others in each pass.")
     batches = [log.training_batches for log in logs]
-    if all(own and all(event["ids"] for event in own) for own in batches):
-        solo, *each = [Counter[Any](i for e in own for i in e["ids"]) for own in batches]
-    elif len({event["model"] for log in logs for event in log.training_forwards}) > 1:
+    if all(own and all(event.ids for event in own) for own in batches):
+        solo, *each = [Counter[Any](i for e in own for i in e.ids or ()) for own in batches]
+    elif len({event.model for log in logs for event in log.training_forwards}) > 1:
         return NotJudged("several models are trained, and one may be given what another computed.")
     else:  # known by what the model was given
         solo, *each = [
-            Counter[Any](row for e in log.training_forwards for row in e.get("rows", ()))
-            for log in logs
+            Counter[Any](row for e in log.training_forwards for row in e.rows or ()) for log in logs
         ]
     together = sum(each, Counter[Any]())
     if sum(map(len, each)) == len(together):
@@ -60,7 +60,7 @@ def uneven_use(case: Case) -> Judgement:
     loaders = [log.loaders[name] for name in log.training_loaders]
     return FaultFound(
         what="the ranks together do not use all samples equally often.",
-        at=(loaders or log.training_forwards)[-1]["at"],
+        at=(loaders or log.training_forwards)[-1].at,
         why="some samples are skipped and others repeated. Often a position or a length that counts the "
         "samples of all ranks is used for those of one rank, as in a resume, or a stream is divided twice.",
         fix="compute positions in the order of all samples first, then give each rank its part once.",
@@ -74,9 +74,9 @@ def _leaves_out(run: Run) -> bool:
     """Whether the batches of a pass have fewer samples than the dataset, as with `drop_last`."""
     log = run.ranks[0]
     for loader in (log.loaders[name] for name in log.training_loaders[:1]):
-        samples, batches, size = (loader[k] for k in ("root_samples", "batches", "batch_size"))
-        if None not in (samples, batches, size):
-            return bool(batches * size * len(run.ranks) < (1 - _DROPPED) * samples)
+        samples, batches, size = loader.root_samples, loader.batches, loader.batch_size
+        if samples is not None and batches is not None and size is not None:
+            return batches * size * len(run.ranks) < (1 - _DROPPED) * samples
     return False
 
 
@@ -92,9 +92,9 @@ def learns_less(case: Case) -> Judgement:
     run, solo = case.replay, case.solo.ranks[0]
     if run is None:
         return NotJudged(case.why_no_replay)
-    if run.plan.mode == "divided" and any(event["buffers"] for event in solo.of("model")):
+    if run.plan.mode == "divided" and any(event.buffers for event in solo.of(ModelSeen)):
         return NotJudged("the statistics of smaller batches may change what is learned.")
-    rates, others = ([e["lrs"] for e in log.of("step")] for log in (solo, run.ranks[0]))
+    rates, others = ([e.lrs for e in log.of(OptimizerStep)] for log in (solo, run.ranks[0]))
     for own, other in zip(rates, others, strict=False):
         if any(
             not math.isclose(a, b, rel_tol=_SAME_RATE) for a, b in zip(own, other, strict=False)
@@ -124,7 +124,7 @@ def learns_less(case: Case) -> Judgement:
         fix = "compare the order of the gathered values with that of the labels."
     return FaultFound(
         what="the loss does not fall as it does on one process.",
-        at=(gather or run.ranks[0].of("backward")[0])["at"],
+        at=(gather or run.ranks[0].of(Backward)[0]).at,
         why=f"weights, samples and learning rates were those of one process: {why}",
         fix=fix,
         evidence=figure,
@@ -134,13 +134,13 @@ def learns_less(case: Case) -> Judgement:
 
 def _losses(log: RankLog) -> list[float]:
     """The loss of each step; empty if there are several losses, or it is not one positive number."""
-    backwards = log.of("backward")
+    backwards = log.of(Backward)
     found: dict[int, float] = {}
     for event in backwards:
-        loss = event["loss"]
-        if loss is None or not 0 < loss < math.inf or event["at"] != backwards[0]["at"]:
+        loss = event.loss
+        if loss is None or not 0 < loss < math.inf or event.at != backwards[0].at:
             return []
-        found[event["s"]] = found.get(event["s"], 0.0) + loss
+        found[event.steps_done] = found.get(event.steps_done, 0.0) + loss
     return [found[step] for step in sorted(found)]
 
 

@@ -1,0 +1,63 @@
+"""The plan of one run of the script: how many processes, which data, how many steps."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+_VARIABLE = "PACELINE_VERIFY"
+
+# The data that the ranks get:
+#   solo        one process with the data of the script; its batches are saved for the replays
+#   ordinary    several processes with the data of the script
+#   mirrored    a replay: each rank gets the batches of the solo run, so all results must equal those of it
+#   divided     a replay: each rank gets a part of each batch of the solo run. It is used if the script
+#               divides its batch size by the number of processes
+#   evaluated   as ordinary, with the weights of the solo run in each evaluation. It is used if no batches
+#               can be replayed; the replays set these weights too
+Mode = Literal["solo", "ordinary", "mirrored", "divided", "evaluated"]
+REPLAYS = ("mirrored", "divided")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run of the script.
+
+    Attributes:
+        folder: Where its ranks write.
+        steps: The optimizer steps to watch.
+        solo: The folder of the run whose batches or weights a later run gets.
+        bitwise: Whether paceline's reproducible mode is turned on.
+        max_steps: If it is more than `steps`, the solo run goes up to it as long as its steps are fast, and
+            the other runs take as many steps as the solo run did.
+        cut_at: The step after which the solo run cut the first pass over a loader; None if it did not.
+    """
+
+    folder: Path
+    mode: Mode
+    world_size: int
+    steps: int
+    solo: Path | None = None
+    bitwise: bool = False
+    max_steps: int = 0
+    cut_at: int | None = None
+
+    @property
+    def wanted(self) -> int:
+        """The steps that each rank should take; the solo run may take more."""
+        return self.steps if self.mode == "solo" else max(self.steps, self.max_steps)
+
+    def to_environment(self) -> dict[str, str]:
+        """The plan as an environment variable for the ranks."""
+        return {_VARIABLE: json.dumps(asdict(self), default=str)}
+
+    @classmethod
+    def from_environment(cls) -> RunPlan:
+        """The plan of this rank's run; the variable is removed."""
+        facts = json.loads(os.environ.pop(_VARIABLE))
+        for name in ("folder", "solo"):
+            facts[name] = Path(facts[name]) if facts[name] else None
+        return cls(**facts)
