@@ -25,7 +25,7 @@ RULES = {
     "08": "no_sync around backward only",
     "09": "weights changed outside the optimizer",
     "10": "parameter added after wrapping",
-    "11": "same dropout mask on ranks",
+    "11": "same noise on ranks",
     "12": "same augmentation in workers",
     "13": "schedule N times too fast",
     "14": "clipping before unscaling",

@@ -69,6 +69,10 @@ for epoch in range(3):
 """,
         ("weights drift apart", 1, "its gradient differs between ranks too: it was not reduced"),
     ),
+    "a model called without its wrapper": (
+        HEAD + LOADER + MODEL + LOOP_ALONE.replace("model(x), y)", "model.module(x), y)  # here"),
+        ("weights drift apart", 1, "call the wrapped model, not `model.module`"),
+    ),
     "mean over the tokens of all ranks": (
         HEAD
         + LOADER
@@ -151,6 +155,15 @@ loader = DataLoader(shard, batch_size=12, shuffle=True)
         ("collective on some ranks only", 4, "got fewer batches than the others in one pass"),
     ),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_what_the_backward_computes_again_is_no_forward_of_its_own(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "sound" / "80_recomputed.py"
+    _, facts = verify_json("--nproc", "1,2", str(script), folder=tmp_path)
+    (audit,) = facts["audits"]
+    assert "learns less than one process" in [each["rule"] for each in audit["sound"]]
 
 
 @pytest.mark.slow

@@ -177,6 +177,19 @@ def test_an_incomplete_set_is_refused_with_its_missing_name(
     assert caught.value.variables == [missing]
 
 
+def test_the_ranks_of_each_host_are_not_guessed() -> None:
+    """With two hosts of two ranks, ranks 0 and 1 would take all four for ranks of one host."""
+    by_hand = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
+    for rank in ("0", "1", "2", "3"):
+        with pytest.raises(LauncherError, match="LOCAL_WORLD_SIZE is not set") as caught:
+            read(by_hand | {"RANK": rank, "LOCAL_RANK": str(int(rank) % 2)})
+        assert caught.value.variables == ["LOCAL_WORLD_SIZE"]
+        assert read(
+            by_hand | {"LOCAL_RANK": rank, "RANK": rank, "MASTER_ADDR": "localhost"}
+        ).one_host
+    assert read(by_hand | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}).local_world_size == 1
+
+
 @pytest.mark.parametrize(
     ("whole", "wrong", "variables"),
     [

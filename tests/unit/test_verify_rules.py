@@ -50,7 +50,7 @@ from paceline.audit.rules.collectives import unmatched_collective
 from paceline.audit.rules.devices import shared_device
 from paceline.audit.rules.evaluation import averaged_metric, metric_of_one_rank, misordered_gather
 from paceline.audit.rules.gradient import loss_of_rank, mean_of_means, scaled_gradient
-from paceline.audit.rules.randomness import same_dropout
+from paceline.audit.rules.randomness import same_noise
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, outliers
 from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
 from paceline.audit.rules.shards import different_datasets
@@ -468,7 +468,7 @@ def _noisy(rank: int, count: int) -> list[Event]:
     ("count", "found"), [(0, NoFault), (1, NoFault), (2, NoFault), (3, FaultFound)]
 )
 def test_equal_noise_in_one_forward_may_be_a_constant(count: int, found: type) -> None:
-    judged = same_dropout(case(_noisy(0, count), _noisy(1, count)))
+    judged = same_noise(case(_noisy(0, count), _noisy(1, count)))
     assert isinstance(judged, found)
     if not count:
         assert isinstance(judged, NoFault)
@@ -482,7 +482,7 @@ def test_masks_of_one_of_two_generators_are_equal() -> None:
             assert isinstance(event, Forward)
             event.drew.extend(["torch", "cuda"])
             event.random["torch"] = rank
-    judged = same_dropout(case(*ranks))
+    judged = same_noise(case(*ranks))
     assert isinstance(judged, FaultFound)
     assert "'cuda'" in judged.why
 

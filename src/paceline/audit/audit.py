@@ -146,8 +146,9 @@ def judge(case: Case, *, strict: bool = False) -> dict[str, Judgement]:
                 found[name] = replace(each, is_note=False)
     for rule in RULES:
         fault = found.get(rule.name)
-        if isinstance(fault, FaultFound) and isinstance(found.get(rule.consequence_of), FaultFound):
-            found[rule.name] = NotJudged(f"it may be a consequence of: {rule.consequence_of}.")
+        causes = [name for name in rule.consequence_of if isinstance(found.get(name), FaultFound)]
+        if isinstance(fault, FaultFound) and causes:
+            found[rule.name] = NotJudged(f"it may be a consequence of: {', '.join(causes)}.")
     if not any(isinstance(each, FaultFound) and not each.is_note for each in found.values()):
         found |= {rule.name: _judge(rule, case) for rule in RULES if rule.is_last}
     return found

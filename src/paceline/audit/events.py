@@ -306,8 +306,10 @@ class Forward(EventInStep):
         trains: Whether it is in training mode, and gradients are on.
         evaluation: The number of the evaluation; None in training.
         sync: Whether DDP reduces the gradients of this forward; None without DDP.
+        bypasses_ddp: Whether it was called without its DDP wrapper, as with `model.module(x)`.
         samples: The length of the first tensor; None without one.
         rows: The digest of each of its rows; None without a tensor.
+        inputs: The digest of all inputs, in the first forward of training; else None.
         random: The digests of the states of the generators before, by their name.
         drew: The generators that it drew from.
         draws: How many numbers the script drew from torch's generator since the batch; None if unknown.
@@ -321,8 +323,10 @@ class Forward(EventInStep):
     trains: bool = False
     evaluation: int | None = None
     sync: bool | None = None
+    bypasses_ddp: bool = False
     samples: int | None = None
     rows: list[int] | None = None
+    inputs: int | None = None
     random: Digests = field(default_factory=dict)
     drew: list[str] = field(default_factory=list)
     draws: int | None = None
@@ -445,7 +449,7 @@ class StateLoaded(Event):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NotReduced(Event):
+class NotReduced(EventInStep):
     """A trained parameter is not reduced by DDP; `frozen`: it was frozen when DDP was built."""
 
     name: str

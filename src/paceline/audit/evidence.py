@@ -132,6 +132,7 @@ class Evaluation:
         rows: What was evaluated, by loader and pass: indices, or else contents. A batch that several models
             are given counts once.
         num_samples: The samples before the first collective.
+        lines: The lines of its forwards.
         collectives: The collectives.
         reductions: The calls that reduced small values.
         numbers: By line, the numbers that the script took; if it gathers, only those after the first gather.
@@ -139,6 +140,7 @@ class Evaluation:
 
     rows: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
     num_samples: int = 0
+    lines: set[str] = field(default_factory=set)
     collectives: list[CollectiveBegun] = field(default_factory=list)
     reductions: list[Reduction] = field(default_factory=list)
     numbers: dict[str, list[float]] = field(default_factory=dict)
@@ -312,6 +314,7 @@ class RankLog:
             elif isinstance(event, Forward) and event.evaluation is not None:
                 own, trains = found[event.evaluation], False
                 own.num_samples += 0 if own.collectives else event.samples or 0
+                own.lines.add(event.at)
                 rows = event.rows or []
                 if rows and batch is not None and batch.loader in self.training_loaders:
                     if trained.intersection(rows):

@@ -42,9 +42,9 @@ class Models:
 
     def on_call(self, root: torch.nn.Module, *, trains: bool) -> int:
         """Note a call of a model, and return the number of the model: a new one at its first call."""
-        inner = unwrap(root)
+        inner = inner_of(root)
         if id(inner) not in self._roots:
-            untrained = not trains and not any(unwrap(model) is inner for model in self.ddp)
+            untrained = not trains and not any(inner_of(model) is inner for model in self.ddp)
             others = sum((n >= _FIRST_UNTRAINED) == untrained for n, _ in self._roots.values())
             self._roots[id(inner)] = (_FIRST_UNTRAINED * untrained + others, inner)
             self._record_model(inner)
@@ -64,7 +64,7 @@ class Models:
     def called_or_wrapped(self) -> list[torch.nn.Module]:
         """Every model that was called or wrapped in DDP, unwrapped."""
         called = [inner for _, inner in self._roots.values()]
-        return called + [m for m in map(unwrap, self.ddp) if id(m) not in self._roots]
+        return called + [m for m in map(inner_of, self.ddp) if id(m) not in self._roots]
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The full name of a parameter of any model."""
@@ -101,7 +101,11 @@ class Models:
                 self._reduced[id(parameter)] = parameter
             self._present_at_wrap.add(id(parameter))
 
-    def report_unreduced(self) -> None:
+    def is_reduced(self, module: torch.nn.Module) -> bool:
+        """Whether DDP reduces the gradient of a parameter of this module."""
+        return any(id(parameter) in self._reduced for parameter in module.parameters())
+
+    def report_unreduced(self, steps_done: int) -> None:
         """Record trained parameters that DDP did not know when it was built."""
         for model in self.ddp:
             for name, parameter in unwrap(model).named_parameters():
@@ -110,7 +114,9 @@ class Models:
                     self._reported.add(name)
                     at = self._added.get(id(parameter), "") or user_line()
                     frozen = id(parameter) in self._present_at_wrap
-                    self._recorder.write(NotReduced(name=name, at=at, frozen=frozen))
+                    self._recorder.write(
+                        NotReduced(name=name, at=at, steps_done=steps_done, frozen=frozen)
+                    )
 
     def _record_model(self, inner: torch.nn.Module) -> None:
         meshes = [p.device_mesh for p in inner.parameters() if isinstance(p, DTensor)]
@@ -138,10 +144,21 @@ def full_name(model: int, name: str) -> str:
     return f"model {model}: {name}" if model else name
 
 
+def inner_of(root: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DDP, `torch.compile` and wrappers that call it `module`, such as Fabric's."""
+    inner = unwrap(root)
+    held = getattr(inner, "module", None)
+    if isinstance(held, torch.nn.Module):
+        own, of_held = ({id(p) for p in module.parameters()} for module in (inner, held))
+        if own == of_held:
+            return inner_of(held)
+    return inner
+
+
 def ddp_of(root: torch.nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper of a model, also inside `torch.compile`; None for a model without one."""
+    """The DDP wrapper of a model, also inside another wrapper; None for a model without one."""
     wrapper = next((m for m in root.modules() if isinstance(m, DistributedDataParallel)), None)
-    return wrapper if wrapper is not None and unwrap(wrapper) is unwrap(root) else None
+    return wrapper if wrapper is not None and inner_of(wrapper) is inner_of(root) else None
 
 
 def parameter_digests(model: torch.nn.Module) -> dict[str, int]:

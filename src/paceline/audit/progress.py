@@ -1,7 +1,7 @@
 """Counts the steps of the script, and ends it after the wanted number.
 
 After the last wanted step the training loaders end and stay empty, so that evaluation and saving are recorded
-too. The script is ended when it starts to train again. A script without loaders is ended in its next
+too. The script is ended when it starts to train again. A script without loaders is ended after its next
 optimizer step.
 
 The solo run goes on to the limit of the plan as long as it is fast. The other runs take as many steps as it
@@ -22,6 +22,7 @@ from paceline.audit.run_plan import RunPlan
 
 # A loop that ignores the end of its loader is ended after this many further steps.
 _GRACE_STEPS = 2
+_EVALUATIONS_PER_STEP = 100
 # A loop that restarts an empty loader is ended after this many passes.
 _MAX_EMPTY_PASSES = 1000
 # A run goes on beyond the planned steps only as long as it took less CPU time and less time since its first
@@ -45,7 +46,9 @@ class Progress:
         loaders_of_step: The loaders that gave a batch since the latest step.
         random_at_batch: The state of torch's generator when the script got the latest batch; None after the
             next forward.
-        evaluations: The number of evaluations: forwards without gradient between two backwards.
+        evaluations: The number of the latest evaluation: forwards without gradient between two backwards.
+            The first one after step s is 100 s + 1, so an evaluation on one rank alone does not shift the
+            numbers of later ones.
     """
 
     def __init__(self, plan: RunPlan, recorder: Recorder, rank: int) -> None:
@@ -60,6 +63,7 @@ class Progress:
         self._loaders = TrainingLoaders()
         self.loaders_of_step: set[str] = set()
         self._evaluating = False
+        self._awaits_backward = False  # a forward of training has no backward yet
         self.updates = 0
         self._round: set[int] = set()  # the optimizers that have stepped in this round
         self._stepped: set[int] = set()  # the optimizers that have stepped
@@ -100,7 +104,7 @@ class Progress:
 
     def on_backward(self) -> None:
         """Note a backward: the latest batch is used for training."""
-        self._evaluating = False
+        self._evaluating = self._awaits_backward = False
         self._loaders.on_backward()
 
     @property
@@ -113,22 +117,28 @@ class Progress:
         """The number of the current evaluation; None in training."""
         return self.evaluations if self._evaluating else None
 
-    def on_forward(self) -> None:
+    def on_forward(self, *, trains: bool) -> None:
         """Note a forward of a model."""
         self._loaders.on_forward()
+        if trains:
+            self._evaluating, self._awaits_backward = False, True
 
     def on_no_grad_forward(self, *, of_trained: bool) -> bool:
         """Note a forward without gradient, and return whether it begins an evaluation.
 
-        A forward of a model that is not trained (a teacher) on a training batch belongs to the training.
-        After the step, and before the next batch, it is an evaluation.
+        A forward of a model that is not trained (a teacher) on a training batch belongs to the training, and
+        so does one between a forward of training and its backward. After the step, and before the next
+        batch, it is an evaluation.
         """
+        if self._awaits_backward:
+            return False
         is_on_training_batch = self._loaders.last in self.training_loaders and self.loaders_of_step
         if not of_trained and not self._evaluating and is_on_training_batch:
             return False
         begins = not self._evaluating
         self._evaluating = True
-        self.evaluations += begins
+        if begins:
+            self.evaluations = max(self.evaluations, _EVALUATIONS_PER_STEP * self.steps) + 1
         if begins and self.is_over:
             # In a file, because after an evaluation on one rank the other ranks must end too.
             self._evaluated_after.touch()
@@ -145,7 +155,7 @@ class Progress:
         """Note a step of an optimizer.
 
         Raises:
-            Enough: the wanted steps are done, and there is no loader to end the loop.
+            Enough: it is one step more than wanted, and there is no loader to end the loop.
         """
         number = self.step_number(optimizer)
         self.updates += 1
@@ -157,9 +167,8 @@ class Progress:
         is_fast = self._is_fast()
         if self.steps - self._alone == self.wanted < self.plan.max_steps and is_fast:
             self.wanted += 1  # in the solo run
-        is_late = self.steps - self._alone > self.wanted + _GRACE_STEPS
-        must_end = not self.loaders_of_step or is_late
-        if self.is_over and must_end and not self.ends_by_itself:
+        grace = _GRACE_STEPS if self.loaders_of_step else 0
+        if self.steps - self._alone > self.wanted + grace and not self.ends_by_itself:
             self.end()
         self.loaders_of_step.clear()
 

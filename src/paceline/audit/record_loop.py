@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline import torch_private
 from paceline.audit import replay
-from paceline.audit.digests import digest_rows, leaves, numbers_drawn, random_states
+from paceline.audit.digests import digest, digest_rows, leaves, numbers_drawn, random_states
 from paceline.audit.events import (
     Backward,
     BackwardEnded,
@@ -25,11 +25,10 @@ from paceline.audit.events import (
     NumberRead,
 )
 from paceline.audit.loss_weight import loss_weight
-from paceline.audit.models import Models, buffer_digests, ddp_of, parameter_digests
+from paceline.audit.models import Models, buffer_digests, ddp_of, inner_of, parameter_digests
 from paceline.audit.progress import Progress
 from paceline.audit.record import Nesting, calling_line, intercept, user_line
 from paceline.audit.weight_tracer import WeightTracer
-from paceline.parallel.modules import unwrap
 
 # Set before each forward of the solo run and of its replay, so that their dropout is the same.
 _FORWARD_SEED = 7_000_003
@@ -56,7 +55,9 @@ class _Hooks:
         self._in_transform = torch_private.find("torch._C._are_functorch_transforms_active")
         self._recorder = progress.recorder
         self._building_ddp = Nesting()
+        self._in_backward = Nesting()
         self._root: torch.nn.Module | None = None
+        self._inner: torch.nn.Module | None = None  # the model inside of it
         self._forward: dict[str, Any] = {}  # the facts of the current forward
         self._forwards = 0
         # By model, the updates before the latest digests; of a model that is not trained, the evaluations.
@@ -64,10 +65,10 @@ class _Hooks:
 
     def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._root is None and self._is_model(module):
-            self._root = module
+            self._root, self._inner = module, inner_of(module)
             self._pause.enter_context(self._tracer.paused())
             self._begin(module, inputs)
-        if self._root is not None and module is unwrap(self._root):
+        if self._root is not None and module is self._inner:
             # Inside DDP's forward, after its broadcast of the buffers.
             self._forward["buffers"] = buffer_digests(module)
 
@@ -76,6 +77,8 @@ class _Hooks:
             return
         if "rows" not in self._forward:  # torch gives keyword arguments to this hook only
             self._forward |= _samples(kwargs)
+        if self._forward["trains"] and self._forwards == 1:
+            self._forward["inputs"] = digest([args, kwargs])
         self._root = None
         self._pause.close()
         drew = [k for k, v in random_states().items() if v != self._forward["random"].get(k)]
@@ -84,13 +87,15 @@ class _Hooks:
     def _is_model(self, module: torch.nn.Module) -> bool:
         if self._in_transform is not None and self._in_transform():
             return False  # the tensors of torch.func have no values
+        if self._in_backward.depth:
+            return False  # activation checkpointing computes a part of a forward again
         if getattr(module, "is_stage", False):
             return False  # of `paceline.pipeline`, which seeds it; its layers are recorded
         return not self._building_ddp.depth and next(module.parameters(), None) is not None
 
     def _begin(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         trains = torch.is_grad_enabled() and module.training
-        self._progress.on_forward()
+        self._progress.on_forward(trains=trains)
         number = self._models.on_call(module, trains=trains)
         wrapper = ddp_of(module)
         of_trained = self._models.is_trained(number)
@@ -107,6 +112,7 @@ class _Hooks:
             "trains": trains,
             "evaluation": None if torch.is_grad_enabled() else self._progress.evaluation,
             "sync": None if wrapper is None else wrapper.require_backward_grad_sync,
+            "bypasses_ddp": wrapper is None and trains and self._models.is_reduced(module),
             "random": random_states(),
             "draws": None
             if drawn_from is None
@@ -115,7 +121,7 @@ class _Hooks:
         }
         if trains and self._digested_in.get(number) != self._progress.updates:
             self._digested_in[number] = self._progress.updates
-            self._forward["params"] = parameter_digests(unwrap(module))
+            self._forward["params"] = parameter_digests(inner_of(module))
             self._forward["devices"] = sorted({str(p.device) for p in module.parameters()})
             self._forward["cores"] = sorted(os.sched_getaffinity(0))
         elif (
@@ -124,7 +130,7 @@ class _Hooks:
             and self._digested_in.get(number) != self._progress.evaluations
         ):
             self._digested_in[number] = self._progress.evaluations
-            self._forward["other_params"] = parameter_digests(unwrap(module))
+            self._forward["other_params"] = parameter_digests(inner_of(module))
         sends_buffers = wrapper is not None and bool(wrapper.will_sync_module_buffers())  # type: ignore[no-untyped-call]
         self._recorder.write(
             ForwardBegun(
@@ -153,6 +159,15 @@ class _Hooks:
         register(*args, **kwargs)
 
     def backward(
+        self, backward: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        with self._in_backward as is_outermost:
+            if is_outermost:
+                self._record_backward(backward, tensors, *args, **kwargs)
+            else:
+                backward(tensors, *args, **kwargs)
+
+    def _record_backward(
         self, backward: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any
     ) -> None:
         losses = [t for t in leaves(tensors) if isinstance(t, torch.Tensor)]

@@ -90,7 +90,7 @@ class _Hooks:
         return (optimizer, recorded, *args[2:]), others
 
     def _record_step(self, optimizer: Optimizer) -> None:
-        self._models.report_unreduced()
+        self._models.report_unreduced(self._progress.steps)
         gradients = {
             self._models.name_of(p): p.grad
             for p in owned_parameters(optimizer)

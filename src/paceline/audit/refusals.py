@@ -121,7 +121,7 @@ def refuse_early_exit(run: Run) -> None:
 def refuse_other_steps(case: Case) -> None:
     """Raise if the number of steps depends on the number of processes.
 
-    Shards are shorter on more processes, so without a replay only still fewer steps show this.
+    On more processes an epoch may have fewer steps, down to a part of those of one.
 
     Raises:
         Refused: with both numbers.
@@ -131,9 +131,9 @@ def refuse_other_steps(case: Case) -> None:
     wanted = case.ordinary.plan.wanted  # a loader that is built later may cause one more step
     solo_steps = min(wanted, case.solo.steps)
     steps = min(wanted, (case.replay or case.ordinary).steps)
-    shorter = not case.replay and (
-        case.ranks[0].training_loaders or steps * case.world_size >= solo_steps
-    )
+    # Each rank takes its part of an epoch.
+    is_part = solo_steps <= steps * case.world_size and steps < solo_steps
+    shorter = is_part or (not case.replay and case.ranks[0].training_loaders)
     if solo_steps != steps and not shorter:
         raise Refused(
             f"the script takes {solo_steps} steps with 1 process and {steps} with {case.world_size}.",

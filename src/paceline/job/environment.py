@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from paceline.errors import LauncherError
 from paceline.job import slurm
+from paceline.job.network import is_loopback
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 OPEN_MPI = (
@@ -104,11 +105,6 @@ def _refuse_partial(
 def _torchrun(environ: Mapping[str, str]) -> RankInfo:
     rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
     local_rank = _integer(environ, "LOCAL_RANK")
-    if "LOCAL_WORLD_SIZE" in environ:
-        local_world_size = _integer(environ, "LOCAL_WORLD_SIZE")
-    else:
-        # The user set the variables. On one host local ranks are ranks; else assume the fewest ranks.
-        local_world_size = world_size if local_rank == rank else local_rank + 1
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing and world_size > 1:
         raise LauncherError(
@@ -118,6 +114,19 @@ def _torchrun(environ: Mapping[str, str]) -> RankInfo:
             variables=missing,
         )
     master = None if missing else _named_master(environ)
+    if "LOCAL_WORLD_SIZE" in environ:
+        local_world_size = _integer(environ, "LOCAL_WORLD_SIZE")
+    elif world_size == 1 or is_loopback(environ["MASTER_ADDR"]):
+        local_world_size = world_size  # the user set the variables, and all ranks are on this host
+    else:
+        # A guess from one rank's variables could differ between ranks, which then hang.
+        raise LauncherError(
+            "LOCAL_WORLD_SIZE is not set, and MASTER_ADDR may be the address of another host.",
+            why="all ranks must know how many of them are on each host.",
+            fix="start with `paceline run` or torchrun; or set LOCAL_WORLD_SIZE to the number of ranks on "
+            "this host, or MASTER_ADDR to 127.0.0.1 if all ranks are on one host.",
+            variables=["LOCAL_WORLD_SIZE"],
+        )
     return _checked(
         RankInfo(
             launcher="torchrun",

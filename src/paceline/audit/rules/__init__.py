@@ -20,6 +20,7 @@ from paceline.audit.rules.rule import Rule
 
 _CLIPPED_TOO_EARLY = "clipping before reduction"
 _OVERLAP = "shards overlap"
+_SCHEDULE_OF_RANK = "schedule follows one rank"
 _STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
 
 # Faults are reported in this order. To add a rule, write its function and add a line.
@@ -29,22 +30,27 @@ RULES = (
         "collective on some ranks only",
         collectives.unmatched_collective,
         works_with_join=False,
-        consequence_of=_STEPPED_ON_ONE_RANK,  # ranks that skipped a step end at different moments
+        consequence_of=(
+            _STEPPED_ON_ONE_RANK,
+        ),  # ranks that skipped a step end at different moments
     ),
     Rule("no shards", shards.whole_dataset, needs_replicas=True),
     Rule(_OVERLAP, shards.overlapping_shards, needs_replicas=True),
     Rule("datasets differ between ranks", shards.different_datasets, needs_replicas=True),
     Rule(
-        "samples used unevenly", whole_run.uneven_use, needs_replicas=True, consequence_of=_OVERLAP
+        "samples used unevenly",
+        whole_run.uneven_use,
+        needs_replicas=True,
+        consequence_of=(_OVERLAP,),
     ),
     Rule("set_epoch forgotten", randomness.same_order_each_epoch),
     Rule("same augmentation in workers", randomness.same_augmentation),
-    Rule("same dropout mask on ranks", randomness.same_dropout, needs_replicas=True),
+    Rule("same noise on ranks", randomness.same_noise, needs_replicas=True),
     Rule(
         "gradient N times too large or small",
         gradient.scaled_gradient,
         needs_replicas=True,
-        consequence_of=_CLIPPED_TOO_EARLY,
+        consequence_of=(_CLIPPED_TOO_EARLY,),
     ),
     Rule("loss depends on the rank", gradient.loss_of_rank, needs_replicas=True),
     Rule("mean of means", gradient.mean_of_means),
@@ -76,18 +82,18 @@ RULES = (
     ),
     Rule("schedule N times too fast", schedule.fast_schedule),
     Rule("schedule does not reach its end", schedule.unfinished_schedule),
-    Rule("schedule follows one rank", schedule.schedule_of_rank, needs_replicas=True),
+    Rule(_SCHEDULE_OF_RANK, schedule.schedule_of_rank, needs_replicas=True),
     Rule("evaluated twice", evaluation.evaluated_twice),
     Rule(
         "metric averaged per rank",
         evaluation.averaged_metric,
-        consequence_of="evaluated twice",
+        consequence_of=("evaluated twice", _SCHEDULE_OF_RANK),  # then the weights differ
     ),
     Rule("metric of one rank", evaluation.metric_of_one_rank, needs_replicas=True),
     Rule(
         "gathered in a different order",
         evaluation.misordered_gather,
-        consequence_of="metric averaged per rank",
+        consequence_of=("metric averaged per rank",),
     ),
     Rule("learns less than one process", whole_run.learns_less, is_last=True),
     Rule(

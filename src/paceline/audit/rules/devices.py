@@ -16,7 +16,7 @@ def shared_device(case: Case) -> Judgement:
     firsts = [next((e for e in log.training_forwards if e.devices), None) for log in case.ranks]
     forwards = [event for event in firsts if event is not None]
     if len(forwards) < count:
-        return NotJudged("not every rank ran a forward of training.")
+        return NotJudged("not every rank called a torch.nn.Module in training.")
     used = [(s.host, e.devices) for s, e in zip(starts, forwards, strict=True)]
     names = sorted({device for _, each in used for device in each})
     gpus = starts[0].cuda_devices

@@ -29,7 +29,7 @@ def evaluated_twice(case: Case) -> Judgement:
     """Samplers pad shards of different lengths, and the padding is evaluated and counted."""
     solo, ordinary = (_evaluated(run.ranks) for run in (case.solo, case.ordinary))
     if not solo or not ordinary:
-        return NotJudged("the script evaluated nothing in the watched steps.")
+        return NotJudged("no torch.nn.Module was called without gradient in the watched steps.")
     unclear = removed = False
     for (number, loader, _), of_ranks in ordinary.items():
         each = [rows for rows in of_ranks if rows]
@@ -268,6 +268,11 @@ def averaged_metric(case: Case) -> Judgement:
                 if _is_mean_of_own_samples(ranks, index, pair[0].results):
                     return _metric_fault(case, pair, is_mean=True)
                 unclear = unclear or pair
+    if unclear is not None and case.replay is not None and not case.has_same_inputs:
+        return NotJudged(
+            f"the value that is reduced at {unclear[1].call.at} may belong to the training, whose inputs "
+            "change at random."
+        )
     if unclear is not None:
         return _metric_fault(case, unclear, is_mean=False)
     parts = []
@@ -292,6 +297,9 @@ def metric_of_one_rank(case: Case) -> Judgement:
     if any("reduce" in op or "gather" in op for op in ops):
         return NoFault("results of evaluations are reduced or gathered over the ranks.")
     for (number, _, _), of_ranks in _evaluated(case.ranks).items():
+        lines = [log.evaluations.get(number, Evaluation()).lines for log in case.ranks]
+        if any(own != lines[0] for own in lines):
+            continue  # rank 0 evaluates alone, and the others are at something else
         numbers = evaluations[number].numbers if number in evaluations else {}
         own, others = set(of_ranks[0]), set().union(*map(set, of_ranks[1:]))
         if not numbers or not own or not others or own & others:

@@ -277,8 +277,7 @@ def _why_not_comparable(case: Case, replayed: list[RankLog]) -> str:
         return "no forward of training was seen."
     if first.params != other.params:
         return "the weights differ between two runs before the first step: the script sets no seed."
-    rows = {row for log in replayed for row in log.first_forward.rows or ()}
-    if rows != set(first.rows or ()):
+    if not case.has_same_inputs:
         return (
             "the ranks did not get the samples of the run of one process: they come from no DataLoader, "
             "or change at random after it."

@@ -17,6 +17,7 @@ from paceline.audit.events import (
 )
 from paceline.audit.evidence import Pass, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.errors import name_ranks
 
 # So many forwards with equal noise are a fault; fewer only if all are.
 _FORWARDS = 3
@@ -213,39 +214,55 @@ _NOISES = (
 )
 
 
-def same_dropout(case: Case) -> Judgement:
+def same_noise(case: Case) -> Judgement:
     """Two ranks draw the same noise, such as dropout masks, in their forwards or before them."""
     if not all(log.training_forwards for log in case.ranks):
-        return NotJudged("not every rank ran a forward of training.")
+        return NotJudged("not every rank called a torch.nn.Module in training.")
     if not case.trains_together:
         return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
-    one = case.ranks[0]
+    one, *others = case.ranks
     models = sorted({event.model for event in one.training_forwards})
     is_drawn = False
-    for noise, other, model in product(_NOISES, case.ranks[1:], models):
-        both = ([e for e in log.training_forwards if e.model == model] for log in (one, other))
-        pairs = [(a, b) for a, b in zip(*both, strict=False) if noise.fingerprint(a) is not None]
-        is_drawn |= noise is not _RANDOM_INPUTS and bool(pairs)
-        same = [a for a, b in pairs if noise.fingerprint(a) == noise.fingerprint(b)]
-        if len(same) < max(noise.fewest, min(_FORWARDS, len(pairs))):
-            continue
-        if noise is _RANDOM_INPUTS and not _are_new(one, other, same, len(pairs)):
-            continue
-        return FaultFound(
-            what=f"ranks 0 and {other.rank} {noise.what}.",
-            at=same[0].at,
-            ranks=[0, other.rank],
-            step=same[0].steps_done + 1,
-            why=f"{noise.why}, so the noise does not average out over the ranks.",
-            fix=noise.fix
-            if len(same) == len(pairs)
-            else "do not give all ranks one seed, or the random state of one rank, during the training.",
-            evidence=f"it is equal in {len(same)} of {len(pairs)} forwards",
-            effect=f"the noise of 2 of {case.world_size} ranks is equal",
-        )
+    for noise, model in product(_NOISES, models):
+        found = [_equal_noise(noise, model, one, other) for other in others]
+        is_drawn |= noise is not _RANDOM_INPUTS and any(count for _, count in found)
+        alike = [other.rank for other, (same, _) in zip(others, found, strict=True) if same]
+        if alike:
+            return _noise_fault(case, noise, [0, *alike], *found[alike[0] - 1])
     if not is_drawn:
         return NoFault("the training draws no noise from torch's generators for its forwards.")
     return NoFault("no two ranks drew the same noise for their forwards.")
+
+
+def _equal_noise(
+    noise: _Noise, model: int, one: RankLog, other: RankLog
+) -> tuple[list[Forward], int]:
+    """The forwards with equal noise on two ranks, none if too few are equal; and how many have noise."""
+    both = ([e for e in log.training_forwards if e.model == model] for log in (one, other))
+    pairs = [(a, b) for a, b in zip(*both, strict=False) if noise.fingerprint(a) is not None]
+    same = [a for a, b in pairs if noise.fingerprint(a) == noise.fingerprint(b)]
+    if len(same) < max(noise.fewest, min(_FORWARDS, len(pairs))):
+        return [], len(pairs)
+    if noise is _RANDOM_INPUTS and not _are_new(one, other, same, len(pairs)):
+        return [], len(pairs)
+    return same, len(pairs)
+
+
+def _noise_fault(
+    case: Case, noise: _Noise, ranks: list[int], same: list[Forward], count: int
+) -> FaultFound:
+    return FaultFound(
+        what=f"{name_ranks(ranks, case.world_size)} {noise.what}.",
+        at=same[0].at,
+        ranks=ranks,
+        step=same[0].steps_done + 1,
+        why=f"{noise.why}, so the noise does not average out over the ranks.",
+        fix=noise.fix
+        if len(same) == count
+        else "do not give all ranks one seed, or the random state of one rank, during the training.",
+        evidence=f"it is equal in {len(same)} of {count} forwards",
+        effect=f"the noise of {len(ranks)} of {case.world_size} ranks is equal",
+    )
 
 
 def _are_new(one: RankLog, other: RankLog, same: list[Forward], count: int) -> bool:

@@ -73,7 +73,7 @@ def added_parameter(case: Case) -> Judgement:
                 if frozen
                 else f"{name} was added to the model after DDP had wrapped it.",
                 at=event.at,
-                step=1,
+                step=event.steps_done + 1,
                 why="DDP reduces the gradients of the parameters that were trainable when it was built; "
                 "each rank trains this one on its own samples only.",
                 fix="wrap the model again after unfreezing it."

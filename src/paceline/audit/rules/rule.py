@@ -42,6 +42,17 @@ class Case:
         return self.replay or self.evaluated_only
 
     @property
+    def has_same_inputs(self) -> bool:
+        """Whether the ranks of the replay began the training with the inputs of one process."""
+        if self.replay is None:
+            return False
+        first = self.solo.ranks[0].first_forward
+        own = [log.first_forward for log in self.replay.ranks]
+        if self.replay.plan.mode == "mirrored" and any(e.inputs != first.inputs for e in own):
+            return False
+        return {row for event in own for row in event.rows or ()} == set(first.rows or ())
+
+    @property
     def ranks(self) -> list[RankLog]:
         """The ranks of the ordinary run."""
         return self.ordinary.ranks
@@ -143,7 +154,7 @@ class Rule:
         compares_weights: Whether the rule compares the ranks' weights, so that it cannot judge sharded ones.
         needs_replicas: Whether to skip the rule if the ranks hold parts of one model, where what it reports
             is right.
-        consequence_of: The name of a rule. A fault of that rule also causes what this rule looks for.
+        consequence_of: The names of rules. A fault of one of them also causes what this rule looks for.
         is_last: Whether the rule is judged only if no rule before it found a fault.
     """
 
@@ -152,7 +163,7 @@ class Rule:
     works_with_join: bool = True
     compares_weights: bool = False
     needs_replicas: bool = False
-    consequence_of: str = ""
+    consequence_of: tuple[str, ...] = ()
     is_last: bool = False
 
 

@@ -46,7 +46,11 @@ def fast_schedule(case: Case) -> Judgement:
         )
     if lengths[0] == lengths[1] and len({e.batch_size for own in loaders for e in own}) == 1:
         return NotJudged("the ranks get no shards, so their part of an epoch is unknown.")
-    reach = lengths[0] / lengths[1]  # the steps of one process in a step of the N ranks
+    # The steps of one process in a step of the N ranks.
+    reach = lengths[0] / lengths[1]
+    of_pass = _steps_of_pass(solo), _steps_of_pass(log)
+    if of_pass[0] and of_pass[1]:
+        reach = of_pass[0] / of_pass[1]  # a short last step counts too
     expected, rates = np.array(_rates(solo)), np.array(_rates(log))
     if len(set(expected)) < 2:
         return NoFault("the learning rate of one process did not change in the watched steps.")
@@ -61,9 +65,7 @@ def fast_schedule(case: Case) -> Judgement:
     agree = _is_nearer(rates, here, ahead).sum()
     calls, solo_calls = (_calls(each) / max(each.steps, 1) for each in (log, solo))
     has_more_calls = calls > _MORE_CALLS * solo_calls > 0
-    how_called = (
-        f"it is stepped {calls:.3g} times per update, and {solo_calls:.3g} times with one process"
-    )
+    how_called = f"it is stepped {calls:.1f} times for each update, and {solo_calls:.1f} times on one process"
     neither = f"in {other} steps the learning rate was neither that of one process at the same step nor at "
     neither += "the same part of an epoch"
     if reach < _MORE_CALLS and late >= max(_MIN_EARLY, _MIN_SHARE * other) and late > agree:
@@ -95,7 +97,9 @@ def fast_schedule(case: Case) -> Judgement:
     why = "its length is divided by the number of ranks, but each rank makes as many updates as one process."
     fix = "compute its length from the number of optimizer steps."
     if has_more_calls:
-        why, fix = f"{how_called}.", "step it once for each optimizer step."
+        why = f"{how_called}."
+        fix = "step it once for each optimizer step. If a library steps it once for each rank, as Accelerate "
+        fix += f"does, multiply its length by {count}."
     elif reach > _MORE_CALLS:
         why, fix = "its length is divided by the number of ranks twice.", "divide it once."
     return FaultFound(
@@ -108,6 +112,15 @@ def fast_schedule(case: Case) -> Judgement:
         "in the epoch",
         effect=f"the learning rate changes {count} times too fast",
     )
+
+
+def _steps_of_pass(log: RankLog) -> int | None:
+    """The optimizer steps in the first pass over the training data; None if its end was not seen."""
+    name = log.training_loaders[0]
+    first, second = (log.passes.get((name, number)) for number in (0, 1))
+    if first is None or second is None or not first.ended:
+        return None
+    return second.begin.steps_done - first.begin.steps_done
 
 
 def _follows_metric(case: Case) -> bool:
@@ -123,20 +136,16 @@ def unfinished_schedule(case: Case) -> Judgement:
     """The rate of one process ends near 0, and that of N processes, which take fewer steps, does not."""
     solo, log = case.solo.ranks[0], case.ranks[0]
     if any(each.of(TrainsOn) for each in (solo, *case.ranks)):
-        return NotJudged("the script trains on after the watched steps.")
+        return NotJudged("the script may train on after the watched steps.")
     if case.ordinary.hung or case.ordinary.returncode or case.updates_apart:
         return NotJudged("not every rank trained to the end of the script.")
     if _follows_metric(case):
         return NotJudged("the schedule follows a metric.")
     rates, others = _rates(solo), _rates(log)
-    if (
-        not rates
-        or rates[-1] > _END * max(rates)
-        or rates[3 * len(rates) // 4] < _STILL * max(rates)
-    ):
-        return NoFault(
-            "the learning rate of one process does not reach 0 at the end of the training."
-        )
+    if not rates or rates[-1] > _END * max(rates):
+        return NoFault("the learning rate of one process does not end near 0.")
+    if rates[3 * len(rates) // 4] < _STILL * max(rates):
+        return NoFault("the learning rate of one process is near 0 long before the end.")
     share = len(others) * case.world_size / len(rates)
     if not 1 / _MORE_CALLS < share < _MORE_CALLS or not all(
         map(partial(math.isclose, rel_tol=_SAME_RATE), rates, others)

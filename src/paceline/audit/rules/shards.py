@@ -140,7 +140,8 @@ def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> F
     cause, why = "", "each rank cuts its shard from a different order: "
     fix = "give the sampler the same seed on every rank; only its rank must differ."
     if iterable:
-        why, fix = "", cut
+        why = "often each rank divides the stream after it has shuffled it with a seed of its own: "
+        fix = f"{cut[:-1]}, before it is shuffled, or shuffle it alike on all ranks."
     elif len(set(seeds)) > 1:
         cause = f": their seeds are {', '.join(map(str, seeds))}"
     elif _splits_differ(case, name):

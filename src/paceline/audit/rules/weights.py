@@ -218,7 +218,18 @@ def drifting_weights(case: Case) -> Judgement:
         for own in (log.optimizer_steps(mismatch.step) for log in case.ranks)
     ]
     gradients = {step.grads.get(mismatch.names[0]) for step in steps}
-    if len(gradients) > 1:
+    at = steps[0].at
+    forwards = _forwards_with(case.ranks[0], mismatch.names[0])
+    bypassing = [e for e in forwards if e.bypasses_ddp and e.steps_done < mismatch.step]
+    if len(gradients) > 1 and bypassing:
+        at = bypassing[-1].at
+        why = "its gradient differs between ranks too: the model was called without its DDP wrapper, so "
+        why += "DDP did not reduce the gradients."
+        fix = "call the wrapped model, not `model.module` or a method of it."
+    elif len(gradients) > 1 and any(event.sync is not None for event in forwards):
+        why = "its gradient differs between ranks too: DDP did not reduce it."
+        fix = "before each step, run a forward and a backward of the wrapped model outside of `no_sync`."
+    elif len(gradients) > 1:
         why = "its gradient differs between ranks too: it was not reduced."
         fix = "wrap the model in DDP, or all_reduce each gradient before the step."
     elif len({tuple(step.lrs) for step in steps}) > 1:
@@ -228,10 +239,20 @@ def drifting_weights(case: Case) -> Judgement:
         fix = "build, load and step the optimizer in the same way on all ranks."
     return FaultFound(
         what=f"the ranks' weights differ after step {mismatch.step}: {mismatch.names[0]}.",
-        at=steps[0].at,
+        at=at,
         step=mismatch.step,
         why=why,
         fix=fix,
         evidence=f"the digests of the weights after step {mismatch.step}",
         effect=mismatch.effect,
     )
+
+
+def _forwards_with(log: RankLog, parameter: str) -> list[Forward]:
+    """The forwards of training of the models that have a parameter of this name."""
+    models = {
+        event.model
+        for event in log.training_forwards
+        if parameter in (full_name(event.model, name) for name in event.params or ())
+    }
+    return [event for event in log.training_forwards if event.model in models]
