@@ -3,10 +3,10 @@
 It yields the steps, commits each one before the next begins, saves and resumes.
 
 A training is in one of four states. Before the first batch: nothing is loaded yet, and `steps` resumes.
-In a step: the loop body runs, `_open` is set and `_is_in_loop` is True; `log` and `save` belong here. Between
-steps: the last step is committed, `_open` is None, and `number` and `state_dict` describe that step. Ended:
-the loop has finished, and another call of `steps` may continue. If it was left early by `break` or an
-exception, `_open` is still set and `_is_in_loop` is False, since leaving the job may have to save that step.
+In a step: the loop body runs, and `_in_step` is set; `log` and `save` belong here. Between steps: the last
+step is committed, and `number` and `state_dict` describe it. Ended: the loop has finished, and another call
+of `steps` may continue. If it was left early by `break` or an exception, `_left_step` is the step in which
+that happened, since leaving the job may have to save it.
 """
 
 from __future__ import annotations
@@ -164,9 +164,8 @@ class Training:
         self._report = Report(job)
         self._link: dict[str, float] | None = None
         self._stopping = self._preempted = False
-        # The step in progress (`_is_in_loop` is True), or the last step if the loop was left early.
-        self._open: tuple[Step, PlannedStep] | None = None
-        self._is_in_loop = False
+        self._in_step: tuple[Step, PlannedStep] | None = None
+        self._left_step: tuple[Step, PlannedStep] | None = None
         self._replicas = Replicas(job, self.models, trained, desync_every, desync_also)
         self.checkpoints = checkpoints
         self._is_resumed = False
@@ -339,9 +338,9 @@ class Training:
             raise ConfigError(f'reduce must be "rank0", "mean" or "sum", got {reduce!r}.')
         if type(every_n) is not int or every_n < 1:
             raise ConfigError(f"every_n must be an integer of at least 1, got {every_n!r}.")
-        if self._open is None or not self._is_in_loop:
+        if self._in_step is None:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
-        step, _ = self._open
+        step, _ = self._in_step
         refuse_values(values, reduce)
         if step.number % every_n == 0:
             was = clock.begin(LOGGING)
@@ -397,13 +396,13 @@ class Training:
             self.checkpoints.last_saved = 0
 
     def _refuse_in_step(self, what: str) -> None:
-        if self._open is not None and self._is_in_loop:
+        if self._in_step is not None:
             raise StepError(
                 f"`training.{what}` was called inside the loop over `training.steps`.",
                 where=self.job.where(),
                 why="the position moves on when the next step is requested.",
                 fix="call training.save() to save this step; otherwise call it before or after the loop.",
-                step=self._open[0].number,
+                step=self._in_step[0].number,
             )
 
     def _load(self, saved: dict[str, Any]) -> None:
@@ -505,7 +504,7 @@ class Training:
                 "this training has no checkpoints.",
                 fix="Training(..., checkpoints=paceline.Checkpoints(folder)).",
             )
-        if self._open is None or not self._is_in_loop:
+        if self._in_step is None:
             raise StepError(
                 "`training.save` was called outside the loop over `training.steps`.",
                 where=self.job.where(),
@@ -513,7 +512,7 @@ class Training:
                 fix="call it inside the loop; outside of it use Checkpoints.save(job, step, state).",
             )
         if not self._save_requested:
-            self._refuse_missing_savers(self._open[0].number)
+            self._refuse_missing_savers(self._in_step[0].number)
         self._save_requested, self._is_best = True, best or self._is_best
 
     def _refuse_missing_savers(self, step: int) -> None:
@@ -571,20 +570,20 @@ class Training:
                     trained.token_divisor = trained.token_divisor or weight.next_token_divisor(
                         step.num_samples
                     )
-            self._open, self._is_in_loop = (step, planned), True
+            self._in_step, self._left_step = (step, planned), None
             current_step.step = step.number
             try:
                 yield step
             except GeneratorExit:
                 # A `break`, or an exception. Python drops what a generator raises while it is closed, so
                 # `job.settle` reports it.
-                self._is_in_loop = False
+                self._in_step, self._left_step = None, (step, planned)
                 self.job.left_loop = (step.number, step.is_done)
                 if step.is_done:  # the weights are those of this step, so the next one follows it
                     self.number, self._last = step.number, planned
                 _left_early = self
                 raise
-            self._open, self._is_in_loop = None, False
+            self._in_step = None
             ends_all = step.ends_epoch and step.epoch + 1 == epochs
             is_last = step.number >= last or context.control.stops_now or ends_all
             self._commit(step, planned, now=step.ends_epoch or is_last, is_last=is_last)
@@ -840,8 +839,9 @@ class Training:
         """Leave autocast, and save the step that a preempted evaluation interrupted."""
         self._context.leave_step()
         notice.unwatch(self)
-        if self._open is not None and self._is_in_loop:
-            self.job.left_loop = (self._open[0].number, self._open[0].is_done)
+        if self._in_step is not None:
+            self._left_step = self._in_step
+            self.job.left_loop = (self._in_step[0].number, self._in_step[0].is_done)
         try:
             if self.job.preempted is not None:
                 self._save_interrupted(self.job.preempted)
@@ -851,10 +851,10 @@ class Training:
                 self.checkpoints.close(self.job)
 
     def _save_interrupted(self, preempted: Preempted) -> None:
-        if self._open is None or self.job.left_loop is None:
+        if self._left_step is None or self.job.left_loop is None:
             return  # the loop itself raised it and has saved, or it came from another training's loop
-        step, planned = self._open
-        self._open = self.job.left_loop = None
+        step, planned = self._left_step
+        self._left_step = self.job.left_loop = None
         if step.is_done:
             self._commit(step, planned, now=True, is_last=True)
         elif any(collectives.gather(self.job, self._context.begun == step.number)):
