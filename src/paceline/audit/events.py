@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 Digests = dict[str, int]  # by the name of a tensor
 
 
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(field,)
+)
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Event:
     """Something that happened in a rank."""
@@ -23,6 +26,7 @@ class Event:
 
     def __init_subclass__(cls) -> None:
         Event._kinds[cls.__name__] = cls
+        dataclass(frozen=True, kw_only=True, eq=False)(cls)  # so a subclass needs no decorator
 
     def to_json(self) -> str:
         """One line, without the newline."""
@@ -35,7 +39,6 @@ class Event:
         return Event._kinds[facts.pop("event")](**facts)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class EventInStep(Event):
     """An event for which it counts how many optimizer steps came before it."""
 
@@ -45,7 +48,6 @@ class EventInStep(Event):
 # The process
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class RankStarted(Event):
     """The rank is about to run the script."""
 
@@ -54,39 +56,32 @@ class RankStarted(Event):
     cuda_devices: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class SeedSet(Event):
     """`torch.manual_seed` was called."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class CompileCalled(Event):
     """`torch.compile` was called."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Forked(Event):
     """The script called `os.fork`."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class OwnRanksStarted(Event):
     """The script starts ranks of its own, with `call`."""
 
     call: str
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainsOn(Event):
     """The script would train on after the wanted steps."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class EndedByVerify(Event):
     """The script was ended after the wanted steps."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class ExitCalled(Event):
     """`sys.exit(code)` was called, by a module."""
 
@@ -94,7 +89,6 @@ class ExitCalled(Event):
     code: Any = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Failed(Event):
     """The script failed with an error, or with an exit code."""
 
@@ -105,7 +99,6 @@ class Failed(Event):
     code: Any = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class RankEnded(Event):
     """The process ended; missing after a kill and `os._exit`.
 
@@ -121,31 +114,26 @@ class RankEnded(Event):
 # The job
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class GroupInitialised(Event):
     """`init_process_group` was called."""
 
     backend: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class DDPBuilt(Event):
     """A model was wrapped in DDP, whose group has so many ranks."""
 
     ranks: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class JoinEntered(Event):
     """DDP's Join was entered."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class CommHookSet(Event):
     """DDP got a communication hook, which need not take the mean."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class CollectiveBegun(EventInStep):
     """A collective was entered.
 
@@ -167,7 +155,6 @@ class CollectiveBegun(EventInStep):
     evaluation: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class CollectiveEnded(Event):
     """The collective returned. `values` are the numbers of a small result; `raised` names the error."""
 
@@ -178,7 +165,6 @@ class CollectiveEnded(Event):
 # The data
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class LoaderSeen(Event):
     """The first use of a DataLoader.
 
@@ -207,7 +193,6 @@ class LoaderSeen(Event):
     batches: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class EventOfPass(EventInStep):
     """An event of a pass over a loader; passes are counted from 0."""
 
@@ -215,14 +200,12 @@ class EventOfPass(EventInStep):
     pass_number: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PassBegun(EventOfPass):
     """A pass began. `epoch` is that of its sampler, if it has one."""
 
     epoch: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class BatchGiven(EventOfPass):
     """The script got a batch.
 
@@ -237,22 +220,18 @@ class BatchGiven(EventOfPass):
     content: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PassExhausted(EventOfPass):
     """The loader had no more batches."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PassLeft(EventOfPass):
     """The script left the pass before its end."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PassCut(EventOfPass):
     """The audit ended the pass, to see the next one."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class SamplesLoaded(Event):
     """A rank, or a worker of it, loaded the samples of a batch.
 
@@ -277,7 +256,6 @@ class SamplesLoaded(Event):
 # The loop
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelSeen(Event):
     """The first call of a model.
 
@@ -290,14 +268,12 @@ class ModelSeen(Event):
     buffers: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardBegun(EventInStep):
     """The forward of a model began. `sends_buffers`: DDP broadcasts the buffers in it."""
 
     sends_buffers: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Forward(EventInStep):
     """The forward of a model ended.
 
@@ -337,7 +313,6 @@ class Forward(EventInStep):
     cores: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Backward(EventInStep):
     """A backward began.
 
@@ -364,7 +339,6 @@ class Backward(EventInStep):
         return self.weight * self.terms
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class BackwardEnded(Event):
     """The backward returned. `shards` are the norms of the rank's shards of gradients, by their name."""
 
@@ -372,7 +346,6 @@ class BackwardEnded(Event):
     raised: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class NumberRead(Event):
     """The script took the number of a tensor in an evaluation."""
 
@@ -383,12 +356,10 @@ class NumberRead(Event):
 # The update
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class GradientsCleared(Event):
     """`zero_grad` was called."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Clipped(Event):
     """Gradients were clipped. `scale` is the loss scale that they still had; `norm` their norm, if known."""
 
@@ -396,17 +367,14 @@ class Clipped(Event):
     scale: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Unscaled(Event):
     """The GradScaler unscaled the gradients."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class ScalerStepped(Event):
     """The GradScaler is about to step the optimizer."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerStep(Event):
     """An optimizer is about to step.
 
@@ -426,7 +394,6 @@ class OptimizerStep(Event):
     state: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Updated(Event):
     """The optimizer took this step. `params` are the digests of its parameters."""
 
@@ -434,21 +401,18 @@ class Updated(Event):
     params: Digests = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleStepped(EventInStep):
     """A schedule was stepped; `metric` is what ReduceLROnPlateau got."""
 
     metric: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class StateLoaded(Event):
     """A state was loaded into a "model" or an "optimizer"."""
 
     what: str
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class NotReduced(EventInStep):
     """A trained parameter is not reduced by DDP; `frozen`: it was frozen when DDP was built."""
 
@@ -456,7 +420,6 @@ class NotReduced(EventInStep):
     frozen: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class WeightsChanged(EventInStep):
     """This line changed weights outside of an optimizer."""
 
@@ -466,7 +429,6 @@ class WeightsChanged(EventInStep):
 Summary = list[Any]  # of a tensor: digest, norm, sum
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingBuilt(Event):
     """A `Training` was built; they are numbered from 0.
 
@@ -479,7 +441,6 @@ class TrainingBuilt(Event):
     batchnorm: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class NotBitwise(Event):
     """The reproducible mode refused the training, with this error."""
 
@@ -487,12 +448,10 @@ class NotBitwise(Event):
     why: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PointEvent(Event):
     """A point of the script at which runs are compared."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class WeightsAt(PointEvent):
     """The weights of a training after so many of its steps."""
 
@@ -501,12 +460,10 @@ class WeightsAt(PointEvent):
     params: dict[str, Summary] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingStarted(WeightsAt):
     """The first step is about to begin."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingStep(WeightsAt):
     """A step ended.
 
@@ -526,7 +483,6 @@ class TrainingStep(WeightsAt):
     dropout_off: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluated(PointEvent):
     """`evaluate` returned, with these values and this number of samples."""
 
