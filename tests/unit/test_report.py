@@ -16,12 +16,13 @@ import pytest
 
 from paceline.cli import report as command
 from paceline.clock import record
+from paceline.clock.record import Window
 from paceline.clock.step_clock import COMMUNICATION, DATA, FORWARD, PHASES, Span, Times
 from paceline.errors import ConfigError
 from paceline.exit_codes import ExitCode
 from paceline.metrics.json_lines import JSONLines
 from paceline.report.page import to_html, to_markdown
-from paceline.report.run import load
+from paceline.report.run import load, thin_windows
 from paceline.report.sections import sections
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -383,3 +384,21 @@ def test_every_chart_is_drawn_and_the_console_is_empty(tmp_path: Path, width: in
     # On a phone, too, a chart has the width of the page.
     widths = [int(found[1]) for svg in drawn if (found := re.search(r' width="(\d+)"', svg))]
     assert all(0.7 * min(width, 1024) < each <= width for each in widths), widths
+
+
+def _window(step: int, ranks: int) -> Window:
+    zeros = [0.0] * ranks
+    spent = dict.fromkeys(PHASES, zeros)
+    return Window(
+        step=step, steps=10, time=0.0, samples=1, wall_s=zeros, spent_s=spent, memory_bytes=zeros,
+        busy=zeros,
+    )  # fmt: skip
+
+
+def test_no_window_of_a_chart_is_lost_when_the_number_of_ranks_changes() -> None:
+    windows = [_window(10 * i, ranks=3 if i < 250 else 2) for i in range(1, 501)]
+    thin = thin_windows(windows)
+    assert len(thin) < 250
+    assert sum(window.steps for window in thin) == 5000
+    assert {window.num_ranks for window in thin} == {2, 3}
+    assert thin_windows([]) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,8 @@ class StepLoss:
             if self._job.peers is not None:
                 pairs = self._exchanged(self._job.peers, *pairs[0])
             loss, count = (collectives.exact_sum(column) for column in zip(*pairs, strict=True))
-            self._value = loss / count
+            # On a GPU no step refuses counts of 0 by itself; the next control word does.
+            self._value = loss / count if count else math.nan
         return self._value
 
     def _exchanged(self, peers: Peers, loss: float, count: float) -> list[tuple[float, float]]:

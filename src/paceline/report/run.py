@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -286,14 +287,12 @@ def thin(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def thin_windows(windows: Sequence[Window]) -> list[Window]:
-    """At most some hundred windows: neighbours with the same number of ranks become one."""
-    size = -(-len(windows) // _WINDOWS)
+    """Some hundred windows: neighbours with the same number of ranks become one."""
+    size = max(1, -(-len(windows) // _WINDOWS))
     merged = []
-    for first in range(0, len(windows), max(size, 1)):
-        group = [
-            w for w in windows[first : first + size] if w.num_ranks == windows[first].num_ranks
-        ]
-        merged.append(merge(group))
+    for _, same in groupby(windows, key=lambda window: window.num_ranks):
+        own = list(same)
+        merged += [merge(own[first : first + size]) for first in range(0, len(own), size)]
     return merged
 
 
