@@ -396,7 +396,7 @@ def _window(step: int, ranks: int) -> Window:
 
 
 def test_no_window_of_a_chart_is_lost_when_the_number_of_ranks_changes() -> None:
-    windows = [_window(10 * i, ranks=3 if i < 250 else 2) for i in range(1, 501)]
+    windows = [_window(10 * i, ranks=3 if i <= 250 else 2) for i in range(1, 501)]
     thin = thin_windows(windows)
     assert len(thin) < 250
     assert sum(window.steps for window in thin) == 5000
