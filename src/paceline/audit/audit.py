@@ -121,7 +121,8 @@ def audit(
         name = f"{mode}-{world_size}"
         run = execute(replace(plan, folder=folder / name, mode=mode, solo=solo.plan.folder))
         if run.hung or run.out_of_time or (run.returncode and run.steps < plan.wanted):
-            why = f"{run.name} failed: the script cannot train on the batches of one process."
+            how = "did not end in time" if run.hung or run.out_of_time else "failed"
+            why = f"{run.name} {how}: the script cannot train on the batches of one process."
         else:
             replay = run
     evaluated_only = None
@@ -146,12 +147,16 @@ def judge(case: Case, *, strict: bool = False) -> dict[str, Judgement]:
                 found[name] = replace(each, is_note=False)
     for rule in RULES:
         fault = found.get(rule.name)
-        causes = [name for name in rule.consequence_of if isinstance(found.get(name), FaultFound)]
+        causes = [name for name in rule.consequence_of if _is_fault(found.get(name))]
         if isinstance(fault, FaultFound) and causes:
             found[rule.name] = NotJudged(f"it may be a consequence of: {', '.join(causes)}.")
-    if not any(isinstance(each, FaultFound) and not each.is_note for each in found.values()):
+    if not any(map(_is_fault, found.values())):
         found |= {rule.name: _judge(rule, case) for rule in RULES if rule.is_last}
     return found
+
+
+def _is_fault(judgement: Judgement | None) -> bool:
+    return isinstance(judgement, FaultFound) and not judgement.is_note
 
 
 def _judge(rule: Rule, case: Case) -> Judgement:

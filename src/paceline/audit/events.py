@@ -40,7 +40,7 @@ class Event:
 
 
 class EventInStep(Event):
-    """An event for which it counts how many optimizer steps came before it."""
+    """An event with the number of completed optimizer steps."""
 
     steps_done: int = 0
 
@@ -121,7 +121,7 @@ class GroupInitialised(Event):
 
 
 class DDPBuilt(Event):
-    """A model was wrapped in DDP, whose group has so many ranks."""
+    """A model was wrapped in DDP. `ranks`: the size of its process group."""
 
     ranks: int = 0
 
@@ -224,12 +224,16 @@ class PassExhausted(EventOfPass):
     """The loader had no more batches."""
 
 
+class PassEndedByVerify(EventOfPass):
+    """The wanted steps were done, so the pass was ended."""
+
+
 class PassLeft(EventOfPass):
     """The script left the pass before its end."""
 
 
 class PassCut(EventOfPass):
-    """The audit ended the pass, to see the next one."""
+    """The pass was ended early, to see the next one."""
 
 
 class SamplesLoaded(Event):
@@ -293,6 +297,7 @@ class Forward(EventInStep):
         params: The digests of the parameters, in the first forward after an update.
         other_params: The same of a model that is not trained, in the first forward of an evaluation.
         devices, cores: Those of the parameters and of the process, with `params`.
+        visible_devices: The value of CUDA_VISIBLE_DEVICES, with `params`.
     """
 
     model: int = 0
@@ -311,6 +316,7 @@ class Forward(EventInStep):
     other_params: Digests | None = None
     devices: list[str] = field(default_factory=list)
     cores: list[int] = field(default_factory=list)
+    visible_devices: str = ""
 
 
 class Backward(EventInStep):
@@ -361,9 +367,15 @@ class GradientsCleared(Event):
 
 
 class Clipped(Event):
-    """Gradients were clipped. `scale` is the loss scale that they still had; `norm` their norm, if known."""
+    """Gradients were clipped.
+
+    Attributes:
+        norm, max_norm: Their norm, and the one they were clipped to; None if unknown.
+        scale: The loss scale that they still had.
+    """
 
     norm: float | None = None
+    max_norm: float | None = None
     scale: float = 1.0
 
 

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from paceline.audit.digests import digest
 from paceline.audit.events import ModelSeen, NotReduced
@@ -163,9 +164,13 @@ def ddp_of(root: torch.nn.Module) -> DistributedDataParallel | None:
 
 def parameter_digests(model: torch.nn.Module) -> dict[str, int]:
     """The digest of each parameter, by name."""
-    return {name: digest(parameter) for name, parameter in model.named_parameters()}
+    return {name: digest(p) for name, p in model.named_parameters() if not is_lazy(p)}
 
 
 def buffer_digests(model: torch.nn.Module) -> dict[str, int]:
-    """The digest of each floating-point buffer, by name."""
-    return {name: digest(b) for name, b in model.named_buffers() if b.is_floating_point()}
+    """The digest of each floating-point buffer that is saved with the model, by name."""
+    buffers = {
+        name: b for name, b in model.named_buffers() if not is_lazy(b) and b.is_floating_point()
+    }
+    saved = model.state_dict(keep_vars=True) if buffers else {}  # others are a rank's own
+    return {name: digest(buffer) for name, buffer in buffers.items() if name in saved}

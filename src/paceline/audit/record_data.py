@@ -22,6 +22,7 @@ from paceline.audit.events import (
     LoaderSeen,
     PassBegun,
     PassCut,
+    PassEndedByVerify,
     PassExhausted,
     PassLeft,
     SamplesLoaded,
@@ -239,7 +240,9 @@ class _Hooks:
             sampler=type(sampler).__name__,
             sampler_id=id(sampler),  # of one sampler only, because its loader is kept
             sharding={n: getattr(sampler, n) for n in settings if hasattr(sampler, n)},
-            takes_epoch=hasattr(dataset, "set_epoch") or hasattr(sampler, "set_epoch"),
+            # A stream of Hugging Face always has `set_epoch`; without shuffling it does nothing.
+            takes_epoch=getattr(dataset, "_shuffling", True) is not None
+            and (hasattr(dataset, "set_epoch") or hasattr(sampler, "set_epoch")),
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             iterable=iterable,
             dataset=type(dataset).__name__,
@@ -279,10 +282,12 @@ class _RecordedPass:
             self._ended = True
             self._hooks.record_end(self, PassCut)
             raise StopIteration
+        if self._hooks.is_over(self.name):
+            self._hooks.end_here(self, sys._getframe(1))
+            self._ended = True
+            self._hooks.record_end(self, PassEndedByVerify)
+            raise StopIteration
         try:
-            if self._hooks.is_over(self.name):
-                self._hooks.end_here(self, sys._getframe(1))
-                raise StopIteration
             batch = next(self._batches)
         except StopIteration:
             self._ended = True

@@ -101,10 +101,11 @@ class _Hooks:
         of_trained = self._models.is_trained(number)
         if not torch.is_grad_enabled() and self._progress.on_no_grad_forward(of_trained=of_trained):
             replay.keep_or_load_weights(self._progress, self._models)
+        drawn_from, self._progress.random_at_batch = self._progress.random_at_batch, None
+        draws = None if drawn_from is None else numbers_drawn(drawn_from, torch.get_rng_state())
         if trains and self._sets_seed():
             _manual_seed(_FORWARD_SEED + self._forwards)
         self._forwards += trains
-        drawn_from, self._progress.random_at_batch = self._progress.random_at_batch, None
         self._forward = {
             "model": number,
             "at": user_line(),
@@ -114,9 +115,7 @@ class _Hooks:
             "sync": None if wrapper is None else wrapper.require_backward_grad_sync,
             "bypasses_ddp": wrapper is None and trains and self._models.is_reduced(module),
             "random": random_states(),
-            "draws": None
-            if drawn_from is None
-            else numbers_drawn(drawn_from, torch.get_rng_state()),
+            "draws": draws,
             **_samples(inputs),
         }
         if trains and self._digested_in.get(number) != self._progress.updates:
@@ -124,6 +123,7 @@ class _Hooks:
             self._forward["params"] = parameter_digests(inner_of(module))
             self._forward["devices"] = sorted({str(p.device) for p in module.parameters()})
             self._forward["cores"] = sorted(os.sched_getaffinity(0))
+            self._forward["visible_devices"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         elif (
             not of_trained
             and self._forward["evaluation"] is not None
@@ -152,6 +152,7 @@ class _Hooks:
             self._progress.on_first_ddp()
         self._recorder.write(DDPBuilt(at=user_line(), ranks=model.process_group.size()))
         self._models.add_ddp(model)
+        self._digested_in.clear()  # it has made the weights equal
         self._tracer.start()
 
     def register_comm_hook(self, register: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -100,7 +100,8 @@ class _Hooks:
             OptimizerStep(
                 step=self._progress.step_number(optimizer),
                 at=user_line(),
-                lrs=[float(group["lr"]) for group in optimizer.param_groups],
+                # Some optimizers choose the rate themselves.
+                lrs=[float(group.get("lr") or 0.0) for group in optimizer.param_groups],
                 base=float(optimizer.param_groups[0].get("initial_lr", 0.0)),
                 grads={name: digest(g) for name, g in gradients.items()},
                 norms={name: _norm(g) for name, g in gradients.items()},
@@ -123,12 +124,14 @@ class _Hooks:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         result = clip(parameters, *args, **kwargs)
         given = inspect.signature(clip).bind(parameters, *args, **kwargs).arguments
-        if math.isinf(float(given.get("max_norm", 0.0))):
+        max_norm = float(given["max_norm"]) if "max_norm" in given else None
+        if max_norm is not None and math.isinf(max_norm):
             return result  # this call only measures the norm
         self._recorder.write(
             Clipped(
                 at=user_line(),
                 norm=None if result is None else float(result),
+                max_norm=max_norm,
                 scale=self._scale_left({id(p) for p in parameters if p.grad is not None}),
             )
         )

@@ -14,6 +14,7 @@ from paceline.audit.events import (
     OwnRanksStarted,
     PassBegun,
     PassCut,
+    PassEndedByVerify,
     PassExhausted,
     PassLeft,
     RankStarted,
@@ -94,7 +95,7 @@ def refuse_early_exit(run: Run) -> None:
             continue
         # The exit itself leaves the pass, so later events do not count.
         before = log.events[: log.events.index(exit_)]
-        kinds = PassBegun | PassExhausted | PassLeft | PassCut
+        kinds = PassBegun | PassExhausted | PassEndedByVerify | PassLeft | PassCut
         passes = [
             event
             for event in before
@@ -168,7 +169,10 @@ def _failure(run: Run, failed: list[RankLog]) -> Refused:
     group = log.first(GroupInitialised) or GroupInitialised()
     needs_nccl = "nccl" in str(group.backend) and not log.steps
     in_cuda = failure.module.startswith("torch.cuda")
-    if exit_.by == "argparse":
+    if failure.module.startswith(("paceline.audit", "paceline.verify")):
+        what = f"verification itself failed, which is a bug of paceline: {error}: {message}"
+        fix = "report it with the script; the script is not known to be wrong."
+    elif exit_.by == "argparse":
         what = "the script does not accept its arguments."
         fix = "give the script's arguments after `--`: paceline verify train.py -- --lr 0.1"
     elif error == "EOFError":

@@ -395,7 +395,8 @@ class _Search:
             largest = max(self._scale.get(key, 0.0), *map(abs, pair))
             self._scale[key], floor = largest, _FLOOR * largest
         x, y = pair
-        relative = 0.0 if x == y else abs(x - y) / max(abs(x), abs(y), floor, 1e-30)
+        is_equal = x == y or (math.isnan(x) and math.isnan(y))
+        relative = 0.0 if is_equal else abs(x - y) / max(abs(x), abs(y), floor, 1e-30)
         self._largest[quantity] = max(self._largest.get(quantity, 0.0), relative)
         if not relative <= self._rtol:
             yield Difference(at.step, quantity, name, counts, pair, relative)

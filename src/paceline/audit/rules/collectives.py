@@ -7,6 +7,7 @@ from paceline.audit.events import (
     BackwardEnded,
     CollectiveBegun,
     CollectiveEnded,
+    DDPBuilt,
     EndedByVerify,
     Event,
     Failed,
@@ -68,6 +69,7 @@ def _sequence(log: RankLog, world_size: int, steps: int | None) -> list[Call]:
     """
     found: list[Call] = []
     forward_syncs = False
+    spans_all = all(event.ranks == world_size for event in log.of(DDPBuilt))
     for event in log.events:
         if isinstance(event, PassBegun):
             if (
@@ -77,10 +79,10 @@ def _sequence(log: RankLog, world_size: int, steps: int | None) -> list[Call]:
             ):
                 break
         elif isinstance(event, ForwardBegun):
-            if event.sends_buffers:
+            if event.sends_buffers and spans_all:
                 found.append(event)
         elif isinstance(event, Forward):
-            forward_syncs = bool(event.trains and event.sync)
+            forward_syncs = bool(event.trains and event.sync and spans_all)
         elif isinstance(event, CollectiveBegun) and event.group == list(range(world_size)):
             found.append(event)
         elif isinstance(event, Backward) and forward_syncs:
@@ -118,7 +120,7 @@ def _fault(case: Case, each: list[list[Call]], number: int) -> FaultFound:
             fix="give each rank the same number of batches (DistributedSampler does), or train inside "
             "`with model.join():`.",
             evidence=f"batches of the ranks in that pass: {', '.join(map(str, batches))}",
-            effect="all ranks wait for ever",
+            effect="the other ranks wait forever",
         )
     others = [
         f"rank {rank} was in {_op(other)} at {other.at}" if other else f"rank {rank} called none"

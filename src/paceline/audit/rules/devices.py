@@ -17,20 +17,20 @@ def shared_device(case: Case) -> Judgement:
     forwards = [event for event in firsts if event is not None]
     if len(forwards) < count:
         return NotJudged("not every rank called a torch.nn.Module in training.")
-    used = [(s.host, e.devices) for s, e in zip(starts, forwards, strict=True)]
-    names = sorted({device for _, each in used for device in each})
+    used = [(s.host, e.visible_devices, e.devices) for s, e in zip(starts, forwards, strict=True)]
+    names = sorted({device for event in forwards for device in event.devices})
     gpus = starts[0].cuda_devices
     fault = partial(FaultFound, at=forwards[0].at)
     if names != ["cpu"]:
         sharing = [rank for rank, each in enumerate(used) if used.count(each) > 1]
         if sharing:
             return fault(
-                what=f"{name_ranks(sharing, count)} use one device, {used[sharing[0]][1][0]}.",
+                what=f"{name_ranks(sharing, count)} use one device, {forwards[sharing[0]].devices[0]}.",
                 ranks=sharing,
                 why="all ranks of a host use the same device number.",
                 fix='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])), and move the model to that '
                 "device.",
-                evidence=", ".join(f"rank {rank}: {each[1][0]}" for rank, each in enumerate(used)),
+                evidence=", ".join(f"rank {r}: {e.devices[0]}" for r, e in enumerate(forwards)),
                 effect=f"{len(sharing)} of {count} ranks share a device",
             )
     elif gpus:

@@ -38,7 +38,15 @@ def evaluated_twice(case: Case) -> Judgement:
         distinct = {row for rows in each for row in rows}
         total = sum(map(len, each))
         surplus = total - len(distinct)
-        if surplus and not any(e.loader == loader and e.ids for e in case.ranks[0].of(BatchGiven)):
+        has_ids = any(e.loader == loader and e.ids for e in case.ranks[0].of(BatchGiven))
+        if (
+            surplus
+            and has_ids
+            and not any(distinct == set(rows[0]) for key, rows in solo.items() if key[1] == loader)
+        ):
+            unclear = True  # other samples than those of one process, as of a random part
+            continue
+        if surplus and not has_ids:
             # Known by content only: the data may contain equal samples, as the solo run shows.
             solo_rows = next(
                 (r[0] for k, r in solo.items() if k[1] == loader and set(r[0]) == distinct), None
@@ -67,7 +75,7 @@ def evaluated_twice(case: Case) -> Judgement:
                 f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
                 "predictions, and may remove the surplus."
             )
-        first = next(e for e in case.ranks[0].of(Forward) if e.evaluation == number)
+        first = next(e for log in case.ranks for e in log.of(Forward) if e.evaluation == number)
         return FaultFound(
             what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
             f"of {total - surplus}.",
@@ -83,7 +91,8 @@ def evaluated_twice(case: Case) -> Judgement:
         )
     if unclear:
         return NotJudged(
-            "the samples that the models were given without gradient cannot be identified."
+            "the samples that the models were given without gradient cannot be identified, or are others "
+            "than on one process."
         )
     if removed:
         return NoFault("shards were padded, and the results are those of one process all the same.")

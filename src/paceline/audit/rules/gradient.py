@@ -222,6 +222,11 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
         at = reduction.at if reduction else at
         what = f"the gradient is {count} times too large: it is summed over ranks and not averaged."
         fix = "divide by the number of ranks after the all_reduce, or let DDP take the mean."
+        if reduction is None and log.of(DDPBuilt):
+            what = f"the gradient is {count} times too large: the loss is multiplied by the number of ranks."
+            fix = (
+                "do not multiply it: DDP takes the mean over the ranks, and the loss is a mean too."
+            )
     else:
         why, fix, gather = _cause_of_small(case)
         at = gather.at if gather else at
@@ -296,6 +301,8 @@ def loss_of_rank(case: Case) -> Judgement:
     losses = [event.loss for event in backwards if event.loss is not None]
     if len(losses) < len(backwards) or not all(map(math.isfinite, losses)):
         return NotJudged("the loss of step 1 is not one finite number.")
+    if any(event.draws for log in run.ranks for event in log.training_forwards[:1]):
+        return NotJudged("random numbers are drawn for the batch, and may differ between ranks.")
     first, *others = (log.first_forward for log in run.ranks)
     for other in others:
         for name, one, another in (

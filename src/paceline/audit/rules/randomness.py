@@ -28,7 +28,7 @@ _DRAWS_PER_SAMPLE = 2
 def same_order_each_epoch(case: Case) -> Judgement:
     """Each epoch has the order of the first: `sampler.set_epoch` was not called."""
     log = case.ranks[0]
-    judged = False
+    judged = one_pass = False
     for name in log.training_loaders:
         if (fault := _other_epoch_on_a_rank(case, name)) is not None:
             return fault
@@ -39,7 +39,8 @@ def same_order_each_epoch(case: Case) -> Judgement:
             continue
         passes = _training_passes(log, name)
         if len(passes) < 2:
-            return NotJudged("the script made one pass over its training data.")
+            one_pass = True
+            continue
         judged = True
         for one, other in pairwise(passes):
             same, before, after = _same_order(one, other), one.begin, other.begin
@@ -48,6 +49,8 @@ def same_order_each_epoch(case: Case) -> Judgement:
     if judged:
         cut = " The first one was cut short, to see the second." if log.of(PassCut) else ""
         return NoFault(f"the order differed between passes.{cut}")
+    if one_pass:
+        return NotJudged("the script made one pass over its training data.")
     return NoFault("no sampler of the training data needs the epoch.")
 
 
@@ -123,13 +126,20 @@ def same_augmentation(case: Case) -> Judgement:
     """Workers or ranks draw the same random numbers for their samples."""
     training = set(case.ranks[0].training_loaders)
     firsts: dict[tuple[int, int | None], SamplesLoaded] = {}
+    streams = False
     for log in case.ranks:
         for event in log.fetches:
-            if event.loader in training and event.drew:
+            if event.loader not in training or not event.drew:
+                continue
+            if log.loaders[event.loader].iterable:
+                streams = True  # it may draw the order of samples that are the rank's own
+            else:
                 firsts.setdefault((log.rank, event.worker), event)
     if not firsts:
         if not all(log.fetches for log in case.ranks):
             return NotJudged("the loading of the samples was not recorded.")
+        if streams:
+            return NotJudged("a stream draws random numbers, which may decide its order only.")
         return NoFault("loading a sample draws no random numbers from a shared generator.")
     for (one, first), (other, second) in combinations(firsts.items(), 2):
         same = [
@@ -220,15 +230,16 @@ def same_noise(case: Case) -> Judgement:
         return NotJudged("not every rank called a torch.nn.Module in training.")
     if not case.trains_together:
         return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
-    one, *others = case.ranks
-    models = sorted({event.model for event in one.training_forwards})
+    models = sorted({event.model for event in case.ranks[0].training_forwards})
     is_drawn = False
-    for noise, model in product(_NOISES, models):
+    for noise, model, one in product(_NOISES, models, case.ranks[:-1]):
+        others = case.ranks[one.rank + 1 :]
         found = [_equal_noise(noise, model, one, other) for other in others]
         is_drawn |= noise is not _RANDOM_INPUTS and any(count for _, count in found)
         alike = [other.rank for other, (same, _) in zip(others, found, strict=True) if same]
         if alike:
-            return _noise_fault(case, noise, [0, *alike], *found[alike[0] - 1])
+            ranks = [one.rank, *alike]
+            return _noise_fault(case, noise, ranks, *found[alike[0] - one.rank - 1])
     if not is_drawn:
         return NoFault("the training draws no noise from torch's generators for its forwards.")
     return NoFault("no two ranks drew the same noise for their forwards.")
@@ -269,4 +280,6 @@ def _are_new(one: RankLog, other: RankLog, same: list[Forward], count: int) -> b
     """Whether the inputs of a model are equal in all of `count` forwards and in none of the batches."""
     batches = [[(e.ids, e.content) for e in log.of(BatchGiven)] for log in (one, other)]
     distinct = {tuple(event.rows or ()) for event in same}
-    return batches[0] != batches[1] and count == len(distinct)
+    # A single row may be computed, such as the time of a schedule.
+    has_rows = all(len(rows) > 1 for rows in distinct)
+    return has_rows and batches[0] != batches[1] and count == len(distinct)

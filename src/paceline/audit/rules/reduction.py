@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from paceline.audit.events import Backward, DDPBuilt, Forward, NotReduced, OptimizerStep
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
+from paceline.audit.rules.weights import find_mismatch
 
 
 def no_sync_on_last(case: Case) -> Judgement:
     """The last micro-batch of a step ran under `no_sync`, so the gradients were not reduced."""
     seen = 0
+    mismatch = find_mismatch(case)
+    if mismatch is not None and mismatch.is_restored:
+        return NotJudged("the ranks' weights are made equal at intervals (local SGD).")
     for log in case.ranks:
         forward: Forward | None = None
         for event in log.events:

@@ -18,6 +18,7 @@ from paceline.audit.events import (
 )
 from paceline.audit.evidence import RankLog, Update, UpdateCall
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, outliers
+from paceline.audit.rules.weights import find_mismatch
 from paceline.errors import name_ranks
 
 # Norms of equal gradients may differ by rounding.
@@ -47,9 +48,10 @@ def clip_before_unscale(case: Case) -> Judgement:
     clips = [
         clip for run in (case.ordinary, case.solo) for log in run.ranks for clip in _clips(log)
     ]
-    for number, _, event in clips:
+    for number, update, event in clips:
         scale, norm = event.scale, event.norm
-        if scale != 1:
+        # Another optimizer than the scaler's has gradients without its scale.
+        if scale != 1 and any(isinstance(call, ScalerStepped) for call in update.calls):
             return FaultFound(
                 what="gradients are clipped before they are unscaled.",
                 at=event.at,
@@ -73,6 +75,7 @@ def clip_before_reduction(case: Case) -> Judgement:
     for clips in zip(*each, strict=False):
         number, _, event = clips[0]
         norms = [clip.norm for _, _, clip in clips if clip.norm is not None]
+        bounds = [clip.max_norm or 0.0 for _, _, clip in clips]
         steps = [
             next((call for call in update.calls if isinstance(call, OptimizerStep)), None)
             for _, update, _ in clips
@@ -80,6 +83,8 @@ def clip_before_reduction(case: Case) -> Judgement:
         used = [step.grads for step in steps if step is not None]
         if min(len(norms), len(used)) < len(clips) or _close(min(norms), max(norms)):
             continue
+        if all(norm <= bound for norm, bound in zip(norms, bounds, strict=True)):
+            continue  # nothing was clipped
         if all(own == used[0] for own in used):
             return FaultFound(
                 what="each rank clips its own gradients before they are reduced.",
@@ -152,6 +157,8 @@ def update_on_one_rank(case: Case) -> Judgement:
         minority = outliers(kinds)
         if not minority or number == min(map(len, each)):
             continue  # equal, or the last one, which the end of the run may have cut
+        if find_mismatch(case) is None:
+            return NoFault("only some ranks updated, and all ranks had equal weights all the same.")
         usual = next(own for rank, own in enumerate(kinds) if rank not in minority)
         calls = [call for own in updates for call in own]
         unusual = set(kinds[minority[0]]) ^ set(usual)
