@@ -270,7 +270,8 @@ def find_late(waits_s: Sequence[Mapping[int, float]], step_s: float) -> list[int
     if not (is_steady and _is_long(usual_lead_s, step_s)):
         return []
     little_s = min(step_s - step_s / LEAST_GAIN, usual_lead_s / 2)
-    return [rank for rank in order if usual_s[rank] - usual_s[order[0]] < little_s]
+    late = [rank for rank in order if usual_s[rank] - usual_s[order[0]] < little_s]
+    return late if len(late) < len(order) else []  # no rank is slower than others if all are
 
 
 def lead_s(waits_s: Sequence[Mapping[int, float]], rank: int) -> float:

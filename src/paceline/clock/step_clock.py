@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+_MAX_EVENTS = 20_000  # of a device, that wait to be read
+
 # In the order in which reports show them.
 PHASES = (
     "data",  # wait for samples
@@ -248,6 +250,8 @@ class DeviceTimes:
     def end_step(self, phase: int) -> None:
         """Record the end of a step."""
         self.mark(phase, ends_step=True)
+        if len(self._pending) > _MAX_EVENTS:
+            self.take()  # nobody asks for the times
 
     def take(self) -> tuple[list[float], int]:
         """ns in each phase, and the number of steps, that the device has finished since the last call."""

@@ -145,6 +145,11 @@ class Peers:
                 step=step,
             )
 
+    def new_name(self, call: str) -> str:
+        """A name for `exchange`, which is used once. All ranks make this call equally often."""
+        self._num_calls[call] += 1
+        return f"{call}/{self._num_calls[call]}"
+
     def missing_in_step(self, call: str, *, timeout_s: float) -> list[int]:
         """The ranks that end the current step without making this call, which all ranks make in it.
 
@@ -153,9 +158,9 @@ class Peers:
         step = current_step.step
         if self.passed >= step:
             return []
-        self._num_calls[call] += 1
-        name = f"{call}/{self._num_calls[call]}"
-        _, missing = self.exchange(name, None, step, loop=self._loop, timeout_s=timeout_s)
+        _, missing = self.exchange(
+            self.new_name(call), None, step, loop=self._loop, timeout_s=timeout_s
+        )
         return list(missing)
 
     def exchange(

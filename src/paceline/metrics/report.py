@@ -363,9 +363,14 @@ def _keeps_spans(number: int) -> bool:
     return number & (number - 1) == 0 or number % _SPANS_EVERY == 0
 
 
-def refuse_values(values: dict[str, Any], reduce: str) -> None:
-    """Raise ConfigError, on every rank, for values that cannot be logged."""
+def refuse_values(values: dict[str, Any], reduce: str, step: int) -> None:
+    """Raise ConfigError for values that cannot be logged in this step."""
     for name, value in values.items():
+        if isinstance(value, StepLoss) and value.step != step:
+            raise ConfigError(
+                f"{name!r} is the loss of step {value.step}, and this is step {step}.",
+                fix=f"log it in its own step, or as a number: {name}=float(...), on all ranks.",
+            )
         if isinstance(value, StepLoss) and reduce != "rank0":
             raise ConfigError(
                 f"{name!r} is the loss over all ranks, which is not combined again.",

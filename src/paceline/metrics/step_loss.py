@@ -61,7 +61,7 @@ class StepLoss:
     def _exchanged(self, peers: Peers, loss: float, count: float) -> list[tuple[float, float]]:
         """Sum and count of each data rank, through the store, so that a single caller gets an error."""
         everyone, missing = peers.exchange(
-            f"loss/{self._loop}/{self.step}",
+            peers.new_name("loss"),
             [loss, count],
             self.step,
             loop=self._loop,

@@ -91,10 +91,12 @@ class Control:
         """Discard the collected losses; the next step is `step` + 1.
 
         Args:
-            new_loop: A new loop begins: discard stop requests too.
+            new_loop: A new loop begins: discard stop requests and the word in flight too. All ranks call it.
         """
         if new_loop:
-            self._stop = self.stops_now = False
+            self._stop = self.stops_now = self._carries_times = False
+            self._every = 1
+            self._discard_word()
         self._losses, self._counts = [], []
         self._first = step + 1
         self._due = step + self._every
@@ -184,8 +186,9 @@ class Control:
                 raise _non_finite(first + i, total, int(bits[i]))
         totals = [StepTotal(step=first + i, loss_sum=sums[i], count=counts[i]) for i in range(size)]
         per_s = _WORDS_PER_S_IN_MEMORY if self.in_memory else _WORDS_PER_S
-        steps = round(1 / (per_s * max(step_s, 1e-6)))
-        self._every = min(_MAX_STEPS_PER_WORD, max(1, steps))
+        if size:  # else it was sent at once after another word
+            steps = round(1 / (per_s * max(step_s, 1e-6)))
+            self._every = min(_MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
         stop, save, save_failed, preempt, reduce, self._carries_times = (
             number > 0 for number in numbers[1:_HEAD]
@@ -202,6 +205,16 @@ class Control:
                 times=rows,
             )
         ]
+
+    def _discard_word(self) -> None:
+        """Leave the word in flight unread: it belongs to a loop that was left."""
+        work = None if self._in_flight is None else self._in_flight[0]
+        self._in_flight = None
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            self._job.reraise(error)
 
     def _own_row(self) -> list[float]:
         """This rank's row among zeros, so that the sum over ranks has the rows of all."""

@@ -158,7 +158,9 @@ class Replicas:
             what = f"{name_ranks(ranks)} of {len(values)} {verb} other values than the rest of"
         since = self._equal
         known = f"this is the first comparison after step {since}. Before it, "
+        cure = "make the weights equal on all ranks before the training"
         if self._was_compared:
+            cure = f"resume from a checkpoint of step {since} or before"
             known = f"all were equal after step {since}; since then "
         return Desync(
             f"{what} {name}{more}: replicas have drifted apart.",
@@ -166,8 +168,7 @@ class Replicas:
             why=f"{known}something changed them on some ranks alone: code under `if rank == ...`, a weight "
             "written outside the optimizer, ranks with different processors or numbers of threads, or "
             "faulty memory.",
-            fix=f"resume from a checkpoint of step {since} or before; if the difference is intended, "
-            "use desync_every=0.",
+            fix=f"{cure}; if the difference is intended, use desync_every=0.",
             parameter=name,
             differing=differing,
             ranks=ranks,

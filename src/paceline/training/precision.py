@@ -1,7 +1,8 @@
 """Number formats of a step: fp32, bf16 or fp16 autocast, and the loss scale that fp16 needs.
 
 A front to `torch.autocast` and `torch.amp.GradScaler`, on CPU as on CUDA. Ranks need no exchange
-for the scaler: summed gradients, with their NaN and infinity, are equal on all ranks.
+for the scaler: summed gradients, with their NaN and infinity, are equal on all ranks. Under FSDP each rank
+holds parts of them, and torch exchanges what its scaler has found.
 """
 
 from __future__ import annotations

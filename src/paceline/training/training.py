@@ -263,6 +263,12 @@ class Training:
 
         Collective: none; only rank 0 writes, the other ranks may call it too.
         """
+        if self._in_step is not None:
+            raise StepError(
+                "`training.report` was called inside the loop over `training.steps`.",
+                where=self.job.where(),
+                fix="call it before the loop.",
+            )
         if flops is not None and not 0 < flops < math.inf:
             raise ConfigError(f"flops must be a number above 0, got {flops!r}.")
         self._report.open(
@@ -341,7 +347,7 @@ class Training:
         if self._in_step is None:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
         step, _ = self._in_step
-        refuse_values(values, reduce)
+        refuse_values(values, reduce, step.number)
         if step.number % every_n == 0:
             was = clock.begin(LOGGING)
             control = self._context.control
@@ -390,6 +396,7 @@ class Training:
         Collective: all ranks, same state.
         """
         self._refuse_in_step("load_state_dict")
+        self._finish_left_loop()
         self._load(saved)
         if self.checkpoints is not None:
             # A checkpoint of the same step number holds another state.
@@ -577,8 +584,9 @@ class Training:
             except GeneratorExit:
                 # A `break`, or an exception. Python drops what a generator raises while it is closed, so
                 # `job.settle` reports it.
-                self._in_step, self._left_step = None, (step, planned)
-                self.job.left_loop = (step.number, step.is_done)
+                if self._in_step is None or self._in_step[0] is not step:
+                    raise  # of an earlier loop, whose generator was closed after a new one had begun
+                self._leave_step()
                 if step.is_done:  # the weights are those of this step, so the next one follows it
                     self.number, self._last = step.number, planned
                 _left_early = self
@@ -589,6 +597,12 @@ class Training:
             self._commit(step, planned, now=step.ends_epoch or is_last, is_last=is_last)
             if self._stopping or is_last:
                 break
+
+    def _leave_step(self) -> None:
+        """Note that the loop was left in the step in progress."""
+        assert self._in_step is not None
+        self._left_step, self._in_step = self._in_step, None
+        self.job.left_loop = (self._left_step[0].number, self._left_step[0].is_done)
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
         context = self._context
@@ -602,6 +616,7 @@ class Training:
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         context.loop = 0 if self.job.peers is None else self.job.peers.new_loop()
         context.control.begin(self.number, new_loop=True)
+        self._save_requested = self._is_best = False  # of a step that was left
         context.control.measure = self._measure
         for trained in context.optimizers:
             trained.schedule.begin()
@@ -840,8 +855,7 @@ class Training:
         self._context.leave_step()
         notice.unwatch(self)
         if self._in_step is not None:
-            self._left_step = self._in_step
-            self.job.left_loop = (self._in_step[0].number, self._in_step[0].is_done)
+            self._leave_step()
         try:
             if self.job.preempted is not None:
                 self._save_interrupted(self.job.preempted)
@@ -870,8 +884,10 @@ class Training:
 
 def _leave(reference: weakref.ref[Training]) -> None:
     global _left_early
-    training, _left_early = reference(), None
+    training = reference()
     if training is not None:
+        if _left_early is training:
+            _left_early = None
         training._leave()
 
 

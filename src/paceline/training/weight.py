@@ -28,6 +28,7 @@ from paceline.job.job import Job
 Reduction = Literal["sum", "mean"]
 
 # Reductions as torch's loss functions save them for backward (`_saved_reduction`).
+_MAX_SUMMANDS = 8  # a loss may be a sum of thousands of terms
 _MEAN_REDUCTION = 1
 _SUM_REDUCTION = 2
 _NODE = "torch.autograd.graph.Node"
@@ -177,7 +178,7 @@ def check_loss(
             where=where(),
             fix="compute it from the model's output, outside of `torch.no_grad()`.",
         )
-    if reduction == "sum" and _is_mean(loss.grad_fn, count):
+    if reduction == "sum" and _is_mean(loss.grad_fn, count, _MAX_SUMMANDS):
         raise LossError(
             "the loss is a mean over the samples; it must be their sum.",
             where=where(),
@@ -188,8 +189,8 @@ def check_loss(
         _refuse_other_mean(loss.grad_fn, count, where, length)
 
 
-def _is_mean(node: Any, count: int | None) -> bool:
-    """Whether a loss is a mean over samples, as far as its last operations show.
+def _is_mean(node: Any, count: int | None, depth: int) -> bool:
+    """Whether a loss is a mean over samples, as far as its last operations show, at most `depth` sums.
 
     Later scaling is not checked: `mean * len(y)` is a sum.
     """
@@ -208,7 +209,7 @@ def _is_mean(node: Any, count: int | None) -> bool:
         terms = [term for term, _ in node.next_functions]
         # Of a sum over the samples and the mean of a penalty, the penalty may have as many rows.
         return not any(_is_sum(term, count) for term in terms) and any(
-            _is_mean(term, count) for term in terms
+            depth > 0 and _is_mean(term, count, depth - 1) for term in terms
         )
     return False
 
