@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,41 @@ def test_a_step_counts_that_was_updated_before_a_break(nproc: int, tmp_path: Any
         assert found["loaded"]
         assert found["went on"]
         assert "outside the loop" in found["refused"]["save"][1]
+
+
+def _leaves_nothing_behind(job: Any, folder: str) -> dict[str, Any]:
+    """What a loop that was left asked for does not concern the next one."""
+    found: dict[str, Any] = {}
+    checkpoints = paceline.Checkpoints(folder, every_steps=100)
+    training = _training(job, checkpoints=checkpoints)
+    abandoned = training.steps(until=90)
+    for step in abandoned:
+        backwards(training, step)
+        step.update()
+        if step.number == 3:
+            step.stop()
+            training.save(best=True)
+            break
+    if job.rank == 0:
+        time.sleep(0.1)
+    loop = training.steps(until=90)
+    for step in loop:
+        backwards(training, step)
+        step.update()
+        if step.number == 6:
+            abandoned.close()
+            found["number"] = training.number
+    found["end"] = training.number
+    found["saved"] = [each.name for each in Path(folder).glob("step-*")]
+    return found
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_requests_of_a_loop_that_was_left_are_forgotten(nproc: int, tmp_path: Any) -> None:
+    for found in run_ranks(_leaves_nothing_behind, str(tmp_path), nproc=nproc):
+        assert found["number"] == 5  # step 6 is in progress
+        assert found["end"] == 90
+        assert found["saved"] == ["step-90"]
 
 
 def _other_programs(job: Any) -> dict[str, tuple[str, str]]:

@@ -418,6 +418,27 @@ def test_an_error_on_one_rank_is_named_on_all() -> None:
         assert "injected on rank 1 in step 2" in str(outcomes[rank].error)
 
 
+def _loss_twice(job: Any) -> list[tuple[float, float]]:
+    training = _training(job, micro_batch=2, samples=16)
+    found = []
+    for step in training.steps(epochs=1):
+        first = None
+        for batch in step:
+            step.backward(loss_sum(training.models[0], batch), count=len(batch[1]))
+            first = float(step.loss) if first is None else first
+        step.update()
+        assert first is not None
+        found.append((first, float(step.loss)))
+    return found
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_loss_may_be_read_again_in_a_step(nproc: int) -> None:
+    each = run_ranks(_loss_twice, nproc=nproc)
+    assert all(own == each[0] for own in each)
+    assert any(first != last for first, last in each[0])
+
+
 def _loss_on_one_rank(job: Any) -> None:
     training = _training(job)
     for step in training.steps(epochs=2):
@@ -498,6 +519,8 @@ WRONG = {
     "bound of 0": "ConfigError",
     "log text": "ConfigError",
     "log none": "ConfigError",
+    "log an earlier loss": "ConfigError",
+    "report": "StepError",
     "log vector": "ConfigError",
     "log own name": "ConfigError",
     "static graph": "ConfigError",
@@ -528,6 +551,7 @@ def _wrong(job: Any, kind: str) -> None:
         return
     count = "tokens" if "tokens" in kind else "samples"
     training = _training(job, count=count, static_graph=kind == "static graph")
+    previous: Any = None
     for step in training.steps(epochs=1):
         if kind.startswith("run "):
             step.run(lambda batch: loss_sum(training.models[0], batch))
@@ -551,6 +575,11 @@ def _wrong(job: Any, kind: str) -> None:
             step.update(clip_norm={"negative bound": -1.0, "bound of 0": 0.0}.get(kind))
         if kind == "log own name":
             training.log(step=1)
+        elif kind == "log an earlier loss":
+            training.log(previous=previous or step.loss)
+            previous = previous or step.loss
+        elif kind == "report":
+            training.report(progress=False)
         elif kind.startswith("log "):
             values = {"text": "a", "none": None, "vector": torch.ones(2)}
             training.log(value=values[kind[4:]])

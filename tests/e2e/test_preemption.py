@@ -48,7 +48,8 @@ with paceline.join(seed=3, device="cpu", timeout_s=30) as job:
     )
     slow = os.environ.get("SLOW_S")
     try:
-        for step in training.steps(epochs=5):
+        loop = training.steps(epochs=5)  # still there when the job is left
+        for step in loop:
             for x, y in step:
                 step.backward((model(x) - y).square().sum(), count=len(x))
             step.update()

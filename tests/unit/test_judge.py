@@ -302,3 +302,8 @@ def test_a_cure_of_a_stall_leaves_some_of_it() -> None:
     saving = HEALTHY | {"checkpoint": 0.1}
     assert judge(record(saving, saving, **Checkpoints("a", every_s="auto").facts())) == []
     assert judge(record(saving, saving, **Checkpoints("a", every_s=60).facts()))
+
+
+def test_ranks_that_all_wait_little_at_times_are_not_slow() -> None:
+    waits_s = [{0: 0.0, 1: 10.0}, {0: 0.0, 1: 10.0}, {0: 20.0, 1: 30.0}, {0: 20.0, 1: 0.0}]
+    assert clock_judge.find_late(waits_s, 60.0) == []

@@ -39,6 +39,13 @@ def test_the_kind_of_a_loss(loss: Any, is_mean: bool) -> None:
     assert _is_mean(loss().grad_fn, COUNT) == is_mean
 
 
+def test_a_loss_may_be_a_sum_of_thousands_of_terms() -> None:
+    total = OUT.exp().max()
+    for _ in range(5000):
+        total = total + OUT.exp().max()
+    assert not _is_mean(total.grad_fn, COUNT)
+
+
 NAN = torch.tensor(float("nan"))
 
 

@@ -156,6 +156,19 @@ def test_a_device_counts_the_steps_that_it_has_finished() -> None:
     assert times.take() == ([0.0] * len(PHASES), 0)
 
 
+def test_a_device_whose_times_nobody_reads_keeps_few_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_clock, "_MAX_EVENTS", 20)
+    FakeEvent.now_ms, FakeEvent.done_ms = 0.0, 1e9
+    times = DeviceTimes(FakeEvent)
+    for _ in range(100):
+        for phase in (FORWARD, BACKWARD):
+            times.mark(phase)
+        times.end_step(OTHER)
+    assert len(times._pending) <= 20
+
+
 def _rows(fake: FakeTime, ranks: int) -> list[list[float]]:
     rows = []
     for rank in range(ranks):

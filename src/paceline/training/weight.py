@@ -178,7 +178,7 @@ def check_loss(
             where=where(),
             fix="compute it from the model's output, outside of `torch.no_grad()`.",
         )
-    if reduction == "sum" and _is_mean(loss.grad_fn, count, _MAX_SUMMANDS):
+    if reduction == "sum" and _is_mean(loss.grad_fn, count):
         raise LossError(
             "the loss is a mean over the samples; it must be their sum.",
             where=where(),
@@ -189,7 +189,7 @@ def check_loss(
         _refuse_other_mean(loss.grad_fn, count, where, length)
 
 
-def _is_mean(node: Any, count: int | None, depth: int) -> bool:
+def _is_mean(node: Any, count: int | None, depth: int = _MAX_SUMMANDS) -> bool:
     """Whether a loss is a mean over samples, as far as its last operations show, at most `depth` sums.
 
     Later scaling is not checked: `mean * len(y)` is a sum.
