@@ -11,7 +11,7 @@ import pytest
 from paceline.audit.events import (
     Evaluated,
     Event,
-    Forward,
+    ForwardEnded,
     TrainingBuilt,
     TrainingStarted,
     TrainingStep,
@@ -246,7 +246,7 @@ def test_dropout_that_was_turned_off_is_reported() -> None:
 def test_bitwise_is_not_advised_where_training_refuses_it(batchnorm: str, is_advised: bool) -> None:
     found = runs({}, {}, facts={"batchnorm": batchnorm, "precision": "bf16"})
     for run in found:
-        run.ranks[0].events.append(Forward(trains=True, drew=["torch"]))
+        run.ranks[0].events.append(ForwardEnded(trains=True, drew=["torch"]))
     unknown = compare(found, rtol=None, bitwise=False).unknown
     assert len(unknown) == 2
     assert all(("--bitwise" in line) is is_advised for line in unknown)

@@ -19,26 +19,26 @@ from paceline.audit import evidence, record_data
 from paceline.audit.audit import judge
 from paceline.audit.digests import digest, exact_parts, numbers_drawn
 from paceline.audit.events import (
-    Backward,
+    BackwardBegun,
     BatchGiven,
     CollectiveBegun,
     CollectiveEnded,
     DDPBuilt,
     Event,
     Failed,
-    Forward,
     ForwardBegun,
+    ForwardEnded,
     LoaderSeen,
     NotBitwise,
     NumberRead,
-    OptimizerStep,
+    OptimizerStepBegun,
+    OptimizerStepEnded,
     PassBegun,
     RankEnded,
     RankStarted,
     SamplesLoaded,
     ScheduleStepped,
     SeedSet,
-    Updated,
 )
 from paceline.audit.evidence import RankLog, Run, TrainingLoaders
 from paceline.audit.loss_weight import loss_weight
@@ -67,8 +67,8 @@ def case(*ranks: list[Event], hung: bool = False) -> Case:
     return Case(run("solo", ranks[0]), run("ordinary", *ranks, hung=hung), None, "no replay.")
 
 
-def forward(device: str, cores: list[int]) -> Forward:
-    return Forward(devices=[device], cores=cores, at="t.py:1", trains=True)
+def forward(device: str, cores: list[int]) -> ForwardEnded:
+    return ForwardEnded(devices=[device], cores=cores, at="t.py:1", trains=True)
 
 
 def start(cuda: int, cores: list[int], host: str = "a") -> RankStarted:
@@ -158,7 +158,7 @@ def test_collectives_of_some_ranks_are_ignored() -> None:
 )
 def test_ranks_compute_one_loss_from_one_batch(losses: list[Any], found: type) -> None:
     first = replace(forward("cpu", [0]), params={}, rows=[1])
-    ranks = [[first, Backward(at="t.py:3", loss=loss)] for loss in losses]
+    ranks = [[first, BackwardBegun(at="t.py:3", loss=loss)] for loss in losses]
     mirrored = Case(run("solo", ranks[0]), run("ordinary", *ranks), run("mirrored", *ranks))
     assert isinstance(loss_of_rank(mirrored), found)
     others = [[replace(first, rows=[rank]), *events[1:]] for rank, events in enumerate(ranks)]
@@ -170,7 +170,7 @@ def _read_by(rank: int, contents: list[dict[int, int]], *, seeds: bool = True) -
     """The log of a rank that read these samples, by index, in passes over one loader."""
     loader = LoaderSeen(loader="a", at="t.py:1", sharding={"num_replicas": 2})
     batch = BatchGiven(loader="a", ids=[])
-    events: list[Event] = [loader, PassBegun(loader="a"), batch, Backward()]
+    events: list[Event] = [loader, PassBegun(loader="a"), batch, BackwardBegun()]
     events += [SeedSet()] * seeds
     fetches = [
         SamplesLoaded(loader="a", ids=[*each], contents=[*each.values()]) for each in contents
@@ -203,7 +203,7 @@ def test_ranks_divide_one_dataset(
 
 def _evaluation(rows: str, *after: Event) -> list[Event]:
     digests = [ord(row) for row in rows]
-    forward = Forward(at="t.py:7", steps_done=3, evaluation=1, rows=digests, samples=len(rows))
+    forward = ForwardEnded(at="t.py:7", steps_done=3, evaluation=1, rows=digests, samples=len(rows))
     return [forward, *after]
 
 
@@ -248,7 +248,9 @@ def test_numbers_after_a_gather_are_those_of_one_process(
 
 def test_a_mean_of_weights_that_one_rank_updates() -> None:
     def ranks(*digests: int) -> list[list[Event]]:
-        return [[Forward(evaluation=1, model=100, other_params={"w": each})] for each in digests]
+        return [
+            [ForwardEnded(evaluation=1, model=100, other_params={"w": each})] for each in digests
+        ]
 
     assert isinstance(different_untrained_models(case(*ranks(1, 1))), NoFault)
     judged = different_untrained_models(case(*ranks(1, 2)))
@@ -258,10 +260,10 @@ def test_a_mean_of_weights_that_one_rank_updates() -> None:
 
 def _step_on(terms: int, weight: float) -> list[Event]:
     """An update by a rank whose loss has so many terms of this weight."""
-    backward = Backward(
+    backward = BackwardBegun(
         at="t.py:5", forwards=1, weight=weight, terms=terms, kind="NllLossBackward0"
     )
-    return [DDPBuilt(ranks=2), backward, OptimizerStep()]
+    return [DDPBuilt(ranks=2), backward, OptimizerStepBegun()]
 
 
 @pytest.mark.parametrize(
@@ -288,9 +290,9 @@ def test_means_over_the_terms_of_each_rank(weights: tuple[float, float], found: 
 def test_the_gradient_that_was_compared_is_named(
     tmp_path: Path, optimizers: int, whose: str
 ) -> None:
-    step = OptimizerStep(step=1, at="t.py:2", lrs=[0.1], base=0.0, grads={})
-    first = Forward(trains=True, params={}, rows=[1], sync=True)
-    events = [first, Backward(at="t.py:1"), *[step] * optimizers]
+    step = OptimizerStepBegun(step=1, at="t.py:2", lrs=[0.1], base=0.0, grads={})
+    first = ForwardEnded(trains=True, params={}, rows=[1], sync=True)
+    events = [first, BackwardBegun(at="t.py:1"), *[step] * optimizers]
     torch.save({"w": torch.ones(3)}, tmp_path / "gradients.pt")
     runs = [run(mode, *[events] * count) for mode, count in (("solo", 1), ("mirrored", 2))]
     solo, mirrored = (replace(each, plan=replace(each.plan, folder=tmp_path)) for each in runs)
@@ -306,8 +308,8 @@ def test_the_gradient_that_was_compared_is_named(
 def test_dropout_in_parts_of_a_batch_changes_the_gradient_a_little(
     tmp_path: Path, ratio: float, drew: list[str], found: type
 ) -> None:
-    first = Forward(trains=True, params={}, rows=[1], drew=drew)
-    events = [first, Backward(at="t.py:1")]
+    first = ForwardEnded(trains=True, params={}, rows=[1], drew=drew)
+    events = [first, BackwardBegun(at="t.py:1")]
     runs = []
     for mode, count, size in (("solo", 1, 1.0), ("divided", 2, ratio)):
         (tmp_path / mode).mkdir()
@@ -322,7 +324,10 @@ def test_dropout_in_parts_of_a_batch_changes_the_gradient_a_little(
 def test_a_reduction_that_weights_the_ranks(tmp_path: Path) -> None:
     gradients = [{"w": torch.randn(9)} for _ in range(2)]
     ranks = [_step_on(20, 1 / 20)[1:], _step_on(50, 1 / 50)[1:]]
-    logs = [RankLog(rank, [*events, Updated(step=1)], []) for rank, events in enumerate(ranks)]
+    logs = [
+        RankLog(rank, [*events, OptimizerStepEnded(step=1)], [])
+        for rank, events in enumerate(ranks)
+    ]
     ordinary = Run(RunPlan(tmp_path, "ordinary", 2, 20), logs, 0)
     torch.save({"w": torch.ones(9)}, tmp_path / "gradients.pt")
     for rank in range(2):  # shards of unequal sizes
@@ -435,9 +440,9 @@ def test_a_schedule_in_a_run_without_a_step() -> None:
         PassBegun(loader="a"),
         BatchGiven(loader="a"),
         ForwardBegun(),
-        Backward(),
+        BackwardBegun(),
     ]
-    steps = [OptimizerStep(step=s, at="t.py:1", lrs=[1 / (s + 1)], base=1.0) for s in range(4)]
+    steps = [OptimizerStepBegun(step=s, at="t.py:1", lrs=[1 / (s + 1)], base=1.0) for s in range(4)]
     solo = run("solo", [replace(loader, batches=8), *events, *steps])
     hung = run("ordinary", *[[replace(loader, batches=4), *events]] * 2)
     schedule = ScheduleStepped(at="t.py:2", metric=None)
@@ -448,7 +453,7 @@ def test_a_schedule_in_a_run_without_a_step() -> None:
 def _noisy(rank: int, count: int) -> list[Event]:
     """Five forwards; before the first `count` of them the ranks draw equal noise."""
     return [
-        Forward(
+        ForwardEnded(
             trains=True,
             model=0,
             steps_done=s,
@@ -479,7 +484,7 @@ def test_masks_of_one_of_two_generators_are_equal() -> None:
     ranks = [_noisy(rank, 0) for rank in range(2)]
     for rank, events in enumerate(ranks):
         for event in events:
-            assert isinstance(event, Forward)
+            assert isinstance(event, ForwardEnded)
             event.drew.extend(["torch", "cuda"])
             event.random["torch"] = rank
     judged = same_noise(case(*ranks))
@@ -597,11 +602,11 @@ def test_a_difference_that_may_be_right_is_not_called_sound() -> None:
             LoaderSeen(loader="x", batches=30 if mode == "solo" else 15, batch_size=4),
             PassBegun(loader="x"),
             BatchGiven(loader="x"),
-            Backward(),
+            BackwardBegun(),
         ]
         for step in range(1, 15):
             lr = 1 - decay * (step - 1) if mode == "solo" else (1 - decay) ** (5 * step)
-            events.append(OptimizerStep(step=step, lrs=[lr], base=1.0, at="t.py:1"))
+            events.append(OptimizerStepBegun(step=step, lrs=[lr], base=1.0, at="t.py:1"))
         runs.append(run(mode, *[events] * (1 if mode == "solo" else 2)))
     judged = fast_schedule(Case(runs[0], runs[1]))
     assert isinstance(judged, NotJudged)
@@ -624,7 +629,7 @@ def test_without_private_names_of_torch_loaders_still_work(
         assert [len(batch) for batch in DataLoader(range(6), 4)] == [4, 2]
     finally:
         torch_private.find.cache_clear()
-    events.append(Backward())
+    events.append(BackwardBegun())
     run_ = Run(plan, [RankLog(rank, events, []) for rank in range(2)], 0)
     judged = judge(Case(run_, run_))
     for rule in ("no shards", "shards overlap", "same augmentation in workers"):
@@ -647,7 +652,7 @@ def test_a_replay_gives_the_batches_and_the_length_of_the_solo_run(
                 record_data.install(Progress(plan, recorder, 0))
                 batches = iter(DataLoader(cast(Any, data), 4))
                 assert (len(batches), [len(batch) for batch in batches]) == (2, [4, 2])
-                recorder.write(Backward())
+                recorder.write(BackwardBegun())
     finally:
         torch_private.find.cache_clear()
 

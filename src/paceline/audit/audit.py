@@ -84,7 +84,7 @@ class AuditResult:
                 shown=fault.evidence,
                 fix=fault.fix,
             )
-        runs = [self.case.solo, self.case.ordinary, self.case.evaluated]
+        runs = [self.case.solo, self.case.ordinary, self.case.with_solo_weights]
         names = [f"{run.name} ({run.steps} steps)" for run in runs if run is not None]
         lines.append(f"compared: {', '.join(names)}")
         sound = [f"{name}: {each.evidence}" for name, each in self.of(NoFault).items()]
@@ -125,12 +125,12 @@ def audit(
             why = f"{run.name} {how}: the script cannot train on the batches of one process."
         else:
             replay = run
-    evaluated_only = None
+    only_solo_weights = None
     if replay is None and not ordinary.hung and _compares_evaluations(solo, ordinary):
         name = f"evaluated-{world_size}"
         run = execute(replace(plan, folder=folder / name, mode="evaluated", solo=solo.plan.folder))
-        evaluated_only = None if run.hung or run.out_of_time or run.returncode else run
-    case = Case(solo, ordinary, replay, why, evaluated_only)
+        only_solo_weights = None if run.hung or run.out_of_time or run.returncode else run
+    case = Case(solo, ordinary, replay, why, only_solo_weights)
     result = AuditResult(case, judge(case, strict=strict))
     if not result.faults:
         refuse(ordinary)

@@ -278,7 +278,7 @@ class ForwardBegun(EventInStep):
     sends_buffers: bool = False
 
 
-class Forward(EventInStep):
+class ForwardEnded(EventInStep):
     """The forward of a model ended.
 
     Attributes:
@@ -319,7 +319,7 @@ class Forward(EventInStep):
     visible_devices: str = ""
 
 
-class Backward(EventInStep):
+class BackwardBegun(EventInStep):
     """A backward began.
 
     Attributes:
@@ -387,7 +387,7 @@ class ScalerStepped(Event):
     """The GradScaler is about to step the optimizer."""
 
 
-class OptimizerStep(Event):
+class OptimizerStepBegun(Event):
     """An optimizer is about to step.
 
     Attributes:
@@ -406,7 +406,7 @@ class OptimizerStep(Event):
     state: int = 0
 
 
-class Updated(Event):
+class OptimizerStepEnded(Event):
     """The optimizer took this step. `params` are the digests of its parameters."""
 
     step: int = 0

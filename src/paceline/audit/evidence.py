@@ -10,8 +10,10 @@ from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from paceline.audit.events import (
-    Backward,
+    BackwardBegun,
     BackwardEnded,
     BatchGiven,
     Clipped,
@@ -21,33 +23,33 @@ from paceline.audit.events import (
     EndedByVerify,
     Event,
     EventInStep,
-    Forward,
     ForwardBegun,
+    ForwardEnded,
     GradientsCleared,
     LoaderSeen,
     NumberRead,
-    OptimizerStep,
+    OptimizerStepBegun,
+    OptimizerStepEnded,
     PassBegun,
     PassExhausted,
     RankEnded,
     SamplesLoaded,
     ScalerStepped,
     Unscaled,
-    Updated,
 )
 from paceline.audit.run_plan import RunPlan
 
 E = TypeVar("E", bound=Event)
 
 # What changes gradients and weights after a backward.
-UpdateCall = Unscaled | Clipped | ScalerStepped | OptimizerStep
+UpdateCall = Unscaled | Clipped | ScalerStepped | OptimizerStepBegun
 
 # Only tensors of up to this many values are metrics; their values are recorded.
 MAX_METRIC_VALUES = 16
 _REDUCTIONS = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor")
 
 # Where a rank waits for others: a collective of the script, or of DDP in a forward or a backward.
-Call = CollectiveBegun | ForwardBegun | Backward
+Call = CollectiveBegun | ForwardBegun | BackwardBegun
 
 
 def op_of(call: Call) -> str:
@@ -104,7 +106,7 @@ class Pass:
 
     begin: PassBegun
     batches: list[BatchGiven] = field(default_factory=list)
-    backwards: list[list[Backward]] = field(default_factory=list)
+    backwards: list[list[BackwardBegun]] = field(default_factory=list)
     ended: bool = False
 
 
@@ -112,7 +114,7 @@ class Pass:
 class Update:
     """The backwards of an update, and what was called after them, before the next backward."""
 
-    backwards: list[Backward] = field(default_factory=list)
+    backwards: list[BackwardBegun] = field(default_factory=list)
     calls: list[UpdateCall] = field(default_factory=list)
 
 
@@ -174,11 +176,11 @@ class RankLog:
     @property
     def steps(self) -> int:
         """Completed optimizer steps; with several optimizers, rounds of all of them."""
-        return max((event.step for event in self.of(Updated)), default=0)
+        return max((event.step for event in self.of(OptimizerStepEnded)), default=0)
 
-    def optimizer_steps(self, number: int) -> list[OptimizerStep]:
+    def optimizer_steps(self, number: int) -> list[OptimizerStepBegun]:
         """The events of step `number`, one of each optimizer."""
-        return [event for event in self.of(OptimizerStep) if event.step == number]
+        return [event for event in self.of(OptimizerStepBegun) if event.step == number]
 
     @property
     def ended(self) -> bool:
@@ -190,9 +192,9 @@ class RankLog:
         """The collective, backward or DDP forward that this rank entered and did not leave."""
         inside: list[Call | None] = [None]
         for event in self.events:
-            if isinstance(event, CollectiveEnded | BackwardEnded | Forward):
+            if isinstance(event, CollectiveEnded | BackwardEnded | ForwardEnded):
                 inside.pop()
-            elif isinstance(event, CollectiveBegun | Backward):
+            elif isinstance(event, CollectiveBegun | BackwardBegun):
                 inside.append(event)
             elif isinstance(event, ForwardBegun):
                 # Without buffers to send, a forward waits for no other rank.
@@ -202,7 +204,7 @@ class RankLog:
     @property
     def exchanges_activations(self) -> bool:
         """Whether the script enters collectives inside the forward of a model."""
-        events: list[Event] = self.of(ForwardBegun, CollectiveBegun, Forward)
+        events: list[Event] = self.of(ForwardBegun, CollectiveBegun, ForwardEnded)
         return any(
             isinstance(a, ForwardBegun) and isinstance(b, CollectiveBegun)
             for a, b in pairwise(events)
@@ -219,13 +221,13 @@ class RankLog:
     @property
     def ended_in_step(self) -> bool:
         """Whether verification ended this rank after its last step, and not at the end of a loop."""
-        last: list[Event] = self.of(Updated, PassBegun, EndedByVerify)[-2:]
-        return [type(event) for event in last] == [Updated, EndedByVerify]
+        last: list[Event] = self.of(OptimizerStepEnded, PassBegun, EndedByVerify)[-2:]
+        return [type(event) for event in last] == [OptimizerStepEnded, EndedByVerify]
 
     @property
-    def training_forwards(self) -> list[Forward]:
+    def training_forwards(self) -> list[ForwardEnded]:
         """The forwards with gradient of models in training mode, in order."""
-        return [event for event in self.of(Forward) if event.trains]
+        return [event for event in self.of(ForwardEnded) if event.trains]
 
     @property
     def first_update(self) -> Update:
@@ -233,14 +235,14 @@ class RankLog:
         return next(iter(self.updates), Update())
 
     @property
-    def first_forward(self) -> Forward:
+    def first_forward(self) -> ForwardEnded:
         """The first forward of training; one without facts if there is none."""
-        return next(iter(self.training_forwards), Forward())
+        return next(iter(self.training_forwards), ForwardEnded())
 
     @property
     def before_backward(self) -> list[Event]:
         """The events before the first backward."""
-        return list(takewhile(lambda event: not isinstance(event, Backward), self.events))
+        return list(takewhile(lambda event: not isinstance(event, BackwardBegun), self.events))
 
     @property
     def updates(self) -> list[Update]:
@@ -250,7 +252,7 @@ class RankLog:
         for event in self.events:
             if isinstance(event, GradientsCleared):
                 after_zero = True
-            elif isinstance(event, Backward):
+            elif isinstance(event, BackwardBegun):
                 if after_zero or not found or found[-1].calls:
                     found.append(Update())
                 after_zero = False
@@ -268,9 +270,9 @@ class RankLog:
     def passes(self) -> dict[tuple[str, int], Pass]:
         """The passes over the loaders, by the loader's name and the number of the pass."""
         found: dict[tuple[str, int], Pass] = {}
-        after: list[Backward] | None = None
+        after: list[BackwardBegun] | None = None
         for event in self.events:
-            if isinstance(event, Backward) and after is not None:
+            if isinstance(event, BackwardBegun) and after is not None:
                 after.append(event)
             elif isinstance(event, PassBegun):
                 found[event.loader, event.pass_number] = Pass(event)
@@ -311,7 +313,7 @@ class RankLog:
                     found[number].reductions.append(Reduction(call, results))
             elif isinstance(event, NumberRead) and not trains:
                 found[event.evaluation].numbers.setdefault(event.at, []).append(event.value)
-            elif isinstance(event, Forward) and event.evaluation is not None:
+            elif isinstance(event, ForwardEnded) and event.evaluation is not None:
                 own, trains = found[event.evaluation], False
                 own.num_samples += 0 if own.collectives else event.samples or 0
                 own.lines.add(event.at)
@@ -343,7 +345,7 @@ class RankLog:
                 found.on_batch(event.loader)
             elif isinstance(event, ForwardBegun):
                 found.on_forward()
-            elif isinstance(event, Backward):
+            elif isinstance(event, BackwardBegun):
                 found.on_backward()
         return list(found.names)
 
@@ -373,6 +375,21 @@ class Run:
             return "the run of 1 process"
         return f"the {self.plan.mode} run of {self.plan.world_size} processes"
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of step 1 that rank 0's first optimizer got, flat, float64, by name."""
+        return self._saved("gradients")
+
+    def local_gradients(self, rank: int) -> dict[str, torch.Tensor]:
+        """A rank's gradients of step 1 before the script reduced them, flat, float64, by name."""
+        return self._saved(f"local-{rank}")
+
+    def _saved(self, name: str) -> dict[str, torch.Tensor]:
+        path = self.plan.folder / f"{name}.pt"
+        saved: dict[str, torch.Tensor] = (
+            torch.load(path, weights_only=True) if path.exists() else {}
+        )
+        return {each: saved[each].double().flatten() for each in sorted(saved)}
+
     @property
     def steps(self) -> int:
         """Optimizer steps that every rank took."""
@@ -400,7 +417,9 @@ def _align(logs: list[RankLog]) -> list[RankLog]:
     if not all(log.first(DDPBuilt) for log in logs):
         return logs
     before = [list(takewhile(lambda e: not isinstance(e, DDPBuilt), log.events)) for log in logs]
-    alone = [max((e.step for e in own if isinstance(e, Updated)), default=0) for own in before]
+    alone = [
+        max((e.step for e in own if isinstance(e, OptimizerStepEnded)), default=0) for own in before
+    ]
     aligned = []
     for log, own, steps in zip(logs, before, alone, strict=True):
         after = [_later(event, max(alone) - steps) for event in log.events[len(own) :]]
@@ -412,7 +431,7 @@ def _later(event: Event, steps: int) -> Event:
     """The event, so many steps later."""
     if isinstance(event, EventInStep):
         return replace(event, steps_done=event.steps_done + steps)
-    if isinstance(event, OptimizerStep | Updated):
+    if isinstance(event, OptimizerStepBegun | OptimizerStepEnded):
         return replace(event, step=event.step + steps)
     return event
 

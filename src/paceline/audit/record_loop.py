@@ -16,12 +16,12 @@ from paceline import torch_private
 from paceline.audit import replay
 from paceline.audit.digests import digest, digest_rows, leaves, numbers_drawn, random_states
 from paceline.audit.events import (
-    Backward,
+    BackwardBegun,
     BackwardEnded,
     CommHookSet,
     DDPBuilt,
-    Forward,
     ForwardBegun,
+    ForwardEnded,
     NumberRead,
 )
 from paceline.audit.loss_weight import loss_weight
@@ -82,7 +82,7 @@ class _Hooks:
         self._root = None
         self._pause.close()
         drew = [k for k, v in random_states().items() if v != self._forward["random"].get(k)]
-        self._recorder.write(Forward(drew=drew, **self._forward))
+        self._recorder.write(ForwardEnded(drew=drew, **self._forward))
 
     def _is_model(self, module: torch.nn.Module) -> bool:
         if self._in_transform is not None and self._in_transform():
@@ -176,7 +176,7 @@ class _Hooks:
         self._progress.on_backward()
         with (
             self._recorder.span(
-                Backward(
+                BackwardBegun(
                     at=user_line(),
                     steps_done=self._progress.steps,
                     forwards=self._forwards,

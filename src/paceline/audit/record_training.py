@@ -24,12 +24,12 @@ from paceline.audit.digests import digest
 from paceline.audit.events import (
     Clipped,
     GradientsCleared,
-    OptimizerStep,
+    OptimizerStepBegun,
+    OptimizerStepEnded,
     ScalerStepped,
     ScheduleStepped,
     StateLoaded,
     Unscaled,
-    Updated,
 )
 from paceline.audit.models import Models
 from paceline.audit.progress import Progress
@@ -97,7 +97,7 @@ class _Hooks:
             if p.grad is not None
         }
         self._recorder.write(
-            OptimizerStep(
+            OptimizerStepBegun(
                 step=self._progress.step_number(optimizer),
                 at=user_line(),
                 # Some optimizers choose the rate themselves.
@@ -116,7 +116,7 @@ class _Hooks:
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         digests = {self._models.name_of(p): digest(p) for p in owned_parameters(optimizer)}
         number = self._progress.step_number(optimizer)
-        self._recorder.write(Updated(step=number, params=digests))
+        self._recorder.write(OptimizerStepEnded(step=number, params=digests))
         self._progress.on_step(optimizer)
         self._tracer.start()
 

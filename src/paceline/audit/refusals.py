@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from paceline.audit.events import (
-    Backward,
+    BackwardBegun,
     EndedByVerify,
     ExitCalled,
     Failed,
     Forked,
     GroupInitialised,
     NotBitwise,
-    OptimizerStep,
+    OptimizerStepBegun,
     OwnRanksStarted,
     PassBegun,
     PassCut,
@@ -26,6 +26,8 @@ from paceline.errors import PacelineError
 from paceline.explain.reading import recognise
 
 _TAIL_LINES = 30
+# N ranks with a part of the data take at least this share of the steps of one process together.
+_PART = 0.9
 
 
 class Refused(PacelineError):
@@ -132,13 +134,13 @@ def refuse_other_steps(case: Case) -> None:
     wanted = case.ordinary.plan.wanted  # a loader that is built later may cause one more step
     solo_steps = min(wanted, case.solo.steps)
     steps = min(wanted, (case.replay or case.ordinary).steps)
-    # Each rank takes its part of an epoch.
-    is_part = solo_steps <= steps * case.world_size and steps < solo_steps
+    # Each rank takes its part of an epoch, which is rounded in each pass.
+    is_part = _PART * solo_steps <= steps * case.world_size and steps < solo_steps
     shorter = is_part or (not case.replay and case.ranks[0].training_loaders)
     if solo_steps != steps and not shorter:
         raise Refused(
             f"the script takes {solo_steps} steps with 1 process and {steps} with {case.world_size}.",
-            where=case.solo.ranks[0].of(OptimizerStep)[-1].at,
+            where=case.solo.ranks[0].of(OptimizerStepBegun)[-1].at,
             why="the runs train differently from the first step, so a comparison shows nothing.",
             fix="make the number of steps independent of the number of processes, or compare fewer: "
             f"--steps {min(solo_steps, steps)}.",
@@ -206,7 +208,7 @@ def _no_step(run: Run) -> Refused:
     who = "the script" if len(none) == len(run.ranks) else f"rank {log.rank}"
     load, exit_ = log.first(StateLoaded), log.first(ExitCalled) or ExitCalled()
     where, fix = "", "give `paceline verify` a script that trains, with its arguments after `--`."
-    if any(each.of(Backward) for each in none):
+    if any(each.of(BackwardBegun) for each in none):
         why = "it called backward, but stepped no torch.optim.Optimizer."
     elif load is not None:
         where, why = (

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from paceline.audit.events import (
     Evaluated,
-    Forward,
+    ForwardEnded,
     PointEvent,
     TrainingBuilt,
     TrainingStep,
@@ -37,8 +37,10 @@ _WHY = {
     "weights at the start": "the model is built or loaded in a way that depends on the number of processes.",
     "loss": "the samples were equal. The data, the loss or an earlier update depends on the rank or on the "
     "number of processes.",
-    "gradient norm": "the samples and losses were equal: the gradient was changed after the backward.",
-    "gradient": "the samples and losses were equal: this gradient was changed after the backward.",
+    "gradient norm": "the samples and losses were equal: its reduction, or a change after it, "
+    "depends on the number of processes.",
+    "gradient": "the samples and losses were equal: its reduction, or a change after it, "
+    "depends on the number of processes.",
     "parameter": "samples, losses and gradients were equal: the optimizer step, or a change outside of it, "
     "depends on the number of processes.",
     "buffer": "samples, losses and weights were equal: the buffer is computed from one rank's samples.",
@@ -81,7 +83,8 @@ class Difference:
             what = f"parameter {self.name} differs between rank {one} and rank {other}."
             shown = f"{a} on rank {one}, {b} on rank {other}"
         else:
-            what = f"{what} differs between {one} and {other} processes."
+            verb = "differ" if self.quantity == "samples" else "differs"
+            what = f"{what} {verb} between {one} and {other} processes."
             shown = f"{a} on {_processes(one)}, {b} on {other}"
         if self.relative is not None:
             shown += f"; relative difference {self.relative:.3g}"
@@ -268,7 +271,7 @@ def _not_compared(runs: Sequence[Run], rtol: float | None) -> tuple[list[str], l
     norms = {training.batchnorm for training in runs[-1].ranks[0].of(TrainingBuilt)}
     # Reproducible training, which --bitwise turns on, refuses sync_batchnorm.
     can_be_bitwise = "synchronised" not in norms
-    if any(e.drew for log in logs for e in log.of(Forward) if e.trains):
+    if any(e.drew for log in logs for e in log.of(ForwardEnded) if e.trains):
         values.append(
             "losses and gradients: the forward draws random numbers (noise, or a dropout that is not "
             "torch's), and the micro-batches of a step depend on the number of processes."
@@ -363,7 +366,7 @@ class _Search:
         self._times["samples of a step"] += 1
         if one != other:
             only = [sorted((x - y).elements())[:_MAX_IDS] for x, y in ((one, other), (other, one))]
-            name = "ids in one of the two only"
+            name = "ids"
             yield Difference(a.step, "samples", name, counts, (only[0], only[1]))
         # A sampler may repeat samples by itself, as with replacement=True: then the run of one process does.
         key = a.training, a.steps[0].epoch
@@ -372,7 +375,7 @@ class _Search:
         used.update(other)
         twice = [i for i in other if used[i] > max(1, used_by_one[i])]
         if twice:
-            name = "ids used before in this epoch"
+            name = "ids that were used before in this epoch"
             yield Difference(a.step, "samples", name, counts, ([], twice[:_MAX_IDS]))
 
     def _number(

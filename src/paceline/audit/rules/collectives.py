@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.audit.events import (
-    Backward,
+    BackwardBegun,
     BackwardEnded,
     CollectiveBegun,
     CollectiveEnded,
@@ -11,8 +11,8 @@ from paceline.audit.events import (
     EndedByVerify,
     Event,
     Failed,
-    Forward,
     ForwardBegun,
+    ForwardEnded,
     LoaderSeen,
     PassBegun,
 )
@@ -81,11 +81,11 @@ def _sequence(log: RankLog, world_size: int, steps: int | None) -> list[Call]:
         elif isinstance(event, ForwardBegun):
             if event.sends_buffers and spans_all:
                 found.append(event)
-        elif isinstance(event, Forward):
+        elif isinstance(event, ForwardEnded):
             forward_syncs = bool(event.trains and event.sync and spans_all)
         elif isinstance(event, CollectiveBegun) and event.group == list(range(world_size)):
             found.append(event)
-        elif isinstance(event, Backward) and forward_syncs:
+        elif isinstance(event, BackwardBegun) and forward_syncs:
             forward_syncs = False
             found.append(event)
     return found
@@ -98,7 +98,7 @@ def _is_busy(log: RankLog) -> bool:
 
 def _failed_in_collective(log: RankLog) -> bool:
     """Whether a rank failed inside a collective, which happens when another rank has ended."""
-    last: list[Event] = log.of(CollectiveEnded, BackwardEnded, Forward)[-1:]
+    last: list[Event] = log.of(CollectiveEnded, BackwardEnded, ForwardEnded)[-1:]
     return any(isinstance(e, CollectiveEnded | BackwardEnded) and e.raised for e in last)
 
 
@@ -157,7 +157,7 @@ def _ranks_with_extra_call(
     ]
     # Every rank takes part in DDP's reduction, so the extra call is the one of the script.
     manual = [rank for rank, call in enumerate(calls) if call and isinstance(call, CollectiveBegun)]
-    if manual and any(call and isinstance(call, Backward) for call in calls):
+    if manual and any(call and isinstance(call, BackwardBegun) for call in calls):
         extra = manual
     # DDP broadcasts buffers in a forward; in an evaluation on one rank, only that rank does.
     sending = [rank for rank, call in enumerate(calls) if call and isinstance(call, ForwardBegun)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.audit.events import BatchGiven, Forward
+from paceline.audit.events import BatchGiven, ForwardEnded
 from paceline.audit.evidence import MAX_METRIC_VALUES, Evaluation, RankLog, Reduction
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
@@ -75,7 +75,9 @@ def evaluated_twice(case: Case) -> Judgement:
                 f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
                 "predictions, and may remove the surplus."
             )
-        first = next(e for log in case.ranks for e in log.of(Forward) if e.evaluation == number)
+        first = next(
+            e for log in case.ranks for e in log.of(ForwardEnded) if e.evaluation == number
+        )
         return FaultFound(
             what=f"{surplus} sample{' is' if surplus == 1 else 's are'} evaluated twice: {total} in place "
             f"of {total - surplus}.",
@@ -101,12 +103,12 @@ def evaluated_twice(case: Case) -> Judgement:
 
 def _pairs(case: Case) -> dict[int, list[Pair]]:
     """By evaluation, the reductions of the replay with those of one process."""
-    if case.evaluated is None:
+    if case.with_solo_weights is None:
         return {}
     one = case.solo.ranks[0].evaluations
     return {
         number: list(zip(one[number].reductions, own.reductions, strict=False))
-        for number, own in case.evaluated.ranks[0].evaluations.items()
+        for number, own in case.with_solo_weights.ranks[0].evaluations.items()
         if own.reductions and number in one and one[number].reductions
     }
 
@@ -173,10 +175,10 @@ class _Result:
 
 def _results_of_gathers(case: Case) -> list[_Result]:
     """What all ranks computed in each evaluation of the replay after a gather."""
-    if case.evaluated is None:
+    if case.with_solo_weights is None:
         return []
     results = []
-    logs = case.evaluated.ranks
+    logs = case.with_solo_weights.ranks
     for number, own in logs[0].evaluations.items():
         one = case.solo.ranks[0].evaluations.get(number)
         each = [log.evaluations.get(number, Evaluation()) for log in logs]
@@ -207,9 +209,9 @@ def _results_of_gathers(case: Case) -> list[_Result]:
 
 def misordered_gather(case: Case) -> Judgement:
     """Gathered predictions are compared with labels in another order."""
-    if case.evaluated is None:
+    if case.with_solo_weights is None:
         return NotJudged(case.why_no_replay)
-    forwards = case.evaluated.ranks[0].of(Forward)
+    forwards = case.with_solo_weights.ranks[0].of(ForwardEnded)
     if any(event.drew for event in forwards if event.evaluation is not None):
         return NotJudged("the evaluation draws random numbers.")
     results = _results_of_gathers(case)
@@ -248,9 +250,9 @@ def misordered_gather(case: Case) -> Judgement:
 
 def averaged_metric(case: Case) -> Judgement:
     """Ranks average a metric over their own samples, although they have different numbers of them."""
-    if case.evaluated is None:
+    if case.with_solo_weights is None:
         return NotJudged(case.why_no_replay)
-    solo, replay = (run.ranks[0].evaluations for run in (case.solo, case.evaluated))
+    solo, replay = (run.ranks[0].evaluations for run in (case.solo, case.with_solo_weights))
     calls = [call for own in replay.values() for call in own.reductions]
     if calls and not any(own.reductions for own in solo.values()):
         return NotJudged(
@@ -261,7 +263,7 @@ def averaged_metric(case: Case) -> Judgement:
     for number, pairs in _pairs(case).items():
         if len(solo[number].reductions) != len(replay[number].reductions):
             return NotJudged("the runs reduced different numbers of values while evaluating.")
-        ranks = [log.evaluations.get(number, Evaluation()) for log in case.evaluated.ranks]
+        ranks = [log.evaluations.get(number, Evaluation()) for log in case.with_solo_weights.ranks]
         samples = sum(own.num_samples for own in ranks)
         # After a gather the script computes the sums, so both its values and their sums count.
         results = [x for pair in pairs for x in pair[1].results + _sums(pair)]

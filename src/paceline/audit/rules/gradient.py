@@ -9,7 +9,7 @@ from itertools import combinations
 import torch
 
 from paceline.audit.events import (
-    Backward,
+    BackwardBegun,
     Clipped,
     CollectiveBegun,
     CollectiveEnded,
@@ -46,7 +46,7 @@ def scaled_gradient(case: Case) -> Judgement:
     why = case.why_no_replay if run is None else _why_not_comparable(case, run.ranks)
     if run is None or why:
         return _scale_by_weight(case, why)
-    one, other = _gradients(case.solo), _gradients(run)
+    one, other = case.solo.gradients(), run.gradients()
     vectors = _flat(one), _flat(other)
     size, other_size = (float(each.norm()) for each in vectors)
     if one.keys() != other.keys() or not size or not other_size:
@@ -92,13 +92,6 @@ def scaled_gradient(case: Case) -> Judgement:
     )
 
 
-def _gradients(run: Run, name: str = "gradients") -> dict[str, torch.Tensor]:
-    """The gradients of step 1 that rank 0's optimizer got, or other ones that a rank saved under `name`."""
-    path = run.plan.folder / f"{name}.pt"
-    saved: dict[str, torch.Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
-    return {each: saved[each].double().flatten() for each in sorted(saved)}
-
-
 def _flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([*gradients.values(), torch.empty(0)])
 
@@ -139,7 +132,7 @@ def _wrong_multiple(
     name, factor = max(wrong.items(), key=lambda each: abs(math.log(each[1])))
     return FaultFound(
         what=f"the gradient of {name} is {factor:.4g} times that of one process.",
-        at=(_manual_reduction(log) or log.of(Backward)[0]).at,
+        at=(_manual_reduction(log) or log.of(BackwardBegun)[0]).at,
         step=1,
         why="the ranks had the samples of one process, so the mean over the ranks is its gradient.",
         fix="take the mean over the ranks of every gradient, and do not scale the loss by their number.",
@@ -150,7 +143,7 @@ def _wrong_multiple(
 
 def _scale_by_weight(case: Case, why: str) -> Judgement:
     """Compare the total weight of the samples of step 1, for samples that cannot be replayed."""
-    firsts = [log.first(Backward) for log in (case.solo.ranks[0], *case.ranks)]
+    firsts = [log.first(BackwardBegun) for log in (case.solo.ranks[0], *case.ranks)]
     if len({backward.at for backward in firsts if backward is not None}) > 1:
         return NotJudged("the ranks make their first step at different lines.")
     if case.ordinary.ranks[0].gather_for_loss is not None:
@@ -189,8 +182,8 @@ def _manual_factor(run: Run) -> float | None:
 
 def _manual_factors(run: Run) -> list[float] | None:
     """The factor by which the script multiplies each rank's gradient of step 1 before it adds them."""
-    final = _gradients(run)
-    each = [_gradients(run, f"local-{log.rank}") for log in run.ranks]
+    final = run.gradients()
+    each = [run.local_gradients(log.rank) for log in run.ranks]
     if not final or not all(final.keys() <= own.keys() for own in each):
         return None
     rows = [_flat({name: own[name] for name in final}) for own in each]
@@ -216,7 +209,7 @@ def _averages_ranks(run: Run) -> bool:
 
 def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
     log, count = case.ranks[0], case.world_size
-    at = (log.first(Backward) or Backward()).at
+    at = (log.first(BackwardBegun) or BackwardBegun()).at
     if larger:
         reduction = _manual_reduction(log)
         at = reduction.at if reduction else at
@@ -245,7 +238,7 @@ def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
 def _cause_of_small(case: Case) -> tuple[str, str, CollectiveBegun | None]:
     """Why the gradient is N times too small, the fix, and the line if it is not that of the backward."""
     log = (case.replay or case.ordinary).ranks[0]
-    solo, own = (each.first(Backward) or Backward() for each in (case.solo.ranks[0], log))
+    solo, own = (each.first(BackwardBegun) or BackwardBegun() for each in (case.solo.ranks[0], log))
     for event in log.before_backward:
         values = event.values if isinstance(event, CollectiveBegun | CollectiveEnded) else None
         # The weight of a term in the loss is one divided by a number that all ranks have summed.
@@ -297,7 +290,7 @@ def loss_of_rank(case: Case) -> Judgement:
         return NotJudged(
             case.why_no_replay or "the ranks divide each batch, so they cannot be given the same."
         )
-    backwards = [log.first(Backward) or Backward() for log in run.ranks]
+    backwards = [log.first(BackwardBegun) or BackwardBegun() for log in run.ranks]
     losses = [event.loss for event in backwards if event.loss is not None]
     if len(losses) < len(backwards) or not all(map(math.isfinite, losses)):
         return NotJudged("the loss of step 1 is not one finite number.")
@@ -379,7 +372,7 @@ class _Unequal:
         by_chance: Whether ranks have equally many samples, with different numbers of terms, such as tokens.
     """
 
-    pair: tuple[Backward, Backward]
+    pair: tuple[BackwardBegun, BackwardBegun]
     ranks: list[int]
     step: int
     is_last: bool
@@ -396,7 +389,7 @@ class _Unequal:
         return self.is_last or self.factor < (_SMALL_CHANCE if self.by_chance else _SMALL_FACTOR)
 
 
-def _lasts_of_passes(log: RankLog) -> list[Backward]:
+def _lasts_of_passes(log: RankLog) -> list[BackwardBegun]:
     """The backwards on the last batches of passes that ended by themselves."""
     ended = (each for each in log.passes.values() if each.ended and each.backwards)
     return [event for each in ended for event in each.backwards[-1]]
@@ -413,8 +406,8 @@ def _batches_differ(case: Case, number: int) -> bool:
 
 
 def _unequal(
-    backwards: list[Backward], *, across_ranks: bool = False
-) -> tuple[Backward, Backward] | None:
+    backwards: list[BackwardBegun], *, across_ranks: bool = False
+) -> tuple[BackwardBegun, BackwardBegun] | None:
     """Two backwards with the same total weight and different numbers of terms."""
     if len({name for event in backwards for name in event.loaders}) > 1:
         return None  # tasks with data of their own, whose weights are the script's choice

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.audit.events import (
     BatchGiven,
-    Forward,
+    ForwardEnded,
     LoaderSeen,
     PassBegun,
     PassCut,
@@ -50,7 +50,7 @@ def same_order_each_epoch(case: Case) -> Judgement:
         cut = " The first one was cut short, to see the second." if log.of(PassCut) else ""
         return NoFault(f"the order differed between passes.{cut}")
     if one_pass:
-        return NotJudged("the script made one pass over its training data.")
+        return NotJudged("the script made no two passes with one sampler over its training data.")
     return NoFault("no sampler of the training data needs the epoch.")
 
 
@@ -181,14 +181,14 @@ class _Noise:
         fewest: So many forwards must have equal noise.
     """
 
-    fingerprint: Callable[[Forward], Any]
+    fingerprint: Callable[[ForwardEnded], Any]
     what: str
     why: str
     fix: str = "seed by rank after the model is built: torch.manual_seed(seed + rank)."
     fewest: int = 1
 
 
-def _state_at_batch(forward: Forward) -> Any:
+def _state_at_batch(forward: ForwardEnded) -> Any:
     # Fewer numbers may be a choice that all ranks share, or a permutation of the batch.
     is_noise = (forward.draws or 0) > _DRAWS_PER_SAMPLE * (forward.samples or 1)
     return forward.random["torch"] if is_noise else None
@@ -241,13 +241,17 @@ def same_noise(case: Case) -> Judgement:
             ranks = [one.rank, *alike]
             return _noise_fault(case, noise, ranks, *found[alike[0] - one.rank - 1])
     if not is_drawn:
-        return NoFault("the training draws no noise from torch's generators for its forwards.")
-    return NoFault("no two ranks drew the same noise for their forwards.")
+        return NoFault(
+            "the training draws no noise from torch's global generators for its forwards."
+        )
+    return NoFault(
+        "no two ranks drew the same noise from torch's global generators for their forwards."
+    )
 
 
 def _equal_noise(
     noise: _Noise, model: int, one: RankLog, other: RankLog
-) -> tuple[list[Forward], int]:
+) -> tuple[list[ForwardEnded], int]:
     """The forwards with equal noise on two ranks, none if too few are equal; and how many have noise."""
     both = ([e for e in log.training_forwards if e.model == model] for log in (one, other))
     pairs = [(a, b) for a, b in zip(*both, strict=False) if noise.fingerprint(a) is not None]
@@ -260,7 +264,7 @@ def _equal_noise(
 
 
 def _noise_fault(
-    case: Case, noise: _Noise, ranks: list[int], same: list[Forward], count: int
+    case: Case, noise: _Noise, ranks: list[int], same: list[ForwardEnded], count: int
 ) -> FaultFound:
     return FaultFound(
         what=f"{name_ranks(ranks, case.world_size)} {noise.what}.",
@@ -276,7 +280,7 @@ def _noise_fault(
     )
 
 
-def _are_new(one: RankLog, other: RankLog, same: list[Forward], count: int) -> bool:
+def _are_new(one: RankLog, other: RankLog, same: list[ForwardEnded], count: int) -> bool:
     """Whether the inputs of a model are equal in all of `count` forwards and in none of the batches."""
     batches = [[(e.ids, e.content) for e in log.of(BatchGiven)] for log in (one, other)]
     distinct = {tuple(event.rows or ()) for event in same}

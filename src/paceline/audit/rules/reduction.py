@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from paceline.audit.events import Backward, DDPBuilt, Forward, NotReduced, OptimizerStep
+from paceline.audit.events import (
+    BackwardBegun,
+    DDPBuilt,
+    ForwardEnded,
+    NotReduced,
+    OptimizerStepBegun,
+)
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.audit.rules.weights import find_mismatch
 
@@ -14,11 +20,11 @@ def no_sync_on_last(case: Case) -> Judgement:
     if mismatch is not None and mismatch.is_restored:
         return NotJudged("the ranks' weights are made equal at intervals (local SGD).")
     for log in case.ranks:
-        forward: Forward | None = None
+        forward: ForwardEnded | None = None
         for event in log.events:
-            if isinstance(event, Forward):
+            if isinstance(event, ForwardEnded):
                 forward = event if event.trains and event.sync is not None else forward
-            elif isinstance(event, OptimizerStep) and forward is not None:
+            elif isinstance(event, OptimizerStepBegun) and forward is not None:
                 seen += 1
                 if forward.sync is False and _gradients_differ(case, event.step):
                     return FaultFound(
@@ -44,12 +50,12 @@ def _gradients_differ(case: Case, step: int) -> bool:
 def no_sync_around_backward(case: Case) -> Judgement:
     """`no_sync` around the backward alone has no effect: DDP decides in the forward."""
     log = case.ranks[0]
-    forward: Forward | None = None
-    late: list[Backward] = []
+    forward: ForwardEnded | None = None
+    late: list[BackwardBegun] = []
     for event in log.events:
-        if isinstance(event, Forward):
+        if isinstance(event, ForwardEnded):
             forward = event if event.trains else forward
-        elif isinstance(event, Backward) and forward is not None and forward.sync:
+        elif isinstance(event, BackwardBegun) and forward is not None and forward.sync:
             late += [event] if event.sync and not any(event.sync) else []
     if not late:
         return NoFault("no backward under `no_sync` had its forward outside of it.")
@@ -59,7 +65,7 @@ def no_sync_around_backward(case: Case) -> Judgement:
         step=late[0].steps_done + 1,
         why="DDP reads the setting in the forward. The result is correct, but no communication is saved.",
         fix="put the forward inside `with model.no_sync():` too.",
-        evidence=f"{len(late)} of {len(log.of(Backward))} backwards ran under `no_sync` and still "
+        evidence=f"{len(late)} of {len(log.of(BackwardBegun))} backwards ran under `no_sync` and still "
         "reduced the gradients",
         effect=f"{len(late)} reductions too many; the gradient is right",
     )
@@ -68,7 +74,7 @@ def no_sync_around_backward(case: Case) -> Judgement:
 def added_parameter(case: Case) -> Judgement:
     """A parameter that came after DDP was built is trained by each rank alone."""
     log = case.ranks[0]
-    trained = {name for event in log.of(OptimizerStep) for name in event.grads}
+    trained = {name for event in log.of(OptimizerStepBegun) for name in event.grads}
     for event in log.of(NotReduced):
         name, frozen = event.name, event.frozen
         if any(each == name or each.endswith(f": {name}") for each in trained):

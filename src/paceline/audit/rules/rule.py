@@ -8,12 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 from paceline.audit.events import (
-    Backward,
+    BackwardBegun,
     CollectiveBegun,
     DDPBuilt,
     Event,
     ModelSeen,
-    OptimizerStep,
+    OptimizerStepBegun,
 )
 from paceline.audit.evidence import RankLog, Run
 
@@ -27,19 +27,19 @@ class Case:
         ordinary: The unchanged script on several processes.
         replay: The script on several processes with the batches of the solo run; None if not possible.
         why_no_replay: The reason, as a sentence.
-        evaluated_only: Without a replay, a run with the weights of the solo run in each evaluation.
+        only_solo_weights: Without a replay, a run with the weights of the solo run in each evaluation.
     """
 
     solo: Run
     ordinary: Run
     replay: Run | None = None
     why_no_replay: str = ""
-    evaluated_only: Run | None = None
+    only_solo_weights: Run | None = None
 
     @property
-    def evaluated(self) -> Run | None:
+    def with_solo_weights(self) -> Run | None:
         """The run on several processes that had the weights of the solo run in each evaluation."""
-        return self.replay or self.evaluated_only
+        return self.replay or self.only_solo_weights
 
     @property
     def has_same_inputs(self) -> bool:
@@ -70,9 +70,10 @@ class Case:
             return True
         if any(event.sync is not None for event in log.training_forwards):
             return True
-        events: list[Event] = log.of(Backward, CollectiveBegun, OptimizerStep)
+        events: list[Event] = log.of(BackwardBegun, CollectiveBegun, OptimizerStepBegun)
         return any(
-            isinstance(a, Backward) and isinstance(b, CollectiveBegun) for a, b in pairwise(events)
+            isinstance(a, BackwardBegun) and isinstance(b, CollectiveBegun)
+            for a, b in pairwise(events)
         )
 
     @property
@@ -88,7 +89,9 @@ class Case:
     @property
     def updates_apart(self) -> bool:
         """Whether ranks update other parameters in other numbers of steps, which do not match then."""
-        each = [{name for e in log.of(OptimizerStep) for name in e.grads} for log in self.ranks]
+        each = [
+            {name for e in log.of(OptimizerStepBegun) for name in e.grads} for log in self.ranks
+        ]
         are_disjoint = sum(map(len, each)) == len(set.union(*each))
         numbers = {log.steps for log in self.ranks}
         return are_disjoint and len(numbers) > 1 and sum(map(bool, each)) > 1

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.audit.events import OptimizerStep, ScheduleStepped, TrainsOn
+from paceline.audit.events import OptimizerStepBegun, ScheduleStepped, TrainsOn
 from paceline.audit.evidence import RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
@@ -64,7 +64,8 @@ def fast_schedule(case: Case) -> Judgement:
     late = (is_other & _is_nearer(rates, behind, here)).sum()
     agree = _is_nearer(rates, here, ahead).sum()
     calls, solo_calls = (_calls(each) / max(each.steps, 1) for each in (log, solo))
-    has_more_calls = calls > _MORE_CALLS * solo_calls > 0
+    # A schedule that is stepped once an epoch has more calls per update where an epoch is shorter.
+    has_more_calls = calls > _MORE_CALLS * solo_calls and solo_calls > 1 / _MORE_CALLS
     how_called = f"it is stepped {calls:.1f} times for each update, and {solo_calls:.1f} times on one process"
     neither = f"in {other} steps the learning rate was neither that of one process at the same step nor at "
     neither += "the same part of an epoch"
@@ -82,6 +83,10 @@ def fast_schedule(case: Case) -> Judgement:
     if early < _MIN_EARLY or agree >= early:
         if other < _MIN_EARLY:
             return NoFault("the learning rate is that of one process at the same part of an epoch.")
+        if not has_more_calls and _is_between(case, is_other, reach):
+            return NoFault(
+                f"the learning rate is between that of one process and {count} times it."
+            )
         if not has_more_calls:
             return NotJudged(f"{neither}.", differs=True)
         return FaultFound(  # the calls follow the samples, as with Accelerate
@@ -114,6 +119,16 @@ def fast_schedule(case: Case) -> Judgement:
     )
 
 
+def _is_between(case: Case, steps: Array, reach: float) -> bool:
+    """Whether the rates of these steps are 1 to N times those of one process, as in a warm-up to N times."""
+    expected = np.array(_rates(case.solo.ranks[0], relative=False))
+    rates = np.array(_rates(case.ranks[0], relative=False))
+    at = _at(expected, np.arange(len(rates)) * reach)[steps]
+    own = rates[steps]
+    least, most = (1 - _SAME_RATE) * at, (1 + _SAME_RATE) * case.world_size * at
+    return bool((np.isnan(at) | ((least <= own) & (own <= most))).all())
+
+
 def _steps_of_pass(log: RankLog) -> int | None:
     """The optimizer steps in the first pass over the training data; None if its end was not seen."""
     name = log.training_loaders[0]
@@ -129,7 +144,7 @@ def _follows_metric(case: Case) -> bool:
 
 def _place(log: RankLog) -> str:
     """The line of the schedule's step, else that of the optimizer's."""
-    return str((log.first(ScheduleStepped) or log.of(OptimizerStep)[0]).at)
+    return str((log.first(ScheduleStepped) or log.of(OptimizerStepBegun)[0]).at)
 
 
 def unfinished_schedule(case: Case) -> Judgement:
@@ -191,23 +206,23 @@ def schedule_of_rank(case: Case) -> Judgement:
 
 def _calls(log: RankLog) -> int:
     """The calls of the schedule before the last update, because empty passes follow it."""
-    events = log.of(ScheduleStepped, OptimizerStep)
+    events = log.of(ScheduleStepped, OptimizerStepBegun)
     last = max(
-        (number for number, event in enumerate(events) if isinstance(event, OptimizerStep)),
+        (number for number, event in enumerate(events) if isinstance(event, OptimizerStepBegun)),
         default=0,
     )
     return sum(isinstance(event, ScheduleStepped) for event in events[:last])
 
 
-def _rates(log: RankLog) -> list[float]:
+def _rates(log: RankLog, *, relative: bool = True) -> list[float]:
     """The learning rate of each step, relative to the one that the schedule starts from.
 
     The absolute rate may depend on the number of processes (linear scaling).
     """
-    first = next((event.lrs[0] for event in log.of(OptimizerStep)), 0.0)
+    first = next((event.lrs[0] for event in log.of(OptimizerStepBegun)), 0.0)
     rates = {
-        event.step: float(event.lrs[0]) / (event.base or first or 1.0)
-        for event in log.of(OptimizerStep)
+        event.step: event.lrs[0] / (event.base or first or 1.0) if relative else event.lrs[0]
+        for event in log.of(OptimizerStepBegun)
     }
     return [rates[step] for step in sorted(rates)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paceline.audit.events import DDPBuilt, Digests, Forward, ModelSeen, RankEnded
+from paceline.audit.events import DDPBuilt, Digests, ForwardEnded, ModelSeen, RankEnded
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.audit.rules.weights import find_mismatch
 
@@ -21,7 +21,7 @@ def different_buffers(case: Case) -> Judgement:
         return NotJudged("the ranks' weights differ, and with them their statistics.")
     # DDP makes them equal before each forward, so after the last one they may differ a little.
     ends = [(log.first(RankEnded) or RankEnded()).buffers for log in case.ranks]
-    events = [[e for e in log.of(Forward) if e.evaluation is not None] for log in case.ranks]
+    events = [[e for e in log.of(ForwardEnded) if e.evaluation is not None] for log in case.ranks]
     when = "evaluating"
     if not all(events):
         if all(end == ends[0] for end in ends):
@@ -52,7 +52,7 @@ def different_buffers(case: Case) -> Judgement:
 def different_untrained_models(case: Case) -> Judgement:
     """The ranks evaluate a model that is not trained, such as a mean of the weights, with other weights."""
     each = [
-        {(e.evaluation, e.model): e for e in log.of(Forward) if e.other_params is not None}
+        {(e.evaluation, e.model): e for e in log.of(ForwardEnded) if e.other_params is not None}
         for log in case.ranks
     ]
     found = _difference(each, lambda event: event.other_params or {})
@@ -74,8 +74,8 @@ def different_untrained_models(case: Case) -> Judgement:
 
 
 def _difference(
-    each: list[dict[Any, Forward]], digests_of: Callable[[Forward], Digests]
-) -> tuple[Forward, list[str]] | None:
+    each: list[dict[Any, ForwardEnded]], digests_of: Callable[[ForwardEnded], Digests]
+) -> tuple[ForwardEnded, list[str]] | None:
     """The first event of rank 0 whose digests differ from those of another rank, and their names."""
     for key in sorted(set.intersection(*map(set, each))):
         first, *others = (own[key] for own in each)

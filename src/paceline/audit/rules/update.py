@@ -6,13 +6,13 @@ import math
 from functools import partial
 
 from paceline.audit.events import (
-    Backward,
+    BackwardBegun,
     BackwardEnded,
     Clipped,
     DDPBuilt,
     Event,
-    Forward,
-    OptimizerStep,
+    ForwardEnded,
+    OptimizerStepBegun,
     ScalerStepped,
     Unscaled,
 )
@@ -29,7 +29,7 @@ _WORDS: dict[type[Event], tuple[str, str]] = {
     Clipped: ("clipped", "did not clip"),
     Unscaled: ("unscaled", "did not unscale"),
     ScalerStepped: ("used the scaler", "did not use the scaler"),
-    OptimizerStep: ("updated", "did not update"),
+    OptimizerStepBegun: ("updated", "did not update"),
 }
 
 
@@ -77,7 +77,7 @@ def clip_before_reduction(case: Case) -> Judgement:
         norms = [clip.norm for _, _, clip in clips if clip.norm is not None]
         bounds = [clip.max_norm or 0.0 for _, _, clip in clips]
         steps = [
-            next((call for call in update.calls if isinstance(call, OptimizerStep)), None)
+            next((call for call in update.calls if isinstance(call, OptimizerStepBegun)), None)
             for _, update, _ in clips
         ]
         used = [step.grads for step in steps if step is not None]
@@ -139,7 +139,7 @@ def _shard_factors(log: RankLog) -> dict[int, float]:
     for event in log.events:
         if isinstance(event, BackwardEnded):
             norms = event.shards
-        if not isinstance(event, OptimizerStep):
+        if not isinstance(event, OptimizerStepBegun):
             continue
         known = [name for name in event.norms if norms.get(name)]
         factors = [event.norms[name] / norms[name] for name in known]
@@ -165,7 +165,7 @@ def update_on_one_rank(case: Case) -> Judgement:
         differing = [call for call in calls if type(call) in unusual]
         what, ranks = _difference(kinds)
         before = [call for own in each[0][: number - 1] for call in own]
-        step = 1 + sum(isinstance(call, OptimizerStep) for call in before)
+        step = 1 + sum(isinstance(call, OptimizerStepBegun) for call in before)
         return FaultFound(
             what=f"in step {step} the ranks do different things: {what}.",
             at=(differing or calls)[0].at,
@@ -192,10 +192,10 @@ def _updates(log: RankLog) -> list[list[UpdateCall]]:
     shared = True
     wrapped = log.first(DDPBuilt) is not None
     for event in log.events:
-        if isinstance(event, Forward):
+        if isinstance(event, ForwardEnded):
             # A model without DDP beside one with DDP may belong to one rank alone.
             shared = event.sync is True if wrapped else event.sync is not False
-        elif isinstance(event, Backward) and shared:
+        elif isinstance(event, BackwardBegun) and shared:
             found.append([])
         elif isinstance(event, UpdateCall) and found:
             found[-1].append(event)
@@ -209,7 +209,7 @@ def _difference(kinds: list[tuple[type[Event], ...]]) -> tuple[str, list[int]]:
         lacking = [rank for rank, own in enumerate(kinds) if kind not in own]
         if having and lacking:
             # A rank that updates without the scaler or not at all is wrong, even if most ranks do so.
-            if len(having) <= len(lacking) and kind not in (ScalerStepped, OptimizerStep):
+            if len(having) <= len(lacking) and kind not in (ScalerStepped, OptimizerStepBegun):
                 return f"only {name_ranks(having)} {done}", having
             return f"only {name_ranks(lacking)} {not_done}", lacking
     return "in a different order or number", []

@@ -8,9 +8,9 @@ from itertools import takewhile
 from paceline.audit.events import (
     DDPBuilt,
     Digests,
-    Forward,
+    ForwardEnded,
+    OptimizerStepEnded,
     StateLoaded,
-    Updated,
     WeightsChanged,
 )
 from paceline.audit.evidence import RankLog
@@ -56,7 +56,7 @@ class Mismatch:
 def _before_step(log: RankLog) -> DigestsByStep:
     """Each parameter's digest in the first forward after its last update of step s."""
     found: DigestsByStep = {}
-    for event in log.of(Forward):
+    for event in log.of(ForwardEnded):
         for name, each in (event.params or {}).items():
             found.setdefault(event.steps_done, {})[full_name(event.model, name)] = each
     return found
@@ -64,7 +64,7 @@ def _before_step(log: RankLog) -> DigestsByStep:
 
 def _after_step(log: RankLog) -> DigestsByStep:
     found: DigestsByStep = {}
-    for event in log.of(Updated):
+    for event in log.of(OptimizerStepEnded):
         found.setdefault(event.step, {}).update(event.params)
     return found
 
@@ -127,7 +127,7 @@ def _uneven_loads(case: Case, what: str, mismatch: Mismatch) -> list[tuple[int, 
     each = []
     for log in case.ranks:
         before = takewhile(
-            lambda e: not isinstance(e, Updated) or e.step <= mismatch.step, log.events
+            lambda e: not isinstance(e, OptimizerStepEnded) or e.step <= mismatch.step, log.events
         )
         each.append([e for e in before if isinstance(e, StateLoaded) and e.what == what])
     if len({len(loads) for loads in each}) == 1:
@@ -176,7 +176,7 @@ def changed_outside(case: Case) -> Judgement:
         return NoFault("the ranks' weights differ because of a loaded state.")
     log = case.ranks[mismatch.ranks[0] if mismatch.ranks else 0]
     lines = [e.at for e in log.optimizer_steps(mismatch.step)]
-    lines += [e.at for e in log.of(Forward) if e.steps_done == mismatch.step]
+    lines += [e.at for e in log.of(ForwardEnded) if e.steps_done == mismatch.step]
     if mismatch.step == 0 and not any(log.of(DDPBuilt) for log in case.ranks):
         return FaultFound(
             what="the ranks start with different weights.",
@@ -248,7 +248,7 @@ def drifting_weights(case: Case) -> Judgement:
     )
 
 
-def _forwards_with(log: RankLog, parameter: str) -> list[Forward]:
+def _forwards_with(log: RankLog, parameter: str) -> list[ForwardEnded]:
     """The forwards of training of the models that have a parameter of this name."""
     models = {
         event.model

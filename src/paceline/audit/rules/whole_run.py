@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from paceline.audit.events import Backward, ModelSeen, OptimizerStep, PassCut
+from paceline.audit.events import BackwardBegun, ModelSeen, OptimizerStepBegun, PassCut
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
@@ -94,7 +94,7 @@ def learns_less(case: Case) -> Judgement:
         return NotJudged(case.why_no_replay)
     if run.plan.mode == "divided" and any(event.buffers for event in solo.of(ModelSeen)):
         return NotJudged("the statistics of smaller batches may change what is learned.")
-    rates, others = ([e.lrs for e in log.of(OptimizerStep)] for log in (solo, run.ranks[0]))
+    rates, others = ([e.lrs for e in log.of(OptimizerStepBegun)] for log in (solo, run.ranks[0]))
     for own, other in zip(rates, others, strict=False):
         if any(
             not math.isclose(a, b, rel_tol=_SAME_RATE) for a, b in zip(own, other, strict=False)
@@ -124,7 +124,7 @@ def learns_less(case: Case) -> Judgement:
         fix = "compare the order of the gathered values with that of the labels."
     return FaultFound(
         what="the loss does not fall as it does on one process.",
-        at=(gather or run.ranks[0].of(Backward)[0]).at,
+        at=(gather or run.ranks[0].of(BackwardBegun)[0]).at,
         why=f"weights, samples and learning rates were those of one process: {why}",
         fix=fix,
         evidence=figure,
@@ -134,7 +134,7 @@ def learns_less(case: Case) -> Judgement:
 
 def _losses(log: RankLog) -> list[float]:
     """The loss of each step; empty if there are several losses, or it is not one positive number."""
-    backwards = log.of(Backward)
+    backwards = log.of(BackwardBegun)
     found: dict[int, float] = {}
     for event in backwards:
         loss = event.loss
