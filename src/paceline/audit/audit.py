@@ -123,6 +123,8 @@ def audit(
         if run.hung or run.out_of_time or (run.returncode and run.steps < plan.wanted):
             how = "did not end in time" if run.hung or run.out_of_time else "failed"
             why = f"{run.name} {how}: the script cannot train on the batches of one process."
+        elif run.steps < min(ordinary.steps, plan.wanted):
+            why = f"{run.name} took fewer steps than the ordinary one: the script plans its steps itself."
         else:
             replay = run
     only_solo_weights = None

@@ -153,7 +153,10 @@ def _scale_by_weight(case: Case, why: str) -> Judgement:
         return NotJudged(why)
     ratio = ordinary / solo
     figure = f"the samples of step 1 have {ratio:.4g} times the weight of those of one process"
-    return _judge_ratio(case, ratio, figure, same_direction=True)
+    judgement = _judge_ratio(case, ratio, figure, same_direction=True)
+    if isinstance(judgement, NotJudged) and 1 / _SMALL_CHANCE < ratio < _SMALL_CHANCE:
+        return NotJudged(f"{judgement.why[:-1]}; other samples may have other numbers of terms.")
+    return judgement
 
 
 def _total_weight(run: Run) -> float | None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from paceline.audit.events import BackwardBegun, ModelSeen, OptimizerStepBegun, PassCut
+from paceline.audit.events import BackwardBegun, ModelSeen, OptimizerStepBegun, PassCut, TrainsOn
 from paceline.audit.evidence import RankLog, Run
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
@@ -49,12 +49,15 @@ def uneven_use(case: Case) -> Judgement:
     )
     if len(solo) < _STEPS_OF_PASS * per_step:
         return NotJudged("a pass over the samples has only a few steps.")
-    times, share_of_one = _unusual(solo, solo)
+    # The watched steps may end within a pass, after which some samples were used once more.
+    whole_passes = len(set(solo.values())) == 1 and not any(log.of(TrainsOn) for log in logs)
+    more = 0 if whole_passes else 1
+    times, share_of_one = _unusual(solo, solo, more)
     if share_of_one > _FEW:
         return NotJudged("one process does not use each sample equally often either.")
-    usual, share = _unusual(together, solo)
+    usual, share = _unusual(together, solo, more)
     if share <= _FEW:
-        return NoFault(f"each sample was used {usual} or {usual + 1} times.")
+        return NoFault(f"each sample was used {_times(usual, more)}.")
     least, most = min(together[i] for i in solo), max(together.values())
     log = case.ranks[0]
     loaders = [log.loaders[name] for name in log.training_loaders]
@@ -64,8 +67,8 @@ def uneven_use(case: Case) -> Judgement:
         why="some samples are skipped and others repeated. Often a position or a length that counts the "
         "samples of all ranks is used for those of one rank, as in a resume, or a stream is divided twice.",
         fix="compute positions in the order of all samples first, then give each rank its part once.",
-        evidence=f"the samples were used {least} to {most} times; one process used each {times} or "
-        f"{times + 1} times",
+        evidence=f"the samples were used {least} to {most} times; one process used each "
+        f"{_times(times, more)}",
         effect=f"{share:.0%} of the samples are used too often or too rarely",
     )
 
@@ -80,11 +83,16 @@ def _leaves_out(run: Run) -> bool:
     return False
 
 
-def _unusual(times: Counter[Any], samples: Collection[Any]) -> tuple[int, float]:
-    """The usual number k of uses, and the share of the samples that are not used k or k + 1 times."""
+def _unusual(times: Counter[Any], samples: Collection[Any], more: int) -> tuple[int, float]:
+    """The usual number k of uses, and the share of the samples that are not used k to k + `more` times."""
     number = Counter(times[i] for i in samples)
-    usual = max(number, key=lambda k: (number[k] + number[k + 1], -k))
-    return usual, 1 - (number[usual] + number[usual + 1]) / max(number.total(), 1)
+    usual_at = {k: sum(number[k + i] for i in range(more + 1)) for k in number}
+    usual = max(usual_at, key=lambda k: (usual_at[k], -k))
+    return usual, 1 - usual_at[usual] / max(number.total(), 1)
+
+
+def _times(usual: int, more: int) -> str:
+    return f"{usual} or {usual + 1} times" if more else f"{usual} time{'s' * (usual != 1)}"
 
 
 def learns_less(case: Case) -> Judgement:
