@@ -321,6 +321,14 @@ def test_a_rank_reads_the_tensors_of_its_stages_only(tmp_path: Path) -> None:
         assert {state.rpartition(".")[0] for state in states} == set(names)
 
 
+class Counting(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def get_extra_state(self) -> int:
+        return 1
+
+
 class Simple(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -333,9 +341,11 @@ class Simple(nn.Module):
             self.third = self.first
         if kind == "unowned":
             self.token = nn.Parameter(torch.ones(4))
-        if kind == "frozen":
+        if kind.startswith("frozen"):
             self.first.requires_grad_(False)
             self.second.requires_grad_(False)
+        if kind == "extra state":
+            self.third = Counting()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.second(self.first(x))
@@ -351,25 +361,55 @@ class Simple(nn.Module):
             h = self.third((h, h))
         elif self.kind == "detached":
             h = self.last(self.third(x))
+        elif self.kind == "late value":
+            h = self.last(self.third(h)) + h[:, :3]
+        elif self.kind == "parameters":
+            h = self.last(self.third(h)).to(next(self.parameters()).dtype)
         else:
             h = self.last(self.third(h))
+        if self.kind == "cause":
+            try:
+                h = {}[0]
+            except KeyError as error:
+                raise RuntimeError("an error of the user") from error
         return h
+
+
+class Listed(nn.Module):
+    """Has a list of layers, and reads attributes of a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.drop, self.last = nn.Dropout(0.9).eval(), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x), self.drop.p, self.drop.training)
+        out: torch.Tensor = self.last(x)
+        return out
 
 
 # Raised before the model is split.
 WRONG = {
     "name": "split: 'thrd' matches no submodule of Simple.\n  fix:   did you mean 'third'?",
     "twice named": "split: ['third', 'third'] must name different submodules with parameters",
+    "pattern": "split: 't*' is not the name of a submodule that can begin a stage.",
+    "list": "begins with one submodule, which has parameters or buffers and which `forward` calls.\n"
+    "  fix:   choose from layers.0, layers.1.",
     "number": "split makes 3 stages; pp=2 with schedule='1f1b' needs 2.\n"
-    "  fix:   give 1 names, or change pp.",
+    "  fix:   give 1 name, or change pp.",
     "rounds": "split makes 3 stages; pp=2 with schedule='interleaved' needs a multiple of 2",
-    "few": "Sequential has 1 layers with parameters, which do not divide into 2 stages",
+    "few": "Sequential has 1 layer with parameters, too few for 2 stages",
     "schedule": "schedule must be one of gpipe, 1f1b, interleaved, zero_bubble; got 'dualpipe'",
     "example": "example has no effect: `split` names the stages",
     "tied": "first.weight and last.weight are one parameter (tied weights), but belong to stages 0 and 1",
     "shared": "first and third are one module, but belong to stages 0 and 1",
     "unowned": "token is held by the model itself, not by a layer, so it belongs to no stage",
-    "frozen": "stage 0 (first, second) has no trainable parameter",
+    "extra state": "state_dict() of Simple holds other values than tensors: third._extra_state",
+    "frozen": "stage 0 (first, second) has no trainable parameter.\n  fix:   choose other names for split",
+    "frozen without split": "no trainable parameter.\n  fix:   give split= with names of submodules",
     "unused measured": "the forward of Simple does not call third, last",
     "again": "this module is split already",
     "alone": "the mesh is pp=2, but the model is not split into stages",
@@ -388,6 +428,13 @@ def _drop_one(samples: list[Any]) -> Any:
     return default_collate(samples[1:])
 
 
+def _distilled(model: nn.Module, batch: Any) -> torch.Tensor:
+    out = model(batch[0])
+    with torch.no_grad():
+        teacher = model(batch[0])
+    return F.mse_loss(out, teacher, reduction="sum")
+
+
 def _refused(job: Any, kind: str) -> None:
     net: nn.Module = Simple(kind)
     options: dict[str, Any] = {"split": ["third"]}
@@ -395,6 +442,12 @@ def _refused(job: Any, kind: str) -> None:
         options = {"split": ["thrd"]}
     elif kind == "twice named":
         options = {"split": ["third", "third"]}
+    elif kind == "pattern":
+        options = {"split": ["t*"]}
+    elif kind == "list":
+        options, net = {"split": ["layers"]}, Listed()
+    elif kind == "frozen without split":
+        options = {}
     elif kind in ("number", "rounds"):
         options = {"split": ["second", "third"]}
         options["schedule"] = "interleaved" if kind == "rounds" else "1f1b"
@@ -431,6 +484,8 @@ def _refused(job: Any, kind: str) -> None:
             step.run(lambda batch: batch[0].sum())
         elif kind == "mean":
             step.run(lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+        elif kind == "distilled":
+            step.run(lambda batch: _distilled(model, batch))
         else:
             step.run(lambda batch: loss_sum(model, batch))
         step.update()
@@ -447,14 +502,11 @@ def test_wrong_use_is_refused_on_all_ranks() -> None:
             assert text in found.get(kind, ("", ""))[1], (kind, found.get(kind))
 
 
-# Found in the first forward, by the stage that cannot compute.
+# Found in the first forward, by the first stage.
 UNFIT = {
     "order": "`forward` calls last where third was expected",
     "unused": "`forward` does not call third",
-    "skip": "another stage holds first, so the use of .bias of it is not possible here",
-    "two values": "last gets another value than its first argument from an earlier stage",
     "tuple": "the first argument of third is a tuple, not a floating-point tensor",
-    "detached": "the first argument of third is not computed by the stage before",
 }
 
 
@@ -477,13 +529,15 @@ class Folding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
-        h = self.fold(h) if self.kind == "module" else h.unflatten(1, (2, 3))
+        h = h.unflatten(1, (2, 3)) if self.kind == "code" else self.fold(h)
+        if self.kind == "unpacked":
+            _, _, _ = h.shape
         out: torch.Tensor = self.last(self.second(h.flatten(1)))
         return out
 
 
-def _fold(job: Any, kind: str) -> list[float]:
-    model = _wrap(job, Folding(kind).double(), split=["last"])
+def _train_small(job: Any, net: nn.Module) -> list[float]:
+    model = _wrap(job, net.double(), split=["last"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = paceline.Batches(job, make_data(8, torch.float64), global_batch=4, micro_batch=1)
     training = paceline.Training(job, model, optimizer, batches)
@@ -495,17 +549,56 @@ def _fold(job: Any, kind: str) -> list[float]:
     return losses
 
 
-def test_modules_may_change_shapes_that_only_an_early_stage_has() -> None:
-    want = run_ranks(_fold, "module", nproc=1)[0]
-    for got in run_ranks(_fold, "module", nproc=2, mesh=Mesh(pp=2)):
-        assert got == pytest.approx(want, rel=1e-12)
-    with pytest.raises(ConfigError, match="cannot skip the computations between the submodules"):
-        run_ranks(_fold, "code", nproc=2, mesh=Mesh(pp=2))
+def _train_both(job: Any) -> list[list[float]]:
+    return [_train_small(job, net) for net in (Folding("module"), Listed())]
 
 
-def test_an_error_of_the_last_stage_is_the_one_that_is_raised() -> None:
-    with pytest.raises(LossError, match="the loss is a mean over the samples"):
-        run_ranks(_refused, "mean", nproc=2, mesh=Mesh(pp=2))
+def test_shapes_that_only_an_early_stage_has_and_lists_of_layers() -> None:
+    wants = run_ranks(_train_both, nproc=1)[0]
+    for results in run_ranks(_train_both, nproc=2, mesh=Mesh(pp=2)):
+        for got, want in zip(results, wants, strict=True):
+            assert got == pytest.approx(want, rel=1e-12)
+
+
+# Found by the second stage, after it has received a tensor.
+UNFIT_LATER = {
+    "skip": "`first` is on another stage, so `first.bias` cannot be read on this rank",
+    "two values": "last gets another value than its first argument from an earlier stage",
+    "detached": "the first argument of third is not computed by the stage before",
+    "late value": "`forward` returns a tensor that it computes from a value of an earlier stage",
+    "parameters": "the `forward` of Simple raised StopIteration",
+    "code": "stage 1 cannot skip the computations between the submodules before it: RuntimeError: ",
+    "unpacked": "stage 1 cannot skip the computations between the submodules before it: ValueError: ",
+}
+
+
+def _called_once(job: Any, kind: str) -> None:
+    if kind in ("code", "unpacked"):
+        model = paceline.pipeline(job, Folding(kind), split=["last"])
+    else:
+        model = paceline.pipeline(job, Simple(kind), split=["third"])
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+
+
+def test_what_the_second_stage_cannot_compute_is_refused() -> None:
+    _, found = run_ranks(refusals, _called_once, list(UNFIT_LATER), nproc=2, mesh=Mesh(pp=2))
+    for kind, text in UNFIT_LATER.items():
+        assert text in found.get(kind, ("", ""))[1], (kind, found.get(kind))
+
+
+LAST = {
+    "mean": (LossError, "the loss is a mean over the samples"),
+    "distilled": (StepError, "called the model twice for one micro-batch"),
+    "cause": (RuntimeError, "an error of the user"),
+}
+
+
+@pytest.mark.parametrize("kind", list(LAST))
+def test_an_error_of_the_last_stage_is_the_one_that_is_raised(kind: str) -> None:
+    kind_of_error, text = LAST[kind]
+    with pytest.raises(kind_of_error, match=text):
+        run_ranks(_refused, kind, nproc=2, mesh=Mesh(pp=2))
 
 
 def _drift(job: Any) -> None:

@@ -1,7 +1,8 @@
-"""Pipeline parallel: each rank holds some consecutive layers. A front to `torch.distributed.pipelining`.
+"""Pipeline parallel: each rank holds some consecutive layers.
 
-It splits a model by names, by parameters or by measured time, checks what stages pass to each other, weighs
-the losses, and sums gradients over data ranks. torch's schedules run forward, backward and communication.
+A wrapper around `torch.distributed.pipelining`. It splits a model by names, by parameters or by measured
+time, checks what stages pass to each other, weighs the losses, and sums gradients over data ranks. torch's
+schedules run forward, backward and communication.
 
 Every stage calls the model's own `forward`. Submodules of other stages are replaced, under the same names, by
 modules without parameters, so parameters keep the names of the whole model.
@@ -10,6 +11,7 @@ modules without parameters, so parameters keep the names of the whole model.
 from __future__ import annotations
 
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -30,7 +32,14 @@ from torch.optim import Optimizer
 from paceline import torch_private
 from paceline.clock.step_clock import BACKWARD, FORWARD, clock
 from paceline.data.batches import Batches
-from paceline.errors import ConfigError, EvaluationError, GradientError, StepError, listed
+from paceline.errors import (
+    ConfigError,
+    EvaluationError,
+    GradientError,
+    PacelineError,
+    StepError,
+    listed,
+)
 from paceline.job import collectives
 from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
@@ -155,7 +164,7 @@ class _Proxy(nn.Module):
         if pipe.running is not None:
             return pipe.running.call(name, layer, args, kwargs)
         if layer is None:
-            raise self._missing("this call of")
+            raise self._missing(f"`{name}` cannot be called")
         # Activation checkpointing computes it again, with the arguments that `forward` gave.
         return layer(*map(_received, args), **{k: _received(v) for k, v in kwargs.items()})
 
@@ -165,14 +174,14 @@ class _Proxy(nn.Module):
         except AttributeError:
             if name.startswith("__") or name == "_what":
                 raise
-        layer = self._what[2]
+        _, unit, layer = self._what
         if layer is None:
-            raise self._missing(f"the use of .{name} of")
+            raise self._missing(f"`{unit}.{name}` cannot be read")
         return getattr(layer, name)
 
     def _missing(self, what: str) -> _NotHere:
         return _NotHere(
-            f"another stage holds {self._what[1]}, so {what} it is not possible here.",
+            f"`{self._what[1]}` is on another stage, so {what} on this rank.",
             why="a pipeline calls the model's `forward` on each stage, with its own submodules only.",
             fix="move the computation into a submodule.",
         )
@@ -202,7 +211,7 @@ class _StageForward:
             assert layer is not None
             try:
                 return layer(*args, **kwargs)
-            except RuntimeError:
+            except Exception:
                 if _is_empty((args, kwargs)):  # of the received shape, which may not fit
                     return self._empty()
                 raise
@@ -246,10 +255,14 @@ class _StageForward:
         assert received is not None
         return torch.empty_like(self._pipe.without_values(received))
 
-    def end(self) -> None:
+    def end(self, output: Any) -> None:
         """Check a forward that returned."""
         if self._num_called < len(self._pipe.order):
             raise self._pipe.split_error(f"`forward` does not call {self._next}")
+        if _is_empty(output):
+            raise self._pipe.split_error(
+                "`forward` returns a tensor that it computes from a value of an earlier stage"
+            )
 
 
 def _received(value: Any) -> Any:
@@ -382,13 +395,14 @@ class Pipe:
     """The stages of one model that this rank holds, and what a call of the model does.
 
     Attributes:
-        units: For each stage of the pipeline, the names of its submodules.
-        order: The names of all of them.
+        units: For each stage of the pipeline, its units; see `pipeline_stages`.
+        order: The units of all stages.
         own: The stages of this rank.
-        layers: This rank's submodules by name.
+        layers: This rank's submodules, by unit, and those that belong to no stage.
         owners: By name of a parameter or buffer of the whole model, its shape, its dtype and the rank of the
             pipeline that holds it; None if all ranks hold it.
         running: The forward of a stage in progress.
+        is_running: Whether a step's micro-batches run.
         calls_left: How often the score of an evaluation may still call the model; None outside of one.
     """
 
@@ -406,6 +420,7 @@ class Pipe:
             for name, value in module.state_dict().items()
         }
         self.running: _StageForward | None = None
+        self.is_running = False
         self._without_values: dict[Any, torch.Tensor] = {}
         self.calls_left: int | None = None
         self.layers: dict[str, nn.Module] = {}
@@ -418,6 +433,7 @@ class Pipe:
             number = self.stage_of.get(unit)
             layer = module.get_submodule(unit) if number is None or number in self.own else None
             self._proxies[unit] = _Proxy(self, unit, layer)
+            self._proxies[unit].training = module.get_submodule(unit).training
             if layer is None:
                 self._put(unit, self._proxies[unit])
             else:
@@ -443,19 +459,29 @@ class Pipe:
 
     def _compute(self, number: int, inputs: Any, received: torch.Tensor | None) -> Any:
         args, kwargs = inputs
-        for unit in self.layers:
+        for unit, layer in self.layers.items():
+            self._proxies[unit].training = layer.training
             self._put(unit, self._proxies[unit])
         self.running = _StageForward(self, number, received)
         try:
             output = self._forward(*args, **kwargs)
-            self.running.end()
+            self.running.end(output)
         except _StageEnd as end:
             output = self._sendable(number, end.args[0])
-        except RuntimeError as error:
-            if self.running.has_begun:
+        except StopIteration as error:
+            raise ConfigError(
+                f"the `forward` of {type(self.module).__name__} raised StopIteration.",
+                where=self.job.where(),
+                why="a module that is split has no parameters() during its `forward`, so "
+                "`next(self.parameters())` finds none.",
+                fix="take the dtype and the device from an argument of `forward`.",
+            ) from error
+        except Exception as error:
+            if self.running.has_begun or isinstance(error, PacelineError):
                 raise
             raise self.split_error(
-                f"stage {number} cannot skip the computations between the submodules before it: {error}"
+                f"stage {number} cannot skip the computations between the submodules before it: "
+                f"{type(error).__name__}: {error}"
             ) from error
         finally:
             self.running = None
@@ -497,6 +523,7 @@ class Pipe:
         inputs = [self._capture(step, at) for at in range(step.size)]
         shapes = [repr(_shapes(each)) for each in inputs]
         began, busy_s = time.perf_counter(), 0.0
+        self.is_running = True
         try:
             for shape, group in groupby(range(step.size), shapes.__getitem__):
                 micros = list(group)
@@ -507,11 +534,17 @@ class Pipe:
                     micros = micros[size:]
         except RuntimeError as error:
             self._reraise(error)
+        finally:
+            self.is_running = False
         return busy_s, time.perf_counter() - began
 
     def _reraise(self, error: BaseException) -> NoReturn:
         """Raise what a stage raised, which torch puts into a RuntimeError, or the failure of a peer."""
-        if isinstance(error.__cause__, Exception):
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_of_torch = frame.f_globals.get("__name__", "").startswith(
+            "torch.distributed.pipelining."
+        )
+        if is_of_torch and isinstance(error.__cause__, Exception):
             raise error.__cause__
         if self.schedule == "zero_bubble" and "second time" in str(error):
             raise StepError(
@@ -602,9 +635,16 @@ class Pipe:
         if self._mode == "output":
             self._mode, output = "", self._output
             return output
+        if self.is_running:
+            raise StepError(
+                "the function given to `step.run` called the model twice for one micro-batch.",
+                where=self.job.where(),
+                why="the last stage cannot run the other stages while the schedule runs them.",
+                fix="call the model once, and compute the loss from its output.",
+            )
         if torch.is_grad_enabled():
             raise StepError(
-                "a pipeline's model was called outside of `step.run`, or twice for one micro-batch.",
+                "a pipeline's model was called outside of `step.run`.",
                 where=self.job.where(),
                 why="its schedule decides when each stage computes.",
                 fix="step.run(lambda batch: (loss of model(x) and y, count)), with one call of the model.",

@@ -1,6 +1,7 @@
 """How a model is cut into the stages of a pipeline: by names, by parameters or by measured time.
 
-A stage is a list of the names of consecutive submodules. A cut that cannot be trained is refused.
+A unit is the name of a submodule that belongs to one stage as a whole, and a stage is a list of consecutive
+units. A cut that cannot be trained is refused.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ def choose_stages(
         ConfigError: as `pipeline`.
     """
     ranks = 1 if job.mesh is None else job.mesh.pp
+    _refuse_extra_state(module)
     if split is None:
         number = ranks * (2 if schedule == "interleaved" and ranks > 1 else 1)
         units = _layers(module)
@@ -46,7 +50,7 @@ def choose_stages(
         _refuse_unowned(module, [unit for stage in stages for unit in stage])
     _refuse_number(stages, ranks, schedule)
     _refuse_shared(module, stages)
-    _refuse_untrained(module, stages)
+    _refuse_untrained(module, stages, is_named=split is not None)
     return stages
 
 
@@ -57,7 +61,7 @@ def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _layers(module: nn.Module, prefix: str = "") -> list[str]:
-    """The submodules that a stage may begin with: children with parameters, and those of containers."""
+    """The units without names: children with parameters or buffers, and those of containers."""
     found: list[str] = []
     for name, child in _children(module):
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -68,18 +72,30 @@ def _layers(module: nn.Module, prefix: str = "") -> list[str]:
 
 
 def _named_stages(module: nn.Module, split: list[str]) -> list[list[str]]:
+    """Stages that begin with the names of `split`: submodules around those are taken apart."""
     for name in split:
         names_matching(module, name, option="split", remove_duplicate=False)
 
     def expand(parent: nn.Module, prefix: str) -> Iterator[str]:
         for name, child in _children(parent):
             path = f"{prefix}{name}"
-            if any(each.startswith(f"{path}.") for each in split):
+            # Nothing can take the place of a ModuleList or a ModuleDict, which `forward` does not call.
+            is_called = type(child).forward is not nn.Module.forward
+            if not is_called or any(each.startswith(f"{path}.") for each in split):
                 yield from expand(child, f"{path}.")
             elif child.state_dict():
                 yield path
 
     units = list(expand(module, ""))
+    for name in split:
+        if name not in units:
+            meant = [u for u in units if fnmatchcase(u, name) or u.startswith(f"{name}.")] or units
+            raise ConfigError(
+                f"split: {name!r} is not the name of a submodule that can begin a stage.",
+                why="a stage begins with one submodule, which has parameters or buffers and which `forward` "
+                "calls.",
+                fix=f"choose from {listed(meant)}.",
+            )
     order = [unit for unit in units if unit in split]
     if order != split:
         raise ConfigError(
@@ -101,14 +117,19 @@ def _size(module: nn.Module, unit: str) -> int:
 def _refuse_few(module: nn.Module, units: list[str], number: int) -> None:
     if len(units) < number:
         raise ConfigError(
-            f"{type(module).__name__} has {len(units)} layers with parameters, which do not divide into "
+            f"{type(module).__name__} has {_count(len(units), 'layer')} with parameters, too few for "
             f"{number} stages.",
             fix="use a smaller pp, or give split= with names of inner submodules.",
         )
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _partition(units: list[str], costs: Sequence[float], number: int) -> list[list[str]]:
     """`number` stages of consecutive units, so that the largest sum of costs is as small as possible."""
+    totals = list(accumulate(costs, initial=0.0))
     # By numbers of stages and units: the largest cost, the sum of squares, and where the last stage begins.
     best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
     for stages in range(1, number + 1):
@@ -117,7 +138,7 @@ def _partition(units: list[str], costs: Sequence[float], number: int) -> list[li
             for begin in range(stages - 1, end):
                 if (stages - 1, begin) in best:
                     largest, squares, _ = best[stages - 1, begin]
-                    cost = sum(costs[begin:end])
+                    cost = totals[end] - totals[begin]
                     candidates.append((max(largest, cost), squares + cost**2, begin))
             best[stages, end] = min(candidates)
     cuts, end = [], len(units)
@@ -179,7 +200,7 @@ def _refuse_number(stages: list[list[str]], ranks: int, schedule: str) -> None:
     if ranks == 1 or number == ranks or (schedule in LOOPED and number % ranks == 0):
         return
     fits = f"a multiple of {ranks}" if schedule in LOOPED else f"{ranks}"
-    fix = f"give {ranks - 1} names, or change pp."
+    fix = f"give {_count(ranks - 1, 'name')}, or change pp."
     if schedule in LOOPED:
         fix = f"give {ranks - 1}, {2 * ranks - 1}, ... names, or change pp."
     elif number % ranks == 0:
@@ -188,6 +209,16 @@ def _refuse_number(stages: list[list[str]], ranks: int, schedule: str) -> None:
         f"split makes {number} stages; pp={ranks} with schedule={schedule!r} needs {fits}.",
         fix=fix,
     )
+
+
+def _refuse_extra_state(module: nn.Module) -> None:
+    state = module.state_dict()
+    if others := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+        raise ConfigError(
+            f"the state_dict() of {type(module).__name__} holds other values than tensors: {listed(others)}.",
+            why="stages exchange and save tensors only.",
+            fix="keep what get_extra_state() returns in a buffer (register_buffer).",
+        )
 
 
 def _refuse_unowned(module: nn.Module, units: Sequence[str]) -> None:
@@ -227,13 +258,14 @@ def _refuse_shared(module: nn.Module, stages: list[list[str]]) -> None:
                     )
 
 
-def _refuse_untrained(module: nn.Module, stages: list[list[str]]) -> None:
+def _refuse_untrained(module: nn.Module, stages: list[list[str]], *, is_named: bool) -> None:
+    choose = "choose other names for split" if is_named else "give split= with names of submodules"
     for number, stage in enumerate(stages):
         parameters = [p for unit in stage for p in module.get_submodule(unit).parameters()]
         if len(stages) > 1 and not any(p.requires_grad for p in parameters):
             raise ConfigError(
                 f"stage {number} ({', '.join(stage) or 'empty'}) has no trainable parameter.",
-                fix="choose other names for split, so that each stage has one.",
+                fix=f"{choose}, so that each stage has one.",
             )
 
 
