@@ -517,6 +517,13 @@ def test_a_forward_that_cannot_be_split_is_refused(kind: str) -> None:
     assert UNFIT[kind] in str(caught.value)
 
 
+class Fold(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] != 6:
+            raise ValueError("not a shape of the first stage")
+        return x.unflatten(1, (2, 3))
+
+
 class Folding(nn.Module):
     """Its first stage computes with a shape that no other stage has."""
 
@@ -524,7 +531,7 @@ class Folding(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.kind = kind
-        self.first, self.fold = nn.Linear(4, 6), nn.Unflatten(1, (2, 3))
+        self.first, self.fold = nn.Linear(4, 6), Fold()
         self.second, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
