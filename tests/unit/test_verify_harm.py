@@ -1,0 +1,331 @@
+"""What looks like a fault and does no harm is not called one: the rules of the audit on made-up evidence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch.utils.data import DataLoader
+
+from paceline.audit import record_data
+from paceline.audit.audit import judge
+from paceline.audit.events import (
+    BackwardBegun,
+    BatchGiven,
+    Clipped,
+    CollectiveBegun,
+    DDPBuilt,
+    Evaluated,
+    Event,
+    ForwardEnded,
+    LoaderSeen,
+    NumberRead,
+    OptimizerStepBegun,
+    OptimizerStepEnded,
+    PassBegun,
+    PassEndedByVerify,
+    PassExhausted,
+    RankStarted,
+    ScalerStepped,
+    ScheduleStepped,
+    TrainingBuilt,
+)
+from paceline.audit.evidence import RankLog, Run
+from paceline.audit.progress import Progress
+from paceline.audit.rules.collectives import unmatched_collective
+from paceline.audit.rules.devices import shared_device
+from paceline.audit.rules.evaluation import evaluated_twice
+from paceline.audit.rules.gradient import loss_of_rank
+from paceline.audit.rules.randomness import same_noise
+from paceline.audit.rules.reduction import no_sync_on_last
+from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, Rule
+from paceline.audit.rules.schedule import fast_schedule
+from paceline.audit.rules.update import (
+    clip_before_reduction,
+    clip_before_unscale,
+    update_on_one_rank,
+)
+from paceline.audit.rules.whole_run import uneven_use
+from paceline.audit.run_plan import RunPlan
+from paceline.verify.compare import compare
+
+
+def run(mode: Any, *ranks: list[Event]) -> Run:
+    logs = [RankLog(rank, events, []) for rank, events in enumerate(ranks)]
+    return Run(RunPlan(Path("x"), mode, len(ranks), 20), logs, 0)
+
+
+def case(*ranks: list[Event], solo: list[Event] | None = None, replay: bool = False) -> Case:
+    ordinary = run("ordinary", *ranks)
+    mirrored = run("mirrored", *ranks) if replay else None
+    return Case(run("solo", solo or ranks[0]), ordinary, mirrored, "no replay.")
+
+
+# Where passes end
+
+
+def test_a_pass_that_verify_ends_is_not_exhausted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("__iter__", "__len__"):
+        monkeypatch.setattr(DataLoader, name, getattr(DataLoader, name))
+    events: list[Event] = []
+    recorder: Any = SimpleNamespace(write=events.append)
+    progress = Progress(RunPlan(tmp_path, "ordinary", 2, 1), recorder, 0)
+    record_data.install(progress)
+    optimizer = object()
+    for _ in DataLoader(cast(Any, range(6)), 2):
+        progress.on_forward(trains=True)
+        progress.on_backward()
+        progress.on_step(optimizer)
+    kinds = [type(event) for event in events]
+    assert PassEndedByVerify in kinds
+    assert PassExhausted not in kinds
+
+
+def _epochs(steps: int, batches: int, rates: list[float]) -> list[Event]:
+    """A rank that takes so many steps a pass; its schedule is stepped once a pass."""
+    events: list[Event] = [LoaderSeen(loader="a", batches=batches, batch_size=4)]
+    number = 0
+    for epoch, rate in enumerate(rates):
+        events.append(PassBegun(loader="a", pass_number=epoch, steps_done=number))
+        for _ in range(steps):
+            number += 1
+            events += [
+                BatchGiven(loader="a", pass_number=epoch, steps_done=number - 1),
+                BackwardBegun(),
+                OptimizerStepBegun(step=number, lrs=[rate], base=1.0, at="t.py:1"),
+                OptimizerStepEnded(step=number),
+            ]
+        events.append(PassExhausted(loader="a", pass_number=epoch, steps_done=number))
+        events.append(ScheduleStepped(at="t.py:2"))
+    return events
+
+
+def test_a_schedule_that_is_stepped_once_an_epoch_has_no_length_to_divide() -> None:
+    solo = _epochs(40, 40, [1.0, 0.5, 0.25])
+    shifted = _epochs(20, 20, [1.0, 0.7, 0.4])
+    judged = fast_schedule(case(shifted, shifted, solo=solo))
+    assert not isinstance(judged, FaultFound)
+
+
+def _with_rates(events: list[Event], rates: list[float], base: float = 1.0) -> list[Event]:
+    numbered = iter(rates)
+    return [
+        replace(e, lrs=[next(numbered)], base=base) if isinstance(e, OptimizerStepBegun) else e
+        for e in events
+    ]
+
+
+def test_a_short_last_step_of_an_epoch_counts() -> None:
+    """Three batches make a step: 120 of one process make 40, and 40 of a rank make 14."""
+
+    def decays(steps: int, batches: int) -> list[Event]:
+        total = 12 * steps
+        rates = [(1 + math.cos(math.pi * s / total)) / 2 for s in range(total)]
+        return _with_rates(_epochs(steps, batches, [0.0] * 12), rates)
+
+    judged = fast_schedule(case(*[decays(14, 40)] * 3, solo=decays(40, 120)))
+    assert isinstance(judged, NoFault), judged
+
+
+def test_a_warm_up_to_n_times_the_rate() -> None:
+    def warms_up(steps: int, last: float) -> list[Event]:
+        rates = [0.25 + (last - 0.25) * min(1.0, 2 * s / steps) for s in range(steps)]
+        return _with_rates(_epochs(steps, steps, [0.0]), rates, last)
+
+    judged = fast_schedule(case(*[warms_up(60, 2.0)] * 2, solo=warms_up(120, 1.0)))
+    assert isinstance(judged, NoFault), judged
+
+
+def test_samples_are_used_equally_often_in_whole_passes() -> None:
+    def uses(times: list[int]) -> list[Event]:
+        ids = [i for i, n in enumerate(times) for _ in range(n)]
+        events: list[Event] = [LoaderSeen(loader="a"), PassBegun(loader="a")]
+        for number, i in enumerate(ids):
+            batch = BatchGiven(loader="a", ids=[i])
+            step = OptimizerStepEnded(step=number + 1)
+            events += [batch, BackwardBegun(), step]
+        return events
+
+    solo = uses([2] * 100)
+    even = [uses([1] * 100), uses([1] * 100)]
+    assert isinstance(uneven_use(case(*even, solo=solo)), NoFault)
+    again = [uses([1] * 100), uses([2] * 20 + [1] * 80)]
+    assert isinstance(uneven_use(case(*again, solo=solo)), FaultFound)
+
+
+# What is evaluated
+
+
+def _evaluates(ids: list[int], score: float) -> list[Event]:
+    return [
+        LoaderSeen(loader="v"),
+        PassBegun(loader="v"),
+        BatchGiven(loader="v", ids=ids),
+        ForwardEnded(evaluation=1, at="t.py:9", rows=ids, samples=len(ids)),
+        NumberRead(value=score, evaluation=1, at="t.py:10"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("solo", "ranks", "found"),
+    [
+        ([0, 1, 2, 3, 4], [[0, 1, 2], [3, 4, 0]], FaultFound),  # a padded shard
+        ([0, 1, 2, 3, 4], [[7, 1, 2], [3, 7, 5]], NotJudged),  # each rank draws a part of its own
+    ],
+)
+def test_parts_that_ranks_draw_are_no_padded_shards(
+    solo: list[int], ranks: list[list[int]], found: type
+) -> None:
+    judged = evaluated_twice(
+        case(*[_evaluates(ids, 0.5) for ids in ranks], solo=_evaluates(solo, 0.5))
+    )
+    assert isinstance(judged, found), judged
+
+
+def test_a_note_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FaultFound(what="x", at="", why="", fix="", evidence="", effect="")
+    for is_note in (True, False):
+        rules = (
+            Rule("cause", lambda _, is_note=is_note: replace(fault, is_note=is_note)),
+            Rule("effect", lambda _: fault, consequence_of=("cause",)),
+        )
+        monkeypatch.setattr("paceline.audit.audit.RULES", rules)
+        assert isinstance(judge(case([], []))["effect"], FaultFound) == is_note
+
+
+# Noise and devices
+
+
+def _noisy(state: int) -> list[Event]:
+    return [
+        ForwardEnded(
+            trains=True,
+            sync=True,
+            steps_done=step,
+            random={"torch": 10 * step + state},
+            drew=["torch"],
+        )
+        for step in range(4)
+    ]
+
+
+def test_equal_noise_of_two_ranks_of_which_none_is_rank_0() -> None:
+    judged = same_noise(case(_noisy(0), _noisy(1), _noisy(1)))
+    assert isinstance(judged, FaultFound)
+    assert list(judged.ranks) == [1, 2]
+
+
+@pytest.mark.parametrize(("draws", "found"), [(0, FaultFound), (40, NotJudged)])
+def test_a_loss_of_what_each_rank_draws(draws: int, found: type) -> None:
+    ranks: list[list[Event]] = [
+        [
+            ForwardEnded(trains=True, params={}, rows=[1], draws=draws),
+            BackwardBegun(at="t.py:3", loss=loss),
+        ]
+        for loss in (0.7, 0.9)
+    ]
+    assert isinstance(loss_of_rank(case(*ranks, replay=True)), found)
+
+
+@pytest.mark.parametrize(("visible", "found"), [(["0", "0"], FaultFound), (["0", "1"], NoFault)])
+def test_ranks_that_see_other_gpus(visible: list[str], found: type) -> None:
+    ranks: list[list[Event]] = [
+        [
+            RankStarted(host="a", cuda_devices=2),
+            ForwardEnded(trains=True, devices=["cuda:0"], visible_devices=each),
+        ]
+        for each in visible
+    ]
+    assert isinstance(shared_device(case(*ranks)), found)
+
+
+# Updates
+
+
+def _updates(params: list[int], calls: list[list[Event]], grads: int = 5) -> list[Event]:
+    events: list[Event] = []
+    for number, (digest, own) in enumerate(zip(params, calls, strict=True), 1):
+        events += [
+            ForwardEnded(trains=True, sync=True, steps_done=number - 1, params={"w": digest})
+        ]
+        events += [BackwardBegun(), *own]
+        if any(isinstance(call, OptimizerStepBegun) for call in own):
+            events.append(OptimizerStepEnded(step=number, params={"w": digest + 1}))
+    return events
+
+
+def _step(number: int, grads: int = 5) -> OptimizerStepBegun:
+    return OptimizerStepBegun(step=number, at="t.py:8", grads={"w": grads}, lrs=[0.1])
+
+
+def test_a_rank_that_clips_alone_and_changes_nothing() -> None:
+    steps = [[_step(number)] for number in (1, 2, 3)]
+    clips = [[Clipped(norm=1.0), *own] for own in steps]
+    usual = _updates([1, 2, 3], steps)
+    assert isinstance(update_on_one_rank(case(_updates([1, 2, 3], clips), usual)), NoFault)
+    assert isinstance(update_on_one_rank(case(_updates([1, 7, 8], clips), usual)), FaultFound)
+    idle = _updates([1, 1, 1], [[], [], []])
+    assert isinstance(update_on_one_rank(case(usual, idle)), FaultFound)
+
+
+@pytest.mark.parametrize(("max_norm", "found"), [(1.0, FaultFound), (1e9, NoFault)])
+def test_a_clip_that_only_measures(max_norm: float, found: type) -> None:
+    ranks = [
+        _updates([1], [[Clipped(norm=norm, max_norm=max_norm), _step(1)]]) for norm in (2.0, 3.0)
+    ]
+    assert isinstance(clip_before_reduction(case(*ranks)), found)
+
+
+@pytest.mark.parametrize("with_scaler", [True, False])
+def test_a_clip_beside_the_scaler_of_another_optimizer(with_scaler: bool) -> None:
+    calls: list[Event] = [
+        Clipped(norm=2.0, scale=65536.0),
+        *[ScalerStepped()] * with_scaler,
+        _step(1),
+    ]
+    judged = clip_before_unscale(case(_updates([1], [calls]), _updates([1], [calls])))
+    assert isinstance(judged, FaultFound) == with_scaler
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_local_sgd_under_no_sync(restored: bool) -> None:
+    def rank(own: int) -> list[Event]:
+        events: list[Event] = []
+        last = 1 if restored else own
+        for number, digest in enumerate([1, own, last], 1):
+            forward = ForwardEnded(
+                trains=True, sync=False, steps_done=number - 1, params={"w": digest}
+            )
+            ended = OptimizerStepEnded(step=number, params={"w": 10 * digest + own})
+            events += [forward, BackwardBegun(), _step(number, own), ended]
+        return events
+
+    judged = no_sync_on_last(case(rank(2), rank(3)))
+    assert isinstance(judged, FaultFound) == (not restored), judged
+
+
+def test_the_collectives_of_a_ddp_of_some_ranks_are_not_those_of_all() -> None:
+    barrier = CollectiveBegun(op="barrier", group=[0, 1, 2], at="t.py:9")
+    trainer: list[Event] = [
+        DDPBuilt(ranks=2), ForwardEnded(trains=True, sync=True), BackwardBegun(at="t.py:3"), barrier,
+    ]  # fmt: skip
+    assert isinstance(unmatched_collective(case(trainer, trainer, [barrier])), NoFault)
+
+
+def test_a_score_that_is_not_a_number_on_both_runs_is_equal() -> None:
+    def scored(value: float) -> list[Event]:
+        return [Evaluated(at="t.py:9", samples=3, values={"auc": value})]
+
+    both = [
+        run("solo", [TrainingBuilt(at="t.py:1"), *scored(math.nan)]),
+        run("ordinary", *[[TrainingBuilt(at="t.py:1"), *scored(math.nan)]] * 2),
+    ]
+    assert compare(both, rtol=None, bitwise=False).verdict == "sound"
+    both[1] = run("ordinary", *[[TrainingBuilt(at="t.py:1"), *scored(0.5)]] * 2)
+    assert compare(both, rtol=None, bitwise=False).verdict == "fault"
