@@ -521,6 +521,18 @@ def test_a_connection_without_the_key_is_closed(tmp_path: Path) -> None:
         to.servers[0].wait()  # raises if a connection made the server fail
 
 
+def test_both_ends_find_out_that_the_host_of_the_other_is_lost(tmp_path: Path) -> None:
+    with _Connected(tmp_path) as to, to.client() as client:
+        for connection in (*client._connections, *to.servers[0]._connections.values()):
+            assert connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            if hasattr(socket, "TCP_KEEPIDLE"):
+                found = [
+                    connection.socket.getsockopt(socket.IPPROTO_TCP, option)
+                    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                ]
+                assert found[0] + found[1] * found[2] <= 60
+
+
 def test_wrong_servers(tmp_path: Path) -> None:
     def server(tables: Any = None, make: Any = _sgd, **options: Any) -> paceline.ParameterServer:
         tables = _tables() if tables is None else tables

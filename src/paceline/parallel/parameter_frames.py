@@ -22,8 +22,10 @@ from torch import Tensor
 Snapshot = dict[str, Any]
 
 POLL_S = 0.05  # pause before another attempt to accept or to connect
-_HELLO_BYTES = 4096  # largest header before the client has shown the key
 _LENGTH = struct.Struct("!I")
+# The kernel closes the connection of a host that is lost after about a minute. macOS names the first option
+# TCP_KEEPALIVE.
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 DTYPES = {
     str(t).removeprefix("torch."): t
     for t in (
@@ -39,6 +41,10 @@ class Connection:
     def __init__(self, plain: socket.socket) -> None:
         self.socket = plain
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            if hasattr(socket, option):
+                plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def send(self, header: dict[str, Any], tensors: Sequence[Tensor] = ()) -> int:
         """Send one frame; return its bytes."""
@@ -56,9 +62,8 @@ class Connection:
 
     def receive(self) -> tuple[dict[str, Any], list[Tensor], int]:
         """Receive one frame: header, tensors and bytes. Raises OSError or ValueError."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        header = json.loads(self._read(length))
-        tensors, size = [], _LENGTH.size + length
+        header, size = self.receive_header()
+        tensors = []
         for kind, shape in header["tensors"]:
             dtype = DTYPES[kind]
             nbytes = math.prod(shape) * dtype.itemsize
@@ -69,15 +74,15 @@ class Connection:
             size += nbytes
         return header, tensors, size
 
-    def receive_hello(self) -> Any:
-        """The header of the first frame, before the client has shown the key: short, and its tensors unread.
+    def receive_header(self, limit: int = 1 << 32) -> tuple[Any, int]:
+        """Receive the header of a frame, of at most `limit` bytes, and no tensors: header and bytes.
 
         Raises OSError, ValueError or RecursionError.
         """
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        if length > _HELLO_BYTES:
+        if length > limit:
             raise ValueError(f"a header of {length} bytes")
-        return json.loads(self._read(length))
+        return json.loads(self._read(length)), _LENGTH.size + length
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)

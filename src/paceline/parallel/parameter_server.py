@@ -36,6 +36,7 @@ from paceline.parallel.parameter_frames import POLL_S, Connection, Snapshot, rep
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _HELLO_S = 10.0  # how long the server waits for the header with the key
+_HELLO_BYTES = 4096  # the largest such header
 _NOTICE_S = 1.0  # how often a client that waits for other workers is told so
 _ANY_ADDRESS = ("", "0.0.0.0", "::", "*")
 
@@ -368,7 +369,7 @@ class ParameterServer:
     def _has_key(self, connection: Connection) -> bool:
         connection.socket.settimeout(_HELLO_S)
         try:
-            key = connection.receive_hello().get("key")
+            key = connection.receive_header(_HELLO_BYTES)[0].get("key")
             given = str(key).encode()
         except (
             ValueError,
