@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 import paceline
+from paceline.parallel import parameter_server
+from paceline.parallel.parameter_frames import Connection
 from paceline.testing import digest
 
 USERS, ITEMS, WIDTH = 60, 40, 8
@@ -521,6 +524,45 @@ def test_a_connection_without_the_key_is_closed(tmp_path: Path) -> None:
         to.servers[0].wait()  # raises if a connection made the server fail
 
 
+def test_close_does_not_wait_for_a_connection_that_shows_no_key(tmp_path: Path) -> None:
+    (server,) = _servers(tmp_path)
+    with server:
+        host, _, port = server.address.partition(":")
+        with socket.create_connection((host, int(port)), TIMEOUT_S):
+            deadline = time.monotonic() + TIMEOUT_S
+            while len(server._threads) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)  # until it is accepted
+            began = time.monotonic()
+            server.close()
+            assert time.monotonic() - began < 5
+
+
+def test_close_leaves_the_file_of_the_server_that_took_its_place(tmp_path: Path) -> None:
+    (first,), (second,) = _servers(tmp_path), _servers(tmp_path)
+    with first, second:
+        first.close()
+        with paceline.connect_server(tmp_path / "0.json", timeout_s=TIMEOUT_S) as client:
+            _step(client, 0, 0)
+    assert not (tmp_path / "0.json").exists()
+
+
+def test_a_connection_that_breaks_off_at_once_does_not_end_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError("not connected"), RuntimeError("can't start new thread")]
+
+    class Breaks(Connection):
+        def __init__(self, plain: socket.socket) -> None:
+            if failures:
+                raise failures.pop()
+            super().__init__(plain)
+
+    monkeypatch.setattr(parameter_server, "Connection", Breaks)
+    with _Connected(tmp_path) as to, to.client(timeout_s=5.0) as client:
+        _step(client, 0, 0)
+    assert not failures
+
+
 def test_both_ends_find_out_that_the_host_of_the_other_is_lost(tmp_path: Path) -> None:
     with _Connected(tmp_path) as to, to.client() as client:
         for connection in (*client._connections, *to.servers[0]._connections.values()):
@@ -556,7 +598,8 @@ def test_wrong_servers(tmp_path: Path) -> None:
         ("is a table and a dense parameter", lambda: server(dense={"users": torch.zeros(1)})),
         (r"must be \(rows, ...\)", lambda: server({"a": torch.zeros(3)})),
         ("floating-point dtype", lambda: server({"a": torch.zeros(3, 2, dtype=torch.int64)})),
-        ("not one interface", lambda: server(listen="0.0.0.0:0")),
+        ("not one interface", lambda: server(listen="*:0")),
+        ("not one interface", lambda: server(listen="29510")),
         ("not an index", lambda: server(shard=(2, 2))),
         ("at least 0", lambda: server(max_staleness=-1)),
         ("cannot listen on 192.0.2.1:0", lambda: server(listen="192.0.2.1:0").__enter__()),
@@ -565,6 +608,9 @@ def test_wrong_servers(tmp_path: Path) -> None:
     ):
         with pytest.raises(paceline.ConfigError, match=text):
             call()
+    for host in ("0.0.0.0", "0", "0.0", "0x0", "::", "[::]", "[::0]"):
+        with pytest.raises(paceline.ConfigError, match="not one interface"):
+            server(listen=f"{host}:0").__enter__()
     with pytest.raises(paceline.CheckpointError, match="nothing for 'users'"):
         server().load({"version": 0, "parameters": {}})
     with pytest.raises(paceline.CheckpointError, match="has 'more', which this server does not"):

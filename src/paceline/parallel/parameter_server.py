@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import json
 import math
 import secrets
@@ -38,7 +39,6 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _HELLO_S = 10.0  # how long the server waits for the header with the key
 _HELLO_BYTES = 4096  # the largest such header
 _NOTICE_S = 1.0  # how often a client that waits for other workers is told so
-_ANY_ADDRESS = ("", "0.0.0.0", "::", "*")
 
 
 class _Parameter:
@@ -192,18 +192,15 @@ class ParameterServer:
                 )
         self._host, _, port = listen.rpartition(":")
         is_port = port.isdecimal() and int(port) < 1 << 16
-        if self._host.strip("[]") in _ANY_ADDRESS or not is_port:
-            raise ConfigError(
-                f"listen={listen!r} is not one interface and a port.",
-                why="a server listens on the interface of its job only.",
-                fix='give the address of that interface, as in "10.0.0.5:29510".',
-            )
+        if not self._host.strip("[]*") or not is_port:
+            raise _not_one_interface(listen)
         self._port, self._file = int(port), Path(file)
         self._max_staleness, self._worker_timeout_s = max_staleness, worker_timeout_s
         self._key = secrets.token_hex(32)
         self.address = ""
         self.version = 0
         self._changed = threading.Condition()  # guards everything below, and `version`
+        self._strangers: set[Connection] = set()  # have not shown the key yet
         self._connections: dict[int, Connection] = {}
         self._threads: list[threading.Thread] = []
         self._num_connected = 0  # workers so far; also the number of the newest
@@ -244,6 +241,8 @@ class ParameterServer:
             info = socket.getaddrinfo(self._host.strip("[]"), self._port, type=socket.SOCK_STREAM)[
                 0
             ]
+            if ipaddress.ip_address(info[4][0]).is_unspecified:  # also "0", "0x0" and "::0"
+                raise _not_one_interface(f"{self._host}:{self._port}")
             self._listener = socket.create_server(info[4][:2], family=info[0], backlog=128)
         except OSError as error:
             raise ConfigError(
@@ -281,18 +280,23 @@ class ParameterServer:
         self.close()
 
     def close(self) -> None:
-        """Stop listening, remove the file, and close all connections. Workers get PeerFailed."""
+        """Stop listening, remove the file, and close all connections. Workers get PeerFailed.
+
+        A file that another server has written in its place stays.
+        """
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        self._file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if self._key.encode() in self._file.read_bytes():
+                self._file.unlink()
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
         listener.close()
         while True:
             with self._changed:
                 threads, self._threads = self._threads, []
-                for connection in self._connections.values():
+                for connection in (*self._strangers, *self._connections.values()):
                     connection.close()
                 self._changed.notify_all()
             if not threads:
@@ -323,28 +327,35 @@ class ParameterServer:
             target=work, args=(argument,), daemon=True, name="paceline-server"
         )
         with self._changed:
-            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
             thread.start()
+            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
+            plain = None
             try:
                 plain = listener.accept()[0]
-            except OSError:
+                self._start(self._serve, Connection(plain))
+            except (OSError, RuntimeError):
+                if plain is not None:
+                    plain.close()
                 if self._listener is None:
                     return
-                time.sleep(POLL_S)  # too many files are open, or the client has gone
-                continue
-            self._start(self._serve, Connection(plain))
+                time.sleep(
+                    POLL_S
+                )  # the client has gone, or there are too many open files or threads
 
     def _serve(self, connection: Connection) -> None:
-        worker = None
+        worker = 0  # a stranger
         try:
-            if not self._has_key(connection):
-                return
             with self._changed:
                 if self._listener is None:
                     return
+                self._strangers.add(connection)
+            if not self._has_key(connection):
+                return
+            with self._changed:
+                self._strangers.discard(connection)
                 self._num_connected += 1
                 worker = self._num_connected
                 self._connections[worker] = connection
@@ -355,7 +366,7 @@ class ParameterServer:
             connection.send({"shard": [self._index, self._count], "parameters": parameters})
             self._answer_all(worker, connection)
         except OSError as error:
-            log.logger.debug("worker %s has left: %s", worker, error)
+            log.logger.debug("worker %d has left: %s", worker, error)
         except BaseException as error:
             with self._changed:
                 self._failure = error
@@ -363,8 +374,7 @@ class ParameterServer:
                 connection.send({"error": "PeerFailed", "what": f"the server failed: {error}"})
         finally:
             connection.close()
-            if worker is not None:
-                self._forget(worker)
+            self._forget(worker, connection)
 
     def _has_key(self, connection: Connection) -> bool:
         connection.socket.settimeout(_HELLO_S)
@@ -394,8 +404,9 @@ class ParameterServer:
                 self._idle_since[worker] = time.monotonic()
             connection.send(reply, values)
 
-    def _forget(self, worker: int) -> None:
+    def _forget(self, worker: int, connection: Connection) -> None:
         with self._changed:
+            self._strangers.discard(connection)
             self._connections.pop(worker, None)
             self._steps.pop(worker, None)
             self._idle_since.pop(worker, None)
@@ -532,6 +543,14 @@ class ParameterServer:
                 else:
                     entries.append([name, key, value])
         return {"version": self.version, "entries": entries}, tensors
+
+
+def _not_one_interface(listen: str) -> ConfigError:
+    return ConfigError(
+        f"listen={listen!r} is not one interface and a port.",
+        why="a server listens on the interface of its job only.",
+        fix='give the address of that interface, as in "10.0.0.5:29510".',
+    )
 
 
 def _refuse_optimizer(name: str, make: MakeOptimizer, table: Tensor) -> None:
