@@ -299,9 +299,9 @@ def test_nobody_waits_forever_for_a_client_that_stopped(tmp_path: Path, count: i
             _step(worker, 0, 0)
             assert worker.version == 1
         with to.client() as frozen, to.client() as watching:
-            header = {"do": "push", "names": [], "begins": True, "ends": False}
-            frozen._ask(0, header)  # in the middle of a push to several servers
-            assert watching.snapshot()["version"] == 1
+            frozen._ask(0, {"do": "push", "names": []})
+            # One server has ended that push. Of several, it is in the middle of it.
+            assert watching.snapshot()["version"] == (2 if count == 1 else 1)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -487,7 +487,7 @@ def test_wrong_requests(client: paceline.ServerClient) -> None:
 
 def test_the_server_checks_what_a_client_sends(client: paceline.ServerClient) -> None:
     ids, good = torch.tensor([1]), torch.zeros(1, WIDTH)
-    push = {"do": "push", "names": ["users"], "begins": True, "ends": True}
+    push = {"do": "push", "names": ["users"]}
     for header, tensors, text in (
         ({"do": "jump"}, [], "unknown request 'jump'"),
         (push | {"names": ["nobody"]}, [], "no parameter 'nobody'"),
@@ -500,6 +500,58 @@ def test_the_server_checks_what_a_client_sends(client: paceline.ServerClient) ->
     with pytest.raises(paceline.NonFinite, match="pushed gradient"):
         client._ask(0, push, [ids, good / 0])
     assert client._ask(0, push, [ids, good])[0] == {"version": 1, "lead": 0, "tensors": []}
+
+
+def test_the_reason_and_the_fix_of_a_refusal_reach_the_worker(tmp_path: Path) -> None:
+    ids, gradient = torch.tensor([1]), torch.zeros(1, WIDTH)
+    text = r"on another server(.|\n)*fix: +give all files"
+    with _Connected(tmp_path, 2) as to, to.client() as client:
+        with pytest.raises(paceline.ConfigError, match=text):
+            client._ask(0, {"do": "push", "names": ["users"]}, [ids, gradient])
+        client._ask(1, {"do": "push", "names": ["users"]}, [ids, gradient])
+
+
+def test_a_malformed_request_is_refused_and_the_server_goes_on(tmp_path: Path) -> None:
+    with _Connected(tmp_path) as to:
+        with to.client() as wrong, to.client() as right:
+            for request in (
+                *({}, {"do": ["pull"]}, {"do": "fetch"}, {"do": "copy"}, {"do": "pull"}),
+                {"do": "pull", "names": 5, "trains": False},
+                {"do": "pull", "names": ["users"], "trains": False},
+                *({"do": "push"}, {"do": "push", "names": ["users"]}),
+            ):
+                with pytest.raises(paceline.ConfigError, match=r"malformed|unknown request"):
+                    wrong._ask(0, request)
+            _step(wrong, 0, 0)
+            _step(right, 0, 1)
+            assert right.version == 2
+        for text in (b"{}", b"[]", b"\xff", b"{", b'{"tensors": [["text", [1]]]}'):
+            with to.client() as wrong:
+                wrong._connections[0].socket.sendall(len(text).to_bytes(4, "big") + text)
+                with pytest.raises(paceline.ConfigError, match="the request is malformed"):
+                    wrong._receive(0)
+                with pytest.raises(paceline.PeerFailed, match="is closed"):
+                    wrong._ask(0, {"do": "hold"})
+        with to.client() as right:
+            _step(right, 0, 2)
+        to.servers[0].wait()  # raises if a request made the server fail
+
+
+def test_a_hold_ends_only_with_its_worker(tmp_path: Path) -> None:
+    with (
+        _Connected(tmp_path) as to,
+        ThreadPoolExecutor() as pool,
+        to.client() as holds,
+        to.client() as other,
+        to.client() as pushes,
+    ):
+        holds._ask(0, {"do": "hold"})
+        holds._ask(0, {"do": "hold"})  # does not wait for itself
+        other._ask(0, {"do": "release"})
+        pushing = pool.submit(_step, pushes, 0, 0)
+        assert pushing in wait([pushing], 0.3).not_done
+        holds._ask(0, {"do": "release"})
+        pushing.result(TIMEOUT_S)
 
 
 def test_a_connection_without_the_key_is_closed(tmp_path: Path) -> None:

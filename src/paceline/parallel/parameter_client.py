@@ -157,8 +157,7 @@ class ServerClient:
         with self._closed_on_error():
             for shard in range(count):
                 names, tensors = _part_of(summed, shard, count)
-                header = {"do": "push", "names": names, "begins": shard == 0, "ends": count == 1}
-                self._send(shard, header, tensors, counts=True)
+                self._send(shard, {"do": "push", "names": names}, tensors, counts=True)
                 if shard == 0:  # it lets no snapshot begin until the push ends
                     reply = self._receive(0)[0]
             for shard in range(1, count):
@@ -287,11 +286,15 @@ class ServerClient:
         while True:
             with self._explained(shard):
                 reply = self._connections[shard].receive()
-            if "error" in reply[0]:
-                raise _ERRORS.get(reply[0]["error"], PacelineError)(
-                    reply[0]["what"], where=f"server {shard} of {len(self._connections)}"
+            header = reply[0]
+            if "error" in header:
+                raise _ERRORS.get(header["error"], PacelineError)(
+                    header["what"],
+                    where=f"server {shard} of {len(self._connections)}",
+                    why=header["why"],
+                    fix=header["fix"],
                 )
-            if "waiting" not in reply[0]:
+            if "waiting" not in header:
                 return reply
 
     @contextlib.contextmanager

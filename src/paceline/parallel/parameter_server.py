@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import log
-from paceline.errors import CheckpointError, ConfigError, NonFinite, PacelineError
+from paceline.errors import CheckpointError, ConfigError, NonFinite, PacelineError, PeerFailed
 from paceline.parallel.parameter_frames import POLL_S, Connection, Snapshot, replace_file
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -208,7 +208,7 @@ class ParameterServer:
         self._idle_since: dict[int, float] = {}  # when the last request of a worker was answered
         self._pushing: set[int] = set()
         self._copies: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}  # not fetched yet
-        self._holder: int | None = None  # who takes a snapshot; pushes wait
+        self._holder: int | None = None  # the worker that takes a snapshot: see _hold
         self._failure: BaseException | None = None
         self._listener: socket.socket | None = None
 
@@ -310,7 +310,7 @@ class ParameterServer:
         A worker that was killed counts as one that has left. Leave the `with` block to stop earlier.
 
         Raises:
-            Exception: the error of an optimizer, or another that made this server fail.
+            Exception: the error of an optimizer.
         """
         with self._changed:
             self._changed.wait_for(
@@ -367,11 +367,10 @@ class ParameterServer:
             self._answer_all(worker, connection)
         except OSError as error:
             log.logger.debug("worker %d has left: %s", worker, error)
-        except BaseException as error:
-            with self._changed:
-                self._failure = error
+        except Exception as error:  # where the next frame begins is unknown
+            log.logger.warning("worker %d was dropped: it sent no frame (%r).", worker, error)
             with contextlib.suppress(OSError):
-                connection.send({"error": "PeerFailed", "what": f"the server failed: {error}"})
+                connection.send(_refusal(_malformed(error)))
         finally:
             connection.close()
             self._forget(worker, connection)
@@ -398,8 +397,13 @@ class ParameterServer:
                 self._idle_since.pop(worker, None)
             try:
                 reply, values = self._answer(worker, connection, header, tensors)
+            except OSError:
+                raise
             except PacelineError as error:
-                reply, values = {"error": type(error).__name__, "what": error.what}, []
+                reply, values = _refusal(error), []
+            except Exception as error:  # a client of another version, or a faulty one
+                log.logger.warning("a request of worker %d is malformed: %r", worker, error)
+                reply, values = _refusal(_malformed(error)), []
             with self._changed:  # before the reply: a stopped worker may never read it
                 self._idle_since[worker] = time.monotonic()
             connection.send(reply, values)
@@ -442,8 +446,9 @@ class ParameterServer:
             return {}, []
         if task == "release":
             with self._changed:
-                self._holder = None
-                self._changed.notify_all()
+                if self._holder == worker:
+                    self._holder = None
+                    self._changed.notify_all()
             return {}, []
         if task == "fetch":
             with self._changed:
@@ -488,14 +493,20 @@ class ParameterServer:
         return [worker for worker, steps in self._steps.items() if steps == least]
 
     def _hold(self, worker: int, connection: Connection) -> None:
+        """Let no push begin until this worker asks for "release" or leaves; wait for those that have begun.
+
+        A push to any number of servers begins and ends on server 0, so the hold of server 0 is enough for a
+        snapshot of all of them.
+        """
+
         def take() -> None:
             self._holder = worker
 
-        self._wait(connection, self._is_released, self._holders, take)
-        self._wait(connection, lambda: not self._pushing, lambda: self._pushing)
+        self._wait(connection, lambda: self._may_push(worker), self._holders, take)
+        self._wait(connection, lambda: self._pushing <= {worker}, lambda: self._pushing)
 
-    def _is_released(self) -> bool:
-        return self._holder is None
+    def _may_push(self, worker: int) -> bool:
+        return self._holder in (None, worker)
 
     def _holders(self) -> list[int]:
         return [] if self._holder is None else [self._holder]
@@ -515,13 +526,26 @@ class ParameterServer:
             held = self._find(name)
             ids = next(given) if held.is_table else None
             work.append((held, held.check(ids, next(given))))
-        if header["begins"]:
+        if self._index == 0:
             self._wait(
-                connection, self._is_released, self._holders, lambda: self._pushing.add(worker)
+                connection,
+                lambda: self._may_push(worker),
+                self._holders,
+                lambda: self._pushing.add(worker),
             )
-        for held, (rows, gradient) in work:
-            held.apply(rows, gradient)
-        return (self._end_push(worker) if header["ends"] else {}), []
+        try:
+            for held, (rows, gradient) in work:
+                held.apply(rows, gradient)
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            raise PeerFailed(
+                f"the server failed: {error}",
+                why="its optimizer raised this.",
+                fix="see its log; start all servers again from a checkpoint.",
+            ) from error
+        return (self._end_push(worker) if self._count == 1 else {}), []
 
     def _end_push(self, worker: int) -> dict[str, Any]:
         with self._changed:
@@ -543,6 +567,22 @@ class ParameterServer:
                 else:
                     entries.append([name, key, value])
         return {"version": self.version, "entries": entries}, tensors
+
+
+def _refusal(error: PacelineError) -> dict[str, Any]:
+    return {
+        "error": type(error).__name__,
+        "what": error.what,
+        "why": error.why,
+        "fix": error.fix,
+    }
+
+
+def _malformed(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the request is malformed: {error!r}.",
+        fix="use connect_server of the version of paceline that the server has.",
+    )
 
 
 def _not_one_interface(listen: str) -> ConfigError:
