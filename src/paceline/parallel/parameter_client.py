@@ -26,7 +26,16 @@ from paceline.errors import (
     PeerFailed,
     StepError,
 )
-from paceline.parallel.parameter_frames import DTYPES, POLL_S, Connection, Snapshot, replace_file
+from paceline.parallel.parameter_frames import (
+    DTYPES,
+    NOTICE_S,
+    POLL_S,
+    Connection,
+    Snapshot,
+    replace_file,
+)
+
+_LEAST_TIMEOUT_S = 4 * NOTICE_S  # a server that lets a client wait is heard in this time
 
 # What a server may answer instead of a value.
 _ERRORS: dict[str, type[PacelineError]] = {
@@ -49,6 +58,7 @@ class ServerClient:
     Raises:
         PeerFailed: of each method: a server has ended, or has dropped this worker.
         CollectiveTimeout: of each method: a server did not answer within `timeout_s`.
+        StepError: of each method: this client is closed, by `close` or by an error in an earlier request.
 
     Collective: none.
     """
@@ -67,6 +77,7 @@ class ServerClient:
         self._clip_norm = clip_norm
         self._timeout_s = timeout_s
         self._device = device
+        self._why_closed = ""
         self._pulled: list[tuple[str, Tensor | None, Tensor]] = []
         self.bytes_pulled = 0
         self.bytes_pushed = 0
@@ -86,6 +97,10 @@ class ServerClient:
 
     def close(self) -> None:
         """Leave. Other workers no longer wait for this one."""
+        self._leave("close was called, or its `with` block has ended.")
+
+    def _leave(self, why: str) -> None:
+        self._why_closed = self._why_closed or why
         for connection in self._connections:
             connection.close()
 
@@ -251,11 +266,15 @@ class ServerClient:
         return [tensors for _, tensors, _ in replies]
 
     def _clip(self, gradients: Mapping[str, Tensor]) -> None:
-        norm = nn.utils.get_total_norm(list(gradients.values()))
+        # In float32, because squares of float16 overflow above 255.
+        wide = [g.float() if g.dtype.itemsize < 4 else g for g in gradients.values()]
+        norm = nn.utils.get_total_norm(wide)
         if not bool(norm.isfinite()):
             wrong = [name for name, g in gradients.items() if not bool(g.isfinite().all())]
             raise NonFinite(
-                f"gradients of {', '.join(wrong or gradients)} have NaN or infinity.",
+                f"gradients of {', '.join(wrong)} have NaN or infinity."
+                if wrong
+                else f"the norm of the gradients of {', '.join(gradients)} is more than {norm.dtype} holds.",
                 fix="nothing was pushed; skip the batch, or lower the learning rate.",
                 quantity="gradient",
                 parameters=wrong or list(gradients),
@@ -299,15 +318,21 @@ class ServerClient:
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """Leave if a request to several servers breaks off.
+        """Leave if a request breaks off. Raises StepError if this client has left.
 
         An unread reply would be taken for the next one, and server 0 may hold back the requests of others
         until this one ends.
         """
+        if self._why_closed:
+            raise StepError(
+                "this client is closed.",
+                why=self._why_closed,
+                fix="connect again with connect_server.",
+            )
         try:
             yield
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._leave(f"an earlier request ended in {type(error).__name__}.")
             raise
 
     @contextlib.contextmanager
@@ -316,7 +341,6 @@ class ServerClient:
         try:
             yield
         except TimeoutError as error:
-            self.close()  # a late answer would be taken for the next one
             raise CollectiveTimeout(
                 f"the parameter server did not answer within {self._timeout_s:g} s.",
                 where=where,
@@ -326,7 +350,6 @@ class ServerClient:
                 waited_s=self._timeout_s,
             ) from error
         except OSError as error:
-            self.close()
             raise PeerFailed(
                 "the connection to the parameter server is closed.",
                 where=where,
@@ -348,13 +371,13 @@ def connect_server(
     Args:
         files: The `file` of each shard, in order of the shards.
         clip_norm: Clip the gradients of each push to this norm, over all tables together.
-        timeout_s: How long to wait for the server, here and in each request. Waiting for slower workers
-            does not count.
+        timeout_s: How long to wait for the server, here and in each request; at least 1. Waiting for slower
+            workers does not count.
         device: Where pulled values are.
 
     Raises:
         ConfigError: no file, a file of something else, files of different servers or in the wrong order, or a
-            wrong `clip_norm`.
+            wrong `clip_norm` or `timeout_s`.
         CollectiveTimeout: no server listened in time.
 
     Collective: none. A worker may connect at any time.
@@ -363,6 +386,11 @@ def connect_server(
         raise ConfigError("connect_server needs the file of each server.")
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError(f"clip_norm must be more than 0, got {clip_norm}.")
+    if not timeout_s >= _LEAST_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout_s must be at least {_LEAST_TIMEOUT_S:g}, got {timeout_s}.",
+            why=f"a server is heard every {NOTICE_S:g} s while a worker waits for others.",
+        )
     connections: list[Connection] = []
     parameters: dict[str, tuple[bool, list[int], torch.dtype]] = {}
     deadline = time.monotonic() + timeout_s

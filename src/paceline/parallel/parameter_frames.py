@@ -22,6 +22,7 @@ from torch import Tensor
 Snapshot = dict[str, Any]
 
 POLL_S = 0.05  # pause before another attempt to accept or to connect
+NOTICE_S = 0.25  # how often a client that waits for other workers is told that the server lives
 _LENGTH = struct.Struct("!I")
 # The kernel closes the connection of a host that is lost after about a minute. macOS names the first option
 # TCP_KEEPALIVE.

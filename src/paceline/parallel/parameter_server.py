@@ -32,13 +32,12 @@ from torch import Tensor, nn
 
 from paceline import log
 from paceline.errors import CheckpointError, ConfigError, NonFinite, PacelineError, PeerFailed
-from paceline.parallel.parameter_frames import POLL_S, Connection, Snapshot, replace_file
+from paceline.parallel.parameter_frames import NOTICE_S, POLL_S, Connection, Snapshot, replace_file
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _HELLO_S = 10.0  # how long the server waits for the header with the key
 _HELLO_BYTES = 4096  # the largest such header
-_NOTICE_S = 1.0  # how often a client that waits for other workers is told so
 
 
 class _Parameter:
@@ -469,11 +468,11 @@ class ParameterServer:
     ) -> None:
         """Wait until `ready`, or the server closes, and call `then` under the lock.
 
-        Each second: drop the workers of `blockers` that have made no request for `worker_timeout_s`.
+        Every NOTICE_S: drop the workers of `blockers` that have made no request for `worker_timeout_s`.
         """
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: ready() or self._listener is None, _NOTICE_S):
+                if self._changed.wait_for(lambda: ready() or self._listener is None, NOTICE_S):
                     then()
                     return
                 limit = time.monotonic() - self._worker_timeout_s
