@@ -1,7 +1,8 @@
-"""Parameter server: tables and their optimizers in server processes; workers come, fail and leave freely.
+"""Parameter server: tables and their optimizers in server processes.
 
-A worker pulls the rows that a batch uses, and pushes their gradients. The server applies each push at once
-with a `torch.optim` optimizer. Workers are not ranks of one job, so a worker that fails ends no other.
+Workers may join, fail or leave at any time: they are not ranks of one job, so a worker that fails ends no
+other. A worker pulls the rows that a batch uses, and pushes their gradients. The server applies each push at
+once with a `torch.optim` optimizer.
 
 `torch.distributed.rpc` is not used. After a member of its dynamic group is killed, no process can join or
 leave the group (`test_torch_rpc_admits_nobody_after_a_member_was_killed`), and RPC unpickles what a peer
@@ -133,19 +134,20 @@ class ParameterServer:
         dense: Parameters by name that workers pull and push as a whole.
         shard: This server's index, and the number of servers.
         listen: Host or address of the interface to listen on, and a port; port 0 lets the kernel choose.
-        max_staleness: A worker that has pushed this many steps more than the slowest one waits before it
-            pulls again. 0 keeps the workers in step. The value of shard 0 counts.
+        max_staleness: A worker that has pushed more than this many steps more than the slowest one waits
+            before it pulls again. 0 keeps the workers in step. The value of shard 0 counts.
         worker_timeout_s: A worker that others wait for is dropped if it makes no request for so long after
             its last one was answered.
 
     Attributes:
         address: "host:port" while it listens.
-        version: Number of pushes that have been applied.
+        version: Number of pushes that have been applied. Shard 0 counts them; on other shards it stays 0, or
+            the version of the snapshot that was loaded.
 
     Raises:
         ConfigError: a table without rows, a name that is used twice, an optimizer that does not take sparse
-            gradients, all interfaces in `listen`, an address that cannot be bound, or a file that cannot be
-            written.
+            gradients, all interfaces in `listen` (in any spelling), an address that cannot be bound, or a
+            file that cannot be written.
 
     Collective: none. One process for each shard.
     """
@@ -252,8 +254,8 @@ class ParameterServer:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if not (host.startswith("127.") or host == "::1"):
             log.logger.warning(
-                "the parameter server listens on %s: who can read %s can read and change the parameters "
-                "from other hosts, and the traffic is not encrypted; use a trusted network.",
+                "the parameter server listens on %s: anyone who can read %s can read and change the "
+                "parameters from other hosts, and the traffic is not encrypted; use a trusted network.",
                 self.address,
                 self._file,
             )
@@ -306,7 +308,8 @@ class ParameterServer:
     def wait(self, workers: int = 1) -> None:
         """Wait until `workers` workers have connected and none is connected any more.
 
-        A worker that was killed counts as one that has left. Leave the `with` block to stop earlier.
+        Every connection counts as a worker, also one that only takes a snapshot, and a worker that connects
+        again counts again. A worker that was killed has left. Leave the `with` block to stop earlier.
 
         Raises:
             Exception: the error of an optimizer.
@@ -340,9 +343,8 @@ class ParameterServer:
                     plain.close()
                 if self._listener is None:
                     return
-                time.sleep(
-                    POLL_S
-                )  # the client has gone, or there are too many open files or threads
+                # The client has gone, or there are too many open files or threads.
+                time.sleep(POLL_S)
 
     def _serve(self, connection: Connection) -> None:
         worker = 0  # a stranger
@@ -366,10 +368,12 @@ class ParameterServer:
             self._answer_all(worker, connection)
         except OSError as error:
             log.logger.debug("worker %d has left: %s", worker, error)
-        except Exception as error:  # where the next frame begins is unknown
-            log.logger.warning("worker %d was dropped: it sent no frame (%r).", worker, error)
+        except Exception as error:  # where its next frame begins is unknown
+            log.logger.warning(
+                "worker %d was dropped: its request cannot be read or answered: %r", worker, error
+            )
             with contextlib.suppress(OSError):
-                connection.send(_refusal(_malformed(error)))
+                connection.send(_refusal(_unanswered(error)))
         finally:
             connection.close()
             self._forget(worker, connection)
@@ -401,8 +405,8 @@ class ParameterServer:
             except PacelineError as error:
                 reply, values = _refusal(error), []
             except Exception as error:  # a client of another version, or a faulty one
-                log.logger.warning("a request of worker %d is malformed: %r", worker, error)
-                reply, values = _refusal(_malformed(error)), []
+                log.logger.warning("a request of worker %d cannot be answered: %r", worker, error)
+                reply, values = _refusal(_unanswered(error)), []
             with self._changed:  # before the reply: a stopped worker may never read it
                 self._idle_since[worker] = time.monotonic()
             connection.send(reply, values)
@@ -577,10 +581,10 @@ def _refusal(error: PacelineError) -> dict[str, Any]:
     }
 
 
-def _malformed(error: Exception) -> ConfigError:
+def _unanswered(error: Exception) -> ConfigError:
     return ConfigError(
-        f"the request is malformed: {error!r}.",
-        fix="use connect_server of the version of paceline that the server has.",
+        f"the server cannot answer this request: {error!r}.",
+        fix="use the same version of paceline in servers and workers; see the log of the server.",
     )
 
 
