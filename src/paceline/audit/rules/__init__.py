@@ -20,6 +20,7 @@ from paceline.audit.rules.rule import Rule
 
 _CLIPPED_TOO_EARLY = "clipping before reduction"
 _OVERLAP = "shards overlap"
+_NO_SYNC_ON_LAST = "no_sync on the last micro-batch"
 _SCHEDULE_OF_RANK = "schedule follows one rank"
 _STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
 
@@ -54,8 +55,12 @@ RULES = (
     ),
     Rule("loss depends on the rank", gradient.loss_of_rank, needs_replicas=True),
     Rule("mean of means", gradient.mean_of_means),
-    Rule("no_sync on the last micro-batch", reduction.no_sync_on_last),
-    Rule("no_sync around backward only", reduction.no_sync_around_backward),
+    Rule(_NO_SYNC_ON_LAST, reduction.no_sync_on_last),
+    Rule(
+        "no_sync around backward only",
+        reduction.no_sync_around_backward,
+        consequence_of=(_NO_SYNC_ON_LAST,),
+    ),
     Rule("parameter added after wrapping", reduction.added_parameter),
     Rule("clipping before unscaling", update.clip_before_unscale),
     Rule(_CLIPPED_TOO_EARLY, update.clip_before_reduction, works_with_join=False),

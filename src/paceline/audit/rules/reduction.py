@@ -33,9 +33,10 @@ def no_sync_on_last(case: Case) -> Judgement:
                         step=event.step,
                         why="DDP reduces the gradients in a backward outside of `no_sync`. Without one, "
                         "each rank steps with its own gradients.",
-                        fix="leave `no_sync` for the last micro-batch of each step.",
+                        fix="leave `no_sync`, or set `require_backward_grad_sync`, before the forward of "
+                        "the last micro-batch of each step.",
                         evidence=f"the ranks' gradients of step {event.step} differ",
-                        effect="0 of the gradients of the step are reduced over the ranks",
+                        effect="the gradients of 1 micro-batch or more of the step are not reduced",
                     )
     if not seen:
         return NoFault("the model is not wrapped in DDP, so there is no `no_sync`.")

@@ -90,6 +90,7 @@ def _overlap_in_loader(case: Case, name: str, *, sharded: bool) -> Judgement:
     if _is_different_data(read):
         return NoFault("each rank reads its own data")
     is_shard = all(_is_sharded(log.loaders[name], case.world_size) for log in case.ranks)
+    is_shard = is_shard or _reads_a_part(case, name)
     seen = Counter(key for each in read for key in set(each))
     common = sum(times > 1 for times in seen.values())
     if case.ranks[0].loaders[name].iterable:
@@ -108,6 +109,16 @@ def _overlap_in_loader(case: Case, name: str, *, sharded: bool) -> Judgement:
             "dataset; these steps do not show whether they are the same samples."
         )
     return NoFault(f"{len(seen)} samples of {len(case.ranks)} ranks, {common} in common")
+
+
+def _reads_a_part(case: Case, name: str) -> bool:
+    """Whether each rank's whole first pass has only its part of the samples, as a sampler of its own cuts."""
+    whole = case.ranks[0].loaders[name].root_samples
+    firsts = [log.passes.get((name, 0)) for log in case.ranks]
+    sizes = [sum(len(b.ids or ()) for b in each.batches) for each in firsts if each and each.ended]
+    if whole is None or len(sizes) < case.world_size:
+        return False
+    return max(sizes) * case.world_size <= (1 + _OVERLAP) * whole
 
 
 def _splits_differ(case: Case, name: str) -> bool:

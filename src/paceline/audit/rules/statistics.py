@@ -62,9 +62,15 @@ def different_untrained_models(case: Case) -> Judgement:
             what=f"the ranks evaluate a model with different weights: {names[0]}.",
             at=first.at,
             step=first.steps_done or None,
-            why="no optimizer trains this model, so the script has to keep it equal: a mean of the weights "
-            "(EMA) that only one rank updates is not.",
-            fix="update it on every rank, or broadcast it before the evaluation.",
+            why="no optimizer trains this model, so the script has to keep it equal: "
+            + (
+                "a mean of the weights (EMA) that only one rank updates is not."
+                if first.steps_done
+                else "a copy from before DDP made the weights equal is not."
+            ),
+            fix="update it on every rank, or broadcast it before the evaluation."
+            if first.steps_done
+            else "copy the model after it is wrapped, or broadcast the copy.",
             evidence=f"the digests of {names[0]} in the evaluation after step {first.steps_done}",
             effect=f"{len(names)} of {len(first.other_params or ())} parameters differ between ranks",
         )
