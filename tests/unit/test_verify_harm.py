@@ -143,20 +143,22 @@ def test_a_warm_up_to_n_times_the_rate() -> None:
 
 
 def test_samples_are_used_equally_often_in_whole_passes() -> None:
-    def uses(times: list[int]) -> list[Event]:
+    def uses(times: list[int], *, whole: bool = True) -> list[Event]:
         ids = [i for i, n in enumerate(times) for _ in range(n)]
         events: list[Event] = [LoaderSeen(loader="a"), PassBegun(loader="a")]
         for number, i in enumerate(ids):
             batch = BatchGiven(loader="a", ids=[i])
             step = OptimizerStepEnded(step=number + 1)
             events += [batch, BackwardBegun(), step]
-        return events
+        return [*events, PassExhausted(loader="a")] if whole else events
 
     solo = uses([2] * 100)
     even = [uses([1] * 100), uses([1] * 100)]
     assert isinstance(uneven_use(case(*even, solo=solo)), NoFault)
     again = [uses([1] * 100), uses([2] * 20 + [1] * 80)]
     assert isinstance(uneven_use(case(*again, solo=solo)), FaultFound)
+    left = [uses([1] * 100), uses([2] * 20 + [1] * 80, whole=False)]  # with a fixed number of steps
+    assert isinstance(uneven_use(case(*left, solo=solo)), NoFault)
 
 
 # What is evaluated

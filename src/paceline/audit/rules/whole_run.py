@@ -50,8 +50,8 @@ def uneven_use(case: Case) -> Judgement:
     if len(solo) < _STEPS_OF_PASS * per_step:
         return NotJudged("a pass over the samples has only a few steps.")
     # The watched steps may end within a pass, after which some samples were used once more.
-    whole_passes = len(set(solo.values())) == 1 and not any(log.of(TrainsOn) for log in logs)
-    more = 0 if whole_passes else 1
+    is_whole = len(set(solo.values())) == 1 and all(map(_ends_with_a_pass, logs))
+    more = 0 if is_whole else 1
     times, share_of_one = _unusual(solo, solo, more)
     if share_of_one > _FEW:
         return NotJudged("one process does not use each sample equally often either.")
@@ -71,6 +71,12 @@ def uneven_use(case: Case) -> Judgement:
         f"{_times(times, more)}",
         effect=f"{share:.0%} of the samples are used too often or too rarely",
     )
+
+
+def _ends_with_a_pass(log: RankLog) -> bool:
+    """Whether the training ended at the end of a pass over its samples."""
+    passes = [own for (name, _), own in log.passes.items() if name in log.training_loaders]
+    return bool(passes) and passes[-1].ended and not log.of(TrainsOn)
 
 
 def _leaves_out(run: Run) -> bool:
