@@ -188,9 +188,9 @@ def test_no_path_of_this_machine_is_in_the_files(name: str, project: Path) -> No
 
 WRONG = {
     "--time 4h": "there is no option '--time'.",
-    "--name A": "--name is 'A', and Compose refuses it.",
-    "--base Python": "--base is 'Python', and that is no name of an image.",
-    "--image a:": "--image is 'a:', and that is no name of an image.",
+    "--name A": "--name 'A' is not a valid Compose name.",
+    "--base Python": "--base 'Python' is not a valid image name.",
+    "--image a:": "--image 'a:' is not a valid image name.",
     "--secret A=b/c": "--secret A has the reference 'b/c', and Compose knows none.",
     "--output ..": "--output is '..', outside of this folder.",
     "--install -r=x": "--install needs a value.",
@@ -204,9 +204,35 @@ WRONG = {
     "--run-folder /a/..": "--run-folder is '/a/..', and a volume cannot be mounted there.",
     "--install=-e.": "--install has -e, and an editable project needs its folder, which the image does not "
     "have.",
-    "--name train-": "--name is 'train-', and that is no name of an image.",
-    "--output -": "`--output -` prints one file, and there are 3.",
+    "--name train-": "--name 'train-' is not a valid image name.",
+    "--output -": "`paceline job docker` always writes 3 files, and `--output -` prints only one.",
 }
+
+
+@pytest.mark.parametrize(
+    ("content", "what", "fix"),
+    [
+        (b"-e.", "has a line with -e", "name the project without -e"),
+        (b"--editable=.", "has a line with -e", "name the project without -e"),
+        (b"\xef\xbb\xbf-e .", "has a line with -e", "name the project without -e"),
+        ("rich".encode("utf-16"), "requirements.txt is not UTF-8.", "save it as UTF-8."),
+    ],
+)
+def test_requirements_that_are_refused(
+    content: bytes, what: str, fix: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "requirements.txt").write_bytes(content)
+    assert main.main(["job", "docker", "train.py"]) == ExitCode.USAGE
+    printed = capsys.readouterr().err
+    assert what in printed
+    assert fix in printed
+
+
+def test_the_help_does_not_offer_to_print(capsys: pytest.CaptureFixture[str]) -> None:
+    for scheduler in ("docker", "k8s"):
+        with pytest.raises(SystemExit):
+            main.main(["job", scheduler, "--help"])
+        assert ("prints the file" in capsys.readouterr().out) == (scheduler == "k8s")
 
 
 @pytest.mark.parametrize("line", WRONG)

@@ -250,22 +250,22 @@ def test_the_next_steps_are_commands(tmp_path: Path, capsys: pytest.CaptureFixtu
 LONG = "a" * 62  # the pod name-0 would have 64
 WRONG = {
     "": "missing: --image.",
-    "--image Me/train:1": "--image is 'Me/train:1', and that is no name of an image.",
-    "--image me/train:": "--image is 'me/train:', and that is no name of an image.",
-    "--image a --name Train": "--name is 'Train', and Kubernetes refuses it.",
-    "--image a --name my_train": "--name is 'my_train', and Kubernetes refuses it.",
-    "--image a --name 1st": "--name is '1st', and Kubernetes refuses it.",
-    "--image a --name a-": "--name is 'a-', and Kubernetes refuses it.",
-    "--image a --name a.b": "--name is 'a.b', and Kubernetes refuses it.",
-    f"--image a --name {LONG}": f"--name is '{LONG}', and Kubernetes refuses it. It has 62 characters.",
+    "--image Me/train:1": "--image 'Me/train:1' is not a valid image name.",
+    "--image me/train:": "--image 'me/train:' is not a valid image name.",
+    "--image a --name Train": "--name 'Train' is not a valid Kubernetes name.",
+    "--image a --name my_train": "--name 'my_train' is not a valid Kubernetes name.",
+    "--image a --name 1st": "--name '1st' is not a valid Kubernetes name.",
+    "--image a --name a-": "--name 'a-' is not a valid Kubernetes name.",
+    "--image a --name a.b": "--name 'a.b' is not a valid Kubernetes name.",
+    f"--image a --name {LONG}": f"--name '{LONG}' is not a valid Kubernetes name. It has 62 characters.",
     "--image a --kind pod": "'pod' is not a valid --kind; use one of: job, jobset, trainjob.",
-    "--image a --claim A": "--claim is 'A', and Kubernetes refuses it.",
-    "--image a --namespace a.b": "--namespace is 'a.b', and Kubernetes refuses it.",
+    "--image a --claim A": "--claim 'A' is not a valid Kubernetes name.",
+    "--image a --namespace a.b": "--namespace 'a.b' is not a valid Kubernetes name.",
     "--image a --storage-class x": "--storage-class has no effect without --storage.",
     "--image a --run-folder runs": "--run-folder is 'runs', and a volume cannot be mounted there.",
     "--image a --memory 1G --shm-size 2G": "/dev/shm has 2048 MiB, and --memory is 1024 MiB.",
     "--image a --memory 1M": "/dev/shm has 1 MiB, and --memory is 1 MiB.",
-    "--image a --gpu-resource a:b": "--gpu-resource is 'a:b', and that is no name of a resource.",
+    "--image a --gpu-resource a:b": "--gpu-resource 'a:b' is not a valid resource name.",
     **{
         f"--image a --run-folder {path}": f"--run-folder is '{path}', and a volume cannot be mounted there."
         for path in ("/workspace", "/dev/shm", "/opt/venv/a", "/a/..")
@@ -291,6 +291,40 @@ def test_wrong_input(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
+    ("option", "has_dots", "letter_first"),
+    [
+        ("--name", False, True),
+        ("--namespace", False, False),
+        ("--claim", True, False),
+        ("--storage 1G --storage-class", True, False),
+    ],
+)
+def test_the_rule_of_a_name_is_its_own(
+    option: str,
+    has_dots: bool,
+    letter_first: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["job", "k8s", "/a/train.py", "--image", "a", "--output", str(tmp_path)]
+    for name, accepted in (("A", False), ("a.b", has_dots), ("1a", not letter_first)):
+        code = main.main([*words, "--force", *option.split(), name])
+        assert code == (ExitCode.OK if accepted else ExitCode.USAGE), name
+        if code:
+            why = capsys.readouterr().err
+            assert ("hyphens and dots" in why) == has_dots
+            assert ("the first is a letter" in why) == letter_first
+
+
+def test_root_is_left_to_the_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runtime = _documents("trainjob", tmp_path)["TrainingRuntime"]
+    assert "runAsUser" not in json.dumps(runtime)
+    with pytest.raises(SystemExit):
+        main.main(["job", "k8s", "--help"])
+    assert "0 leaves them to the image" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
     ("script", "name"),
     [
         ("/a/My_Train-2.py", "my-train-2"),
@@ -309,7 +343,7 @@ def test_a_script_without_a_usable_name_needs_one(
 ) -> None:
     words = ["job", "k8s", "/a/01.py", "--image", "a", "--output", str(tmp_path)]
     assert main.main(words) == ExitCode.USAGE
-    assert "the name of the script is '01'" in capsys.readouterr().err
+    assert "the name of the script '01' is not a valid Kubernetes name." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -355,6 +389,7 @@ def test_a_script_without_a_usable_name_needs_one(
             "a ",
             "a\tb",
             "é",
+            "\U0001f600 \\ud83d\\ude00",
             '"',
             "'",
             "\\",

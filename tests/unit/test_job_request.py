@@ -88,7 +88,7 @@ def test_the_command_of_a_module() -> None:
 
 
 WRONG = {
-    "--gpus 16 --gpus 17": "--gpus is 17, and may be 16 at most.",
+    "--gpus 16 --gpus 17": "--gpus must be at most 16, got 17.",
     "--gpus -1": "--gpus must be 0 or more, and is -1.",
     "--nodes 0": "--nodes must be 1 or more, and is 0.",
     "--nodes -2": "--nodes must be 1 or more, and is -2.",
@@ -244,5 +244,5 @@ def test_commands_of_the_documentation(line: str, project: Path) -> None:
 
 
 def test_a_request_checks_itself() -> None:
-    with pytest.raises(ConfigError, match="--gpus is 64, and may be 16 at most"):
+    with pytest.raises(ConfigError, match="--gpus must be at most 16, got 64"):
         JobRequest("a.py", gpus=64)

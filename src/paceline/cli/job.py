@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         if args.output == "-" and len(job.files) > 1:
             raise ConfigError(
                 f"`--output -` prints one file, and there are {len(job.files)}.",
-                fix="give a folder.",
+                fix="give a folder, or leave --output out.",
             )
     except ConfigError as error:
         print(f"paceline job {args.scheduler}: {error}", file=sys.stderr)
@@ -257,10 +257,11 @@ def _add_common(one: CommandParser, without: Sequence[str]) -> None:
         metavar="NAME",
         help="an environment variable whose value is not written into the file",
     )
+    prints = "" if "output -" in without else "; `-` prints the file"
     one.add_argument(
         "--output",
         default=".",
         metavar="FOLDER",
-        help="where to write the files (default: this folder); `-` prints the file",
+        help=f"where to write the files (default: this folder){prints}",
     )
     one.add_argument("--force", action="store_true", help="overwrite files that exist")

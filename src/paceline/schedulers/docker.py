@@ -42,7 +42,7 @@ EXAMPLES = {
     "paceline job docker train.py --install '. tensorboard' --secret WANDB_API_KEY": "install the project "
     "of this folder; the value comes from the environment of `docker compose`",
 }
-WITHOUT = ("time",)
+WITHOUT = ("time", "output -")
 
 BASE = "python:3.13-slim-trixie@sha256:9d2e5553305c7c7b0097999bb17187c69b921ccd6bc9d40e4bb5ebe652c00285"
 _TORCH_CPU = "https://download.pytorch.org/whl/cpu"
@@ -100,13 +100,18 @@ def write(request: JobRequest, options: argparse.Namespace) -> JobFiles:
     check_image("--base", options.base)
     check_run_folder(request.run_folder or RUN_FOLDER)
     request.refuse_references("Compose", "the environment of `docker compose`")
-    if options.output != "-" and os.path.relpath(options.output).startswith(".."):
+    if options.output == "-":
+        raise ConfigError(
+            "`paceline job docker` always writes 3 files, and `--output -` prints only one.",
+            fix="give a folder, or leave --output out.",
+        )
+    folder = os.path.relpath(options.output)
+    if folder.startswith(".."):
         raise ConfigError(
             f"--output is {options.output!r}, outside of this folder.",
             why="the files name the folder of the project relative to themselves.",
             fix="give a folder of the project, such as --output containers.",
         )
-    folder = os.path.relpath(options.output) if options.output != "-" else "."
     dockerfile = os.path.join("" if folder == "." else folder, "Dockerfile")
     build = f"docker build -t {image} -f {shlex.quote(dockerfile)} ."
     file = shlex.quote(os.path.join(folder, "compose.yaml"))
@@ -137,7 +142,7 @@ def _job_name(request: JobRequest) -> str:
     name = request.default_name
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{'--name' if request.name else 'the name of the script'} is {name!r}, and Compose refuses it.",
+            f"{'--name' if request.name else 'the name of the script'} {name!r} is not a valid Compose name.",
             why="a name has lower-case letters, digits, hyphens and underscores, and begins with a letter or "
             "digit.",
             fix="give another --name.",
@@ -180,8 +185,8 @@ def _install(options: argparse.Namespace) -> tuple[list[str], list[str]]:
                 f"--install names the file {file!r}, and this folder has none of that name.",
                 fix="give a path relative to this folder.",
             )
-    lines = [line.strip() for file in files for line in Path(file).read_text().splitlines()]
-    if any(line.split()[0] in ("-e", "--editable") for line in lines if line):
+    lines = [line.strip() for file in files for line in _read(file).splitlines()]
+    if any(_separate(line.split()[0])[0] == "-e" for line in lines if line):
         raise ConfigError(
             f"{' or '.join(files)} has a line with -e, and an editable project needs its folder, which the "
             "image does not have.",
@@ -192,6 +197,15 @@ def _install(options: argparse.Namespace) -> tuple[list[str], list[str]]:
         map(_is_path, [*lines, *others])
     )
     return words, ["."] if needs_more or not all(map(_PLAIN_FILE.fullmatch, files)) else files
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text("utf-8-sig")  # pip accepts a byte order mark
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file} is not UTF-8.", why=str(error), fix="save it as UTF-8."
+        ) from error
 
 
 def _separate(word: str) -> list[str]:

@@ -53,6 +53,15 @@ _KUBECTL_LOGS = 5  # pods that `kubectl logs -f` follows without an option
 _RESOURCE = re.compile(r"([a-z0-9][a-z0-9.-]*/)?[A-Za-z0-9][\w.-]*")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+# In words, for errors.
+_JOB_RULE = (
+    "lower-case letters, digits and hyphens; the first is a letter, and the last is not a hyphen"
+)
+_LABEL_RULE = "lower-case letters, digits and hyphens; the first and the last are not hyphens"
+_SUBDOMAIN_RULE = (
+    "lower-case letters, digits, hyphens and dots; each part between dots begins and ends with a letter or "
+    "digit"
+)
 
 
 def add_options(parser: CommandParser) -> None:
@@ -103,7 +112,7 @@ def add_options(parser: CommandParser) -> None:
         type=not_negative_count,
         default=USER,
         metavar="UID",
-        help=f"the user and group of the processes ({USER})",
+        help=f"the user and group of the processes ({USER}); 0 leaves them to the image",
     )
     parser.add_argument(
         "--namespace", default="", metavar="NAME", help="the namespace of the objects"
@@ -137,9 +146,9 @@ class _Writer:
         check_image("--image", request.image)
         for option, value in (("--claim", self.claim), ("--storage-class", options.storage_class)):
             if value and not (_SUBDOMAIN.fullmatch(value) and len(value) <= 253):
-                raise _bad_name(option, value, 253)
+                raise _bad_name(option, value, 253, _SUBDOMAIN_RULE)
         if options.namespace and not _is_label(options.namespace):
-            raise _bad_name("--namespace", options.namespace, _DNS_LABEL)
+            raise _bad_name("--namespace", options.namespace, _DNS_LABEL, _LABEL_RULE)
         if options.storage_class and options.storage is None:
             raise ConfigError(
                 "--storage-class has no effect without --storage.",
@@ -148,7 +157,7 @@ class _Writer:
         check_run_folder(self.run_folder)
         if not _RESOURCE.fullmatch(options.gpu_resource):
             raise ConfigError(
-                f"--gpu-resource is {options.gpu_resource!r}, and that is no name of a resource.",
+                f"--gpu-resource {options.gpu_resource!r} is not a valid resource name.",
                 fix="give DOMAIN/NAME, such as nvidia.com/gpu.",
             )
         if request.memory_mib is not None and self.shm_mib >= request.memory_mib:
@@ -479,16 +488,16 @@ def _job_name(request: JobRequest, kind: str) -> str:
     )
     longest = _DNS_LABEL - len(last)
     if not _is_label(name) or not name[0].isalpha() or len(name) > longest:
-        raise _bad_name("--name" if request.name else "the name of the script", name, longest)
+        option = "--name" if request.name else "the name of the script"
+        raise _bad_name(option, name, longest, _JOB_RULE)
     return name
 
 
-def _bad_name(option: str, name: str, longest: int) -> ConfigError:
+def _bad_name(option: str, name: str, longest: int, rule: str) -> ConfigError:
     long = f" It has {len(name)} characters." if len(name) > longest else ""
     return ConfigError(
-        f"{option} is {name!r}, and Kubernetes refuses it.{long}",
-        why=f"a name has at most {longest} characters here: lower-case letters, digits and hyphens; the "
-        "first is a letter, and the last is not a hyphen.",
+        f"{option} {name!r} is not a valid Kubernetes name.{long}",
+        why=f"a name has at most {longest} characters here: {rule}.",
         fix=f"give another {option}." if option.startswith("--") else "give --name.",
     )
 

@@ -83,7 +83,7 @@ class JobRequest:
     def __post_init__(self) -> None:
         if self.gpus > _MAX_GPUS:
             raise ConfigError(
-                f"--gpus is {self.gpus}, and may be {_MAX_GPUS} at most.",
+                f"--gpus must be at most {_MAX_GPUS}, got {self.gpus}.",
                 why="--gpus is the number of GPUs of one node; a larger number is usually that of the job.",
                 fix=f"for {self.gpus} GPUs on hosts with 8 each, give --nodes {-(-self.gpus // 8)} --gpus 8.",
             )
@@ -183,7 +183,7 @@ class Scheduler(Protocol):
     Attributes:
         HELP: One line.
         EXAMPLES: Command lines, and what each does.
-        WITHOUT: Common options that have no meaning here, such as "time".
+        WITHOUT: Common options that have no meaning here: "time", or "output -" if there are several files.
     """
 
     HELP: str
@@ -289,7 +289,7 @@ def check_image(option: str, image: str) -> None:
     """Check the name of a container image, with its registry, tag and digest.
 
     Raises:
-        ConfigError: it is no name of an image.
+        ConfigError: it is not a valid image name.
     """
     component = r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*"
     host = r"(?:(?:localhost|[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+|[A-Za-z0-9.-]+(?=:\d+/))(?::\d+)?/)?"
@@ -298,6 +298,6 @@ def check_image(option: str, image: str) -> None:
     )
     if not re.fullmatch(pattern, image):
         raise ConfigError(
-            f"{option} is {image!r}, and that is no name of an image.",
+            f"{option} {image!r} is not a valid image name.",
             fix="give REGISTRY/NAME:TAG, such as registry.example/me/train:1.",
         )

@@ -80,7 +80,7 @@ def write(request: JobRequest, options: argparse.Namespace) -> JobFiles:
     request.refuse_references("Slurm", "the shell that calls sbatch")
     if request.scheduler_grace_s > _MAX_SIGNAL_S:
         raise ConfigError(
-            f"--grace is {request.grace_s} s, and may be {_MAX_SIGNAL_S - LAUNCHER_MARGIN_S} s at most.",
+            f"--grace must be at most {_MAX_SIGNAL_S - LAUNCHER_MARGIN_S} s, got {request.grace_s} s.",
             why="sbatch refuses a longer time between the signal and the end of the job.",
             fix="give less --grace.",
         )
@@ -178,9 +178,9 @@ def _body(request: JobRequest, options: argparse.Namespace) -> list[str]:
     return [
         *lines,
         "",
+        "code=0",  # a command of --setup may be `set -e`
         "# srun of Slurm 22.05 and later does not take over the cores of the job.",
-        f'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" {command}',
-        "code=$?",
+        f'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" {command} || code=$?',
         "",
         f"# Preempted, or the time is over: the training saved, and goes on when the job has been "
         f"queued again.\nif [ $code -eq {preempted} ]; then",

@@ -80,7 +80,10 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str):
         if _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
             return value
-        return json.dumps(value)  # YAML 1.1 has line ends that are not ASCII
+        # YAML 1.1 has line ends that are not ASCII. JSON writes a character above U+FFFF as a surrogate pair,
+        # which YAML refuses.
+        escaped = (json.dumps(c)[1:-1] if c <= "\uffff" else f"\\U{ord(c):08X}" for c in value)
+        return f'"{"".join(escaped)}"'
     if isinstance(value, int | float):
         return str(value)
     return json.dumps(value)  # empty mappings and lists
