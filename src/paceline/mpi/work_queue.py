@@ -10,23 +10,20 @@ MPI does not report ranks that died or left. A rank that waits looks for their m
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeout, PeerFailed, name_ranks, rank_location
+from paceline.clock.step_clock import COMMUNICATION, clock
+from paceline.errors import CollectiveTimeout, PeerFailed, name_ranks
 from paceline.log import logger
 from paceline.mpi import world
-from paceline.shm.work_queue import QueuedWork
+from paceline.shm.queued_work import Queue, QueuedWork
 
 Operation = Generator[None, None, None]
 
@@ -47,7 +44,7 @@ class Work(QueuedWork):
         return self.source() if self.source is not None else -1
 
 
-class RequestQueue:
+class RequestQueue(Queue):
     """The unfinished works of one group.
 
     `submit` and `finish` raise, all as RuntimeErrors too:
@@ -55,31 +52,17 @@ class RequestQueue:
         CollectiveTimeout: an operation was not finished within the timeout.
         mpi4py's MPI.Exception: MPI reports an error, such as different sizes.
     After any of these the ranks are no longer in step, so every later operation raises the same error.
-
-    Attributes:
-        lock: held while works advance, and to read or change the queue.
-        entered: the number of works issued.
-        recent: number, time of issue and number of elements of the latest works.
     """
 
     backend = "mpi"
+    _works: list[QueuedWork]
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
-        self.lock = threading.RLock()
-        self.entered = 0
-        self.recent: deque[tuple[int, float, int]] = deque(maxlen=256)
+        # A signal handler may close the queue while this thread holds the lock.
+        super().__init__(rank, ranks, threading.RLock(), [])
         self._store = store
         self._own_store: dist.Store | None = None
-        self._rank, self._ranks = rank, ranks
-        self._works: list[QueuedWork] = []
         self._arrived = 0  # the number of the last work that this rank has written into the store
-        self._error: BaseException | None = None
-        self._closed = False
-        self._pid = os.getpid()
-        self._inference_mode = torch.inference_mode()
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
-        _queues.add(self)
 
     def submit(
         self,
@@ -95,44 +78,25 @@ class RequestQueue:
             if self._error is not None:
                 raise self._error
             next(operation, None)  # wrong arguments raise here, before any request is started
-            self.entered = work.number = self.entered + 1
-            self._works.append(work)
-            elements = outputs[0].numel() if outputs else 0
-            self.recent.append((self.entered, work.issued, elements))
+            self._add(work)
         if blocking:
-            self._run(work)
+            with clock.during(COMMUNICATION):
+                self._run(work)
             if work.error is not None:
                 raise work.error
         elif not self.advance() or not work.done:
             self._wake_thread()
         return work
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of unfinished works."""
-        return len(self._works)
-
-    def waiting(self) -> list[dict[str, Any]]:
-        """The unfinished works, as entries of torch's flight recorder."""
-        now, now_ns = time.monotonic(), time.time_ns()
-        return [
-            work.recorder_entry(now_ns - int((now - work.issued) * 1e9))
-            for work in tuple(self._works)
-        ]
-
-    def finish(self, work: QueuedWork, timeout_s: float) -> None:
-        """Wait until `work` is finished."""
-        if timeout_s > 0:
-            work.timeout_s = time.monotonic() - work.issued + timeout_s
-        self._run(work)
-
-    def _run(self, work: QueuedWork) -> None:
+    def _run(self, work: QueuedWork | None = None) -> None:
         began = checked = time.monotonic()
-        while not work.done:
+        while (self._works and not self._closed) if work is None else not work.done:
             if self.advance():
                 continue
             now = time.monotonic()
-            if now - began < _YIELD_S:
+            if work is None:
+                time.sleep(_THREAD_SLEEP_S)
+            elif now - began < _YIELD_S:
                 os.sched_yield()
             else:
                 time.sleep(_SLEEP_S)
@@ -240,34 +204,6 @@ class RequestQueue:
             cause_known=False,
         )
 
-    def _where(self) -> str:
-        return rank_location(self._ranks[self._rank], len(self._ranks), detail="backend mpi")
-
-    def _wake_thread(self) -> None:
-        with self.lock:
-            if self._thread is None and not self._closed:
-                # The thread holds only a weak reference to the queue, so that unused groups are freed.
-                self._thread = threading.Thread(
-                    target=_run_in_background,
-                    args=(weakref.ref(self), self._wake),
-                    name="paceline-mpi",
-                    daemon=True,
-                )
-                self._thread.start()
-        self._wake.set()
-
-    def run_until_empty(self) -> bool:
-        """Complete works until there are none, in the background thread. Returns False once it is closed."""
-        self._wake.clear()
-        checked = time.monotonic()
-        while self._works and not self._closed:
-            if not self.advance():
-                time.sleep(_THREAD_SLEEP_S)
-            if time.monotonic() - checked > _CHECK_PEERS_S:
-                self.check_peers()
-                checked = time.monotonic()
-        return not self._closed
-
     def close(self, why: str = "") -> bool:
         """Leave the group. Returns whether all its works were finished.
 
@@ -285,33 +221,10 @@ class RequestQueue:
                     works = self._fail(error)
                 self._error = error
             self._closed = True
-        self._wake.set()
         for work in works:
             work.complete_future()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+        self._end_thread()
         return clean
 
-    def __del__(self) -> None:
-        if not self._closed:
-            self.close()
 
-
-def _run_in_background(queue: weakref.ref[RequestQueue], wake: threading.Event) -> None:
-    while True:
-        wake.wait()
-        found = queue()
-        if found is None or not found.run_until_empty():
-            return
-        del found
-
-
-_queues: weakref.WeakSet[RequestQueue] = weakref.WeakSet()
 _unfinished: list[Operation] = []  # MPI may still write to the memory of these
-
-
-@atexit.register
-def _close_all() -> None:
-    """Stop the threads before the interpreter ends. Later, a thread that needs its lock would abort."""
-    for queue in list(_queues):
-        queue.close()

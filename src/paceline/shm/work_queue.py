@@ -8,18 +8,13 @@ collectives in different orders.
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.clock.step_clock import COMMUNICATION, clock
 from paceline.errors import (
@@ -27,9 +22,9 @@ from paceline.errors import (
     PacelineError,
     PeerFailed,
     RankDisagreement,
-    rank_location,
 )
 from paceline.shm.collectives import CallMismatch, Collective, Collectives
+from paceline.shm.queued_work import Queue, QueuedWork
 
 # Values of `Segment.status`. For a failure, the rank that caused it is added.
 _LEFT, _FAILED = 1, 2
@@ -40,98 +35,7 @@ _SHORT_SLEEPS = 10
 _CHECK_PEERS_S = 0.05  # interval at which a waiting rank checks whether the others are alive
 
 
-class QueuedWork(dist.Work):
-    """One collective in a queue: a `WorkQueue`, or an `mpi.work_queue.RequestQueue`."""
-
-    def __init__(
-        self,
-        queue: Any,
-        collective: Collective,
-        outputs: Sequence[torch.Tensor],
-        timeout_s: float,
-    ) -> None:
-        super().__init__()
-        self.done = False
-        self.error: BaseException | None = None
-        self.collective = collective
-        self.timeout_s = timeout_s
-        self.issued = time.monotonic()
-        self.number = 0
-        self._queue = queue
-        self._outputs = list(outputs)
-        self._source: Any = None
-        self._future: Any = None
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until the result is there. Raises what `WorkQueue` raises."""
-        if not self.done:
-            self._queue.finish(self, timeout.total_seconds())
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def get_future(self) -> Any:
-        """A future of the output tensors. DDP waits only for this future."""
-        with self._queue.lock:
-            if self._future is None:
-                future: torch.futures.Future[Any] = torch.futures.Future()
-                if self.is_success():
-                    future.set_result(self._outputs)
-                    self._future = future
-                else:  # C++ code gets an error only if a callback raises it
-                    self._source, self._future = future, future.then(self._result_or_error)
-        if self.done:
-            self.complete_future()
-        return self._future
-
-    def complete_future(self) -> None:
-        """Complete the future, if `get_future` was called."""
-        if self._source is not None:
-            with self._queue.lock:
-                source, self._source = self._source, None
-            if source is not None:
-                source.set_result(None)
-
-    def _result_or_error(self, _: Any) -> list[torch.Tensor]:
-        if self.error is not None:
-            raise self.error
-        return self._outputs
-
-    def is_completed(self) -> bool:
-        """Whether it is finished, with or without an error."""
-        if not self.done:
-            self._queue.advance()
-        return self.done
-
-    def is_success(self) -> bool:
-        """Whether it is finished without an error."""
-        return self.done and self.error is None
-
-    def exception(self) -> BaseException | None:
-        """The error, if it failed."""
-        return self.error
-
-    def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
-        return self._outputs
-
-    def synchronize(self) -> None:
-        """The same as `wait`, because results are CPU tensors."""
-        self.wait()
-
-    def recorder_entry(self, created_ns: int) -> dict[str, Any]:
-        """This work as an entry of torch's flight recorder."""
-        return {
-            "profiling_name": f"{self._queue.backend}:{getattr(self.collective, '__name__', 'collective')}",
-            "collective_seq_id": self.number,
-            "input_sizes": [list(output.shape) for output in self._outputs],
-            "input_dtypes": [str(output.dtype).removeprefix("torch.") for output in self._outputs],
-            "retired": self.done,
-            "time_created_ns": created_ns,
-        }
-
-
-class WorkQueue:
+class WorkQueue(Queue):
     """The unfinished works of one group, in the order of issue.
 
     `submit` and `finish` raise, all as RuntimeErrors too:
@@ -139,35 +43,20 @@ class WorkQueue:
         CollectiveTimeout: a rank did not arrive within the timeout.
         RankDisagreement: the ranks called different collectives, or with different tensors.
     After any of these the ranks are no longer in step, so every later collective raises the same error.
-
-    Attributes:
-        lock: held while a collective advances, and to read or change the queue.
-        entered: the number of works issued.
-        recent: number, time of issue and number of elements of the latest works.
     """
 
     backend = "shm"
+    _works: deque[QueuedWork]
 
     def __init__(self, collectives: Collectives, ranks: Sequence[int], *, spin: bool) -> None:
-        self.lock = threading.Lock()
-        self.entered = 0
-        self.recent: deque[tuple[int, float, int]] = deque(maxlen=256)
+        super().__init__(collectives.segment.rank, ranks, threading.Lock(), deque())
         self._collectives = collectives
         self._segment = collectives.segment
-        self._ranks = ranks
         self._waiting_since = 0.0  # since when this rank waits for the others; 0 if it does not
         self._max_spins = self._spins = _MAX_SPINS if spin else 1
-        self._works: deque[QueuedWork] = deque()
         self._finished: deque[QueuedWork] = (
             deque()
         )  # their futures must be completed without the lock
-        self._inference_mode = torch.inference_mode()  # one object, because creating one is slow
-        self._error: BaseException | None = None
-        self._wake = threading.Event()
-        self._closed = False
-        self._pid = os.getpid()
-        self._thread: threading.Thread | None = None
-        _queues.add(self)
 
     def submit(
         self,
@@ -184,10 +73,7 @@ class WorkQueue:
                 # It is raised again and again: the frames of earlier calls would stay alive.
                 raise self._error.with_traceback(None)
             alone = not self._works
-            self.entered = work.number = self.entered + 1
-            self._works.append(work)
-            elements = outputs[0].numel() if outputs else 0
-            self.recent.append((self.entered, work.issued, elements))
+            self._add(work)
         if blocking or alone:
             was = clock.begin(COMMUNICATION)
             self._run(work, brief=not blocking)
@@ -197,25 +83,6 @@ class WorkQueue:
         elif work.error is not None:
             raise work.error
         return work
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of unfinished works."""
-        return len(self._works)
-
-    def waiting(self) -> list[dict[str, Any]]:
-        """The unfinished works, as entries of torch's flight recorder."""
-        now, now_ns = time.monotonic(), time.time_ns()
-        return [
-            work.recorder_entry(now_ns - int((now - work.issued) * 1e9))
-            for work in tuple(self._works)
-        ]
-
-    def finish(self, work: QueuedWork, timeout_s: float) -> None:
-        """Run the queue until `work` is finished."""
-        if timeout_s > 0:
-            work.timeout_s = time.monotonic() - work.issued + timeout_s
-        self._run(work)
 
     def _run(self, work: QueuedWork | None = None, *, brief: bool = False) -> None:
         """Run the queue until `work` is finished; without `work`, until it is empty or closed.
@@ -356,30 +223,6 @@ class WorkQueue:
             cause_known=False,
         )
 
-    def _where(self) -> str:
-        return rank_location(
-            self._ranks[self._segment.rank], len(self._ranks), detail="backend shm"
-        )
-
-    def _wake_thread(self) -> None:
-        with self.lock:
-            if self._thread is None and not self._closed:
-                # The thread holds only a weak reference to the queue, so that unused groups are freed.
-                self._thread = threading.Thread(
-                    target=_run_in_background,
-                    args=(weakref.ref(self), self._wake),
-                    name="paceline-shm",
-                    daemon=True,
-                )
-                self._thread.start()
-        self._wake.set()
-
-    def run_until_empty(self) -> bool:
-        """Run the queue until it is empty, in the background thread. Returns False once it is closed."""
-        self._wake.clear()
-        self._run()
-        return not self._closed
-
     def close(self) -> None:
         """Leave the group. Ranks that still wait for this rank raise `PeerFailed`."""
         if os.getpid() != self._pid:
@@ -399,29 +242,5 @@ class WorkQueue:
         self._segment.wake(always=True)
         if held:
             self.lock.release()
-        self._wake.set()
         self._complete_futures()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _run_in_background(queue: weakref.ref[WorkQueue], wake: threading.Event) -> None:
-    while True:
-        wake.wait()
-        found = queue()
-        if found is None or not found.run_until_empty():
-            return
-        del found
-
-
-_queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Stop the threads before the interpreter ends. Later, a thread that needs its lock would abort."""
-    for queue in list(_queues):
-        queue.close()
+        self._end_thread()

@@ -1,0 +1,237 @@
+"""One operation of a group, and what the queues of `shm` and `mpi` have in common.
+
+A queue has a background thread, which runs the works that no thread waits for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import MutableSequence, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.clock.step_clock import COMMUNICATION, clock
+from paceline.errors import rank_location
+from paceline.shm.collectives import Collective
+
+
+class QueuedWork(dist.Work):
+    """One operation in a queue."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        collective: Collective,
+        outputs: Sequence[torch.Tensor],
+        timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self.done = False
+        self.error: BaseException | None = None
+        self.collective = collective
+        self.timeout_s = timeout_s
+        self.issued = time.monotonic()
+        self.number = 0
+        self._queue = queue
+        self._outputs = list(outputs)
+        self._source: Any = None
+        self._future: Any = None
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of its first output."""
+        return self._outputs[0].numel() if self._outputs else 0
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the result is there. Raises what the `finish` of its queue raises."""
+        if not self.done:
+            self._queue.finish(self, timeout.total_seconds())
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def get_future(self) -> Any:
+        """A future of the output tensors. DDP waits only for this future."""
+        with self._queue.lock:
+            if self._future is None:
+                future: torch.futures.Future[Any] = torch.futures.Future()
+                if self.is_success():
+                    future.set_result(self._outputs)
+                    self._future = future
+                else:  # C++ code gets an error only if a callback raises it
+                    self._source, self._future = future, future.then(self._result_or_error)
+        if self.done:
+            self.complete_future()
+        return self._future
+
+    def complete_future(self) -> None:
+        """Complete the future, if `get_future` was called."""
+        if self._source is not None:
+            with self._queue.lock:
+                source, self._source = self._source, None
+            if source is not None:
+                source.set_result(None)
+
+    def _result_or_error(self, _: Any) -> list[torch.Tensor]:
+        if self.error is not None:
+            raise self.error
+        return self._outputs
+
+    def is_completed(self) -> bool:
+        """Whether it is finished, with or without an error."""
+        if not self.done:
+            self._queue.advance()
+        return self.done
+
+    def is_success(self) -> bool:
+        """Whether it is finished without an error."""
+        return self.done and self.error is None
+
+    def exception(self) -> BaseException | None:
+        """The error, if it failed."""
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """The same as `wait`, because results are CPU tensors."""
+        self.wait()
+
+    def recorder_entry(self, created_ns: int) -> dict[str, Any]:
+        """This work as an entry of torch's flight recorder."""
+        return {
+            "profiling_name": f"{self._queue.backend}:{getattr(self.collective, '__name__', 'collective')}",
+            "collective_seq_id": self.number,
+            "input_sizes": [list(output.shape) for output in self._outputs],
+            "input_dtypes": [str(output.dtype).removeprefix("torch.") for output in self._outputs],
+            "retired": self.done,
+            "time_created_ns": created_ns,
+        }
+
+
+class Queue:
+    """The unfinished works of one group.
+
+    Attributes:
+        lock: held while works advance, and to read or change the queue.
+        entered: the number of works issued.
+        recent: number, time of issue and number of elements of the latest works.
+    """
+
+    backend: str
+
+    def __init__(
+        self, rank: int, ranks: Sequence[int], lock: Any, works: MutableSequence[QueuedWork]
+    ) -> None:
+        self.lock = lock
+        self.entered = 0
+        self.recent: deque[tuple[int, float, int]] = deque(maxlen=256)
+        self._rank, self._ranks = rank, ranks
+        self._works = works
+        self._inference_mode = torch.inference_mode()  # one object, because creating one is slow
+        self._error: BaseException | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        _queues.add(self)
+
+    def _add(self, work: QueuedWork) -> None:
+        """Number a work and append it. The caller holds the lock."""
+        self.entered = work.number = self.entered + 1
+        self._works.append(work)
+        self.recent.append((self.entered, work.issued, work.elements))
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of unfinished works."""
+        return len(self._works)
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """The unfinished works, as entries of torch's flight recorder."""
+        now, now_ns = time.monotonic(), time.time_ns()
+        return [
+            work.recorder_entry(now_ns - int((now - work.issued) * 1e9))
+            for work in tuple(self._works)
+        ]
+
+    def finish(self, work: QueuedWork, timeout_s: float) -> None:
+        """Run the queue until `work` is finished."""
+        if timeout_s > 0:
+            work.timeout_s = time.monotonic() - work.issued + timeout_s
+        with clock.during(COMMUNICATION):
+            self._run(work)
+
+    def advance(self) -> bool:
+        """Run the queue as far as it goes without waiting. Returns whether anything was completed."""
+        raise NotImplementedError
+
+    def _run(self, work: QueuedWork | None = None) -> None:
+        """Run the queue until `work` is finished; without `work`, until it is empty or closed."""
+        raise NotImplementedError
+
+    def _where(self) -> str:
+        return rank_location(
+            self._ranks[self._rank], len(self._ranks), detail=f"backend {self.backend}"
+        )
+
+    def _wake_thread(self) -> None:
+        with self.lock:
+            if self._thread is None and not self._closed:
+                # The thread holds only a weak reference to the queue, so that unused groups are freed.
+                self._thread = threading.Thread(
+                    target=_run_in_background,
+                    args=(weakref.ref(self), self._wake),
+                    name=f"paceline-{self.backend}",
+                    daemon=True,
+                )
+                self._thread.start()
+        self._wake.set()
+
+    def run_until_empty(self) -> bool:
+        """Run the queue until it is empty, in the background thread. Returns False once it is closed."""
+        self._wake.clear()
+        self._run()
+        return not self._closed
+
+    def close(self) -> Any:
+        """Leave the group."""
+        raise NotImplementedError
+
+    def _end_thread(self) -> None:
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self.close()
+
+
+def _run_in_background(queue: weakref.ref[Queue], wake: threading.Event) -> None:
+    while True:
+        wake.wait()
+        found = queue()
+        if found is None or not found.run_until_empty():
+            return
+        del found
+
+
+_queues: weakref.WeakSet[Queue] = weakref.WeakSet()
+
+
+@atexit.register
+def close_all() -> None:
+    """Stop the threads before the interpreter ends. Later, a thread that needs its lock would abort."""
+    for queue in list(_queues):
+        queue.close()
