@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
 import sys
+import time
 import warnings
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from mpi_ranks import MPI, mpi_command, run_mpi_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.clock import step_clock
 from paceline.errors import CollectiveTimeout, PeerFailed
 from paceline.job.job import Job
 
@@ -115,7 +119,11 @@ def _messages(job: Job) -> list[Any]:
     dist.all_gather_object(listed, {"rank": rank})
     values += [gathered.tolist(), summed.tolist(), [each["rank"] for each in listed]]
     errors = []
+    options = dist.AllreduceOptions()
+    mixed, two = [torch.ones(2), torch.ones(2).double()], [torch.ones(1), torch.ones(1)]
     for wrong in (
+        lambda: job.group.allreduce_coalesced(mixed, options),  # type: ignore[union-attr]
+        lambda: job.group.send(two, after, 0),  # type: ignore[union-attr]
         lambda: dist.all_reduce(torch.eye(2).to_sparse()),
         lambda: dist.send(torch.ones(1), after, tag=-1),
         lambda: dist.all_to_all_single(torch.zeros(3), torch.zeros(3), [9], [9]),
@@ -123,7 +131,7 @@ def _messages(job: Job) -> list[Any]:
         try:
             wrong()
         except ValueError as error:
-            errors.append(type(error).__name__)
+            errors.append(str(error))
     return [*values, errors]
 
 
@@ -139,6 +147,21 @@ def _ddp(job: Job) -> list[float]:
     return gradient[:5].tolist()  # type: ignore[no-any-return]
 
 
+def _waiting_s(job: Job) -> float:
+    """Seconds that count as communication while rank 1 is late, twice by 0.3 s."""
+    clock = step_clock.clock  # the module is not pickled by value
+    dist.barrier()
+    clock.start()
+    for later in (False, True):
+        time.sleep(0.3 * (job.rank == 1))
+        work = dist.barrier(async_op=later)
+        if work is not None:
+            work.wait()
+    spent_s = clock.take().spent_s[step_clock.COMMUNICATION]
+    clock.stop()
+    return spent_s
+
+
 def _results(job: Job, num_programs: int) -> dict[str, Any]:
     every = [differences(job, every_call(layout), "mpi4py", later=False) for layout in LAYOUTS]
     drawn = [
@@ -150,6 +173,7 @@ def _results(job: Job, num_programs: int) -> dict[str, Any]:
         "random programs": list(itertools.chain(*drawn)),
         "reductions": _reductions(job),
         "messages": _messages(job),
+        "clock": _waiting_s(job),
         "ddp": _ddp(job),
     }
 
@@ -183,8 +207,17 @@ def test_results_are_those_of_gloo(
         assert result["reductions"] == []
         before = float((rank - 1) % nproc)
         senders = everyone[1:]
-        errors = ["ValueError"] * 3
-        assert result["messages"] == [before, senders, everyone, [nproc] * 2, everyone, errors]
+        *messages, errors = result["messages"]
+        assert messages == [before, senders, everyone, [nproc] * 2, everyone]
+        dtypes, two, sparse, tag, splits = errors
+        assert (
+            dtypes == "the tensors of a reduction have one dtype, got torch.float32, torch.float64."
+        )
+        assert two == "a message is one tensor, got 2."
+        assert "to_dense" in sparse
+        assert "got -1" in tag
+        assert "do not split" in splits
+        assert result["clock"] > 0.4 or rank == 1
         assert result["ddp"] == results[0]["ddp"]
 
 
@@ -194,15 +227,108 @@ def _leaves(job: Job) -> None:
     dist.all_reduce(torch.ones(3))
 
 
-def _does_not_come(job: Job) -> None:
+class _SecondFails:
+    """A communicator whose second all-reduce fails."""
+
+    def __init__(self, communicator: Any, error: Exception) -> None:
+        self.communicator, self.error, self.count = communicator, error, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.communicator, name)
+
+    def Iallreduce(self, *args: Any) -> Any:
+        self.count += 1
+        if self.count == 2:
+            raise self.error
+        return self.communicator.Iallreduce(*args)
+
+
+class _LostStore:
+    def check(self, *_: Any) -> Any:
+        raise dist.DistStoreError("wait timeout")
+
+    compare_set = check
+
+
+def _error_of(call: Any) -> Any:
+    """The error that a call raises, and how many frames are in its traceback."""
+    try:
+        call()
+    except Exception as error:
+        trace, frames = error.__traceback__, 0
+        while trace is not None:
+            trace, frames = trace.tb_next, frames + 1
+        return error, frames
+
+
+def _failed_queues(job: Job) -> dict[str, Any]:
+    """What becomes of groups whose queue fails. Each has a group of its own."""
+    groups: list[Any] = [dist.new_group(timeout=timedelta(seconds=6)) for _ in range(4)]
+    other = (job.rank + 1) % job.world_size
+    found: dict[str, Any] = {}
+
+    # A younger operation has the earlier deadline.
+    if job.rank == 0:
+        dist.irecv(torch.zeros(1), other, groups[0], tag=1)
+        younger: Any = dist.irecv(torch.zeros(1), other, groups[0], tag=2)
+        error, _ = _error_of(lambda: younger.wait(timedelta(seconds=1)))
+        found["deadline"] = isinstance(error, CollectiveTimeout) and error.waited_s < 5
+        found["peer"] = error.missing == [other] and f"from rank {other} timed out" in str(error)
+
+    # MPI refuses the second of two requests; the first one goes on.
+    group = groups[1]
+    MPI = group._mpi
+    group._communicator = _SecondFails(group._communicator, MPI.Exception(MPI.ERR_INTERN))
+    tensors = [torch.ones(5), torch.ones(5)]
+    kept = weakref.ref(tensors[0])
+    options = dist.AllreduceOptions()
+    error, _ = _error_of(lambda: group.allreduce_coalesced(list(tensors), options))
+    found["second request"] = isinstance(error, MPI.Exception)
+    again = [_error_of(lambda: dist.all_reduce(torch.ones(1), group=group)) for _ in range(3)]
+    found["raised again"] = all(each is error for each, _ in again)
+    found["frames"] = len({frames for _, frames in again}) == 1
+    tensors.clear()
+    del error, again
+    gc.collect()
+    found["memory is kept"] = kept() is not None
+
+    # A signal handler aborts the group while one of its operations advances.
+    queue = groups[2].queue
+
+    def interrupted() -> Any:
+        yield
+        queue.close("a signal came.")
+
+    error, _ = _error_of(lambda: queue.submit(interrupted(), [], 5, blocking=True))
+    found["signal handler"] = isinstance(error, PeerFailed) and "a signal came" in str(error)
+
+    # The store has ended.
+    work: Any = dist.irecv(torch.zeros(1), other, groups[3])
+    groups[3].queue._own_store = _LostStore()
+    groups[3].queue.check_peers()
+    found["store"] = isinstance(work.error, PeerFailed) and "store has ended" in str(work.error)
+    return found
+
+
+def _does_not_come(job: Job) -> tuple[Any, dict[str, Any]]:
+    # Only two ranks have sent or received something before.
+    if job.rank == 0:
+        dist.send(torch.ones(1), 1)
+    elif job.rank == 1:
+        dist.recv(torch.ones(1), 0)
+    error = None
     if job.rank == 1:
         told = ["told/0", "told/2"]
         job.store.wait(told, timedelta(seconds=60))  # type: ignore[union-attr]
-        return
-    try:
-        dist.all_reduce(torch.ones(3))
-    finally:
-        job.store.set(f"told/{job.rank}", "")  # type: ignore[union-attr]
+    else:
+        try:
+            work: Any = dist.all_reduce(torch.ones(3), async_op=True)
+            work.wait(timedelta(seconds=3 if job.rank == 0 else 30))
+        except Exception as raised:
+            error = raised
+        finally:
+            job.store.set(f"told/{job.rank}", "")  # type: ignore[union-attr]
+    return error, _failed_queues(job)
 
 
 @pytest.mark.ci
@@ -215,17 +341,21 @@ def test_a_rank_that_failed_is_named(tmp_path: Path) -> None:
         assert "a reason of its own" in str(outcomes[rank])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    outcomes = run_mpi_ranks("mpich", _does_not_come, nproc=3, folder=tmp_path, timeout_s=3)
-    errors = [outcomes[rank] for rank in (0, 2)]
-    timeouts = [error for error in errors if isinstance(error, CollectiveTimeout)]
-    assert timeouts, outcomes
-    for error in timeouts:
-        assert error.missing == [1]
-        assert error.waited_s > 3
-    # The other rank may notice first that its peer gave up.
-    assert all(isinstance(error, PeerFailed) for error in errors if error not in timeouts)
+    outcomes = run_mpi_ranks("mpich", _does_not_come, nproc=3, folder=tmp_path)
+    assert all(isinstance(outcome, tuple) for outcome in outcomes), outcomes
+    errors, queues = zip(*outcomes, strict=True)
+    assert isinstance(errors[0], CollectiveTimeout), outcomes
+    assert errors[0].missing == [1], "rank 2 waits, though it has sent and received nothing"
+    assert errors[0].waited_s > 3
+    assert "an operation timed out after 3 s; ranks that have not reached it: rank 1." in str(
+        errors[0]
+    )
+    assert isinstance(errors[2], PeerFailed), outcomes
+    assert "rank 0 left this group after an error while this rank waited" in str(errors[2])
+    for found in queues:
+        assert [what for what, right in found.items() if not right] == []
 
 
 JOIN = "import paceline\npaceline.join(device='cpu', backend='mpi', timeout_s=20)"
@@ -254,6 +384,45 @@ def test_ranks_that_mpi_has_not_started_are_refused() -> None:
     assert done.returncode != 0
     assert "the job has 2 ranks, but MPI has 1 process." in done.stderr
     assert "mpirun -n 2 python" in done.stderr
+
+
+# A child that does not call exec, then an operation that is unfinished when the process ends.
+ENDS = """
+import atexit, os, signal, sys, torch, torch.distributed as dist
+from paceline.mpi.group import register
+from paceline.mpi.world import library
+pid = os.getpid()
+def tell():
+    who = "rank" if os.getpid() == pid else "child"
+    os.write(1, f"{who} {library().Is_finalized()}\\n".encode())
+atexit.register(tell)
+register()
+store, rank = dist.FileStore(sys.argv[1], 2), library().COMM_WORLD.Get_rank()
+dist.init_process_group("mpi4py", store=store, rank=rank, world_size=2)
+if (child := os.fork()) == 0:
+    signal.alarm(10)
+    atexit._run_exitfuncs()
+    os._exit(0)
+os.waitpid(child, 0)
+dist.barrier()
+receive = dist.irecv(torch.ones(1), 1 - rank)
+"""
+
+
+@pytest.mark.ci
+def test_the_end_of_a_process(tmp_path: Path) -> None:
+    words, variables = mpi_command("mpich", 2)
+    done = subprocess.run(
+        [*words, sys.executable, "-W", "ignore", "-c", ENDS, str(tmp_path / "store")],
+        env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "after finaliz" not in done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert lines == ["child False", "child False", "rank False", "rank False"]
 
 
 def test_one_thread_is_refused(tmp_path: Path) -> None:

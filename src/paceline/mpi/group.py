@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.mpi import world
-from paceline.mpi.work_queue import Operation, RequestQueue
+from paceline.mpi.work_queue import Operation, RequestQueue, Work
 from paceline.shm.tensors import Tensors, as_flat, check_pieces, check_whole, write_back
 
 NAME = "mpi4py"
@@ -374,28 +374,28 @@ class MpiGroup(dist.ProcessGroup):
 
         return barrier(), []
 
-    @_operation
-    def send(self, tensors: Any, dst: int, tag: int) -> _Plan:
+    def send(self, tensors: Any, dst: int, tag: int) -> Any:
         self._check_message(tensors, tag)
 
         def send() -> Operation:
             flat = _on_host(tensors[0])
             yield from _finished([self._communicator.Isend(self._bytes(flat), dst, tag)])
 
-        return send(), []
+        return self.queue.submit(send(), [], self._timeout_s, blocking=False, peer=dst)
 
-    @_operation
-    def recv(self, tensors: Any, src: int, tag: int) -> _Plan:
-        self._check_message(tensors, tag)
-        return self._receive(tensors[0], src, tag, self._mpi.Status()), tensors
+    def recv(self, tensors: Any, src: int, tag: int) -> Any:
+        return self._submit_receive(tensors, src, tag, self._mpi.Status())
 
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
-        self._check_message(tensors, tag)
         status = self._mpi.Status()
-        receive = self._receive(tensors[0], self._mpi.ANY_SOURCE, tag, status)
-        work = self.queue.submit(receive, tensors, self._timeout_s, blocking=False)
+        work = self._submit_receive(tensors, self._mpi.ANY_SOURCE, tag, status)
         work.source = status.Get_source
         return work
+
+    def _submit_receive(self, tensors: Any, src: int, tag: int, status: Any) -> Work:
+        self._check_message(tensors, tag)
+        receive = self._receive(tensors[0], src, tag, status)
+        return self.queue.submit(receive, tensors, self._timeout_s, blocking=False, peer=src)
 
     def _receive(self, tensor: torch.Tensor, src: int, tag: int, status: Any) -> Operation:
         flat = _on_host(tensor)
@@ -410,7 +410,9 @@ class MpiGroup(dist.ProcessGroup):
 
     def _check_message(self, tensors: Any, tag: int) -> None:
         _refuse_unsupported(tensors)
-        if len(tensors) != 1 or not 0 <= tag <= self._max_tag:
+        if len(tensors) != 1:
+            raise ValueError(f"a message is one tensor, got {len(tensors)}.")
+        if not 0 <= tag <= self._max_tag:
             raise ValueError(f"MPI has tags from 0 to {self._max_tag}, got {tag}.")
 
     def _exchange(
@@ -445,6 +447,9 @@ class MpiGroup(dist.ProcessGroup):
 
     def _reduction(self, tensors: Tensors, opts: Any) -> _Reduction:
         _refuse_unsupported(tensors)
+        if len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"the tensors of a reduction have one dtype, got {names}.")
         return _Reduction(self._mpi, int(opts.reduceOp.op), tensors[0].dtype, self._size)
 
     # C++ callers (functional collectives, DTensor) look up these operations by the old or the new name.

@@ -5,7 +5,9 @@ in the order of their calls. Then it yields until the requests are finished. MPI
 its calls. A thread that waits therefore polls; a background thread polls for works that no thread waits for,
 such as those of DDP.
 
-MPI does not report ranks that died or left. A rank that waits looks for their marks in the store.
+MPI does not report ranks that died or left. A rank whose operation failed, or that left before its operations
+were finished, writes a mark into the store, and ranks that wait look for it. A rank that was killed, or left
+with nothing unfinished, writes none: ranks that wait for it wait until the timeout.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,12 +35,20 @@ _YIELD_S = 0.5  # a waiting thread polls without sleeping for this time, as MPI 
 _SLEEP_S = 1e-3
 _THREAD_SLEEP_S = 50e-6  # of the background thread, which must not slow down the main thread
 _CHECK_PEERS_S = 0.25  # interval at which a waiting rank reads the store
-_ARRIVED_S = 0.5  # after this time a waiting rank writes the number of its operation into the store
+_ARRIVED_S = (
+    0.5  # after this time a waiting rank writes how many collectives it has entered into the store
+)
 
 
 class Work(QueuedWork):
-    """One operation of a group; of a receive from any rank also the rank that sent."""
+    """One operation of a group.
 
+    Attributes:
+        peer: of a send or receive the other rank of the group, negative for any; None for a collective.
+        source: of a receive from any rank, returns the one that sent.
+    """
+
+    peer: int | None = None
     source: Callable[[], int] | None = None
 
     def _source_rank(self) -> int:
@@ -62,7 +73,7 @@ class RequestQueue(Queue):
         super().__init__(rank, ranks, threading.RLock(), [])
         self._store = store
         self._own_store: dist.Store | None = None
-        self._arrived = 0  # the number of the last work that this rank has written into the store
+        self._arrived = 0  # how many collectives this rank has entered, as written into the store
 
     def submit(
         self,
@@ -71,14 +82,38 @@ class RequestQueue(Queue):
         timeout_s: float,
         *,
         blocking: bool,
+        peer: int | None = None,
     ) -> Work:
-        """Start an operation. If `blocking`, it is finished on return."""
+        """Start an operation. If `blocking`, it is finished on return.
+
+        Args:
+            peer: of a send or receive, see `Work`.
+        """
         work = Work(self, operation, outputs, timeout_s)
+        work.peer, work.is_p2p = peer, peer is not None
+        works: list[QueuedWork] = []
         with self.lock, self._inference_mode:
             if self._error is not None:
-                raise self._error
-            next(operation, None)  # wrong arguments raise here, before any request is started
-            self._add(work)
+                # It is raised again and again: the frames of earlier calls would stay alive.
+                raise self._error.with_traceback(None)
+            try:
+                next(operation, None)  # wrong arguments raise here, before any request is started
+                self._add(work)
+            except BaseException as error:
+                if isinstance(error, Exception) and not isinstance(
+                    error, world.library().Exception
+                ):
+                    raise
+                # Of several requests, some may have been started: their buffers are in the frames.
+                _unfinished.append(error.__traceback__)
+                world.mark_broken()
+                failed, works = error, self._fail(error)
+            else:
+                failed = None
+        for each in works:
+            each.complete_future()
+        if failed is not None:
+            raise failed
         if blocking:
             with clock.during(COMMUNICATION):
                 self._run(work)
@@ -109,12 +144,15 @@ class RequestQueue(Queue):
         finished: list[QueuedWork] = []
         with self.lock, self._inference_mode:
             for work in tuple(self._works):
+                if work.done:  # a signal handler has closed the queue
+                    continue
                 try:
                     next(work.collective)
                 except StopIteration:
-                    self._works.remove(work)
-                    work.done = True
-                    finished.append(work)
+                    if not work.done:
+                        self._works.remove(work)
+                        work.done = True
+                        finished.append(work)
                 except BaseException as error:
                     finished += self._fail(error)
                     if not isinstance(error, Exception):
@@ -155,17 +193,21 @@ class RequestQueue(Queue):
         with self.lock:
             if not self._works:
                 return
-            work, now = self._works[0], time.monotonic()
-            waited_s, number = now - work.issued, work.number
+            now = time.monotonic()
+            first = min(self._works, key=lambda work: work.issued + work.timeout_s)
+            waited_s, longest_s = now - first.issued, now - self._works[0].issued
             try:
                 store = self._client()
                 error = self._peer_failure(store)
-                if error is None and waited_s > work.timeout_s:
-                    error = self._timeout(store, number, waited_s)
-                elif waited_s > min(_ARRIVED_S, work.timeout_s / 2) and self._arrived < number:
-                    store.set(f"arrived/{self._rank}", str(number))
-                    self._arrived = number
-            except dist.DistNetworkError as lost:
+                if error is None and waited_s > first.timeout_s:
+                    error = self._timeout(store, first, waited_s)
+                elif (
+                    longest_s > min(_ARRIVED_S, first.timeout_s / 2)
+                    and self._arrived < self.entered
+                ):
+                    store.set(f"arrived/{self._rank}", str(self.entered))
+                    self._arrived = self.entered
+            except dist.DistError as lost:
                 error = PeerFailed(
                     "the job's store has ended, and with it the rank or launcher that holds it.",
                     where=self._where(),
@@ -182,22 +224,32 @@ class RequestQueue(Queue):
             return None
         mark = json.loads(store.get(_FAILED))
         return PeerFailed(
-            f"rank {mark['rank']} gave up this group while this rank waited for it: {mark['why']}",
+            f"rank {mark['rank']} left this group after an error while this rank waited for it: "
+            f"{mark['why']}",
             where=self._where(),
             rank=mark["rank"],
             cause_known=False,
         )
 
-    def _timeout(self, store: dist.Store, number: int, waited_s: float) -> CollectiveTimeout:
-        missing = []
-        for rank, name in enumerate(self._ranks):
-            key = f"arrived/{rank}"
-            arrived = int(store.get(key)) if store.check([key]) else 0
-            if rank != self._rank and arrived < number:
-                missing.append(name)
+    def _timeout(self, store: dist.Store, work: QueuedWork, waited_s: float) -> CollectiveTimeout:
+        peer = work.peer if isinstance(work, Work) else None
+        if peer is not None:
+            missing = [self._ranks[peer]] if peer >= 0 else []
+            other = name_ranks(missing) if missing else "any rank"
+            what = f"a send to or receive from {other} timed out after {waited_s:.0f} s."
+        else:
+            missing = []
+            for rank, name in enumerate(self._ranks):
+                key = f"arrived/{rank}"
+                arrived = int(store.get(key)) if store.check([key]) else 0
+                if rank != self._rank and arrived < work.number:
+                    missing.append(name)
+            what = (
+                f"an operation timed out after {waited_s:.0f} s; ranks that have not reached it: "
+                f"{name_ranks(missing) if missing else 'none'}."
+            )
         return CollectiveTimeout(
-            f"the timeout of an operation passed ({waited_s:.0f} s); ranks that do not wait for it: "
-            f"{name_ranks(missing) if missing else 'none'}.",
+            what,
             where=self._where(),
             missing=missing,
             waited_s=waited_s,
@@ -227,4 +279,4 @@ class RequestQueue(Queue):
         return clean
 
 
-_unfinished: list[Operation] = []  # MPI may still write to the memory of these
+_unfinished: list[Any] = []  # operations and tracebacks: MPI may still write to the memory of these

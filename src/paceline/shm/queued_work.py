@@ -26,6 +26,8 @@ from paceline.shm.collectives import Collective
 class QueuedWork(dist.Work):
     """One operation in a queue."""
 
+    is_p2p = False  # whether it is a send or receive, which no other rank of the group need call
+
     def __init__(
         self,
         queue: Queue,
@@ -112,6 +114,7 @@ class QueuedWork(dist.Work):
         return {
             "profiling_name": f"{self._queue.backend}:{getattr(self.collective, '__name__', 'collective')}",
             "collective_seq_id": self.number,
+            "is_p2p": self.is_p2p,
             "input_sizes": [list(output.shape) for output in self._outputs],
             "input_dtypes": [str(output.dtype).removeprefix("torch.") for output in self._outputs],
             "retired": self.done,
@@ -124,8 +127,9 @@ class Queue:
 
     Attributes:
         lock: held while works advance, and to read or change the queue.
-        entered: the number of works issued.
-        recent: number, time of issue and number of elements of the latest works.
+        started: the number of works issued.
+        entered: the number of collectives among them. They are numbered; sends and receives are not.
+        recent: number, time of issue and number of elements of the latest collectives.
     """
 
     backend: str
@@ -134,7 +138,7 @@ class Queue:
         self, rank: int, ranks: Sequence[int], lock: Any, works: MutableSequence[QueuedWork]
     ) -> None:
         self.lock = lock
-        self.entered = 0
+        self.started = self.entered = 0
         self.recent: deque[tuple[int, float, int]] = deque(maxlen=256)
         self._rank, self._ranks = rank, ranks
         self._works = works
@@ -148,9 +152,11 @@ class Queue:
 
     def _add(self, work: QueuedWork) -> None:
         """Number a work and append it. The caller holds the lock."""
-        self.entered = work.number = self.entered + 1
         self._works.append(work)
-        self.recent.append((self.entered, work.issued, work.elements))
+        self.started += 1
+        if not work.is_p2p:
+            self.entered = work.number = self.entered + 1
+            self.recent.append((self.entered, work.issued, work.elements))
 
     @property
     def num_waiting(self) -> int:

@@ -186,7 +186,9 @@ class WorkQueue(Queue):
         name = self._ranks[rank]
         if status >= _FAILED:
             culprit = self._ranks[status - _FAILED]
-            did = "gave up this group" + (f" because of rank {culprit}" if culprit != name else "")
+            did = "left this group after an error" + (
+                f" because of rank {culprit}" if culprit != name else ""
+            )
         elif status == _LEFT:
             did = "left this group"
         else:
@@ -205,7 +207,7 @@ class WorkQueue(Queue):
             for r in missing
         ]
         return CollectiveTimeout(
-            f"the timeout of a collective passed ({waited_s:.0f} s); ranks that did not arrive: "
+            f"a collective timed out after {waited_s:.0f} s; ranks that have not reached it: "
             f"{', '.join(names)}.",
             where=self._where(),
             missing=[self._ranks[r] for r in missing],

@@ -34,8 +34,8 @@ def counts() -> tuple[int, int]:
             entered += max(int(status["last_enqueued_collective"]), 0)
             over += max(int(status["last_completed_collective"]), 0)
     for _, queue in _our_queues():
-        entered += queue.entered
-        over += queue.entered - queue.num_waiting
+        entered += queue.started
+        over += queue.started - queue.num_waiting
     return entered, over
 
 
