@@ -230,8 +230,8 @@ def _leaves(job: Job) -> None:
 class _SecondFails:
     """A communicator whose second all-reduce fails."""
 
-    def __init__(self, communicator: Any, error: Exception) -> None:
-        self.communicator, self.error, self.count = communicator, error, 0
+    def __init__(self, communicator: Any, MPI: Any) -> None:
+        self.communicator, self.MPI, self.count = communicator, MPI, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.communicator, name)
@@ -239,7 +239,7 @@ class _SecondFails:
     def Iallreduce(self, *args: Any) -> Any:
         self.count += 1
         if self.count == 2:
-            raise self.error
+            raise self.MPI.Exception(self.MPI.ERR_INTERN)
         return self.communicator.Iallreduce(*args)
 
 
@@ -250,8 +250,8 @@ class _LostStore:
     compare_set = check
 
 
-def _error_of(call: Any) -> Any:
-    """The error that a call raises, and how many frames are in its traceback."""
+def _error_of(call: Any) -> tuple[Any, int]:
+    """The error that a call raises, if any, and how many frames are in its traceback."""
     try:
         call()
     except Exception as error:
@@ -259,6 +259,7 @@ def _error_of(call: Any) -> Any:
         while trace is not None:
             trace, frames = trace.tb_next, frames + 1
         return error, frames
+    return None, 0
 
 
 def _failed_queues(job: Job) -> dict[str, Any]:
@@ -273,12 +274,14 @@ def _failed_queues(job: Job) -> dict[str, Any]:
         younger: Any = dist.irecv(torch.zeros(1), other, groups[0], tag=2)
         error, _ = _error_of(lambda: younger.wait(timedelta(seconds=1)))
         found["deadline"] = isinstance(error, CollectiveTimeout) and error.waited_s < 5
-        found["peer"] = error.missing == [other] and f"from rank {other} timed out" in str(error)
+        found["peer"] = getattr(error, "missing", None) == [
+            other
+        ] and f"from rank {other} timed out" in str(error)
 
     # MPI refuses the second of two requests; the first one goes on.
     group = groups[1]
     MPI = group._mpi
-    group._communicator = _SecondFails(group._communicator, MPI.Exception(MPI.ERR_INTERN))
+    group._communicator = _SecondFails(group._communicator, MPI)
     tensors = [torch.ones(5), torch.ones(5)]
     kept = weakref.ref(tensors[0])
     options = dist.AllreduceOptions()
@@ -305,7 +308,7 @@ def _failed_queues(job: Job) -> dict[str, Any]:
     # The store has ended.
     work: Any = dist.irecv(torch.zeros(1), other, groups[3])
     groups[3].queue._own_store = _LostStore()
-    groups[3].queue.check_peers()
+    _error_of(groups[3].queue.check_peers)
     found["store"] = isinstance(work.error, PeerFailed) and "store has ended" in str(work.error)
     return found
 
