@@ -17,6 +17,7 @@ NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|RANK|LOGLEVEL")
 OTHERS = [
     *("*INT*_T", "C_*_COMPLEX"),  # types of MPI
     *("SC_PAGE_SIZE", "SC_PHYS_PAGES"),  # of os.sysconf
+    "TCP_KEEP*",  # options of sockets
     *("LOG_DIR", "NO_PYTHON", "RUN_PATH"),  # options
     *("FOR_ITER", "TORCH_INDEX"),  # an instruction of Python; an argument of a Dockerfile
 ]
