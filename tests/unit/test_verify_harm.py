@@ -87,6 +87,23 @@ def test_a_pass_that_verify_ends_is_not_exhausted(
     assert PassExhausted not in kinds
 
 
+def test_an_optimizer_in_the_memory_of_a_deleted_one_is_a_new_one(tmp_path: Path) -> None:
+    recorder: Any = SimpleNamespace(write=lambda event: None)
+    progress = Progress(RunPlan(tmp_path, "ordinary", 2, 90), recorder, 0)
+    optimizers = [object(), object()]
+
+    def take_steps(optimizer: object) -> None:
+        for _ in range(3):
+            progress.on_batch("a")
+            progress.on_step(optimizer)
+
+    for optimizer in optimizers:
+        take_steps(optimizer)
+    del optimizers[0]
+    take_steps(object())
+    assert progress.steps == 9
+
+
 def _epochs(steps: int, batches: int, rates: list[float]) -> list[Event]:
     """A rank that takes so many steps a pass; its schedule is stepped once a pass."""
     events: list[Event] = [LoaderSeen(loader="a", batches=batches, batch_size=4)]

@@ -65,8 +65,10 @@ class Progress:
         self._evaluating = False
         self._awaits_backward = False  # a forward of training has no backward yet
         self.updates = 0
-        self._round: set[int] = set()  # the optimizers that have stepped in this round
-        self._stepped: set[int] = set()  # the optimizers that have stepped
+        # The optimizers that have stepped, in this round and at all. Not their ids: that of a deleted one may
+        # be given to the next.
+        self._round: set[object] = set()
+        self._stepped: set[object] = set()
         self._evaluated_after = plan.folder / "evaluated-after"
         self._empty_passes = 0
 
@@ -147,8 +149,8 @@ class Progress:
     def step_number(self, optimizer: object) -> int:
         """The number, from 1, of this optimizer's next step."""
         # All optimizers step in the first round; a later one is built in place of another.
-        is_new = self.steps > 1 and id(optimizer) not in self._stepped
-        begins = not self._round or id(optimizer) in self._round or is_new
+        is_new = self.steps > 1 and optimizer not in self._stepped
+        begins = not self._round or optimizer in self._round or is_new
         return self.steps + 1 if begins else self.steps
 
     def on_step(self, optimizer: object) -> None:
@@ -159,11 +161,11 @@ class Progress:
         """
         number = self.step_number(optimizer)
         self.updates += 1
-        self._stepped.add(id(optimizer))
+        self._stepped.add(optimizer)
         if number == self.steps:
-            self._round.add(id(optimizer))
+            self._round.add(optimizer)
             return
-        self.steps, self._round = number, {id(optimizer)}
+        self.steps, self._round = number, {optimizer}
         is_fast = self._is_fast()
         if self.steps - self._alone == self.wanted < self.plan.max_steps and is_fast:
             self.wanted += 1  # in the solo run
