@@ -84,15 +84,13 @@ def _defined(tree: ast.AST) -> set[str]:
 OWN = {name for path in OTHERS for name in _defined(ast.parse(path.read_text()))}
 STDLIB = {"_exit", "_current_frames", "_getframe", "_fields", "_run_module_as_main"}
 # Attributes of subclasses of torchrun's agent and rendezvous and of argparse's parser, and of nodes of the
-# graph that the audit reads. A fork runs the functions of atexit itself. Streams of Hugging Face have no
-# public name for whether they shuffle.
+# graph that the audit reads. A fork runs the functions of atexit itself.
 EXEMPT = {
     "agent.py": "self._",
     "command_line.py": "self._",
     "forked_ranks.py": "atexit._",
     "nodes.py": ("self._", "cls._"),
     "loss_weight.py": "node._saved_",
-    "record_data.py": "dataset._shuffling",
 }
 
 

@@ -240,9 +240,7 @@ class _Hooks:
             sampler=type(sampler).__name__,
             sampler_id=id(sampler),  # of one sampler only, because its loader is kept
             sharding={n: getattr(sampler, n) for n in settings if hasattr(sampler, n)},
-            # A stream of Hugging Face always has `set_epoch`; without shuffling it does nothing.
-            takes_epoch=getattr(dataset, "_shuffling", True) is not None
-            and (hasattr(dataset, "set_epoch") or hasattr(sampler, "set_epoch")),
+            takes_epoch=hasattr(dataset, "set_epoch") or hasattr(sampler, "set_epoch"),
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             iterable=iterable,
             dataset=type(dataset).__name__,
