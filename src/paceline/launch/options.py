@@ -81,8 +81,8 @@ class LaunchOptions:
 
     def grace_s(self, *, may_save: bool) -> float:
         """Seconds for ranks to end; longer if a training may save a checkpoint before."""
-        if (given := getattr(self.args, "shutdown_timeout", None)) is not None:
-            return float(given)
+        if self.args.shutdown_timeout is not None:
+            return float(self.args.shutdown_timeout)
         longest_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVE_GRACE_S))
         # After a failure nothing is saved, and a rank that hangs must not delay the restart.
         return longest_s if may_save else min(longest_s, _GRACE_S)
@@ -200,6 +200,14 @@ def parser() -> CommandParser:
         default="report",
         help="whether a hang is only reported or also ends the ranks, as a failure does (default: report)",
     )
+    if not any(argument.dest == "shutdown_timeout" for argument in ours.arguments):  # torch 2.11
+        ours.add_argument(
+            "--shutdown-timeout",
+            type=int,
+            metavar="SECONDS",
+            help="how long ranks may take to end after SIGTERM before they are killed (default: "
+            f"{_GRACE_S:.0f} after a failure, else TORCH_ELASTIC_SHUTDOWN_TIMEOUT or {_SAVE_GRACE_S:.0f})",
+        )
     ours.add_argument_group("speed").add_argument(
         "--profile-steps",
         action="store_true",
