@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -94,6 +95,30 @@ def test_an_exchange_costs_three_calls_of_the_store_and_no_writes_after_it(
             peers.close()
     assert results[-1] == ([[1.0, 2]] * size, {})
     assert all(client.calls == {"set": 1, "check": 1, "multi_get": 1} for client in clients)
+
+
+def test_values_that_all_ranks_have_read_are_deleted(connect: Any, store: dist.Store) -> None:
+    ranks = [connect(rank=rank, world_size=3) for rank in range(3)]
+
+    def exchange_often(peers: Peers) -> list[Any]:
+        return [
+            peers.exchange(peers.new_name(call), [peers._rank, number], 1, loop=0, timeout_s=20)
+            for number in range(10)
+            for call in ("loss", "save")
+        ]
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        results = list(pool.map(exchange_often, ranks))
+    expected = [([[rank, number] for rank in range(3)], {}) for number in range(10) for _ in "ab"]
+    assert results == [expected] * 3
+    left = {
+        (call, number)
+        for call in ("loss", "save")
+        for number in range(1, 11)
+        for rank in range(3)
+        if store.check([f"{call}/{number}/{rank}"])
+    }
+    assert left == {("loss", 10), ("save", 10)}
 
 
 def test_ranks_answer_while_one_asks_and_are_quiet_afterwards(

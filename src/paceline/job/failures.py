@@ -58,6 +58,7 @@ class Peers:
         self._world_size = world_size
         self._loop = 0
         self._num_calls = Counter[str]()
+        self._posted: dict[str, str] = {}  # by call: the key of this rank in its newest exchange
         self._lingered = False
         self._stop = threading.Event()
         # The main thread may be in a blocking call of the store, which holds its client's lock.
@@ -168,10 +169,11 @@ class Peers:
     ) -> tuple[list[Any], dict[int, int]]:
         """Give a value to all ranks and get theirs. If only some ranks call it, they learn who is missing.
 
-        Takes three calls of the store if all ranks call it at about the same time.
+        Takes three calls of the store if all ranks call it at about the same time, and a fourth one to delete
+        what this rank gave before: the store keeps one value of each call and rank.
 
         Args:
-            name: a name that is used once.
+            name: a name that is used once: the call, a slash, and a number that grows.
             value: anything that JSON can represent.
             step: ranks that pass this step of `loop` without giving a value are missing.
 
@@ -182,12 +184,17 @@ class Peers:
             PeerFailed: a rank failed instead of giving a value.
         """
         keys = store_exchange.post(self._store, name, value, self._rank, self._world_size)
+        call = name.partition("/")[0]
+        previous, self._posted[call] = self._posted.get(call), keys[self._rank]
         deadline = time.monotonic() + timeout_s
         if not self._wait_for(keys, min(timeout_s, _GRACE_S)):
             missing = self._missing(keys, step, loop, deadline)
             if missing:
                 return [], missing
-        return store_exchange.read(self._store, keys), {}
+        values = store_exchange.read(self._store, keys)
+        if previous is not None:  # all ranks have come here, so they have read the exchange before
+            self._store.delete_key(previous)
+        return values, {}
 
     def _wait_for(self, keys: list[str], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
