@@ -10,6 +10,7 @@ import logging
 import math
 import resource
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -350,6 +351,39 @@ def test_a_gpu_that_tells_nothing_stops_no_training(
     with caplog.at_level(logging.WARNING, "paceline"):
         assert gpu_use(torch.device("cuda")) == {}
     assert "no GPU utilization: RuntimeError: Not Supported" in caplog.text
+
+
+def test_nvml_is_asked_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    asked: list[float] = []
+
+    def utilization(device: Any) -> int:
+        asked.append(now)
+        return 50
+
+    monkeypatch.setattr("paceline.metrics.usage._has_pynvml", lambda: True)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda device: 2 * 10**9)
+    monkeypatch.setattr(
+        "paceline.metrics.usage.time",
+        SimpleNamespace(
+            monotonic=lambda: now, perf_counter=time.perf_counter, process_time=time.process_time
+        ),
+    )
+    job: Any = SimpleNamespace(device=torch.device("cuda"), rank=0, world_size=1)
+    report = Report(job)
+    report.open(str(tmp_path), progress=False, tensorboard=False, loggers=[])
+    report.begin(0, None, dict)
+    for step in range(1, 161):  # 16 control words in each second
+        report.note(step, 0, {"value": step}, "rank0")
+        report.write([StepTotal(step=step, loss_sum=1.0, count=1)], reduce=False)
+        now = step / 16
+    report.end()
+    assert asked == [float(second) for second in range(10)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["value"], line["gpu_busy_percent"]) for line in lines] == [
+        (step, 50) for step in range(1, 161)
+    ]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -29,7 +29,7 @@ from paceline.metrics.logger import BackgroundLogger, Logger
 from paceline.metrics.progress import Progress
 from paceline.metrics.step_loss import StepLoss, StepTotal
 from paceline.metrics.tensorboard import TensorBoard
-from paceline.metrics.usage import Usage, gpu_use
+from paceline.metrics.usage import Usage
 
 _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
 # From one line of clock.jsonl to the next. It grows after the first hour, which limits the size of the file.
@@ -202,7 +202,7 @@ class Report:
         if not self._active:
             return
         now = time.perf_counter()
-        device = gpu_use(self._job.device)
+        device = self._usage.gpu()
         for total in totals:
             noted = self._pending.pop(total.step, None)
             if noted is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import math
 import multiprocessing
 import os
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 import torch
 
 from paceline import log
+
+_GPU_INTERVAL_S = 1.0  # between two questions to NVML, which take up to some milliseconds
 
 
 class Usage:
@@ -27,12 +30,14 @@ class Usage:
         self._began, self._cpu_s = time.perf_counter(), time.process_time()
         self._delay_s = _delay_s(os.getpid())
         self._workers_s: dict[int, float] = {}  # by process id
+        self._gpu: dict[str, float] = {}
+        self._gpu_asked_at = -math.inf
 
     def measure(self) -> tuple[float, float, float]:
         """Bytes of memory in use, how busy the device was since the last call, and the cores in use.
 
         On a GPU the first two are the memory that torch has allocated, and the share of time in which a
-        kernel ran (-1 if NVML does not tell). On the CPU they are the resident memory, and the number of
+        kernel ran (-1 if NVML does not report it). On the CPU they are the resident memory, and the number of
         cores that this process used. The third is the number of cores that this process and its loader
         workers used, or would have used if one had been free.
         """
@@ -43,15 +48,22 @@ class Usage:
         cores = own + (delay_s - self._delay_s + self._measure_workers()) / passed_s
         self._began, self._cpu_s, self._delay_s = now, cpu_s, delay_s
         if self._device.type == "cuda":
-            percent = gpu_use(self._device).get("gpu_busy_percent")
+            percent = self.gpu().get("gpu_busy_percent")
             share = -1.0 if percent is None else percent / 100
             return float(torch.cuda.memory_allocated(self._device)), share, cores
         import psutil
 
         return float(psutil.Process().memory_info().rss), own, cores
 
+    def gpu(self) -> dict[str, float]:
+        """The result of `gpu_use`, at most a second old."""
+        now = time.monotonic()
+        if now - self._gpu_asked_at >= _GPU_INTERVAL_S:
+            self._gpu, self._gpu_asked_at = gpu_use(self._device), now
+        return self._gpu
+
     def _measure_workers(self) -> float:
-        """The same for the processes that multiprocessing has started: seconds since the last call."""
+        """Seconds since the last call that processes of multiprocessing used a core, or waited for one."""
         children = [c.pid for c in multiprocessing.active_children() if c.pid is not None]
         if not children:
             return 0.0
@@ -66,7 +78,7 @@ class Usage:
 
 
 def _delay_s(pid: int) -> float:
-    """Seconds that the main thread of a process could run and no core was free; 0 if Linux does not tell."""
+    """Seconds that the main thread of a process was ready to run without a free core; 0 if unknown."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -87,6 +99,6 @@ def gpu_use(device: torch.device) -> dict[str, float]:
             "gpu_busy_percent": float(torch.cuda.utilization(device)),
             "gpu_memory_gb": round(torch.cuda.device_memory_used(device) / 1e9, 2),
         }
-    except Exception as error:  # of NVML: a GPU that is divided (MIG) or virtual may not tell
+    except Exception as error:  # of NVML: a GPU that is divided (MIG) or virtual may not report it
         log.once(f"metrics have no GPU utilization: {type(error).__name__}: {error}")
         return {}
