@@ -186,6 +186,40 @@ def test_a_slow_logger_delays_no_step_and_the_end_only_for_a_while(
     assert "Slow did not take the last metrics" in caplog.text
 
 
+def test_slow_loggers_share_one_wait_at_the_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    waited_s = 0.0
+    join = threading.Thread.join
+
+    class Slow:
+        def log(self, step: int, values: Any) -> None:
+            release.wait()
+
+        def close(self) -> None:
+            pass
+
+    def wait(thread: threading.Thread, timeout: float | None = None) -> None:
+        nonlocal waited_s
+        if thread.name != "Slow log":
+            join(thread, timeout)
+            return
+        assert timeout is not None
+        waited_s += timeout
+
+    monkeypatch.setattr("paceline.metrics.logger.time", SimpleNamespace(monotonic=lambda: waited_s))
+    with caplog.at_level(logging.WARNING, "paceline"), paceline.join() as job:
+        training = _training(job)
+        training.report(loggers=[Slow(), Slow(), Slow()])
+        assert len([training.log(loss=step.loss) for step in _train(training)]) == 6
+        monkeypatch.setattr(threading.Thread, "join", wait)
+    monkeypatch.undo()
+    release.set()
+    assert waited_s == 30
+    assert caplog.text.count("Slow did not take the last metrics within 30 s") == 3
+
+
 def test_a_run_of_wandb_that_does_not_start_is_kept_on_the_disk(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

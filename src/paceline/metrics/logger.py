@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline import log
@@ -14,7 +15,7 @@ from paceline import log
 Values = Mapping[str, float | int]
 
 _Call = tuple[Any, ...]  # a method of a logger, and its arguments
-_CLOSE_S = 30.0  # longest wait for a slow server at the end
+_CLOSE_S = 30.0  # longest wait at the end, for the slow servers of all loggers together
 
 
 class Logger(Protocol):
@@ -46,73 +47,102 @@ class BackgroundLogger:
     """Calls a logger in a thread. The thread ends when the object is closed, freed, or Python exits."""
 
     def __init__(self, logger: Logger) -> None:
-        calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        name = type(logger).__name__
-        abandoned = threading.Event()  # the job has ended without the logger, and said so
-        thread = threading.Thread(
-            target=_run, args=(logger, calls, abandoned), name=f"{name} log", daemon=True
-        )
-        thread.start()
-        self._calls = calls
         self.takes_times = callable(getattr(logger, "times", None))
-        self.close = weakref.finalize(self, _end, name, calls, thread, abandoned)
+        self._worker = _Worker(logger)
+        self.close = weakref.finalize(self, self._worker.close)
 
     def log(self, step: int, values: Values) -> None:
         """Hand over the values of one step; returns at once."""
-        self._calls.put(("log", step, values))
+        self._worker.calls.put(("log", step, values))
 
     def times(self, step: int, line: Mapping[str, Any]) -> None:
-        """Hand over where the time went, if the logger wants to know; returns at once."""
+        """Hand over where the time went, if the logger takes it; returns at once."""
         if self.takes_times:
-            self._calls.put(("times", step, line))
+            self._worker.calls.put(("times", step, line))
 
-    def fail(self) -> None:
-        """Say that the job has failed; called before `close`."""
-        self._calls.put(("fail",))
+    def end(self, *, failed: bool) -> None:
+        """Begin to close, without waiting; `close` waits.
 
-
-def _run(
-    logger: Logger, calls: queue.SimpleQueue[_Call | None], abandoned: threading.Event
-) -> None:
-    works = True
-    while (call := calls.get()) is not None:
-        method, *arguments = call
-        if method == "fail":
-            with contextlib.suppress(Exception):
-                if hasattr(logger, "fail"):
-                    logger.fail()
-        elif works:  # otherwise dropped, so that they do not fill the memory
-            works = _succeeds(logger, abandoned, method, *arguments)
-    if works:
-        _succeeds(logger, abandoned, "close")
-    else:
-        with contextlib.suppress(Exception):
-            logger.close()
+        Args:
+            failed: Whether the job has failed, which the logger is told.
+        """
+        if failed:
+            self._worker.calls.put(("fail",))
+        self._worker.end()
 
 
-def _succeeds(logger: Logger, abandoned: threading.Event, method: str, *arguments: Any) -> bool:
-    try:
-        getattr(logger, method)(*arguments)
-    except Exception as error:
-        if not abandoned.is_set():
+def close_all(loggers: Sequence[BackgroundLogger], *, failed: bool) -> None:
+    """Close these loggers at the same time. A slow one gets a warning; the wait is at most 30 s for all.
+
+    Args:
+        failed: Whether the job has failed, which the loggers are told.
+    """
+    for logger in loggers:
+        logger.end(failed=failed)
+    for logger in loggers:
+        logger.close()
+
+
+class _Worker:
+    """A thread that calls a logger. It holds no `BackgroundLogger`, so that one can be freed.
+
+    Attributes:
+        calls: What the thread has to do; None ends it.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._logger = logger
+        self._name = type(logger).__name__
+        self._abandoned = False  # the job has ended without the logger, and said so
+        self._deadline: float | None = None  # of `close`, since `end`
+        self._thread = threading.Thread(target=self._run, name=f"{self._name} log", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Let the thread do what is left, and close the logger."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + _CLOSE_S
+            self.calls.put(None)
+
+    def close(self) -> None:
+        """Wait until the thread has ended, for a limited time since `end`."""
+        self.end()
+        assert self._deadline is not None
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._abandoned = True
             log.logger.warning(
-                "%s failed and gets no more metrics; the training goes on. metrics.jsonl has all of them, if "
-                "`report` got a folder. The error was: %s: %s",
-                *(type(logger).__name__, type(error).__name__, error),
+                "%s did not take the last metrics within %.0f s, so it may lack some. metrics.jsonl has all "
+                "of them, if `report` got a folder.",
+                *(self._name, _CLOSE_S),
             )
-        return False
-    return True
 
+    def _run(self) -> None:
+        works = True
+        while (call := self.calls.get()) is not None:
+            method, *arguments = call
+            if method == "fail":
+                with contextlib.suppress(Exception):
+                    if hasattr(self._logger, "fail"):
+                        self._logger.fail()
+            elif works:  # otherwise dropped, so that they do not fill the memory
+                works = self._succeeds(method, *arguments)
+        if works:
+            self._succeeds("close")
+        else:
+            with contextlib.suppress(Exception):
+                self._logger.close()
 
-def _end(
-    name: str, calls: queue.SimpleQueue[Any], thread: threading.Thread, abandoned: threading.Event
-) -> None:
-    calls.put(None)
-    thread.join(_CLOSE_S)
-    if thread.is_alive():
-        abandoned.set()
-        log.logger.warning(
-            "%s did not take the last metrics within %.0f s, so it may lack some. metrics.jsonl has all of "
-            "them, if `report` got a folder.",
-            *(name, _CLOSE_S),
-        )
+    def _succeeds(self, method: str, *arguments: Any) -> bool:
+        try:
+            getattr(self._logger, method)(*arguments)
+        except Exception as error:
+            if not self._abandoned:
+                log.logger.warning(
+                    "%s failed and gets no more metrics; the training goes on. metrics.jsonl has all of "
+                    "them, if `report` got a folder. The error was: %s: %s",
+                    *(self._name, type(error).__name__, error),
+                )
+            return False
+        return True

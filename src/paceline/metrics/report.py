@@ -25,7 +25,7 @@ from paceline.job import collectives, current_step
 from paceline.job.job import Job
 from paceline.metrics import flops as model_flops
 from paceline.metrics.json_lines import JSONLines
-from paceline.metrics.logger import BackgroundLogger, Logger
+from paceline.metrics.logger import BackgroundLogger, Logger, close_all
 from paceline.metrics.progress import Progress
 from paceline.metrics.step_loss import StepLoss, StepTotal
 from paceline.metrics.tensorboard import TensorBoard
@@ -311,10 +311,7 @@ class Report:
     def close(self) -> None:
         """Close all destinations, at the end of the job."""
         self.end()
-        for logger in self._loggers:
-            if self._job.failed:
-                logger.fail()
-            logger.close()
+        close_all(self._loggers, failed=self._job.failed)
         self._loggers = []
 
     def _exchange(self, steps: list[int]) -> None:
