@@ -458,6 +458,61 @@ def test_a_loop_that_is_left_and_another_one_write_to_the_same_file(
     assert _steps_in(tmp_path)[-3:] == [4, 5, 6]
 
 
+def test_a_new_run_keeps_the_files_of_an_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = tmp_path / "table.csv"
+    for number in range(3):
+        with caplog.at_level(logging.INFO, "paceline"), paceline.join() as job:
+            training = _training(job)
+            training.report(str(tmp_path), loggers=[paceline.CSV(table)])
+            for _ in _train(training):
+                training.log(run=number)
+    for suffix, number in (("-1", 0), ("-2", 1), ("", 2)):
+        text = (tmp_path / f"metrics{suffix}.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        assert [(line["step"], line["run"]) for line in lines] == [(n, number) for n in range(1, 7)]
+        first = (tmp_path / f"clock{suffix}.jsonl").read_text().splitlines()[0]
+        assert json.loads(first)["run"]["loop"] == 0
+        with (tmp_path / f"table{suffix}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [(row["step"], row["run"]) for row in rows] == [
+            (str(n), str(number)) for n in range(1, 7)
+        ]
+    said = "metrics.jsonl and clock.jsonl of an earlier run are kept as metrics-{n}.jsonl and clock-{n}."
+    for n in (1, 2):
+        assert caplog.text.count(said.format(n=n)) == 1
+        assert caplog.text.count(f"table.csv of an earlier run is kept as table-{n}.csv.") == 1
+
+
+def test_a_resumed_run_continues_the_files(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for number, epochs in enumerate((2, 4)):
+        with paceline.join() as job:
+            torch.manual_seed(1)
+            model = paceline.ddp(job, nn.Linear(2, 1))
+            training = paceline.Training(
+                job,
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                paceline.Batches(
+                    job, TensorDataset(torch.ones(12, 2), torch.ones(12, 1)), global_batch=4
+                ),
+                checkpoints=paceline.Checkpoints(str(folder)),
+            )
+            training.report(str(tmp_path))
+            for _ in _train(training, epochs):
+                training.log(run=number)
+        if not number:  # an interrupted run has written steps after its last checkpoint
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 7, "epoch": 2, "time_s": 9.0, "run": 0}\n{"step": 8, "epo')
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["run"] for line in lines] == [0] * 6 + [1] * 6
+    assert [run["step"] for run in read_record(tmp_path).runs] == [0, 6]
+    assert not list(tmp_path.glob("*-1.jsonl"))
+
+
 def test_a_disk_that_is_full_for_a_while_stops_no_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,14 +6,16 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from paceline.metrics.earlier_run import keep_earlier
 from paceline.metrics.logger import Values
 
 
 class CSV:
     """Writes one row per step to a CSV file, with a column for each name.
 
-    A name that appears for the first time gets a new column, and the file is written anew. Rows of an
-    existing file are kept up to the first step that is logged, so that a resumed run continues its table.
+    A name that appears for the first time gets a new column, and the file is rewritten. A resumed run
+    continues its table: rows of an existing file are kept up to the first step that is logged. If that would
+    remove all of them, they are of an earlier run, and the file is kept under another name.
 
     Collective: none.
     """
@@ -42,8 +44,10 @@ class CSV:
         names, rows = self._read()
         if names and "step" not in names:
             raise ValueError(f"{self._path} is another table: it has no column `step`")
-        rows = [row for row in rows if row["step"].isdecimal() and int(row["step"]) < step]
-        self._rewrite(rows, names if rows else [])
+        kept = [row for row in rows if row["step"].isdecimal() and int(row["step"]) < step]
+        if not kept and rows:
+            keep_earlier([self._path])
+        self._rewrite(kept, names if kept else [])
 
     def _read(self) -> tuple[list[str], list[dict[str, Any]]]:
         """The columns, and the rows without those that a crash or a full disk has cut."""

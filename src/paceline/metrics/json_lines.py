@@ -31,7 +31,7 @@ class JSONLines:
             `time_s` of the last line that is left; 0 if there is none.
         """
         self.close()  # the file is replaced
-        keep, time_s = _lines_up_to(self.path, step) if step else ([], 0.0)
+        keep, time_s = _lines_up_to(self.path, step)
         scratch = self.path.with_name(self.path.name + ".new")
         scratch.write_bytes(b"".join(keep))
         scratch.replace(self.path)

@@ -24,6 +24,7 @@ from paceline.errors import ConfigError, refuse_different_values
 from paceline.job import collectives, current_step
 from paceline.job.job import Job
 from paceline.metrics import flops as model_flops
+from paceline.metrics.earlier_run import keep_earlier
 from paceline.metrics.json_lines import JSONLines
 from paceline.metrics.logger import BackgroundLogger, Logger, close_all
 from paceline.metrics.progress import Progress
@@ -135,7 +136,9 @@ class Report:
         *,
         unit: str = "samples",
     ) -> None:
-        """Start after `step`, and remove the lines of later steps, which an interrupted run wrote.
+        """Start after `step`. Lines of later steps, which an interrupted run wrote, are removed.
+
+        A run that starts at step 0 is a new one: the files of an earlier run are kept under another name.
 
         Args:
             total: Number of the last step; None if the end is not known.
@@ -161,8 +164,10 @@ class Report:
         self._longest_s = 0.0
         if self._lines is not None:
             try:
-                self._began -= self._lines.rewind(step)  # time continues from the last line
                 assert self._clock_lines is not None
+                if step == 0:
+                    keep_earlier([self._lines.path, self._clock_lines.path])
+                self._began -= self._lines.rewind(step)  # time continues from the last line
                 self._clock_lines.rewind(step)
                 self._clock_lines.log(step, {"run": self._run})
             except OSError as error:
