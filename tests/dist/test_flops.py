@@ -33,6 +33,7 @@ def test_it_is_shared_by_the_ranks() -> None:
     assert utilisation(run, 160_000) == "38.5 % MFU"  # 6e9 * 160,000 / 8 of 312e12
     assert utilisation(run | {"peak_flops": None}, 160_000) == "120 TFLOP/s a rank"
     assert utilisation({"world_size": 8}, 160_000) == ""
+    assert utilisation({"flops": 6e9}, 160_000) == ""  # of an older version, or a damaged file
     assert facts(None, torch.device("cpu")) == {}
 
 

@@ -18,7 +18,8 @@ import pytest
 from hosts import hosts, missing_tool
 from launching import finish, start
 
-from paceline.clock.judge import Finding, judge
+from paceline.clock.finding import Finding
+from paceline.clock.judge import judge
 from paceline.clock.record import read_record
 
 SCRIPT = """

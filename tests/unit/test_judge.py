@@ -9,8 +9,10 @@ import pytest
 
 from paceline import Checkpoints
 from paceline.clock import judge as clock_judge
-from paceline.clock.judge import Finding
+from paceline.clock.checks.stragglers import find_late
+from paceline.clock.finding import Finding
 from paceline.clock.record import Record, Window
+from paceline.clock.shares import judge_shares
 from paceline.clock.step_clock import PHASES
 
 RUN: dict[str, Any] = {
@@ -218,11 +220,11 @@ def test_ranks_that_are_slow_for_different_reasons_are_not_averaged() -> None:
 
 
 def test_shares_of_the_time_alone_are_judged_with_the_same_limit() -> None:
-    found = clock_judge.judge_shares({"data": 0.5, "checkpoint": 0.08, "backward": 0.42})
+    found = judge_shares({"data": 0.5, "checkpoint": 0.08, "backward": 0.42})
     assert [(f.kind, f.title, f.gain) for f in found] == [
         ("data", "50 % of the time goes to data", 2.0)
     ]
-    assert clock_judge.judge_shares({"data": 0.05, "forward": 0.9}) == []
+    assert judge_shares({"data": 0.05, "forward": 0.9}) == []
 
 
 def test_ranks_that_are_late_in_turn_are_no_stragglers() -> None:
@@ -286,6 +288,29 @@ def test_waits_that_the_link_does_not_explain_are_not_communication() -> None:
     assert judge(record(SLOW_LINK, SLOW_LINK, link=link)) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("gradient_bytes", set()),
+        ("bucket_bytes", {"communication", "accumulation"}),
+        ("global_batch", {"communication"}),
+        ("data_ranks", {"communication"}),
+        ("micro_batch", {"communication"}),
+        *[(name, {"communication", "accumulation"}) for name in ("cores", "workers", "step")],
+    ],
+)
+def test_fields_that_an_older_version_did_not_write_are_unknown(name: str, kinds: set[str]) -> None:
+    link = {"latency_s": 1e-3, "bytes_per_s": 400e6}
+    made = record(SLOW_LINK, SLOW_LINK, link=link)
+    del made.runs[0][name]
+    assert {finding.kind for finding in judge(made)} == kinds
+
+
+@pytest.mark.parametrize("name", ["latency_s", "bytes_per_s"])
+def test_half_of_a_link_is_unknown(name: str) -> None:
+    assert judge(record(SLOW_LINK, SLOW_LINK, link={name: 1e-3})) == []
+
+
 def test_a_finding_is_one_sentence() -> None:
     finding = Finding(kind="data", title="input-bound", cure="Batches(..., workers=9)", gain=12.34)
     assert str(finding) == "input-bound: Batches(..., workers=9), expected 12x"
@@ -306,4 +331,4 @@ def test_a_cure_of_a_stall_leaves_some_of_it() -> None:
 
 def test_ranks_that_all_wait_little_at_times_are_not_slow() -> None:
     waits_s = [{0: 0.0, 1: 10.0}, {0: 0.0, 1: 10.0}, {0: 20.0, 1: 30.0}, {0: 20.0, 1: 0.0}]
-    assert clock_judge.find_late(waits_s, 60.0) == []
+    assert find_late(waits_s, 60.0) == []

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.clock.judge import Straggler
+from paceline.clock.checks.stragglers import Straggler
 from paceline.launch.straggler_watch import StragglerWatch
 from paceline.watch.probe import Probe
 from paceline.watch.processes import HostSample

@@ -11,7 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from paceline.clock.judge import judge_shares
+from paceline.clock.shares import judge_shares
 from paceline.launch.local_ranks import LocalRanks, Rank
 from paceline.watch.rank_state import read_place
 from paceline.watch.sampling import NO_PHASE, PHASES, WAITING

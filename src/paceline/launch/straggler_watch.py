@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.clock.judge import Straggler
+from paceline.clock.checks.stragglers import Straggler
 from paceline.launch.local_ranks import LocalRanks, Rank
 from paceline.watch.processes import HostSample, describe_workers, sample_host
 from paceline.watch.rank_state import read_place

@@ -51,16 +51,16 @@ def facts(flops: float | None, device: torch.device) -> dict[str, Any]:
 
 
 def utilisation(run: Mapping[str, Any], rate: float) -> str:
-    """The MFU, or the rate of operations on devices whose peak is not known; empty if neither is known.
+    """The MFU, or the operations per second of devices whose peak is not known; empty if neither is known.
 
     Args:
         run: What describes the run; see `facts`.
         rate: Samples or tokens per second, over all ranks.
     """
-    flops = run.get("flops")
-    if not flops:
+    flops, world_size = run.get("flops"), run.get("world_size")
+    if not flops or not world_size:
         return ""
-    of_rank = rate * float(flops) / int(run["world_size"])
+    of_rank = rate * float(flops) / int(world_size)
     if peak := run.get("peak_flops"):
         return f"{of_rank / float(peak):.1%} MFU".replace("%", " %")
     return f"{of_rank / 1e12:.3g} TFLOP/s a rank"

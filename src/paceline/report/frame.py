@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from paceline.clock.judge import STALLS
+from paceline.clock.checks.stalls import STALLS
 from paceline.clock.record import Window
 from paceline.metrics.flops import utilisation
 from paceline.metrics.live import RankBars

@@ -17,7 +17,8 @@ from typing import Any
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.store import folders, open_store, read_manifest
 from paceline.clock import record as clock_record
-from paceline.clock.judge import Finding, judge
+from paceline.clock.finding import Finding
+from paceline.clock.judge import judge
 from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES
 from paceline.errors import ConfigError, PacelineError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.clock.judge import JUDGED
+from paceline.clock.judge import CHECKED
 from paceline.clock.record import Window
 from paceline.clock.step_clock import PHASES, WAITS
 from paceline.machine import format_bytes
@@ -89,7 +89,7 @@ def _summary(runs: Sequence[Run]) -> Section:
         if run.findings is None and run.record.windows:
             text.append(f"{whose}The time since the last start is too short for advice.")
         elif run.findings == []:
-            text.append(f"{whose}No bottleneck found. Checked: {JUDGED}.")
+            text.append(f"{whose}No bottleneck found. Checked: {CHECKED}.")
         if run.total_steps and run.steps < run.total_steps and run.written:
             text.append(
                 f"{whose}The run has not reached its last step: {_progress(run)} steps, the last line was "

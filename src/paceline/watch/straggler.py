@@ -5,8 +5,9 @@
 2. Stack samples of all ranks show in which phase the late rank spends more time than the others.
 3. What the host did meanwhile says whether the cause is the rank's code or its host.
 
-`clock/judge.py` decides, as it does from the times of the step clock; this file reduces its evidence to the
-same form. Everything is a median over the steps of one window, so pauses in some of them change nothing.
+`clock/checks/stragglers.py` decides, as it does from the times of the step clock; this file reduces its
+evidence to the same form. Everything is a median over the steps of one window, so pauses in some of them
+change nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from paceline.clock import judge
-from paceline.clock.judge import Straggler
+from paceline.clock.checks import stragglers
+from paceline.clock.checks.stragglers import Straggler
+from paceline.clock.finding import CURES
 from paceline.errors import name_ranks
 from paceline.watch.processes import HostSample
 from paceline.watch.report import render
@@ -126,7 +128,7 @@ def _suspect(steps: Sequence[Block]) -> Suspect | None:
         if len(blocks) < _WINDOW[0]:
             continue
         step_s = statistics.median(block.step_s for block in blocks)
-        if late := judge.find_late([block.total_s for block in blocks], step_s):
+        if late := stragglers.find_late([block.total_s for block in blocks], step_s):
             return Suspect(late, blocks)
     return None
 
@@ -234,13 +236,13 @@ def find_straggler(
     step_s = statistics.median(block.step_s for block in blocks)
     waiting_s = median_s([rank], "waiting")
     seen_s = max(median_s(others, "waiting") - waiting_s, 0.0)
-    wait_s = max(judge.lead_s([block.wait_s for block in suspect.blocks], rank), seen_s)
+    wait_s = max(stragglers.waited_for_s([block.wait_s for block in suspect.blocks], rank), seen_s)
     phases_s = {}
     for phase in {name for own in spent.values() for name, _ in own} - {"waiting"}:
         # DDP waits inside a backward, where no stack shows it.
         hidden_s = wait_s - seen_s if phase == "backward" else 0.0
         phases_s[phase] = median_s([rank], phase), max(median_s(others, phase) - hidden_s, 0.0)
-    found = judge.judge_late(
+    found = stragglers.judge_late(
         [rank], step_s=step_s, wait_s=wait_s, own_s=step_s - waiting_s, phases_s=phases_s
     )
     if found is None:
@@ -285,7 +287,7 @@ def _why_and_fix(
     found: Straggler, before: HostSample, after: HostSample, pid: int
 ) -> tuple[str, str]:
     """The cause: the host, if it explains much of the lost share of time; otherwise the code, or both."""
-    cure = judge.CURES[found.phase]
+    cure = CURES[found.phase]
     lost = found.wait_s / found.step_s
     passed_s = after.time_s - before.time_s
 

@@ -1,0 +1,54 @@
+"""Checkpoints, evaluation and logging, for which the training pauses now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.clock.evidence import Evidence
+from paceline.clock.finding import Finding, percent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """What to do about a phase for which the training pauses.
+
+    Args:
+        cure: What to change.
+        share_left: What the phase takes after that.
+        of: What `share_left` is a share of: "the time" of the run, or "what it takes now".
+    """
+
+    cure: str
+    share_left: float
+    of: str
+
+
+STALLS = {
+    "checkpoint": Stall(cure='Checkpoints(..., every_s="auto")', share_left=0.035, of="the time"),
+    "evaluation": Stall(cure="evaluate half as often", share_left=0.5, of="what it takes now"),
+    "logging": Stall(
+        cure="training.log(..., every_n=) in a tenth of the steps",
+        share_left=0.1,
+        of="what it takes now",
+    ),
+}
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Phases that take a large part of the time. Sums, not medians: a pause is in few of the windows."""
+    windows = evidence.windows
+    wall_s = sum(sum(window.wall_s) for window in windows)
+    for phase, stall in STALLS.items():
+        if phase == "checkpoint" and evidence.run.get("checkpoint_every_s") == "auto":
+            continue
+        stall_s = sum(sum(window.spent_s[phase]) for window in windows)
+        left_s = stall.share_left * (wall_s if stall.of == "the time" else stall_s)
+        if left_s < stall_s:
+            yield Finding(
+                kind=phase,
+                title=f"{phase} takes {percent(stall_s / wall_s)} of the time",
+                cure=stall.cure,
+                gain=wall_s / (wall_s - stall_s + left_s),
+                details=f"It then takes {percent(stall.share_left)} of {stall.of}.",
+            )
