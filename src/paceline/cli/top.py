@@ -1,4 +1,4 @@
-"""`paceline top`: a live view of a run, from its folder. It only reads, so any launcher and host will do."""
+"""`paceline top`: a live view of a run. It only reads the folder of the run, whatever the launcher is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EXIT_CODES: dict[ExitCode | str, str] = {
     ExitCode.DATA: "the folder is not that of a run",
 }
 _INTERVAL_S = 1.0
-_PAUSE = 10  # times as long as a frame takes, so that a slow folder does not keep a core busy
+_PAUSE_FACTOR = 10  # pause by the time of a frame, so that a slow folder does not keep a core busy
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +83,7 @@ def _watch(folder: str) -> None:
                 began = time.monotonic()
                 newest = frame.read(reader, time.time())
                 live.update(newest, refresh=True)
-                if _quits(max(_INTERVAL_S, _PAUSE * (time.monotonic() - began))):
+                if _quits(max(_INTERVAL_S, _PAUSE_FACTOR * (time.monotonic() - began))):
                     break
     except KeyboardInterrupt:
         pass  # the usual end of such a display
@@ -92,7 +92,7 @@ def _watch(folder: str) -> None:
 
 @contextmanager
 def _keys() -> Iterator[None]:
-    """Read single keys meanwhile, and restore the terminal, also after SIGTERM."""
+    """Read single keys inside the block. The terminal is restored at its end, also after SIGTERM."""
 
     def interrupt(number: int, at: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -111,7 +111,7 @@ def _keys() -> Iterator[None]:
 
 
 def _quits(timeout_s: float) -> bool:
-    """Wait for a key; whether it was q. After the end of the input, or without a terminal, it only waits."""
+    """Wait up to `timeout_s` for a key, and return whether it was q. Without a terminal it only waits."""
     until = time.monotonic() + timeout_s
     while (left_s := until - time.monotonic()) > 0:
         if not sys.stdin.isatty():

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 _LEAST_BYTES, _MOST_BYTES = 2**16, 4 * 2**20
 _GROWTH = 4  # from one size to the next
-_TIMES = 3  # measured so often; the fastest counts, because pauses only add
-_ONCE_S = 0.1  # what takes longer is exact enough, and is measured once
-_LONG_S = 0.05  # after an all-reduce that took longer no larger one is made
+_TIMES = 3  # measurements of one size; the fastest counts, because pauses only add time
+_ONCE_S = 0.1  # an all-reduce that takes longer is measured once, which is exact enough
+_LONG_S = 0.05  # if an all-reduce takes longer, larger ones are not measured
 
 
 def measure_link(
@@ -22,7 +22,7 @@ def measure_link(
     It takes milliseconds, and some tenths of a second where the connection is slow.
 
     Args:
-        most_bytes: Of one all-reduce; the gradients of the training.
+        most_bytes: Of the largest all-reduce that is measured: the bytes of all gradients.
 
     Collective: all ranks of `group`.
     """

@@ -38,8 +38,8 @@ PHASES = (
 DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, COMMUNICATION_TP, COMMUNICATION_PP = range(7)
 OPTIMIZER, CHECKPOINT, EVALUATION, LOGGING, OTHER = range(7, len(PHASES))
 WAITS = PHASES[COMMUNICATION : COMMUNICATION_PP + 1]
-_WAITS = frozenset((COMMUNICATION, COMMUNICATION_TP, COMMUNICATION_PP))
-# What these wait for is their own time: a validation that gathers results is slow validation.
+_WAIT_PHASES = frozenset((COMMUNICATION, COMMUNICATION_TP, COMMUNICATION_PP))
+# A wait inside of these phases counts for them: an evaluation that gathers its results is evaluation.
 _WHOLE = frozenset((CHECKPOINT, EVALUATION, LOGGING))
 
 
@@ -60,8 +60,8 @@ class Times:
         spent_s: Seconds in each phase of `PHASES`. They add up to the time that the steps took.
         collate_s: What the collate function took, which is part of the phase "data".
         load_s: What loader workers took to read the batches of these steps.
-        spans: The phases of the second of these steps, or of the only one, in order. The first one also has
-            the exchange of what `take` returned.
+        spans: The phases of the second of these steps, or of the only one, in order: the first step also has
+            the exchange of the times before. On a GPU these are times of the host, unlike `spent_s`.
         began_ns: When that step began, in ns since the epoch.
     """
 
@@ -88,17 +88,19 @@ class StepClock:
     """
 
     __slots__ = (
-        *(
-            "_began",
-            "_began_ns",
-            "_device",
-            "_first_spans",
-            "_records",
-            "_since",
-            "_spans",
-            "_spent",
-        ),
-        *("_steps", "_thread", "collate_ns", "load_ns", "phase"),
+        "_began",
+        "_began_ns",
+        "_device",
+        "_first_spans",
+        "_records",
+        "_since",
+        "_spans",
+        "_spent",
+        "_steps",
+        "_thread",
+        "collate_ns",
+        "load_ns",
+        "phase",
     )
 
     def __init__(self) -> None:
@@ -113,7 +115,7 @@ class StepClock:
         self._steps = self.collate_ns = self.load_ns = 0
         self._spans: list[Span] = []  # of the first two steps
         self._first_spans = 0  # how many of them are those of the first step
-        self._records = True  # whether `enter` does more than to add up
+        self._records = True  # whether `enter` also keeps spans, or events of the device
         self._began_ns = time.time_ns()
 
     def start(self, new_event: Callable[[], Any] | None = None) -> None:
@@ -157,8 +159,8 @@ class StepClock:
         """
         if self._thread != threading.get_ident() or self.phase in _WHOLE:
             return -1
-        if phase in _WAITS and self.phase in _WAITS:
-            return -1  # the outer one knows better what it waits for
+        if phase in _WAIT_PHASES and self.phase in _WAIT_PHASES:
+            return -1  # the outer phase says more exactly what it waits for
         return self.enter(phase)
 
     def end(self, was: int) -> None:
@@ -204,7 +206,7 @@ class StepClock:
         return (time.perf_counter_ns() - self._began) / 1e9
 
     def take(self) -> Times:
-        """The times since the last `take`, which begin anew.
+        """The times since the last `take`. The clock starts again at 0.
 
         With a device these are the steps that it has finished, which may be fewer than the host has issued.
         """
@@ -251,7 +253,7 @@ class DeviceTimes:
         """Record the end of a step."""
         self.mark(phase, ends_step=True)
         if len(self._pending) > _MAX_EVENTS:
-            self.take()  # nobody asks for the times
+            self.take()  # the times are not read
 
     def take(self) -> tuple[list[float], int]:
         """ns in each phase, and the number of steps, that the device has finished since the last call."""

@@ -43,7 +43,7 @@ class _Cell:
     """An output of a notebook's cell that shows a display as text. It needs no widgets."""
 
     def __init__(self) -> None:
-        notebook = import_module("IPython.display")  # it is there in a notebook alone
+        notebook = import_module("IPython.display")  # only notebooks have it
         self._handle = notebook.display({"text/plain": ""}, raw=True, display_id=True)
         self._shown_at = 0.0
 
@@ -74,7 +74,7 @@ class Progress:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether there is a place to draw in, rather than a log."""
+        """Whether the display is updated in place: in a terminal or a notebook. Otherwise it prints lines."""
         return self._console.is_terminal or self._console.is_jupyter
 
     def begin(self, step: int, total: int | None) -> None:

@@ -53,13 +53,13 @@ class Recorder:
         self._skip = skip
         self._steps = steps
         self._done = 0
-        self._first: int | None = None  # the id of the optimizer that counts
+        self._optimizer: int | None = None  # id of the optimizer whose steps count
         self._profile: profile | None = None
 
     def on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Called by torch after each step of an optimizer."""
-        self._first = self._first or id(optimizer)
-        if id(optimizer) != self._first:
+        self._optimizer = self._optimizer or id(optimizer)
+        if id(optimizer) != self._optimizer:
             return
         self._done += 1
         if self._done == self._skip:
@@ -78,7 +78,7 @@ class Recorder:
         self._profile.start()
 
     def finish(self) -> None:
-        """Stop, and write what was recorded. Called too if the script ends before all steps are done."""
+        """Stop, and write what was recorded. Also called at exit, if the script ends before that."""
         if self._profile is None:
             return
         recorder, self._profile = self._profile, None
