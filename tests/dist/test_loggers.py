@@ -24,13 +24,14 @@ from torch.utils.data import TensorDataset
 from wandb_files import read_wandb
 
 import paceline
-from paceline.clock.record import pack, read_record
+from paceline.clock.record import pack_row, read_record
 from paceline.clock.step_clock import DATA, FORWARD, PHASES, Span, Times
 from paceline.errors import ConfigError, RankDisagreement
 from paceline.job import current_step
+from paceline.metrics.clock_file import choose_window_s
 from paceline.metrics.logger import BackgroundLogger
 from paceline.metrics.progress import Progress
-from paceline.metrics.report import Report, _window_s
+from paceline.metrics.report import Report
 from paceline.metrics.step_loss import StepTotal
 from paceline.metrics.usage import gpu_use
 from paceline.testing import run_failing_ranks, run_ranks
@@ -586,14 +587,14 @@ def test_the_file_of_the_clock_grows_slowly(tmp_path: Path) -> None:
         for step in range(1, 66):
             spans[1] = Span(FORWARD, 10**6, longer_ns.get(step, 3 * 10**6))
             times = Times(steps=1, spent_s=spent_s, spans=spans)
-            report.write_times(step, [pack(times, 0, 1e9, 0.5, 0.5)])
+            report.write_times(step, [pack_row(times, 0, 1e9, 0.5, 0.5)])
         report.end()
     windows = read_record(tmp_path).windows
     assert [w.step for w in windows if w.spans] == [1, 2, 4, 8, 16, 30, 32, 40, 42, 60, 64]
     assert [w.step for w in windows] == list(range(1, 66))
     at_s = [0, 5, 100, 3600, 7200, 86_400]
-    assert [_window_s(s, ranks=8) for s in at_s] == pytest.approx([0.1, 0.6, 1, 1, 2, 10])
-    assert _window_s(100, ranks=4096) == 32
+    assert [choose_window_s(s, ranks=8) for s in at_s] == pytest.approx([0.1, 0.6, 1, 1, 2, 10])
+    assert choose_window_s(100, ranks=4096) == 32
 
 
 def test_a_slow_rank_that_the_launcher_has_named_is_not_named_again(
@@ -602,7 +603,7 @@ def test_a_slow_rank_that_the_launcher_has_named_is_not_named_again(
     def rows() -> list[list[float]]:
         spent = {"forward": [0.1, 0.2], "communication": [0.1, 0.0]}
         return [
-            pack(
+            pack_row(
                 Times(steps=1, spent_s=[spent.get(p, [0.0] * 2)[rank] for p in PHASES]),
                 rank,
                 0,
@@ -622,7 +623,7 @@ def test_a_slow_rank_that_the_launcher_has_named_is_not_named_again(
             for step in range(1, 6):
                 report.write_times(step, rows())
             report.end()
-            report._advised = ("", "")
+            report._clock_file._advised = ("", "")
             report.advise()
             assert caplog.text.count("advice: rank 1 takes 2.00x") == 1
             probe.answer({"do": "named", "id": 1, "ranks": [1]}, lambda _: None)
@@ -640,7 +641,7 @@ def test_samples_are_those_of_the_steps_that_a_gpu_has_finished(
         spent_s[FORWARD] = 0.1 * steps
         return Times(steps=steps, spent_s=list(spent_s))
 
-    monkeypatch.setattr("paceline.metrics.report.clock", SimpleNamespace(take=take))
+    monkeypatch.setattr("paceline.metrics.clock_file.clock", SimpleNamespace(take=take))
     with paceline.join() as job:
         report = Report(job)
         report.open(str(tmp_path), progress=False, tensorboard=False, loggers=[])
@@ -652,6 +653,31 @@ def test_samples_are_those_of_the_steps_that_a_gpu_has_finished(
         report.end()
     windows = read_record(tmp_path).windows
     assert [(w.steps, w.samples) for w in windows] == [(2, 6), (5, 15), (1, 3)]
+    assert all(w.step_s == pytest.approx(0.1) for w in windows)
+
+
+def test_the_rows_of_a_window_without_finished_steps_belong_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def times(steps: int) -> Times:
+        return Times(steps=steps, spent_s=[0.1 * steps * (p == "forward") for p in PHASES])
+
+    finished = iter([2, 6, 4])  # by the GPU of rank 0, of 4 steps in each window
+    monkeypatch.setattr(
+        "paceline.metrics.clock_file.clock", SimpleNamespace(take=lambda: times(next(finished)))
+    )
+    with paceline.join() as job:
+        report = Report(job)
+        report.open(str(tmp_path), progress=False, tensorboard=False, loggers=[])
+        report.begin(0, None, dict)
+        for number, other_finished in enumerate((0, 8, 4), start=1):
+            for _ in range(4):
+                report.count(epoch=0, num_samples=3)
+            other = pack_row(times(other_finished), 1, 1e9, 0.5, 0.5)
+            report.write_times(4 * number, [report.measure(), other])
+        report.end()
+    windows = read_record(tmp_path).windows
+    assert [(w.step, w.steps, w.samples) for w in windows] == [(8, 8, 24), (12, 4, 12)]
     assert all(w.step_s == pytest.approx(0.1) for w in windows)
 
 

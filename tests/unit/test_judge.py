@@ -66,7 +66,6 @@ def record(
                 steps=10,
                 time=1.0 + number,
                 samples=640,
-                wall_s=[sum(spent[p][r] for p in PHASES) for r in range(len(ranks))],
                 spent_s=spent,
                 memory_bytes=[1e9] * len(ranks),
                 busy=[busy] * len(ranks),

@@ -62,7 +62,7 @@ def write_run(
         metrics.log(step, {"epoch": 0, "time_s": step / 100, "loss": 1 / step, "note": "text"})
     for last in range(window, steps + 1, window):
         rows = [
-            record.pack(
+            record.pack_row(
                 _times(
                     window,
                     data_s=0.001,
@@ -77,7 +77,8 @@ def write_run(
             )
             for rank in range(ranks)
         ]
-        clock.log(last, record.line_of(rows, 1e9 + last, 8 * window))
+        whole = Window.from_rows(last, rows, time=1e9 + last, samples=8 * window)
+        clock.log(last, whole.to_line())
     clock.close()
     metrics.close()
 
@@ -96,6 +97,25 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert "| rank | ms | of that, waiting, ms | data | forward |" in text
     assert "| 0 | 100 | 0 | 1 | 99 |" in text
     assert "| " + str(tmp_path / "a") + " | 1 | 0.01 | 1 | 0.01 |" in text
+
+
+def test_the_steps_of_a_gpu_in_time_are_said_to_be_those_of_the_host(tmp_path: Path) -> None:
+    for device, is_said in (("cpu", False), ("cuda", True)):
+        write_run(tmp_path / device, device=device)
+        text = to_markdown("a", sections(load(str(tmp_path / device))))
+        assert ("the times at which the host issued the work" in text) == is_said
+
+
+def test_a_run_without_its_fields_is_shown(tmp_path: Path) -> None:
+    """The line that describes a run may be of an older version."""
+    write_run(tmp_path, flops=1e9)
+    path = tmp_path / record.FILE
+    _, *lines = path.read_bytes().splitlines(keepends=True)
+    for run in ({}, {"flops": 1e9}, {"strategy": "DDP", "link": {"latency_s": 1.0}}):
+        first = json.dumps({"step": 0, "run": run}).encode() + b"\n"
+        path.write_bytes(b"".join([first, *lines]))
+        text = to_markdown("a", sections(load(str(tmp_path))))
+        assert "rank 1 takes 2.00x the time of the others" in text
 
 
 def _shown(folder: Path) -> list[str]:
@@ -390,7 +410,7 @@ def _window(step: int, ranks: int) -> Window:
     zeros = [0.0] * ranks
     spent = dict.fromkeys(PHASES, zeros)
     return Window(
-        step=step, steps=10, time=0.0, samples=1, wall_s=zeros, spent_s=spent, memory_bytes=zeros,
+        step=step, steps=10, time=0.0, samples=1, spent_s=spent, memory_bytes=zeros,
         busy=zeros,
     )  # fmt: skip
 

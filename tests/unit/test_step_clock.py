@@ -178,7 +178,7 @@ def _rows(fake: FakeTime, ranks: int) -> list[list[float]]:
         _pass(fake, 10 * (rank + 1))
         clock.enter(OTHER)
         clock.end_step()
-        rows.append(record.pack(clock.take(), rank, 1000.0 + rank, 0.5, 1.5))
+        rows.append(record.pack_row(clock.take(), rank, 1000.0 + rank, 0.5, 1.5))
     return rows
 
 
@@ -186,15 +186,16 @@ def _rows(fake: FakeTime, ranks: int) -> list[list[float]]:
 def test_a_window_is_read_as_it_was_written(tmp_path: Path, fake: FakeTime, ranks: int) -> None:
     rows = _rows(fake, ranks)
     assert [len(row) for row in rows] == [record.row_size(rank) for rank in range(ranks)]
-    line = record.line_of(rows, 5.0, 64)
+    written = record.Window.from_rows(7, rows, time=5.0, samples=64)
     run = {"step": 0, "run": {"time": 1.0, "world_size": ranks}}
-    whole = json.dumps({"step": 7, **line})
+    whole = json.dumps({"step": 7, **written.to_line()})
     text = f"{json.dumps(run)}\n{whole}\nnot a line\n[1]\n{whole[: len(whole) // 2]}"
     (tmp_path / record.FILE).write_text(text)
     found = record.read_record(tmp_path)
     assert found.skipped == 3
     assert found.run == {"time": 1.0, "world_size": ranks, "step": 0}
     (window,) = found.windows
+    assert window == written
     assert (window.step, window.steps, window.samples, window.num_ranks) == (7, 1, 64, ranks)
     assert window.wall_s == pytest.approx([0.01 * (rank + 1) for rank in range(ranks)])
     assert window.per_step("data", ranks - 1) == pytest.approx(0.01 * ranks)
@@ -203,14 +204,17 @@ def test_a_window_is_read_as_it_was_written(tmp_path: Path, fake: FakeTime, rank
     assert [(p, s) for p, _, s in window.spans[0] if s] == [("data", 0.01)]
 
 
-def test_a_rank_whose_device_is_a_step_ahead_is_not_slower() -> None:
+@pytest.mark.parametrize("finished", [(4, 5), (5, 4)])
+def test_a_rank_whose_device_is_a_step_ahead_is_not_slower(finished: tuple[int, int]) -> None:
     rows = []
-    for rank, steps in enumerate((4, 5)):
+    for rank, steps in enumerate(finished):
         spent_s = [0.0] * len(PHASES)
         spent_s[FORWARD] = 0.1 * steps
-        rows.append(record.pack(Times(steps=steps, spent_s=spent_s), rank, 0.0, 0.5, 0.5))
-    window = record.read_window({"step": 4, **record.line_of(rows, 5.0, 64)})
-    assert window.steps == 4
+        rows.append(record.pack_row(Times(steps=steps, spent_s=spent_s), rank, 0.0, 0.5, 0.5))
+    samples = 16 * int(rows[0][0])
+    written = record.Window.from_rows(4, rows, time=5.0, samples=samples)
+    window = record.Window.from_line({"step": 4, **written.to_line()})
+    assert (window.steps, window.samples) == (4, 64)
     assert [window.per_step("forward", rank) for rank in range(2)] == pytest.approx([0.1, 0.1])
 
 

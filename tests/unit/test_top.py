@@ -41,8 +41,9 @@ def _write(folder: Path, *, ranks: int = 2, last: int = 20, **facts: Any) -> Non
         rows = []
         for rank in range(ranks):
             own = 0.3 + 0.5 * (rank + 1) / ranks
-            rows.append(record.pack(_times(own, 0.9 - own), rank, 2e9, 0.5, 0.5))
-        line = record.line_of(rows, 1e9 + step, 40) | {"tokens": facts.get("tokens", 0)}
+            rows.append(record.pack_row(_times(own, 0.9 - own), rank, 2e9, 0.5, 0.5))
+        window = Window.from_rows(step, rows, time=1e9 + step, samples=40)
+        line = window.to_line() | {"tokens": facts.get("tokens", 0)}
         clock.log(step, line)
     clock.close()
     metrics.close()
@@ -92,7 +93,8 @@ def test_one_stall_of_a_long_run_is_no_advice(tmp_path: Path) -> None:
     for step in range(5, 3005, 5):
         times = _times(0.9, 0.0)
         times.spent_s[PHASES.index("checkpoint")] = 5.0 * (step == 2980)
-        clock.log(step, record.line_of([record.pack(times, 0, 2e9, 0.5, 0.5)], 1e9 + step, 40))
+        rows = [record.pack_row(times, 0, 2e9, 0.5, 0.5)]
+        clock.log(step, Window.from_rows(step, rows, time=1e9 + step, samples=40).to_line())
     clock.close()
     assert load(str(tmp_path)).findings == []
     console = Console(file=io.StringIO(), width=100)
@@ -151,7 +153,6 @@ def test_busy_gpus_and_those_that_do_not_tell() -> None:
         steps=1,
         time=0.0,
         samples=1,
-        wall_s=none,
         spent_s=dict.fromkeys(PHASES, none),
         memory_bytes=none,
         busy=[0.87, -1.0],

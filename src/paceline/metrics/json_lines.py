@@ -10,6 +10,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from paceline import log
+
+METRICS = "metrics.jsonl"  # the file of a run
+OWN_NAMES = ("step", "epoch", "time_s")  # in every line of it, besides the logged values
+
 
 class JSONLines:
     """Appends one line per step to a file.
@@ -81,3 +86,16 @@ def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], float]:
             lines.append(line)
             time_s = float(values.get("time_s", 0.0))
     return lines, time_s
+
+
+def write_line(lines: JSONLines | None, step: int, values: Mapping[str, Any]) -> None:
+    """Append a line, if there is a file. If it cannot be written, warn once; the training goes on."""
+    if lines is None:
+        return
+    try:
+        lines.log(step, values)
+    except OSError as error:
+        log.once(
+            f"{lines.path.name} cannot be written: {error}. The training goes on; the lines of the steps "
+            "in which this happens are missing."
+        )

@@ -2,13 +2,13 @@
 
 Values are kept while a step runs, and written when the control word has summed the losses of all ranks, so no
 rank waits. A line of metrics.jsonl has the step, the epoch, `time_s` since the start, and the logged values.
+`ClockFile` has the other half of a report: where the time goes.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline import log
 from paceline.clock import record
-from paceline.clock.judge import judge
-from paceline.clock.step_clock import clock
 from paceline.errors import ConfigError, refuse_different_values
-from paceline.job import collectives, current_step
+from paceline.job import collectives
 from paceline.job.job import Job
 from paceline.metrics import flops as model_flops
+from paceline.metrics.clock_file import ClockFile
 from paceline.metrics.earlier_run import keep_earlier
-from paceline.metrics.json_lines import JSONLines
+from paceline.metrics.json_lines import METRICS, OWN_NAMES, JSONLines, write_line
 from paceline.metrics.logger import BackgroundLogger, Logger, close_all
 from paceline.metrics.progress import Progress
 from paceline.metrics.step_loss import StepLoss, StepTotal
@@ -33,16 +31,6 @@ from paceline.metrics.tensorboard import TensorBoard
 from paceline.metrics.usage import Usage
 
 _RATE_WINDOW_S = 1.0  # the rate over a shorter time varies too much to read
-# From one line of clock.jsonl to the next. It grows after the first hour, which limits the size of the file.
-_CLOCK_WINDOW_S, _LONGEST_WINDOW_S = 1.0, 10.0
-_GROWS_AFTER_S = 3600.0
-_SPANS_EVERY = 30  # lines of clock.jsonl, after the first ones; see `_keeps_spans`
-_LONGER = 1.2  # than all steps kept before, so that the phases of a step are kept in any case
-_MOST_KEPT = 2000  # rows of ranks that are kept for the advice, each of about 1 KB
-_LEAST_KEPT = 10  # windows
-_RANKS_PER_S = 128  # with more ranks it takes longer, so that the file does not grow faster
-
-_OWN_NAMES = ("step", "epoch", "time_s")
 
 
 class Report:
@@ -50,6 +38,8 @@ class Report:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._usage = Usage(job.device)
+        self._clock_file = ClockFile(job, self._usage)
         self._active = False
         # By step: its epoch, and what was logged.
         self._pending: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -58,29 +48,15 @@ class Report:
         self._lines: JSONLines | None = None
         self._loggers: list[BackgroundLogger] = []
         self._progress: Progress | None = None
-        self._began = time.perf_counter()
-        self._window_began = self._began
-        self._window_count = 0
-        self._rate = 0.0
         self._flops: float | None = None
         self._unit = "samples"
+        self._began = time.perf_counter()  # `time_s` counts from here
+        # For the rate that is shown: samples or tokens since the last time that it was computed.
+        self._rate = 0.0
+        self._rate_began = self._began
+        self._rate_count = 0
         self._epoch = 0  # of the newest step
         self._newest: dict[str, Any] = {}  # the values that were written last
-        self._clock_lines: JSONLines | None = None
-        # Of the steps since the last line, how many, and of the steps in it. A GPU finishes steps later than
-        # they are counted.
-        self._clock_samples = self._clock_steps = self._measured_samples = 0
-        self._clock_tokens = 0  # of the steps since the last line whose losses are known
-        self._has_asked = False  # for the next line; `measure` answers
-        self._usage = Usage(job.device)
-        self._run: dict[str, Any] = {}  # the line in clock.jsonl that describes this run
-        self._advised = ("", "")  # the kind and the cure that were logged last
-        # The newest ones, for the advice at the end.
-        kept = max(_LEAST_KEPT, _MOST_KEPT // job.world_size)
-        self._num_windows = 0
-        self._num_loops = 0
-        self._longest_s = 0.0  # of the steps whose phases were kept, without the warm-up
-        self._windows: deque[record.Window] = deque(maxlen=kept)
 
     def open(
         self,
@@ -112,7 +88,7 @@ class Report:
         if self._job.rank != 0:
             return
         if folder is not None:
-            path = Path(folder) / "metrics.jsonl"
+            path = Path(folder) / METRICS
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -121,7 +97,7 @@ class Report:
                     fix="choose a folder that rank 0 may write to.",
                 ) from error
             self._lines = JSONLines(path)
-            self._clock_lines = JSONLines(path.with_name(record.FILE))
+            self._clock_file.open(path.with_name(record.FILE))
         if progress:
             self._progress = Progress()
         self._loggers = [BackgroundLogger(logger) for logger in loggers]
@@ -149,42 +125,32 @@ class Report:
         # A loop before may have been left with `break`: its last values are lost.
         self._pending.clear()
         self._reduced.clear()
-        self._has_asked = False
-        self._clock_samples = self._clock_steps = self._clock_tokens = 0
         if not self._active:
             return
         self.end()
-        self._began = self._window_began = time.perf_counter()
-        self._window_count = 0
-        self._run = {"time": time.time(), "total_steps": total, "loop": self._num_loops, **facts()}
-        self._num_loops += 1
-        self._run |= model_flops.facts(self._flops, self._job.device)
-        self._windows.clear()
-        self._num_windows = 0
-        self._longest_s = 0.0
-        if self._lines is not None:
-            try:
-                assert self._clock_lines is not None
+        self._began = self._rate_began = time.perf_counter()
+        self._rate_count = 0
+        run = {"total_steps": total, **facts(), **model_flops.facts(self._flops, self._job.device)}
+        try:
+            if self._lines is not None:
                 if step == 0:
-                    keep_earlier([self._lines.path, self._clock_lines.path])
+                    keep_earlier([self._lines.path, self._lines.path.with_name(record.FILE)])
                 self._began -= self._lines.rewind(step)  # time continues from the last line
-                self._clock_lines.rewind(step)
-                self._clock_lines.log(step, {"run": self._run})
-            except OSError as error:
-                raise ConfigError(
-                    f"metrics.jsonl cannot be written: {error}.",
-                    fix="choose a folder with space that rank 0 may write to.",
-                ) from error
+            self._clock_file.begin(step, run)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics.jsonl cannot be written: {error}.",
+                fix="choose a folder with space that rank 0 may write to.",
+            ) from error
         if self._progress is not None:
             self._progress.begin(step, total)
 
     def count(self, epoch: int, num_samples: int) -> None:
-        """Count the samples of a step that has ended, over all ranks, for the rate that is shown."""
+        """Count the samples of a step that has ended, over all ranks."""
         self._epoch = epoch
         if self._unit == "samples":
-            self._window_count += num_samples
-        self._clock_samples += num_samples
-        self._clock_steps += 1
+            self._rate_count += num_samples
+        self._clock_file.count(num_samples)
 
     def note(self, step: int, epoch: int, values: dict[str, Any], reduce: str) -> None:
         """Keep values of a step until the control word with its loss has come."""
@@ -207,7 +173,6 @@ class Report:
         if not self._active:
             return
         now = time.perf_counter()
-        device = self._usage.gpu()
         for total in totals:
             noted = self._pending.pop(total.step, None)
             if noted is None:
@@ -215,22 +180,22 @@ class Report:
             epoch, values = noted
             mean = total.loss_sum / total.count if total.count else float("nan")
             numbers = {name: _number(value, mean) for name, value in values.items()}
-            self._newest = numbers | device
+            self._newest = numbers | self._usage.gpu()
             line = {"epoch": epoch, "time_s": round(now - self._began, 4), **self._newest}
-            self._write_line(total.step, line, self._lines)
+            write_line(self._lines, total.step, line)
             for logger in self._loggers:
                 logger.log(total.step, line)
         if self._unit == "tokens":
             tokens = round(sum(total.count for total in totals))
-            self._window_count += tokens
-            self._clock_tokens += tokens
-        elapsed = now - self._window_began
+            self._rate_count += tokens
+            self._clock_file.count_tokens(tokens)
+        elapsed = now - self._rate_began
         if elapsed >= _RATE_WINDOW_S or not self._rate:
-            self._rate = self._window_count / max(elapsed, 1e-9)
-            self._window_began, self._window_count = now, 0
+            self._rate = self._rate_count / max(elapsed, 1e-9)
+            self._rate_began, self._rate_count = now, 0
         if totals and self._progress is not None:
             rate = f"{self._rate:,.0f} {self._unit}/s"
-            used = model_flops.utilisation(self._run, self._rate)
+            used = model_flops.utilisation(self._clock_file.run, self._rate)
             self._progress.show(
                 totals[-1].step, self._epoch, self._newest, f"{rate}  {used}".rstrip()
             )
@@ -238,80 +203,39 @@ class Report:
     def asks_for_times(self, *, is_last: bool) -> bool:
         """Whether to ask all ranks now where their time went. Only rank 0 does."""
         shows = self._progress is not None and self._progress.is_drawn
-        takes_times = shows or self._clock_lines or any(each.takes_times for each in self._loggers)
-        if not takes_times or self._has_asked:
-            return False
-        window_s = _window_s(time.time() - self._run["time"], self._job.world_size)
-        self._has_asked = is_last or clock.elapsed_s() >= window_s
-        return self._has_asked
+        is_needed = shows or any(logger.takes_times for logger in self._loggers)
+        return self._clock_file.asks(is_last=is_last, is_needed=is_needed)
 
     def measure(self) -> list[float]:
         """Where the time of this rank's last steps went, as a row for `write_times`."""
-        self._has_asked = False
-        times = clock.take()
-        finished = times.steps / max(self._clock_steps, 1)
-        self._measured_samples = round(self._clock_samples * finished)
-        self._clock_samples -= self._measured_samples
-        self._clock_steps -= times.steps
-        return record.pack(times, self._job.rank, *self._usage.measure())
+        return self._clock_file.measure()
 
     def write_link(self, step: int, link: Mapping[str, float]) -> None:
         """Write what was measured of the connection between the ranks."""
-        self._run["link"] = link
-        self._write_line(step, {"link": link}, self._clock_lines)
+        self._clock_file.write_link(step, link)
 
     def write_times(self, step: int, rows: list[list[float]]) -> None:
         """Write where the time of the steps up to `step` went, from the rows of all ranks."""
-        line = record.line_of(rows, time.time(), self._measured_samples)
-        if line["steps"]:
-            if self._unit == "tokens":
-                line["tokens"], self._clock_tokens = self._clock_tokens, 0
-            self._num_windows += 1
-            length_s = record.length_s(line.get("spans", ()))
-            is_longer = self._num_windows > 1 and length_s > _LONGER * self._longest_s
-            if not (is_longer or _keeps_spans(self._num_windows)):
-                line.pop("spans", None)
-            elif self._num_windows > 1:
-                self._longest_s = max(self._longest_s, length_s)
-            window = record.read_window({"step": step, **line})
-            if self._progress is not None:
-                self._progress.show_ranks(window, self._job.device.type)
-            self._windows.append(window)
-            self._write_line(step, line, self._clock_lines)
-            for logger in self._loggers:
-                logger.times(step, line)
-        else:  # a GPU has finished none
-            self._clock_samples += self._measured_samples
-
-    def _write_line(self, step: int, line: Mapping[str, Any], lines: JSONLines | None) -> None:
-        if lines is None:
+        window = self._clock_file.write(step, rows) if self._active else None
+        if window is None:
             return
-        try:
-            lines.log(step, line)
-        except OSError as error:
-            log.once(
-                f"{lines.path.name} cannot be written: {error}. The training goes on; the lines of the steps "
-                "in which this happens are missing."
-            )
+        if self._progress is not None:
+            self._progress.show_ranks(window, self._job.device.type)
+        line = window.to_line()
+        for logger in self._loggers:
+            logger.times(step, line)
 
     def end(self) -> None:
-        """End the progress bar and close metrics.jsonl; `begin` opens them again."""
+        """End the progress bar and close the files; `begin` opens them again."""
         if self._progress is not None:
             self._progress.end()
-        for lines in (self._lines, self._clock_lines):
-            if lines is not None:
-                lines.close()
+        if self._lines is not None:
+            self._lines.close()
+        self._clock_file.close()
 
     def advise(self) -> None:
-        """Log what limited the run most, if anything did. Rank 0 has the evidence, with a folder.
-
-        A slow rank is left out if the launcher has named one, with the line of the script.
-        """
-        found = judge(record.Record(runs=[self._run], windows=list(self._windows))) or []
-        found = [f for f in found if f.kind != "straggler" or not current_step.slow_ranks]
-        if found and (found[0].kind, found[0].cure) != self._advised:
-            self._advised = found[0].kind, found[0].cure  # a loop of each epoch ends often
-            log.logger.info("advice: %s.", found[0])
+        """Log what limited the run most, if anything did."""
+        self._clock_file.advise()
 
     def close(self) -> None:
         """Close all destinations, at the end of the job."""
@@ -345,26 +269,6 @@ class Report:
                 self._pending[step][1][name] = total / count
 
 
-def _window_s(passed_s: float, ranks: int) -> float:
-    """Seconds from one line of clock.jsonl to the next, this long after the start."""
-    if (
-        passed_s < _GROWS_AFTER_S
-    ):  # shorter at first, so that a run of some seconds has several lines
-        window_s = min(_CLOCK_WINDOW_S, 0.1 + 0.1 * passed_s)
-    else:
-        window_s = min(_LONGEST_WINDOW_S, _CLOCK_WINDOW_S * passed_s / _GROWS_AFTER_S)
-    return max(window_s, ranks / _RANKS_PER_S)
-
-
-def _keeps_spans(number: int) -> bool:
-    """Whether this line of clock.jsonl, from 1, has the phases of a step in order, which take most of a line.
-
-    Short runs have some too: 1, 2, 4, 8, ... and each 30th. `Report` also keeps those of longer steps. Of
-    the steps of a line only the second one is looked at.
-    """
-    return number & (number - 1) == 0 or number % _SPANS_EVERY == 0
-
-
 def refuse_values(values: dict[str, Any], reduce: str, step: int) -> None:
     """Raise ConfigError for values that cannot be logged in this step."""
     for name, value in values.items():
@@ -378,7 +282,7 @@ def refuse_values(values: dict[str, Any], reduce: str, step: int) -> None:
                 f"{name!r} is the loss over all ranks, which is not combined again.",
                 fix="log it in a call without `reduce`.",
             )
-        if name in _OWN_NAMES:
+        if name in OWN_NAMES:
             raise ConfigError(
                 f"{name!r} is written in every line already.", fix="log it under another name."
             )

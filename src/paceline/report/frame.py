@@ -13,6 +13,7 @@ from rich.text import Text
 from paceline.clock.checks.stalls import STALLS
 from paceline.clock.record import Window
 from paceline.metrics.flops import utilisation
+from paceline.metrics.json_lines import OWN_NAMES
 from paceline.metrics.live import RankBars
 from paceline.report.run import Run, RunReader
 
@@ -20,7 +21,6 @@ _RECENT = 10  # windows that the time left and the advice follow from
 # A run is said to be quiet after so many seconds, and so many times the usual interval of its lines.
 _QUIET_S, _QUIET_INTERVALS = 5.0, 3.0
 _BAR = 20  # columns of the terminal
-_OWN_NAMES = ("step", "epoch", "time_s")
 
 
 def frame(run: Run, silence_s: float, now: float) -> RenderableType:
@@ -127,7 +127,7 @@ def _values(run: Run) -> str:
         used = utilisation(run.record.run, rate)
         shown += [f"{rate:,.0f} {unit}/s", *([used] if used else [])]
     for name, value in run.last.items():  # last, because they may be cut
-        if name not in _OWN_NAMES:
+        if name not in OWN_NAMES:
             shown.append(f"{name} {_number(value)}")
     return "  ".join(shown)
 

@@ -23,12 +23,11 @@ from paceline.clock.record import Record, Window
 from paceline.clock.step_clock import PHASES
 from paceline.errors import ConfigError, PacelineError
 from paceline.metrics.flops import utilisation
+from paceline.metrics.json_lines import METRICS, OWN_NAMES
 
-METRICS = "metrics.jsonl"
 _POINTS = 600  # of a curve
 _WINDOWS = 240  # in a chart
 _RUN = re.compile(rb'\{"step": \d+, "(run|link)"')  # a line that describes the run
-_NO_CURVE = ("step", "epoch", "time_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +272,7 @@ def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]
     points: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         for name, value in line.items():
-            if name in _NO_CURVE or isinstance(value, bool) or not isinstance(value, int | float):
+            if name in OWN_NAMES or isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             if math.isfinite(value):
                 points.setdefault(name, []).append((line["step"], float(value)))
@@ -305,7 +304,6 @@ def merge(windows: Sequence[Window]) -> Window:
         steps=sum(w.steps for w in windows),
         time=last.time,
         samples=sum(w.samples for w in windows),
-        wall_s=[sum(w.wall_s[rank] for w in windows) for rank in ranks],
         spent_s={
             phase: [sum(w.spent_s[phase][rank] for w in windows) for rank in ranks]
             for phase in PHASES

@@ -259,14 +259,17 @@ def _busy(run: Run, value: float) -> str:
 def _timeline(run: Run, name: str) -> Iterator[Section]:
     chosen = shown_steps(run.record)
     if chosen:
-        yield Section(
-            title=f"Steps in time{name}",
-            text=[
-                "Of the steps whose phases were kept: the first after the warm-up, the one whose length is "
-                "nearest to the median, and the longest; on the first ranks. Ranks of several hosts are "
-                "aligned only as well as the clocks of their hosts."
-            ],
-        )
+        text = [
+            "Of the steps whose phases were kept: the first after the warm-up, the one whose length is "
+            "nearest to the median, and the longest; on the first ranks. Ranks of several hosts are "
+            "aligned only as well as the clocks of their hosts."
+        ]
+        if run.record.run.get("device", "cpu") != "cpu":
+            text.append(
+                "These are the times at which the host issued the work; the GPU does it later. The other "
+                "sections have the times of the GPU."
+            )
+        yield Section(title=f"Steps in time{name}", text=text)
     for window, what in chosen:
         yield _one_step(window, what)
 
