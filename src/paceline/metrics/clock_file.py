@@ -27,8 +27,8 @@ from paceline.metrics.usage import Usage
 _WINDOW_S, _LONGEST_WINDOW_S = 1.0, 10.0
 _GROWS_AFTER_S = 3600.0
 _RANKS_PER_S = 128  # with more ranks the windows are longer, so that the file does not grow faster
-_SPANS_EVERY = 30  # windows, after the first ones; see `_keeps_spans`
-_LONGER = 1.2  # times the longest step whose phases were kept: then those of this step are kept too
+_SPANS_EVERY = 30  # windows, from one with the phases of a step to the next; see `_keeps_spans`
+_LONGER = 1.2  # a step that is longer than those kept before by this factor is kept too
 _MOST_KEPT = 2000  # rows of ranks that are kept for the advice, each of about 1 KB
 _LEAST_KEPT = 10  # windows that are kept for the advice
 
@@ -49,11 +49,11 @@ class ClockFile:
         self._has_asked = False
         # Of the steps that are in no row of this rank yet. A GPU finishes steps later than they are counted.
         self._samples = self._steps = 0
-        self._row_samples = 0  # of the steps in the rows of this rank since the last window
-        self._kept_rows: list[
-            list[float]
-        ] = []  # since the last window, if a GPU had finished no step
-        self._tokens = 0  # since the last window, of the steps whose losses are known
+        # Since the last window: samples of the steps in the rows of this rank; rows of all ranks, if a GPU
+        # had finished no step; and tokens of the steps whose losses are known.
+        self._row_samples = 0
+        self._kept_rows: list[list[float]] = []
+        self._tokens = 0
         self._num_windows = 0
         self._longest_s = 0.0  # of the steps whose phases were kept, without the warm-up
         most = max(_LEAST_KEPT, _MOST_KEPT // job.world_size)
@@ -96,7 +96,7 @@ class ClockFile:
 
         Args:
             is_last: Whether the loop ends after this step.
-            is_needed: Whether something else than the file shows the windows.
+            is_needed: Whether the display or a logger takes the windows; then there need not be a file.
         """
         if self._has_asked or not (is_needed or self._lines is not None):
             return False
@@ -143,8 +143,8 @@ class ClockFile:
     def _keeps_spans(self, length_s: float) -> bool:
         """Whether the newest window keeps the phases of its second step, which take most of a line.
 
-        The windows 1, 2, 4, 8, ... and each thirtieth do, so that short runs have some too; and those with a
-        longer step than all before. The first window has the warm-up, so its step is no measure.
+        The windows 1, 2, 4, 8, ... and each thirtieth do, so that short runs have some too. So does a window
+        whose step is longer than all that were kept before, without the first window, which has the warm-up.
         """
         number = self._num_windows
         if number & (number - 1) == 0 or number % _SPANS_EVERY == 0:
@@ -164,11 +164,11 @@ class ClockFile:
         findings = judge(Record(runs=[self.run], windows=list(self._windows))) or []
         if current_step.slow_ranks:
             findings = [finding for finding in findings if finding.kind != "straggler"]
-        if findings and (findings[0].kind, findings[0].cure) != self._advised:
-            self._advised = (
-                findings[0].kind,
-                findings[0].cure,
-            )  # programs may have a loop for each epoch
+        if not findings:
+            return
+        advice = findings[0].kind, findings[0].cure
+        if advice != self._advised:  # a program may have a loop for each epoch
+            self._advised = advice
             log.logger.info("advice: %s.", findings[0])
 
     def close(self) -> None:
