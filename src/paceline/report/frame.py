@@ -18,7 +18,7 @@ from paceline.metrics.live import RankBars
 from paceline.report.run import Run, RunReader
 
 _RECENT = 10  # windows that the time left and the advice follow from
-# A run is said to be quiet after so many seconds, and so many times the usual interval of its lines.
+# The frame says so if no new line came for this many seconds, and for this many of the usual intervals.
 _QUIET_S, _QUIET_INTERVALS = 5.0, 3.0
 _BAR = 20  # columns of the terminal
 
@@ -42,7 +42,7 @@ def frame(run: Run, silence_s: float, now: float) -> RenderableType:
 
 
 def follow(folder: str) -> RunReader:
-    """For `read`. It keeps the newest lines only, so that long runs cost no more than short ones."""
+    """A reader for `read`. It keeps the newest lines only, so that long runs cost no more than short ones."""
     return RunReader(folder, most_windows=_RECENT)
 
 
@@ -135,7 +135,7 @@ def _values(run: Run) -> str:
 def _verdict(run: Run) -> list[Text]:
     """What limits the run in the windows that are kept; nothing before enough was measured.
 
-    These windows are too few to tell which share of the time goes to what the run does now and then.
+    Advice about checkpoints, evaluation and logging is left out: the windows are too few to tell their share.
     """
     if run.findings is None:
         return []

@@ -113,7 +113,7 @@ def load(folder: str) -> Run:
 
 
 class RunReader:
-    """Reads a run's folder, and again while the run goes on: only what has been written since.
+    """Reads a run's folder, several times while the run goes on. Each time it reads only the new lines.
 
     Args:
         most_windows: How many of the newest windows are kept, and lines of metrics.jsonl; None for all.
@@ -132,7 +132,7 @@ class RunReader:
         """What the folder holds now.
 
         Raises:
-            ConfigError: it does not exist, or holds nothing that Paceline writes, or that can be read.
+            ConfigError: it does not exist, holds nothing that Paceline writes, or cannot be read.
         """
         path = Path(self._folder)
         if not path.is_dir():
@@ -221,8 +221,8 @@ class _NewLines:
         name: Of the file.
         is_read: Whether the file could be read.
         is_torn: Whether its last line is incomplete, which is left for the next call.
-        problem: Why it is there and cannot be read; otherwise empty.
-        written: When it was last written, in seconds since the epoch; 0 before it is there.
+        problem: Why the file exists but cannot be read; otherwise empty.
+        written: When it was last written, in seconds since the epoch; 0 if it does not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -238,7 +238,8 @@ class _NewLines:
         """The lines since the last call, and whether they are those of another file than then.
 
         Args:
-            most: How many of the newest; None for all. Lines that describe the run come first, and all.
+            most: How many of the newest lines; None for all. In any case all lines that describe the run are
+                returned, before the others.
         """
         self.problem = ""
         described: list[bytes] = []

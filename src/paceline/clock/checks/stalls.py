@@ -1,4 +1,4 @@
-"""Checkpoints, evaluation and logging, for which the training pauses now and then."""
+"""Checkpoints, evaluation and logging: phases for which the training pauses in some steps."""
 
 from __future__ import annotations
 
