@@ -298,16 +298,20 @@ def _failed_queues(job: Job) -> dict[str, Any]:
     # A signal handler aborts the group while one of its operations advances.
     queue = groups[2].queue
 
-    def interrupted() -> Any:
-        yield
-        queue.close("a signal came.")
+    class Interrupted:
+        def Test(self, _: Any) -> bool:
+            queue.close("a signal came.")
+            return False
 
-    error, _ = _error_of(lambda: queue.submit(interrupted(), [], 5, blocking=True))
+    def start(work: Any) -> None:
+        work.requests.append(Interrupted())
+
+    error, _ = _error_of(lambda: queue.submit("all_reduce", start, [], 5, blocking=True))
     found["signal handler"] = isinstance(error, PeerFailed) and "a signal came" in str(error)
 
     # The store has ended.
     work: Any = dist.irecv(torch.zeros(1), other, groups[3])
-    groups[3].queue._own_store = _LostStore()
+    groups[3].queue._client = _LostStore()
     _error_of(groups[3].queue.check_peers)
     found["store"] = isinstance(work.error, PeerFailed) and "store has ended" in str(work.error)
     return found

@@ -3,67 +3,44 @@
 torch has a backend `mpi` of its own, which no wheel contains. This one is a process group in Python over
 mpi4py, so it needs no build of torch. torch reserves the name, so it is registered as `mpi4py`.
 
+Each method of `MpiGroup` checks its arguments and gives the queue a function `start`. It starts the
+operation's MPI requests, and returns a function that writes the results once they are finished (None: there
+is nothing to write). See `mpi/work_queue.py` for how requests are completed.
+
 Tensors that are only copied are sent as bytes. Sums of 16-bit floats are computed in float32 and rounded
 once. CUDA tensors are copied through host memory.
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# `Tensor.split` has no annotations.
+# mypy: disable-error-code="no-untyped-call,override,assignment"
+# `Tensor.split` has no annotations. Methods of torch's stubs also have short forms without options.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.mpi import world
-from paceline.mpi.work_queue import Operation, RequestQueue, Work
+from paceline.mpi.work_queue import RequestQueue, Start, Work, WriteResults
 from paceline.shm.tensors import Tensors, as_flat, check_pieces, check_whole, write_back
 
 NAME = "mpi4py"
-_Plan = tuple[Operation, Tensors]
 
-_OPS = {
-    "SUM": "SUM",
-    "AVG": "SUM",
-    "PRODUCT": "PROD",
-    "MIN": "MIN",
-    "MAX": "MAX",
-    "BAND": "BAND",
-    "BOR": "BOR",
-    "BXOR": "BXOR",
-}
-_OP_NAMES = {int(getattr(dist.ReduceOp, name)): name for name in _OPS}
-_BITWISE = ("BAND", "BOR", "BXOR")
-_WIDENED = (torch.float16, torch.bfloat16)  # MPI has no such types
-# The values are 0 and 1, for which these are the sum, the product and so on; MPI.SUM would give 2.
-_BOOL_OPS = {
-    "SUM": "MAX",
-    "MAX": "MAX",
-    "BOR": "MAX",
-    "PRODUCT": "MIN",
-    "MIN": "MIN",
-    "BAND": "MIN",
-}
-_BOOL_OPS["BXOR"] = "BXOR"
-_TYPES = {
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.complex64: "C_FLOAT_COMPLEX",
-    torch.complex128: "C_DOUBLE_COMPLEX",
-    torch.int8: "INT8_T",
-    torch.int16: "INT16_T",
-    torch.int32: "INT32_T",
-    torch.int64: "INT64_T",
-    torch.uint8: "UINT8_T",
-    torch.uint16: "UINT16_T",
-    torch.uint32: "UINT32_T",
-    torch.uint64: "UINT64_T",
-    torch.bool: "UINT8_T",
+_OPS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
+_OPS |= {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
+_OPS_OF_BOOL = _OPS | {"SUM": "MAX", "PRODUCT": "MIN"}  # of bytes that are 0 or 1
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS += (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+# torch's reductions of each dtype that the backend has.
+_REDUCTIONS = {
+    **dict.fromkeys(_FLOATS, ("SUM", "AVG", "PRODUCT", "MIN", "MAX")),
+    **dict.fromkeys((torch.complex64, torch.complex128), ("SUM", "AVG", "PRODUCT")),
+    **dict.fromkeys((*_INTEGERS, torch.bool), tuple(name for name in _OPS if name != "AVG")),
 }
 
 
@@ -80,25 +57,6 @@ def _create(options: Any, _: Any) -> MpiGroup:
         store, options.group_rank, options.group_size, options.timeout
     )
     return MpiGroup(options, communicator, store)
-
-
-def _operation(plan: Callable[..., _Plan]) -> Any:
-    """Make an operation of the group from a method that returns its generator and its outputs."""
-
-    @functools.wraps(plan)
-    def operation(self: MpiGroup, *args: Any, **options: Any) -> Any:
-        opts: Any = options.get("opts") or (args[-1] if args else None)
-        planned, outputs = plan(self, *args, **options)
-        timeout_s = opts.timeout.total_seconds() if hasattr(opts, "timeout") else 0
-        return self.queue.submit(
-            planned,
-            outputs,
-            timeout_s if timeout_s > 0 else self._timeout_s,
-            blocking=not getattr(opts, "asyncOp", True),
-        )
-
-    operation.plan = plan  # type: ignore[attr-defined]
-    return operation
 
 
 class MpiGroup(dist.ProcessGroup):
@@ -146,208 +104,170 @@ class MpiGroup(dist.ProcessGroup):
     def abort(self) -> None:
         self.queue.close("its job failed, or the program aborted the group.")
 
-    @_operation
-    def allreduce(self, tensors: Any, opts: Any = None) -> _Plan:
-        reduction = self._reduction(tensors, opts)
+    def _submit(self, name: str, start: Start, outputs: Tensors, opts: Any) -> Work:
+        """Start a collective with torch's options for it."""
+        timeout_s = opts.timeout.total_seconds() if opts is not None else 0
+        return self.queue.submit(
+            name,
+            start,
+            outputs,
+            timeout_s if timeout_s > 0 else self._timeout_s,
+            blocking=opts is not None and not opts.asyncOp,
+        )
 
-        def all_reduce() -> Operation:
-            buffers = [reduction.buffer(tensor) for tensor in tensors]
-            requests = [
-                self._communicator.Iallreduce(
-                    self._mpi.IN_PLACE, reduction.of(buffer), reduction.op
+    # Reductions.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        reduction = _Reduction(self._mpi, opts, tensors, self._size)
+
+        def start(work: Work) -> WriteResults:
+            buffers = [_as_numbers(tensor) for tensor in tensors]
+            for buffer in buffers:
+                work.requests.append(
+                    self._communicator.Iallreduce(
+                        self._mpi.IN_PLACE, work.numbers(buffer), reduction.op
+                    )
                 )
-                for buffer in buffers
-            ]
-            yield from _finished(requests)
-            for buffer, tensor in zip(buffers, tensors, strict=True):
-                reduction.finish(buffer, tensor)
+            return partial(reduction.write, buffers, tensors)
 
-        return all_reduce(), tensors
+        return self._submit("all_reduce", start, tensors, opts)
 
-    @_operation
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> _Plan:
-        plan: _Plan = MpiGroup.allreduce.plan(self, tensors, opts)
-        return plan
+    def reduce(self, tensors: Any, opts: Any) -> Work:
+        reduction = _Reduction(self._mpi, opts, tensors, self._size)
 
-    @_operation
-    def reduce(self, tensors: Any, opts: Any = None) -> _Plan:
-        reduction, root = self._reduction(tensors, opts), opts.rootRank
-
-        def reduce() -> Operation:
-            buffers = [reduction.buffer(tensor) for tensor in tensors]
-            requests = [
-                self._communicator.Ireduce(
-                    self._mpi.IN_PLACE if root == self._rank else reduction.of(buffer),
-                    reduction.of(buffer) if root == self._rank else None,
-                    reduction.op,
-                    root,
+        def start(work: Work) -> WriteResults:
+            buffers = [_as_numbers(tensor) for tensor in tensors]
+            is_root = opts.rootRank == self._rank
+            for buffer in buffers:
+                own = work.numbers(buffer)
+                given, taken = (self._mpi.IN_PLACE, own) if is_root else (own, None)
+                work.requests.append(
+                    self._communicator.Ireduce(given, taken, reduction.op, opts.rootRank)
                 )
-                for buffer in buffers
-            ]
-            yield from _finished(requests)
-            if root == self._rank:
-                for buffer, tensor in zip(buffers, tensors, strict=True):
-                    reduction.finish(buffer, tensor)
+            return partial(reduction.write, buffers, tensors) if is_root else None
 
-        return reduce(), tensors
+        return self._submit("reduce", start, tensors, opts)
 
-    @_operation
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
-        reduction = self._reduction([*outputs, *inputs[0]], opts)
-        if len(inputs[0]) != self._size:
-            check_pieces(inputs[0], outputs[0], self._size)
-        counts = [piece.numel() for piece in inputs[0]]
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        _refuse_unsupported([*outputs, *inputs[0]])
+        check_pieces(inputs[0], outputs[0], self._size)
+        whole = torch.cat([as_flat(piece) for piece in inputs[0]])
+        return self.reduce_scatter_single(outputs[0], whole, opts)
 
-        def reduce_scatter() -> Operation:
-            whole = torch.cat([reduction.buffer(piece) for piece in inputs[0]])
-            output = whole.new_empty(outputs[0].numel())
-            request = self._communicator.Ireduce_scatter(
-                reduction.of(whole), reduction.of(output), counts, reduction.op
-            )
-            yield from _finished([request])
-            reduction.finish(output, outputs[0])
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-        return reduce_scatter(), outputs
-
-    @_operation
-    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> _Plan:
-        plan: _Plan = MpiGroup.reduce_scatter_single_coalesced.plan(self, [output], [input], opts)
-        return plan
-
-    @_operation
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
-        reduction = self._reduction([*outputs, *inputs], opts)
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        reduction = _Reduction(self._mpi, opts, [*outputs, *inputs], self._size)
         for output, whole in zip(outputs, inputs, strict=True):
             check_whole(whole, output, self._size)
 
-        def reduce_scatter() -> Operation:
-            wholes = [reduction.buffer(whole) for whole in inputs]
-            pieces = [whole.new_empty(len(whole) // self._size) for whole in wholes]
-            requests = [
-                self._communicator.Ireduce_scatter_block(
-                    reduction.of(whole), reduction.of(piece), reduction.op
+        def start(work: Work) -> WriteResults:
+            pieces = []
+            for whole in map(_as_numbers, inputs):
+                piece = whole.new_empty(len(whole) // self._size)
+                pieces.append(piece)
+                work.requests.append(
+                    self._communicator.Ireduce_scatter_block(
+                        work.numbers(whole), work.numbers(piece), reduction.op
+                    )
                 )
-                for whole, piece in zip(wholes, pieces, strict=True)
-            ]
-            yield from _finished(requests)
-            for piece, output in zip(pieces, outputs, strict=True):
-                reduction.finish(piece, output)
+            return partial(reduction.write, pieces, outputs)
 
-        return reduce_scatter(), outputs
+        return self._submit("reduce_scatter", start, outputs, opts)
 
-    @_operation
-    def broadcast(self, tensors: Any, opts: Any = None) -> _Plan:
+    # Copies.
+
+    def broadcast(self, tensors: Any, opts: Any) -> Work:
         _refuse_unsupported(tensors)
-        root = opts.rootRank if opts is not None else 0
 
-        def broadcast() -> Operation:
+        def start(work: Work) -> WriteResults:
             flats = [_on_host(tensor) for tensor in tensors]
-            yield from _finished([self._communicator.Ibcast(self._bytes(f), root) for f in flats])
-            if root != self._rank:
-                for flat, tensor in zip(flats, tensors, strict=True):
-                    write_back(flat, tensor)
+            for flat in flats:
+                work.requests.append(self._communicator.Ibcast(work.bytes(flat), opts.rootRank))
+            return partial(_write, flats, tensors) if opts.rootRank != self._rank else None
 
-        return broadcast(), tensors
+        return self._submit("broadcast", start, tensors, opts)
 
-    @_operation
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         _refuse_unsupported([*inputs, *outputs[0]])
         check_pieces(outputs[0], inputs[0], self._size)
 
-        def all_gather() -> Operation:
+        def start(work: Work) -> WriteResults:
             own = _on_host(inputs[0])
             whole = own.new_empty(self._size * len(own))
-            yield from _finished([self._communicator.Iallgather(*map(self._bytes, (own, whole)))])
-            for piece, output in zip(
-                whole.chunk(self._size) if len(own) else (), outputs[0], strict=False
-            ):
-                write_back(piece, output)
+            work.requests.append(self._communicator.Iallgather(work.bytes(own), work.bytes(whole)))
+            return partial(_write, whole.split([len(own)] * self._size), outputs[0])
 
-        return all_gather(), outputs[0]
+        return self._submit("all_gather", start, outputs[0], opts)
 
-    @_operation
-    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> _Plan:
-        plan: _Plan = MpiGroup.all_gather_single_coalesced.plan(self, [output], [input], opts)
-        return plan
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
 
-    @_operation
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         _refuse_unsupported([*outputs, *inputs])
         for output, own in zip(outputs, inputs, strict=True):
             check_whole(output, own, self._size)
 
-        def all_gather() -> Operation:
+        def start(work: Work) -> WriteResults:
             flats = [_on_host(output) for output in outputs]
-            # A rank's input may be its part of the output, which MPI does not allow.
-            owns = [_on_host(own).clone() for own in inputs]
-            requests = [
-                self._communicator.Iallgather(self._bytes(own), self._bytes(flat))
-                for own, flat in zip(owns, flats, strict=True)
-            ]
-            yield from _finished(requests)
-            for flat, output in zip(flats, outputs, strict=True):
-                write_back(flat, output)
+            for flat, own in zip(flats, inputs, strict=True):
+                # A rank's input may be its part of the output, which MPI does not allow.
+                given = _on_host(own).clone()
+                work.requests.append(
+                    self._communicator.Iallgather(work.bytes(given), work.bytes(flat))
+                )
+            return partial(_write, flats, outputs)
 
-        return all_gather(), outputs
+        return self._submit("all_gather", start, outputs, opts)
 
-    @_operation
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
-        root = opts.rootRank
-        targets = outputs[0] if root == self._rank else []
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
+        is_root = opts.rootRank == self._rank
+        targets = outputs[0] if is_root else []
         _refuse_unsupported([*inputs, *targets])
-        if root == self._rank:
+        if is_root:
             check_pieces(targets, inputs[0], self._size)
 
-        def gather() -> Operation:
+        def start(work: Work) -> WriteResults:
             own = _on_host(inputs[0])
             whole = own.new_empty(len(targets) * len(own))
-            request = self._communicator.Igather(
-                self._bytes(own), self._bytes(whole) if root == self._rank else None, root
-            )
-            yield from _finished([request])
-            for number, output in enumerate(targets):
-                write_back(whole[number * len(own) : (number + 1) * len(own)], output)
+            taken = work.bytes(whole) if is_root else None
+            work.requests.append(self._communicator.Igather(work.bytes(own), taken, opts.rootRank))
+            return partial(_write, whole.split([len(own)] * len(targets)), targets)
 
-        return gather(), targets
+        return self._submit("gather", start, targets, opts)
 
-    @_operation
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
-        root = opts.rootRank
-        sources = inputs[0] if root == self._rank else []
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
+        is_root = opts.rootRank == self._rank
+        sources = inputs[0] if is_root else []
         _refuse_unsupported([*outputs, *sources])
-        if root == self._rank:
+        if is_root:
             check_pieces(sources, outputs[0], self._size)
 
-        def scatter() -> Operation:
+        def start(work: Work) -> WriteResults:
             own = _on_host(outputs[0])
-            whole = torch.cat([_on_host(source) for source in sources]) if sources else None
-            request = self._communicator.Iscatter(
-                None if whole is None else self._bytes(whole), self._bytes(own), root
-            )
-            yield from _finished([request])
-            write_back(own, outputs[0])
+            given = work.bytes(torch.cat([_on_host(s) for s in sources])) if is_root else None
+            work.requests.append(self._communicator.Iscatter(given, work.bytes(own), opts.rootRank))
+            return partial(_write, [own], outputs)
 
-        return scatter(), outputs
+        return self._submit("scatter", start, outputs, opts)
 
-    @_operation
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> _Plan:
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         _refuse_unsupported([*outputs, *inputs])
         for tensors in (outputs, inputs):
             if len(tensors) != self._size:
                 raise ValueError(f"got {len(tensors)} tensors for {self._size} ranks.")
+        takes = [output.numel() for output in outputs]
+        gives = [each.numel() for each in inputs]
 
-        def all_to_all() -> Operation:
-            given = [_on_host(tensor) for tensor in inputs]
-            whole = torch.cat(given)
-            taken = whole.new_empty(sum(output.numel() for output in outputs))
-            counts = [output.numel() for output in outputs]
-            yield from self._exchange(whole, [len(g) for g in given], taken, counts)
-            for piece, output in zip(taken.split(counts), outputs, strict=True):
-                write_back(piece, output)
+        def start(work: Work) -> WriteResults:
+            given = torch.cat([_on_host(each) for each in inputs])
+            taken = given.new_empty(sum(takes))
+            self._start_exchange(work, given, gives, taken, takes)
+            return partial(_write, taken.split(takes), outputs)
 
-        return all_to_all(), outputs
+        return self._submit("all_to_all", start, outputs, opts)
 
-    @_operation
     def all_to_all_single(
         self,
         output: Any,
@@ -355,75 +275,35 @@ class MpiGroup(dist.ProcessGroup):
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         opts: Any = None,
-    ) -> _Plan:
+    ) -> Work:
         _refuse_unsupported([output, input])
         takes = self._elements_per_rank(output, output_splits)
         gives = self._elements_per_rank(input, input_splits)
 
-        def all_to_all() -> Operation:
-            flat, own = _on_host(output), _on_host(input)
-            yield from self._exchange(own, gives, flat, takes)
-            write_back(flat, output)
+        def start(work: Work) -> WriteResults:
+            given, taken = _on_host(input), _on_host(output)
+            self._start_exchange(work, given, gives, taken, takes)
+            return partial(_write, [taken], [output])
 
-        return all_to_all(), [output]
+        return self._submit("all_to_all", start, [output], opts)
 
-    @_operation
-    def barrier(self, opts: Any = None) -> _Plan:
-        def barrier() -> Operation:
-            yield from _finished([self._communicator.Ibarrier()])
-
-        return barrier(), []
-
-    def send(self, tensors: Any, dst: int, tag: int) -> Any:
-        self._check_message(tensors, tag)
-
-        def send() -> Operation:
-            flat = _on_host(tensors[0])
-            yield from _finished([self._communicator.Isend(self._bytes(flat), dst, tag)])
-
-        return self.queue.submit(send(), [], self._timeout_s, blocking=False, peer=dst)
-
-    def recv(self, tensors: Any, src: int, tag: int) -> Any:
-        return self._submit_receive(tensors, src, tag, self._mpi.Status())
-
-    def recv_anysource(self, tensors: Any, tag: int) -> Any:
-        status = self._mpi.Status()
-        work = self._submit_receive(tensors, self._mpi.ANY_SOURCE, tag, status)
-        work.source = status.Get_source
-        return work
-
-    def _submit_receive(self, tensors: Any, src: int, tag: int, status: Any) -> Work:
-        self._check_message(tensors, tag)
-        receive = self._receive(tensors[0], src, tag, status)
-        return self.queue.submit(receive, tensors, self._timeout_s, blocking=False, peer=src)
-
-    def _receive(self, tensor: torch.Tensor, src: int, tag: int, status: Any) -> Operation:
-        flat = _on_host(tensor)
-        request = self._communicator.Irecv(self._bytes(flat), src, tag)
-        while not request.Test(status):
-            yield
-        if (count := status.Get_count(self._mpi.BYTE)) != flat.nbytes:
-            raise ValueError(
-                f"rank {status.Get_source()} of the group sent {count} bytes, the tensor has {flat.nbytes}."
-            )
-        write_back(flat, tensor)
-
-    def _check_message(self, tensors: Any, tag: int) -> None:
-        _refuse_unsupported(tensors)
-        if len(tensors) != 1:
-            raise ValueError(f"a message is one tensor, got {len(tensors)}.")
-        if not 0 <= tag <= self._max_tag:
-            raise ValueError(f"MPI has tags from 0 to {self._max_tag}, got {tag}.")
-
-    def _exchange(
-        self, given: torch.Tensor, gives: Sequence[int], taken: torch.Tensor, takes: Sequence[int]
-    ) -> Operation:
+    def _start_exchange(
+        self,
+        work: Work,
+        given: torch.Tensor,
+        gives: Sequence[int],
+        taken: torch.Tensor,
+        takes: Sequence[int],
+    ) -> None:
+        """Send `gives[r]` elements of `given` to each rank r, and receive `takes[r]` from it."""
+        (sent, byte), (received, _) = work.bytes(given), work.bytes(taken)
         size_bytes = given.element_size()
-        request = self._communicator.Ialltoallv(
-            [self._buffer(given), [size_bytes * n for n in gives], self._mpi.BYTE],
-            [self._buffer(taken), [size_bytes * n for n in takes], self._mpi.BYTE],
+        work.requests.append(
+            self._communicator.Ialltoallv(
+                [sent, [size_bytes * count for count in gives], byte],
+                [received, [size_bytes * count for count in takes], byte],
+            )
         )
-        yield from _finished([request])
 
     def _elements_per_rank(self, tensor: torch.Tensor, splits: Sequence[int]) -> list[int]:
         if not splits:
@@ -439,20 +319,56 @@ class MpiGroup(dist.ProcessGroup):
         row = tensor.numel() // len(tensor) if len(tensor) else 0
         return [row * split for split in splits]
 
-    def _buffer(self, flat: torch.Tensor) -> Any:
-        return self._mpi.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
+    def barrier(self, opts: Any = None) -> Work:
+        def start(work: Work) -> None:
+            work.requests.append(self._communicator.Ibarrier())
 
-    def _bytes(self, flat: torch.Tensor) -> list[Any]:
-        return [self._buffer(flat), self._mpi.BYTE]
+        return self._submit("barrier", start, [], opts)
 
-    def _reduction(self, tensors: Tensors, opts: Any) -> _Reduction:
+    # Messages between two ranks.
+
+    def send(self, tensors: Any, dst: int, tag: int) -> Work:
+        self._check_message(tensors, tag)
+
+        def start(work: Work) -> None:
+            flat = _on_host(tensors[0])
+            work.requests.append(self._communicator.Isend(work.bytes(flat), dst, tag))
+
+        return self.queue.submit("send", start, [], self._timeout_s, blocking=False, peer=dst)
+
+    def recv(self, tensors: Any, src: int, tag: int) -> Work:
+        self._check_message(tensors, tag)
+        status = self._mpi.Status()
+
+        def start(work: Work) -> WriteResults:
+            flat = _on_host(tensors[0])
+            work.requests.append(self._communicator.Irecv(work.bytes(flat), src, tag))
+            return partial(self._write_message, status, flat, tensors[0])
+
+        return self.queue.submit(
+            "recv", start, tensors, self._timeout_s, blocking=False, peer=src, status=status
+        )
+
+    def recv_anysource(self, tensors: Any, tag: int) -> Work:
+        return self.recv(tensors, self._mpi.ANY_SOURCE, tag)
+
+    def _write_message(self, status: Any, flat: torch.Tensor, tensor: torch.Tensor) -> None:
+        if (count := status.Get_count(self._mpi.BYTE)) != flat.nbytes:
+            raise ValueError(
+                f"rank {status.Get_source()} of the group sent {count} bytes, the tensor has {flat.nbytes}."
+            )
+        write_back(flat, tensor)
+
+    def _check_message(self, tensors: Any, tag: int) -> None:
         _refuse_unsupported(tensors)
-        if len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
-            names = ", ".join(sorted(map(str, dtypes)))
-            raise ValueError(f"the tensors of a reduction have one dtype, got {names}.")
-        return _Reduction(self._mpi, int(opts.reduceOp.op), tensors[0].dtype, self._size)
+        if len(tensors) != 1:
+            raise ValueError(f"a message is one tensor, got {len(tensors)}.")
+        if not 0 <= tag <= self._max_tag:
+            raise ValueError(f"MPI has tags from 0 to {self._max_tag}, got {tag}.")
 
-    # C++ callers (functional collectives, DTensor) look up these operations by the old or the new name.
+    # torch's other names for the same operations. C++ callers (functional collectives, DTensor) use the names
+    # of their torch version.
+    allreduce_coalesced = allreduce
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     _allgather_base = all_gather_single
@@ -461,53 +377,51 @@ class MpiGroup(dist.ProcessGroup):
 
 
 class _Reduction:
-    """A reduction of tensors of one dtype: its MPI operation and type, and how results are written."""
+    """A reduction of tensors of one dtype.
 
-    def __init__(self, MPI: Any, op: int, dtype: torch.dtype, size: int) -> None:
-        self._size = size
-        name = _OP_NAMES.get(op)
-        self._widen, self._mean, self._mpi = dtype in _WIDENED, name == "AVG", MPI
-        type_name = "FLOAT" if self._widen else _TYPES.get(dtype)
-        floating = dtype.is_floating_point or dtype.is_complex
-        wrong = (
-            name is None
-            or type_name is None
-            or (floating and name in _BITWISE)
-            or (not floating and name == "AVG")
-            or (dtype.is_complex and name in ("MIN", "MAX"))
-        )
-        if wrong:
-            raise ValueError(f"backend 'mpi' has no {name or 'such'} reduction of {dtype}.")
-        self._type = getattr(MPI, type_name)  # type: ignore[arg-type]
-        names = _BOOL_OPS if dtype == torch.bool else _OPS
-        self.op = getattr(MPI, names[name])  # type: ignore[index]
+    Attributes:
+        op: MPI's operation.
 
-    def buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of a tensor in host memory, in the type that MPI reduces."""
-        flat = _on_host(tensor)
-        return flat.float() if self._widen else flat
+    Raises:
+        ValueError: the tensors have several dtypes, or the dtype has no such reduction.
+    """
 
-    def of(self, flat: torch.Tensor) -> list[Any]:
-        """Elements from `buffer` as an argument of mpi4py."""
-        return [self._mpi.buffer.fromaddress(flat.data_ptr(), flat.nbytes), self._type]
+    def __init__(self, MPI: Any, opts: Any, tensors: Tensors, size: int) -> None:
+        _refuse_unsupported(tensors)
+        if len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"the tensors of a reduction have one dtype, got {names}.")
+        dtype, name = tensors[0].dtype, opts.reduceOp.op.name
+        if name not in _REDUCTIONS.get(dtype, ()):
+            raise ValueError(f"backend 'mpi' has no {name} reduction of {dtype}.")
+        self.op = getattr(MPI, (_OPS_OF_BOOL if dtype == torch.bool else _OPS)[name])
+        self._divisor = size if name == "AVG" else 1
 
-    def finish(self, buffer: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Write the result to `tensor`."""
-        if self._mean:
+    def write(self, buffers: Tensors, tensors: Tensors) -> None:
+        """Write the sums that MPI has computed in `buffers`, or the means, to `tensors`."""
+        for buffer in buffers if self._divisor > 1 else ():
             # A complex division is not correctly rounded.
-            (torch.view_as_real(buffer) if buffer.is_complex() else buffer).div_(self._size)
-        write_back(buffer, tensor)
-
-
-def _finished(requests: Sequence[Any]) -> Operation:
-    for request in requests:
-        while not request.Test():
-            yield
+            (torch.view_as_real(buffer) if buffer.is_complex() else buffer).div_(self._divisor)
+        _write(buffers, tensors)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    flat = as_flat(tensor)
-    return flat if flat.is_cpu else flat.cpu()
+    """The elements of a tensor in host memory, as one dimension: the tensor's own memory if possible."""
+    return as_flat(tensor).cpu()
+
+
+def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor in host memory, in a dtype that MPI can reduce."""
+    flat = _on_host(tensor)
+    if flat.dtype == torch.bool:
+        return flat.view(torch.uint8)
+    return flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+
+
+def _write(flats: Iterable[torch.Tensor], tensors: Tensors) -> None:
+    """Copy elements to tensors whose memory MPI has not written itself."""
+    for flat, tensor in zip(flats, tensors, strict=True):
+        write_back(flat, tensor)
 
 
 def _refuse_unsupported(tensors: Tensors) -> None:

