@@ -19,6 +19,7 @@ import paceline
 from paceline import Mesh
 from paceline.checkpoint import layout
 from paceline.errors import ConfigError, Desync, EvaluationError, LossError, StepError
+from paceline.parallel.modules import PIPELINE
 from paceline.parallel.pipeline_stages import _partition
 from paceline.testing import run_ranks
 
@@ -565,6 +566,55 @@ def test_shapes_that_only_an_early_stage_has_and_lists_of_layers() -> None:
     for results in run_ranks(_train_both, nproc=2, mesh=Mesh(pp=2)):
         for got, want in zip(results, wants, strict=True):
             assert got == pytest.approx(want, rel=1e-12)
+
+
+class Numbered(nn.Module):
+    """Its `forward` takes numbers, which may differ in each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, scale: float, copies: int = 1) -> torch.Tensor:
+        h = self.first(x) * scale
+        out: torch.Tensor = self.last(h.repeat(copies, 1))
+        return out.view(copies, -1, 3).mean(0)
+
+
+def _train_numbered(job: Any, shape_changes: bool) -> tuple[list[float], int]:
+    model: nn.Module = Numbered().double()
+    if job.world_size > 1:
+        model = paceline.pipeline(job, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = paceline.Batches(job, make_data(16, torch.float64), global_batch=4, micro_batch=1)
+    training = paceline.Training(job, model, optimizer, batches)
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        number = float(batch[0].sum())
+        copies = 2 if shape_changes and number > 0 else 1
+        logits = model(batch[0], scale=1 + number, copies=copies)
+        return F.cross_entropy(logits, batch[1], reduction="sum")
+
+    losses = []
+    for step in training.steps(until=4):
+        step.run(loss_fn)
+        step.update()
+        losses.append(float(step.loss))
+    pipe = model.__dict__.get(PIPELINE)
+    return losses, len(pipe._schedules) if pipe is not None else 0
+
+
+def test_a_number_that_changes_needs_no_schedule_of_its_own() -> None:
+    ((want, _),) = run_ranks(_train_numbered, False, nproc=1)
+    for got, schedules in run_ranks(_train_numbered, False, nproc=2, mesh=Mesh(pp=2)):
+        assert got == pytest.approx(want, rel=1e-12)
+        assert schedules == 1
+
+
+def test_a_number_that_decides_a_shape_is_refused() -> None:
+    with pytest.raises(StepError, match="A number among the arguments seems to decide the shape"):
+        run_ranks(_train_numbered, True, nproc=2, mesh=Mesh(pp=2))
 
 
 # Found by the second stage, after it has received a tensor.

@@ -1,7 +1,18 @@
-"""What a rank holds of a pipeline: its stages, the forward of each, and torch's schedules that run them.
+"""`Pipe`: what the ranks of a pipeline do in a step, and what a call of the model does.
 
-Every stage calls the model's own `forward`. Submodules of other stages are replaced, under the same names, by
-modules without parameters, so parameters keep the names of the whole model.
+A step (`Pipe.run`):
+
+1. Find the arguments of the model. The user's loss function is called for each micro-batch; its call of the
+   model ends it (`_Captured`).
+2. Choose a schedule. Neighbouring micro-batches run in one schedule of torch if the tensors among their
+   arguments have the same shapes. For new shapes, one forward without gradients through all stages finds the
+   shapes of what stages pass, and a `_Schedule` with buffers of these shapes is made.
+3. Run it. torch's schedule decides when this rank computes the forward or backward of which stage and
+   micro-batch, and sends and receives tensors. It calls a `_StageModule` for each forward, and
+   `stage_forward.py` computes it. The last stage then calls the loss function again; its call of the model
+   now returns the output.
+
+Outside of a step, a call of the model without gradients runs one forward through all stages, for evaluation.
 """
 
 from __future__ import annotations
@@ -9,9 +20,10 @@ from __future__ import annotations
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,12 +36,12 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from paceline import torch_private
 from paceline.clock.step_clock import BACKWARD, FORWARD, clock
-from paceline.errors import ConfigError, EvaluationError, PacelineError, StepError
+from paceline.errors import EvaluationError, StepError
 from paceline.job.job import Job
 from paceline.parallel.modules import OtherStage
-from paceline.parallel.pipeline_stages import LOOPED, stateless_layers
+from paceline.parallel.pipeline_stages import LOOPED
+from paceline.parallel.stage_forward import SENDABLE, RankStages
 from paceline.parallel.strategy import ScheduledStep
 
 SCHEDULES: dict[str, Any] = {
@@ -39,164 +51,400 @@ SCHEDULES: dict[str, Any] = {
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
 _MAX_SCHEDULES = 16  # each keeps buffers for the activations of one shape
-# Dtypes that stages may send.
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HEAD_SIZE = 2 + 64  # index of a dtype, number of dims, and torch's largest number of dims
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call of the model
+_Forward = Callable[
+    [torch.Tensor], torch.Tensor
+]  # of a stage and a micro-batch, from what is received
+# Tensors without memory like the input and the output of each stage of this rank.
+_Examples = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
-class _NotHere(ConfigError, AttributeError):
-    """An attribute of a submodule that another stage holds; `hasattr` must see an AttributeError."""
 
-
-# Both are BaseExceptions, so that `except Exception` in a model or a loss function does not catch them.
+# A BaseException, so that `except Exception` in a loss function does not catch it.
 class _Captured(BaseException):
     """Ends a call of the loss function at its call of the model; holds the model's arguments."""
 
 
-class _StageEnd(BaseException):
-    """Ends the model's `forward` where the next stage begins; holds the tensor that is sent."""
+class Owned(NamedTuple):
+    """A parameter or buffer of the whole model; `rank` of the pipeline holds it, or all ranks if None."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    rank: int | None
 
 
-class _Proxy(nn.Module):
-    """Replaces a submodule: permanently if another stage holds it, else while a stage computes."""
+class Pipe:
+    """The part of a pipeline on this rank.
 
-    def __init__(self, pipe: Pipe, name: str, layer: nn.Module | None) -> None:
-        super().__init__()
-        self._what = pipe, name, layer  # a tuple, so that torch does not register the layer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        pipe, name, layer = self._what
-        if pipe.running is not None:
-            return pipe.running.call(name, layer, args, kwargs)
-        if layer is None:
-            raise self._missing(f"`{name}` cannot be called")
-        # Activation checkpointing computes it again, with the arguments that `forward` gave.
-        return layer(*map(_received, args), **{k: _received(v) for k, v in kwargs.items()})
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or name == "_what":
-                raise
-        _, unit, layer = self._what
-        if layer is None:
-            raise self._missing(f"`{unit}.{name}` cannot be read")
-        return getattr(layer, name)
-
-    def _missing(self, what: str) -> _NotHere:
-        return _NotHere(
-            f"`{self._what[1]}` is on another stage, so {what} on this rank.",
-            why="a pipeline calls the model's `forward` on each stage, with its own submodules only.",
-            fix="move the computation into a submodule.",
-        )
-
-
-class _StageForward:
-    """One forward of a stage through the model's `forward`.
-
-    Submodules of earlier stages return tensors without values. At the first submodule of this stage the
-    received tensor takes the place of its first argument. At the first submodule of the next stage the
-    forward ends, and its first argument is sent. So `forward` may compute anything between two submodules.
-    Submodules without parameters and buffers belong to no stage and compute on all ranks.
+    Attributes:
+        group: The ranks that hold the stages of one replica.
+        owners: The parameters and buffers of the whole model by name.
+        calls_left: How often the score of an evaluation may still call the model; None outside of one.
     """
 
-    def __init__(self, pipe: Pipe, stage: int, received: torch.Tensor | None) -> None:
-        self._pipe = pipe
-        self._stage = stage
-        self._received = received
-        self._has_grad = torch.is_grad_enabled()
-        self._num_called = 0
-        self.has_begun = stage == 0  # whether values are computed, and not only shapes
+    def __init__(self, job: Job, module: nn.Module, units: list[list[str]], schedule: str) -> None:
+        self.group: dist.ProcessGroup = job.device_mesh["pp"].get_group()
+        self._rank, self._size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._job, self._module, self._kind = job, module, schedule
+        self.owners = {
+            name: Owned(value.shape, value.dtype, self._owner(name, units))
+            for name, value in module.state_dict().items()
+        }
+        own = list(range(self._rank, len(units), self._size))
+        self._stages = RankStages(job, module, units, own)
+        self._has_last = len(units) - 1 in own
+        self._schedules: OrderedDict[tuple[int, str], _Schedule] = OrderedDict()
+        self.calls_left: int | None = None
+        # What a call of the model does. "capture": it raises `_Captured`. "output": it returns `_output`.
+        # "refuse": an error, because the schedule runs. "": it runs all stages.
+        self._mode: Literal["", "capture", "output", "refuse"] = ""
+        self._output: Any = None
+        module.forward = self._call
 
-    def call(self, unit: str, layer: nn.Module | None, args: Any, kwargs: Any) -> Any:
-        """The call of a submodule by `forward`."""
-        order, stage_of = self._pipe.order, self._pipe.stage_of
-        if unit not in stage_of:
-            assert layer is not None
-            try:
-                return layer(*args, **kwargs)
-            except Exception:
-                if _is_empty((args, kwargs)):  # of the received shape, which may not fit
-                    return self._empty()
-                raise
-        if unit != self._next:
-            raise self._pipe.split_error(f"`forward` calls {unit} where {self._next} was expected")
-        stage = stage_of[unit]
-        begins = self._num_called > 0 and stage != stage_of[order[self._num_called - 1]]
-        self._num_called += 1
-        if stage < self._stage:
-            return self._empty()
-        if begins:
-            x = args[0] if args else next(iter(kwargs.values()), None)
-            if stage > self._stage:
-                raise _StageEnd(x)
-            if not _is_empty(x):
-                raise self._pipe.split_error(
-                    f"the first argument of {unit} is not computed by the stage before"
-                )
-            if torch.is_grad_enabled() != self._has_grad:
-                raise self._pipe.split_error(
-                    f"{unit} is computed by torch.utils.checkpoint with use_reentrant=True"
-                )
-            x.received = self._received  # type: ignore[union-attr]
-            self.has_begun = True
-            args, kwargs = tuple(map(_received, args)), {k: _received(v) for k, v in kwargs.items()}
-        if _is_empty((args, kwargs)):
-            raise self._pipe.split_error(
-                f"{unit} gets another value than its first argument from an earlier stage"
+    def _owner(self, name: str, units: list[list[str]]) -> int | None:
+        for number, stage in enumerate(units):
+            if name.startswith(tuple(f"{unit}." for unit in stage)):
+                return number % self._size
+        return None
+
+    # A step.
+
+    def run(self, step: ScheduledStep) -> tuple[float, float]:
+        """Forward and backward of a step's micro-batches; returns the seconds of computation and of all."""
+        arguments = [self._capture(step, at) for at in range(step.size)]
+        shapes = [repr(_shapes(each)) for each in arguments]
+        began, busy_s = time.perf_counter(), 0.0
+        self._mode = "refuse"
+        try:
+            for shape, micros in self._split(shapes):
+                schedule = self._schedule_of(len(micros), shape, step, micros[0], arguments)
+                forwards = {
+                    number: [
+                        partial(self._scheduled, step, at, number, arguments[at], output)
+                        for at in micros
+                    ]
+                    for number, (_, output) in schedule.examples.items()
+                }
+                busy_s += schedule.run(forwards)
+        except RuntimeError as error:
+            self._reraise(error)
+        finally:
+            self._mode = ""
+        return busy_s, time.perf_counter() - began
+
+    def _split(self, shapes: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
+        """Neighbouring micro-batches of one shape, in numbers that the schedule takes at once."""
+        for shape, group in groupby(range(len(shapes)), shapes.__getitem__):
+            micros = list(group)
+            while micros:
+                size = len(micros)
+                if self._kind in LOOPED and size >= 2 * self._size:
+                    size -= size % self._size
+                yield shape, micros[:size]
+                micros = micros[size:]
+
+    def _schedule_of(
+        self, size: int, shape: str, step: ScheduledStep, at: int, arguments: Sequence[_Arguments]
+    ) -> _Schedule:
+        key = size, shape
+        if key not in self._schedules:
+            examples = self._examples(step, at, arguments[at])
+            self._schedules[key] = _Schedule(
+                self._stages, self._kind, size, examples, self.group, self._job.device
             )
-        assert layer is not None
-        return layer(*args, **kwargs)
+            if len(self._schedules) > _MAX_SCHEDULES:
+                self._schedules.popitem(last=False)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
 
-    @property
-    def _next(self) -> str:
-        order = self._pipe.order
-        return order[self._num_called] if self._num_called < len(order) else "nothing more"
+    def _examples(self, step: ScheduledStep, at: int, arguments: _Arguments) -> _Examples:
+        """Find the shapes of what this rank's stages receive and return, with one forward of all stages."""
+        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def _empty(self) -> torch.Tensor:
-        """A tensor like the received one, with its device but without values."""
-        received = self._received
-        assert received is not None
-        return torch.empty_like(self._pipe.without_values(received))
+        def compute(number: int, received: torch.Tensor | None) -> Any:
+            output = self._forward(step, at, number, arguments, received)
+            if number == self._stages.last:
+                output = torch.empty(())  # the loss
+            if received is None:
+                received = torch.empty(1, dtype=torch.int64)  # a number of `_Schedule.run`
+            found[number] = _like(received), _like(output)
+            return output
 
-    def end(self, output: Any) -> None:
-        """Check a forward that returned."""
-        if self._num_called < len(self._pipe.order):
-            raise self._pipe.split_error(f"`forward` does not call {self._next}")
-        if _is_empty(output):
-            raise self._pipe.split_error(
-                "`forward` returns a tensor that it computes from a value of an earlier stage"
+        buffers = list(self._module.buffers())
+        kept = [buffer.clone() for buffer in buffers]
+        with torch.no_grad():
+            self._pass(compute)
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+        return found
+
+    def _forward(
+        self,
+        step: ScheduledStep,
+        at: int,
+        number: int,
+        arguments: _Arguments,
+        received: torch.Tensor | None,
+    ) -> Any:
+        """Stage `number` of a micro-batch: the tensor to send, or what the model returns."""
+        with step.forward(at, number):
+            return self._stages.forward(number, *arguments, received)
+
+    def _scheduled(
+        self,
+        step: ScheduledStep,
+        at: int,
+        number: int,
+        arguments: _Arguments,
+        example: torch.Tensor,
+        received: torch.Tensor,
+    ) -> torch.Tensor:
+        """The same within a schedule, where the last stage returns the loss.
+
+        Args:
+            example: The shape and dtype for which the schedule has buffers.
+        """
+        output = self._forward(step, at, number, arguments, received if number else None)
+        if number == self._stages.last:
+            # float: torch 2.11 compares its dtype with `output_args`. The gradient stays exact.
+            return self._loss(step, at, output).float()
+        assert isinstance(output, torch.Tensor)
+        if (output.shape, output.dtype) != (example.shape, example.dtype):
+            raise StepError(
+                f"stage {number} returns a tensor of shape {list(output.shape)} and {output.dtype}; for "
+                f"another micro-batch it was {list(example.shape)} and {example.dtype}.",
+                where=self._job.where(),
+                why="the tensors among the model's arguments have the same shapes in both, so both use the "
+                "buffers of one schedule. A number among the arguments seems to decide the shape.",
+                fix="cut or pad the tensors before the call of the model.",
             )
+        return output
+
+    def _reraise(self, error: BaseException) -> NoReturn:
+        """Raise what a stage raised, which torch puts into a RuntimeError, or the failure of a peer."""
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_of_torch = frame.f_globals.get("__name__", "").startswith(
+            "torch.distributed.pipelining."
+        )
+        if is_of_torch and isinstance(error.__cause__, Exception):
+            raise error.__cause__
+        if self._kind == "zero_bubble" and "second time" in str(error):
+            raise StepError(
+                "schedule='zero_bubble' cannot compute the gradients of this model.",
+                where=self._job.where(),
+                why="torch computes the gradients of weights apart from those of activations, which fails if "
+                "a stage uses a layer twice.",
+                fix="use schedule='1f1b' or 'interleaved'.",
+            ) from error
+        self._job.reraise(error)
+
+    # The loss function of a step.
+
+    def _capture(self, step: ScheduledStep, at: int) -> _Arguments:
+        """The arguments with which the loss function calls the model."""
+        self._mode = "capture"
+        try:
+            with step.forward(at, 0):
+                step.call(at)
+        except _Captured as captured:
+            args, kwargs = captured.args
+            return args, kwargs
+        finally:
+            self._mode = ""
+        raise StepError(
+            "the function given to `step.run` did not call the model.",
+            where=self._job.where(),
+            fix="call model(...) once for each micro-batch.",
+        )
+
+    def _loss(self, step: ScheduledStep, at: int, output: Any) -> torch.Tensor:
+        """The weighted loss of a micro-batch from the model's output, on the last stage."""
+        self._mode, self._output = "output", output
+        try:
+            with step.forward(at, 0):
+                result = step.call(at)
+        finally:
+            self._mode, self._output = "refuse", None
+        return step.weigh(at, result)
+
+    # A call of the model.
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model does in place of its `forward`."""
+        if self._mode == "capture":
+            raise _Captured(args, kwargs)
+        if self._mode == "output":
+            self._mode, output = "refuse", self._output
+            return output
+        self._refuse_call()
+        output = self._pass(
+            lambda number, received: self._stages.forward(number, args, kwargs, received)
+        )
+        if self._has_last:
+            return output
+        raise OtherStage(
+            f"rank {self._job.rank} holds stage {self._stages.own[-1]}, so it has no output of the model.",
+            why=f"the last of the {len(self._stages.units)} stages has it.",
+            fix="use paceline.evaluate, which takes the results of the last stage.",
+        )
+
+    def _refuse_call(self) -> None:
+        """Raise unless all stages may run one forward now; count it."""
+        if self._mode == "refuse":
+            raise StepError(
+                "the function given to `step.run` called the model twice for one micro-batch.",
+                where=self._job.where(),
+                why="the last stage cannot run the other stages while the schedule runs them.",
+                fix="call the model once, and compute the loss from its output.",
+            )
+        if torch.is_grad_enabled():
+            raise StepError(
+                "a pipeline's model was called outside of `step.run`.",
+                where=self._job.where(),
+                why="its schedule decides when each stage computes.",
+                fix="step.run(lambda batch: (loss of model(x) and y, count)), with one call of the model.",
+            )
+        if self.calls_left == 0:
+            raise EvaluationError(
+                "the score called the model twice for one batch.",
+                where=self._job.where(),
+                why="ranks without the last stage cannot follow: for them a score ends at the first call.",
+                fix="call the model once, and compute all results from its output.",
+            )
+        if self.calls_left is not None:
+            self.calls_left -= 1
+
+    # One forward through all stages, without a schedule.
+
+    def _pass(self, compute: Callable[[int, torch.Tensor | None], Any]) -> Any:
+        """Call `compute` for each stage in turn; returns what the last stage computes, on its rank only."""
+        output = None
+        try:
+            for number in self._stages.own:
+                output = compute(number, self._receive() if number else None)
+                if number < self._stages.last:
+                    self._send(output)
+        except RuntimeError as error:
+            self._job.reraise(error)
+        return output if self._has_last else None
+
+    def _send(self, x: torch.Tensor) -> None:
+        head = [SENDABLE.index(x.dtype), x.dim(), *x.shape]
+        head += [0] * (_HEAD_SIZE - len(head))
+        target = (self._rank + 1) % self._size
+        dist.send(torch.tensor(head, device=x.device), group=self.group, group_dst=target)
+        dist.send(x, group=self.group, group_dst=target)
+
+    def _receive(self) -> torch.Tensor:
+        device, source = self._job.device, (self._rank - 1) % self._size
+        head = torch.empty(_HEAD_SIZE, dtype=torch.int64, device=device)
+        dist.recv(head, group=self.group, group_src=source)
+        dtype, dims, *shape = head.tolist()
+        x = torch.empty(shape[:dims], dtype=SENDABLE[dtype], device=device)
+        dist.recv(x, group=self.group, group_src=source)
+        return x
+
+    # State.
+
+    def others(self) -> set[str]:
+        """The names of parameters and buffers that only other ranks hold."""
+        return {name for name, owned in self.owners.items() if owned.rank not in (None, self._rank)}
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """The state of the whole model, on the CPU. All ranks call it."""
+        own = self._module.state_dict()
+        whole: dict[str, torch.Tensor] = {}
+        try:
+            for name, (shape, dtype, rank) in self.owners.items():
+                if rank in (None, self._rank):
+                    value = own[name].detach().contiguous()
+                else:
+                    value = torch.empty(shape, dtype=dtype, device=self._job.device)
+                if rank is not None:
+                    dist.broadcast(value, group=self.group, group_src=rank)
+                whole[name] = value.cpu()
+        except RuntimeError as error:
+            self._job.reraise(error)
+        return whole
 
 
-def _received(value: Any) -> Any:
-    """The received tensor in place of the tensor without values."""
-    return getattr(value, "received", value) if isinstance(value, torch.Tensor) else value
+class _Schedule:
+    """A schedule of torch for a number of micro-batches of one shape, with this rank's stages.
 
+    Shapes are given, so that torch does not run the model to find them.
 
-def _is_empty(value: Any) -> bool:
-    """Whether a tensor without values is among nested arguments."""
-    if isinstance(value, torch.Tensor):
-        return value.is_meta or hasattr(value, "fake_mode")
-    if isinstance(value, Mapping):
-        return any(map(_is_empty, value.values()))
-    return isinstance(value, list | tuple) and any(map(_is_empty, value))
+    Attributes:
+        examples: See `_Examples`. The output of the last stage is the loss.
+    """
+
+    def __init__(
+        self,
+        stages: RankStages,
+        kind: str,
+        size: int,
+        examples: _Examples,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.examples = examples
+        # torch splits a batch into micro-batches. It gets their numbers only: the stages know the arguments.
+        self._numbers = torch.arange(size, device=device)
+        self._modules = {n: _StageModule(stages.layers_of(n)) for n in stages.own}
+        self._stages = [
+            _TimedStage(
+                module,
+                number,
+                len(stages.units),
+                device,
+                input_args=examples[number][0],
+                output_args=examples[number][1],
+                group=group,
+                dw_builder=None if torch.__version__ >= "2.13" else _whole_backward,
+            )
+            for number, module in self._modules.items()
+        ]
+        schedule = SCHEDULES[kind]
+        if schedule is Schedule1F1B and size < len(stages.units):
+            schedule = ScheduleGPipe  # needs no more memory here, and torch's 1F1B refuses so few
+        self._schedule = schedule(
+            self._stages if kind in LOOPED else self._stages[0],
+            size,
+            loss_fn=lambda loss, _: loss,
+            scale_grads=False,
+        )
+
+    def run(self, forwards: Mapping[int, Sequence[_Forward]]) -> float:
+        """Run forward and backward of all micro-batches; returns the seconds of computation.
+
+        Args:
+            forwards: For each stage of this rank, the forward of each micro-batch.
+        """
+        for number, module in self._modules.items():
+            module.forwards = iter(forwards[number])
+        before = sum(stage.busy_s for stage in self._stages)
+        inputs = (self._numbers,) if 0 in self._modules else ()
+        self._schedule.step(*inputs, target=self._numbers, return_outputs=False)
+        return sum(stage.busy_s for stage in self._stages) - before
 
 
 class _StageModule(nn.Module):
-    """A stage as torch's schedules call it."""
+    """A stage as torch's schedules call it.
+
+    Attributes:
+        forwards: The forwards to come. All schedules of torch run those of a stage in the order of the
+            micro-batches.
+    """
 
     is_stage = True  # `paceline verify` looks for it
 
-    def __init__(self, units: Sequence[nn.Module], compute: Callable[..., Any]) -> None:
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.units = nn.ModuleList(units)
-        self.__dict__["compute"] = compute
+        self.layers = nn.ModuleList(layers)
+        self.forwards: Iterator[_Forward] = iter(())
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.__dict__["compute"](received)
-        return out
+        return next(self.forwards)(received)
 
 
 class _TimedStage(PipelineStage):
@@ -230,414 +478,21 @@ def _whole_backward() -> Callable[[], None]:
     return lambda: None
 
 
-class _Schedule:
-    """A schedule of torch for a number of micro-batches of one shape, with this rank's stages.
-
-    The last stage returns the loss. Shapes are given, so that torch does not run the model to find them.
-
-    Args:
-        examples: For each stage of this rank, tensors like its input and its output, on the meta device.
-    """
-
-    def __init__(
-        self, pipe: Pipe, size: int, examples: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        self._pipe = pipe
-        self._run: tuple[ScheduledStep, Sequence[int], Sequence[Any]] | None = None
-        self._done: dict[int, int] = {}  # by stage, how many micro-batches had their forward
-        self._stages = [
-            _TimedStage(
-                _StageModule(
-                    [pipe.layers[unit] for unit in pipe.units[number]], self._compute_of(number)
-                ),
-                number,
-                len(pipe.units),
-                pipe.job.device,
-                input_args=examples[number][0],
-                output_args=examples[number][1],
-                group=pipe.group,
-                dw_builder=None if torch.__version__ >= "2.13" else _whole_backward,
-            )
-            for number in pipe.own
-        ]
-        kind = SCHEDULES[pipe.schedule]
-        if kind is Schedule1F1B and size < len(pipe.units):
-            kind = ScheduleGPipe  # needs no more memory here, and torch's 1F1B refuses so few
-        stages = self._stages if pipe.schedule in LOOPED else self._stages[0]
-        self._schedule = kind(stages, size, loss_fn=lambda loss, _: loss, scale_grads=False)
-
-    def run(self, step: ScheduledStep, micros: Sequence[int], inputs: Sequence[Any]) -> float:
-        """Forward and backward of some micro-batches of a step; returns the seconds of computation."""
-        self._run, self._done = (step, micros, inputs), dict.fromkeys(self._pipe.own, 0)
-        before = sum(stage.busy_s for stage in self._stages)
-        numbers = torch.arange(len(micros), device=self._pipe.job.device)
-        try:
-            self._schedule.step(
-                *((numbers,) if self._pipe.is_first else ()), target=numbers, return_outputs=False
-            )
-        finally:
-            self._run = None
-        return sum(stage.busy_s for stage in self._stages) - before
-
-    def _compute_of(self, number: int) -> Callable[..., torch.Tensor]:
-        def compute(received: torch.Tensor) -> torch.Tensor:
-            assert self._run is not None
-            step, micros, inputs = self._run
-            # All schedules of torch run the forwards of a stage in the order of the micro-batches.
-            at = micros[self._done[number]]
-            self._done[number] += 1
-            output = self._pipe.forward(step, at, number, inputs[at], received if number else None)
-            if number == len(self._pipe.units) - 1:
-                # float: torch 2.11 compares its dtype with `output_args`. The gradient stays exact.
-                output = self._pipe.loss_of(step, at, output).float()
-            assert isinstance(output, torch.Tensor)
-            return output
-
-        return compute
-
-
-class Pipe:
-    """The stages of one model that this rank holds, and what a call of the model does.
-
-    Attributes:
-        units: For each stage of the pipeline, its units; see `pipeline_stages`.
-        order: The units of all stages.
-        own: The stages of this rank.
-        layers: This rank's submodules, by unit, and those that belong to no stage.
-        owners: By name of a parameter or buffer of the whole model, its shape, its dtype and the rank of the
-            pipeline that holds it; None if all ranks hold it.
-        running: The forward of a stage in progress.
-        is_running: Whether a step's micro-batches run.
-        calls_left: How often the score of an evaluation may still call the model; None outside of one.
-    """
-
-    def __init__(self, job: Job, module: nn.Module, units: list[list[str]], schedule: str) -> None:
-        self.job, self.module, self.units, self.schedule = job, module, units, schedule
-        self.group: dist.ProcessGroup = job.device_mesh["pp"].get_group()
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.own = list(range(self.rank, len(units), self.size))
-        self.is_first = 0 in self.own
-        self.is_last = len(units) - 1 in self.own
-        self.stage_of = {unit: number for number, stage in enumerate(units) for unit in stage}
-        self.order = list(self.stage_of)
-        self.owners = {
-            name: (value.shape, value.dtype, self._owner(name))
-            for name, value in module.state_dict().items()
-        }
-        self.running: _StageForward | None = None
-        self.is_running = False
-        self._without_values: dict[Any, torch.Tensor] = {}
-        self.calls_left: int | None = None
-        self.layers: dict[str, nn.Module] = {}
-        self._proxies: dict[str, _Proxy] = {}
-        self._forward = module.forward
-        self._schedules: OrderedDict[tuple[int, str], _Schedule] = OrderedDict()
-        self._mode: Literal["", "capture", "output"] = ""
-        self._output: Any = None
-        for unit in [*self.order, *stateless_layers(module, self.order)]:
-            number = self.stage_of.get(unit)
-            layer = module.get_submodule(unit) if number is None or number in self.own else None
-            self._proxies[unit] = _Proxy(self, unit, layer)
-            self._proxies[unit].training = module.get_submodule(unit).training
-            if layer is None:
-                self._put(unit, self._proxies[unit])
-            else:
-                self.layers[unit] = layer
-        module.forward = self._call
-
-    def _owner(self, name: str) -> int | None:
-        unit = next((unit for unit in self.order if name.startswith(f"{unit}.")), None)
-        return None if unit is None else self.stage_of[unit] % self.size
-
-    def _put(self, unit: str, layer: nn.Module) -> None:
-        parent, _, name = unit.rpartition(".")
-        setattr(self.module.get_submodule(parent), name, layer)
-
-    # Computation.
-
-    def forward(
-        self, step: ScheduledStep, at: int, number: int, inputs: Any, received: torch.Tensor | None
-    ) -> Any:
-        """Stage `number` of a micro-batch: the tensor to send, or what the model returns."""
-        with step.forward(at, number):
-            return self._compute(number, inputs, received)
-
-    def _compute(self, number: int, inputs: Any, received: torch.Tensor | None) -> Any:
-        args, kwargs = inputs
-        for unit, layer in self.layers.items():
-            self._proxies[unit].training = layer.training
-            self._put(unit, self._proxies[unit])
-        self.running = _StageForward(self, number, received)
-        try:
-            output = self._forward(*args, **kwargs)
-            self.running.end(output)
-        except _StageEnd as end:
-            output = self._sendable(number, end.args[0])
-        except StopIteration as error:
-            raise ConfigError(
-                f"the `forward` of {type(self.module).__name__} raised StopIteration.",
-                where=self.job.where(),
-                why="a module that is split has no parameters() during its `forward`, so "
-                "`next(self.parameters())` finds none.",
-                fix="take the dtype and the device from an argument of `forward`.",
-            ) from error
-        except Exception as error:
-            if self.running.has_begun or isinstance(error, PacelineError):
-                raise
-            raise self.split_error(
-                f"stage {number} cannot skip the computations between the submodules before it: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        finally:
-            self.running = None
-            for unit, layer in self.layers.items():
-                self._put(unit, layer)
-        return output
-
-    def without_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same shape, dtype and device without memory."""
-        key = tuple(tensor.shape), tensor.dtype, tensor.device
-        if key not in self._without_values:
-            mode = torch_private.find("torch._subclasses.FakeTensorMode")
-            if mode is None:
-                made = torch.empty_like(tensor, device="meta")
-            else:
-                made = mode(allow_non_fake_inputs=True).from_tensor(tensor.detach())
-            self._without_values[key] = made
-        return self._without_values[key]
-
-    def _sendable(self, number: int, x: Any) -> torch.Tensor:
-        if isinstance(x, torch.Tensor) and x.dtype in _DTYPES:
-            return x.contiguous()
-        shown = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        raise self.split_error(
-            f"the first argument of {self.units[number + 1][0]} is a {shown}, not a floating-point tensor"
-        )
-
-    def split_error(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"{type(self.module).__name__} cannot be split into these stages: {what}.",
-            where=self.job.where(),
-            why="a stage passes one tensor to the next: the first argument of its first submodule.",
-            fix="register submodules in the order of their calls, move computations between them into "
-            "submodules, or split at other names.",
-        )
-
-    def run(self, step: ScheduledStep) -> tuple[float, float]:
-        """Forward and backward of a step's micro-batches; returns the seconds of computation and of all."""
-        inputs = [self._capture(step, at) for at in range(step.size)]
-        shapes = [repr(_shapes(each)) for each in inputs]
-        began, busy_s = time.perf_counter(), 0.0
-        self.is_running = True
-        try:
-            for shape, group in groupby(range(step.size), shapes.__getitem__):
-                micros = list(group)
-                while micros:
-                    size = self._largest(len(micros))
-                    schedule = self._schedule_of(size, shape, step, micros[0], inputs)
-                    busy_s += schedule.run(step, micros[:size], inputs)
-                    micros = micros[size:]
-        except RuntimeError as error:
-            self._reraise(error)
-        finally:
-            self.is_running = False
-        return busy_s, time.perf_counter() - began
-
-    def _reraise(self, error: BaseException) -> NoReturn:
-        """Raise what a stage raised, which torch puts into a RuntimeError, or the failure of a peer."""
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        is_of_torch = frame.f_globals.get("__name__", "").startswith(
-            "torch.distributed.pipelining."
-        )
-        if is_of_torch and isinstance(error.__cause__, Exception):
-            raise error.__cause__
-        if self.schedule == "zero_bubble" and "second time" in str(error):
-            raise StepError(
-                "schedule='zero_bubble' cannot compute the gradients of this model.",
-                where=self.job.where(),
-                why="torch computes the gradients of weights apart from those of activations, which fails if "
-                "a stage uses a layer twice.",
-                fix="use schedule='1f1b' or 'interleaved'.",
-            ) from error
-        self.job.reraise(error)
-
-    def _largest(self, number: int) -> int:
-        """The largest number of micro-batches, at most `number`, that the schedule takes at once."""
-        if self.schedule in LOOPED and number >= 2 * self.size:
-            return number // self.size * self.size
-        return number
-
-    def _schedule_of(
-        self, size: int, shape: str, step: ScheduledStep, at: int, inputs: Sequence[Any]
-    ) -> _Schedule:
-        key = size, shape
-        schedule = self._schedules.get(key)
-        if schedule is None:
-            schedule = _Schedule(self, size, self._examples(step, at, inputs[at]))
-            self._schedules[key] = schedule
-            if len(self._schedules) > _MAX_SCHEDULES:
-                self._schedules.popitem(last=False)
-        self._schedules.move_to_end(key)
-        return schedule
-
-    def _examples(
-        self, step: ScheduledStep, at: int, inputs: Any
-    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors like the input and output of this rank's stages, by stage, from a forward of all stages."""
-        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-        def compute(number: int, received: torch.Tensor | None) -> Any:
-            output = self.forward(step, at, number, inputs, received)
-            if number == len(self.units) - 1:
-                output = torch.empty(())  # the loss
-            if received is None:
-                received = torch.empty(1, dtype=torch.int64)  # a number of `_Schedule.run`
-            found[number] = _like(received), _like(output)
-            return output
-
-        buffers = list(self.module.buffers())
-        kept = [buffer.clone() for buffer in buffers]
-        with torch.no_grad():
-            self._pass(compute)
-            for buffer, value in zip(buffers, kept, strict=True):
-                buffer.copy_(value)
-        return found
-
-    def _pass(self, compute: Callable[[int, torch.Tensor | None], Any]) -> Any:
-        """One forward without gradients through all stages; the model's output on the last one, else None."""
-        last = len(self.units) - 1
-        output = None
-        try:
-            for number in self.own:
-                output = compute(number, self._receive() if number else None)
-                if number < last:
-                    self._send(output)
-        except RuntimeError as error:
-            self.job.reraise(error)
-        return output if self.is_last else None
-
-    def _send(self, x: torch.Tensor) -> None:
-        head = [_DTYPES.index(x.dtype), x.dim(), *x.shape]
-        head += [0] * (_HEAD_SIZE - len(head))
-        target = (self.rank + 1) % self.size
-        dist.send(torch.tensor(head, device=x.device), group=self.group, group_dst=target)
-        dist.send(x, group=self.group, group_dst=target)
-
-    def _receive(self) -> torch.Tensor:
-        device, source = self.job.device, (self.rank - 1) % self.size
-        head = torch.empty(_HEAD_SIZE, dtype=torch.int64, device=device)
-        dist.recv(head, group=self.group, group_src=source)
-        dtype, dims, *shape = head.tolist()
-        x = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)
-        dist.recv(x, group=self.group, group_src=source)
-        return x
-
-    # Calls of the model.
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if self._mode == "capture":
-            raise _Captured(args, kwargs)
-        if self._mode == "output":
-            self._mode, output = "", self._output
-            return output
-        if self.is_running:
-            raise StepError(
-                "the function given to `step.run` called the model twice for one micro-batch.",
-                where=self.job.where(),
-                why="the last stage cannot run the other stages while the schedule runs them.",
-                fix="call the model once, and compute the loss from its output.",
-            )
-        if torch.is_grad_enabled():
-            raise StepError(
-                "a pipeline's model was called outside of `step.run`.",
-                where=self.job.where(),
-                why="its schedule decides when each stage computes.",
-                fix="step.run(lambda batch: (loss of model(x) and y, count)), with one call of the model.",
-            )
-        if self.calls_left == 0:
-            raise EvaluationError(
-                "the score called the model twice for one batch.",
-                where=self.job.where(),
-                why="ranks without the last stage cannot follow: for them a score ends at the first call.",
-                fix="call the model once, and compute all results from its output.",
-            )
-        if self.calls_left is not None:
-            self.calls_left -= 1
-        output = self._pass(
-            lambda number, received: self._compute(number, (args, kwargs), received)
-        )
-        if self.is_last:
-            return output
-        raise OtherStage(
-            f"rank {self.job.rank} holds stage {self.own[-1]}, so it has no output of the model.",
-            why=f"the last of the {len(self.units)} stages has it.",
-            fix="use paceline.evaluate, which takes the results of the last stage.",
-        )
-
-    def _capture(self, step: ScheduledStep, at: int) -> tuple[Any, Any]:
-        """The arguments with which the loss function calls the model."""
-        self._mode = "capture"
-        try:
-            with step.forward(at, 0):
-                step.call(at)
-        except _Captured as captured:
-            args, kwargs = captured.args
-            return args, kwargs
-        finally:
-            self._mode = ""
-        raise StepError(
-            "the function given to `step.run` did not call the model.",
-            where=self.job.where(),
-            fix="call model(...) once for each micro-batch.",
-        )
-
-    def loss_of(self, step: ScheduledStep, at: int, output: Any) -> torch.Tensor:
-        """The weighted loss of a micro-batch from the model's output, on the last stage."""
-        self._mode, self._output = "output", output
-        try:
-            with step.forward(at, 0):
-                result = step.call(at)
-        finally:
-            self._mode, self._output = "", None
-        return step.weigh(at, result)
-
-    # State.
-
-    def others(self) -> set[str]:
-        """The names of parameters and buffers that only other ranks hold."""
-        return {
-            name for name, (_, _, owner) in self.owners.items() if owner not in (None, self.rank)
-        }
-
-    def whole_state(self) -> dict[str, torch.Tensor]:
-        """The state of the whole model, on the CPU. All ranks call it."""
-        own = self.module.state_dict()
-        whole: dict[str, torch.Tensor] = {}
-        try:
-            for name, (shape, dtype, owner) in self.owners.items():
-                if owner in (None, self.rank):
-                    value = own[name].detach().contiguous()
-                else:
-                    value = torch.empty(shape, dtype=dtype, device=self.job.device)
-                if owner is not None:
-                    dist.broadcast(value, group=self.group, group_src=owner)
-                whole[name] = value.cpu()
-        except RuntimeError as error:
-            self.job.reraise(error)
-        return whole
-
-
 def _like(x: torch.Tensor) -> torch.Tensor:
     grad = x.is_floating_point()
     return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=grad)
 
 
 def _shapes(value: Any) -> Any:
-    """Shapes and dtypes of the tensors in nested arguments, and plain values."""
+    """What decides the shapes that stages pass: shapes and dtypes of nested tensors, strings, flags, types.
+
+    Numbers are left out. A number that differs in each micro-batch, such as a temperature, would need a
+    schedule for each.
+    """
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype)
     if isinstance(value, Mapping):
         return {key: _shapes(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_shapes(each) for each in value]
-    return value if isinstance(value, int | float | str | None) else type(value).__name__
+    return value if isinstance(value, str | bool | None) else type(value).__name__

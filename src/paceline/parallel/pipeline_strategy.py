@@ -141,8 +141,8 @@ class PipelineStrategy(Strategy):
         parts = collectives.gather(self._job, own)
         merged = {name: value for part in reversed(parts) for name, value in part.items()}
         return {
-            name: torch.tensor(merged[name], dtype=dtype, device=self._job.device)
-            for name, (_, dtype, _) in self._pipe.owners.items()
+            name: torch.tensor(merged[name], dtype=owned.dtype, device=self._job.device)
+            for name, owned in self._pipe.owners.items()
             if name in merged
         }
 
