@@ -64,7 +64,7 @@ _TYPES = {
 _YIELD_S = 0.5  # a waiting thread polls without sleeping for this time, as MPI itself does
 _SLEEP_S = 1e-3
 _THREAD_SLEEP_S = 50e-6  # of the background thread, which must not slow down the main thread
-_CHECK_PEERS_S = 0.25
+_CHECK_PEERS_S = 0.25  # interval at which a waiting rank uses the store
 
 
 class Work(QueuedWork):
@@ -77,7 +77,7 @@ class Work(QueuedWork):
 
     `bytes` and `numbers` make the arguments of mpi4py from flat tensors in host memory. mpi4py gets an
     address only, so the work keeps the tensors until the requests are finished. (`Tensor.numpy()` would make
-    the tensor's storage not resizable, which FSDP2 needs. DLPack takes longer than a small all-reduce.)
+    the storage not resizable, but FSDP2 resizes its storages. DLPack takes as long as a small all-reduce.)
     """
 
     status: Any = None

@@ -31,12 +31,12 @@ class QueuedWork(dist.Work):
     """One operation in a queue.
 
     Attributes:
-        name: of the operation, such as "all_reduce".
+        name: Such as "all_reduce".
         done: Whether it is finished, with or without an error.
-        error: if it failed.
-        timeout_s: counted from `issued`, in seconds of the monotonic clock.
-        number: of a collective, counted from 1 in each group.
-        peer: of a send or receive the other rank of the group, negative for any; None for a collective.
+        error: The error of a failed work.
+        timeout_s: Counted from `issued`, which is a time of `time.monotonic`.
+        number: The number of a collective, counted from 1 in each group; 0 for a send or receive.
+        peer: The other rank of a send or receive, negative for any rank; None for a collective.
     """
 
     peer: int | None = None

@@ -39,7 +39,7 @@ class CollectiveWork(QueuedWork):
     """A collective in shared memory.
 
     Attributes:
-        collective: the generator that runs it.
+        collective: The generator that runs it.
     """
 
     collective: Collective
