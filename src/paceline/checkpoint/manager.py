@@ -36,7 +36,7 @@ from paceline.checkpoint.writer import Buffer, Outcome, Save, Staging
 from paceline.clock.step_clock import CHECKPOINT, clock
 from paceline.errors import CheckpointError, ConfigError, NonFinite, SaveFailed
 from paceline.job import collectives, rng
-from paceline.job.arguments import checks_arguments
+from paceline.job.arguments import checks_arguments, require_integers
 from paceline.job.job import Job
 from paceline.machine import format_bytes
 
@@ -84,11 +84,8 @@ class Checkpoints:
         keep: int = 3,
         resume: str = "auto",
     ) -> None:
-        numbers = {"every_steps": every_steps, "every_epochs": every_epochs}
-        given = {name: value for name, value in numbers.items() if value is not None}
-        for name, value in (given | {"keep": keep}).items():
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
+        require_integers(1, or_none=True, every_steps=every_steps, every_epochs=every_epochs)
+        require_integers(1, keep=keep)
         if every_s not in (None, "auto"):
             is_number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
             if not (is_number and 0 < float(every_s) < math.inf):
@@ -179,8 +176,7 @@ class Checkpoints:
 
         Collective: all ranks, same step.
         """
-        if type(step) is not int or step < 0:
-            raise ConfigError(f"step must be an integer of at least 0, got {step!r}.")
+        require_integers(0, step=step)
         # Before the first exchange, so that every rank whose state cannot be saved raises its own error.
         tree, tensors = codec.encode(state)
         if job.mesh is not None and job.mesh.pp > 1:  # each stage knows its own names only

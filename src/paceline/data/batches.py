@@ -18,18 +18,12 @@ from paceline.data.dataloader import Source, adopt, agree_on_order, refuse_with_
 from paceline.data.epoch_audit import EpochAudit
 from paceline.data.loader import Loader, LocalLoader, WorkerLoader
 from paceline.data.plan import Plan, PlannedStep, Position
-from paceline.data.samples import (
-    Collate,
-    ReadErrors,
-    Samples,
-    is_stream,
-    refuse_sizes,
-)
+from paceline.data.samples import Collate, ReadErrors, Samples, is_stream
 from paceline.data.streams import StreamLoader, StreamPlan
 from paceline.data.workers import ComputeThreads
 from paceline.errors import ConfigError, StepError
 from paceline.job import collectives
-from paceline.job.arguments import checks_arguments
+from paceline.job.arguments import checks_arguments, require_integers
 from paceline.job.job import Job
 
 
@@ -108,11 +102,8 @@ class Batches:
                 shuffle=shuffle is not False and not stream,
             )
             micro_batch = global_batch if micro_batch is None else micro_batch
-        refuse_sizes(
-            global_batch=(global_batch, 1),
-            micro_batch=(micro_batch, 1),
-            workers=(source.workers, 0),
-        )
+        require_integers(1, global_batch=global_batch, micro_batch=micro_batch)
+        require_integers(0, workers=source.workers)
         assert global_batch is not None
         assert micro_batch is not None
         if micro_batch > global_batch:
@@ -246,8 +237,7 @@ class Batches:
         a stream adds one asynchronous reduction per step.
         """
         self._job.refuse_if_left()
-        if type(epochs) is not int or epochs < 0:
-            raise ConfigError(f"epochs must be an integer of at least 0, got {epochs!r}.")
+        require_integers(0, epochs=epochs)
         if self.num_samples is not None and position.offset >= self.num_samples:
             if position.offset > self.num_samples:
                 raise ConfigError(

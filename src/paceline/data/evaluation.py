@@ -25,12 +25,12 @@ from paceline.data.samples import (
     Samples,
     checked_size,
     keep_globals,
-    refuse_sizes,
     seed_globals,
 )
 from paceline.data.workers import ComputeThreads, Workers
 from paceline.errors import ConfigError, EvaluationError
 from paceline.job import collectives, rng
+from paceline.job.arguments import require_integers
 from paceline.job.job import Job
 
 _MICRO_BATCH = 64  # samples, if the caller and the loader give none
@@ -93,7 +93,8 @@ class EvaluationBatches:
             micro_batch = source.batch_size or _MICRO_BATCH
             if source.sampled is not None:
                 source.sampled.warn_of_sizes()
-        refuse_sizes(micro_batch=(micro_batch, 1), workers=(source.workers, 0))
+        require_integers(1, micro_batch=micro_batch)
+        require_integers(0, workers=source.workers)
         self.num_samples = size = source.num_samples or checked_size(source.dataset)
         self.num_batches = num_micro_batches(size, micro_batch)
         self._micro_batch = micro_batch
@@ -181,7 +182,7 @@ class EvaluationStream:
                 fix="evaluate a DataLoader over the stream, with num_workers.",
             )
         micro_batch = _MICRO_BATCH if micro_batch is None else micro_batch
-        refuse_sizes(micro_batch=(micro_batch, 1))
+        require_integers(1, micro_batch=micro_batch)
         self._job = job
         self._stream = stream
         self._makes_batches = makes_batches

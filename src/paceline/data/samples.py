@@ -454,16 +454,3 @@ def checked_size(dataset: Any) -> int:
             fix="check the path or the filter of the dataset.",
         )
     return size
-
-
-def refuse_sizes(**sizes: tuple[Any, int]) -> None:
-    """Refuse a value that is not an integer or is below its minimum: `name=(value, minimum)`.
-
-    Raises:
-        ConfigError: for the first such value.
-    """
-    for name, (value, minimum) in sizes.items():
-        if type(value) is not int or value < minimum:
-            raise ConfigError(
-                f"{name} must be an integer of at least {minimum}, got {value!r}.", option=name
-            )

@@ -44,6 +44,21 @@ def checks_arguments(
     return call
 
 
+def require_integers(minimum: int, *, or_none: bool = False, **values: Any) -> None:
+    """Refuse values that are not integers of at least `minimum`. With `or_none`, None is accepted too.
+
+    Raises:
+        ConfigError: for the first such value, under its keyword.
+    """
+    for name, value in values.items():
+        if value is None and or_none:
+            continue
+        if type(value) is not int or value < minimum:
+            raise ConfigError(
+                f"{name} must be an integer of at least {minimum}, got {value!r}.", option=name
+            )
+
+
 def _refuse_no_job(name: str, keywords: list[str], args: tuple[Any, ...]) -> None:
     if args and isinstance(args[0], Job):
         return

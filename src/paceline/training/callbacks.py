@@ -12,6 +12,7 @@ import torch
 
 from paceline import log
 from paceline.errors import CallbackError, ConfigError, PacelineError, PeerFailed
+from paceline.job.arguments import require_integers
 from paceline.job.job import Job
 from paceline.training.evaluation import Evaluation
 from paceline.training.step import Step
@@ -263,8 +264,7 @@ class EarlyStopping(Callback):
     def __init__(
         self, metric: str = "loss", *, patience: int = 3, mode: Mode = "min", min_delta: float = 0.0
     ) -> None:
-        if type(patience) is not int or patience < 1:
-            raise ConfigError(f"patience must be an integer of at least 1, got {patience!r}.")
+        require_integers(1, patience=patience)
         self.patience = patience
         self.num_bad = 0
         self.name = f"EarlyStopping({metric})"

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import ConfigError, Desync, name_ranks
 from paceline.job import collectives, rng
+from paceline.job.arguments import require_integers
 from paceline.job.job import Job
 from paceline.parallel.modules import unwrap
 from paceline.training.optimizers import TrainedOptimizer
@@ -54,8 +55,7 @@ class Replicas:
             raise ConfigError(f'desync_also may hold "buffers" and "rng", got {also!r}.')
         if also and every == 0:
             raise ConfigError("desync_also has no effect with desync_every=0.")
-        if every is not None and (type(every) is not int or every < 0):
-            raise ConfigError(f"desync_every must be a number of steps or None, got {every!r}.")
+        require_integers(0, or_none=True, desync_every=every)
         self._job = job
         self._models = models
         self._optimizers = optimizers

@@ -22,7 +22,7 @@ from paceline import log
 from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
 from paceline.errors import ConfigError
-from paceline.job.arguments import checks_arguments
+from paceline.job.arguments import checks_arguments, require_integers
 from paceline.job.job import Job, current, join
 from paceline.job.mesh import Mesh
 from paceline.metrics.logger import Logger
@@ -78,10 +78,13 @@ class Validation:
             raise ConfigError(
                 "every_epochs and every_steps cannot be combined.", fix="leave one of them out."
             )
-        for name in ("micro_batch", "every_epochs", "every_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}.")
+        require_integers(
+            1,
+            or_none=True,
+            micro_batch=self.micro_batch,
+            every_epochs=self.every_epochs,
+            every_steps=self.every_steps,
+        )
 
     def is_due(self, step: Step, epochs: int) -> bool:
         """Whether to evaluate after `step` of a training of `epochs` epochs.

@@ -39,7 +39,7 @@ from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
 from paceline.errors import CheckpointError, ConfigError, StepError, name_ranks
 from paceline.job import collectives, current_step
-from paceline.job.arguments import checks_arguments
+from paceline.job.arguments import checks_arguments, require_integers
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import MICRO_BATCH, default_generator, key
@@ -293,7 +293,7 @@ class Training:
 
         Collective: all ranks, same arguments.
         """
-        _check_bounds(epochs, until)
+        require_integers(1, or_none=True, epochs=epochs, until=until)
         self._finish_left_loop()
         self.resume()
         if self._is_finished(epochs, until):
@@ -342,8 +342,7 @@ class Training:
         """
         if reduce not in ("rank0", "mean", "sum"):
             raise ConfigError(f'reduce must be "rank0", "mean" or "sum", got {reduce!r}.')
-        if type(every_n) is not int or every_n < 1:
-            raise ConfigError(f"every_n must be an integer of at least 1, got {every_n!r}.")
+        require_integers(1, every_n=every_n)
         if self._in_step is None:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
         step, _ = self._in_step
@@ -908,11 +907,3 @@ def _new_event(device: torch.device) -> Callable[[], Any] | None:
     if device.type == "cpu":
         return None
     return functools.partial(torch.get_device_module(device).Event, enable_timing=True)
-
-
-def _check_bounds(epochs: int | None, until: int | None) -> None:
-    for name, value in (("epochs", epochs), ("until", until)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
