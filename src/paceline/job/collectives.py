@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeout, PeerFailed, refuse_different_values
+from paceline.errors import (
+    CollectiveTimeout,
+    PacelineError,
+    PeerFailed,
+    StepError,
+    name_ranks,
+    refuse_different_values,
+)
 from paceline.job.job import Job
 
 T = TypeVar("T")
@@ -42,6 +49,39 @@ def gather_reports(job: Job, value: Any) -> list[Any]:
     """
     everyone = gather(job, value)
     return [everyone[rank] for rank in job.data.reporters]
+
+
+def gather_in_step(
+    job: Job,
+    call: str,
+    value: Any,
+    step: int,
+    *,
+    action: str,
+    error: type[PacelineError] = StepError,
+    why: str,
+    fix: str,
+) -> list[Any]:
+    """The values that all ranks give in the same step, in rank order; the ranks that do not are named.
+
+    Through the store, so that ranks which make the call alone get an error instead of waiting for the others.
+
+    Args:
+        call: Which call it is, for the store; all ranks make it equally often.
+        action: What all ranks must do, for the error: "call `evaluate` in this step".
+
+    Raises:
+        error: Some ranks ended `step` without the call.
+
+    Collective: all ranks, in the same step.
+    """
+    if job.peers is None:
+        return [value]
+    values, missing = job.peers.exchange_in_step(call, value, step, timeout_s=job.timeout_s)
+    if missing:
+        what = f"{name_ranks(missing)} did not {action}."
+        raise error(what, where=job.where(step=step), why=why, fix=fix, step=step)
+    return values
 
 
 def gather_tensor(job: Job, tensor: torch.Tensor) -> list[torch.Tensor]:

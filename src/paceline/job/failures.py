@@ -146,23 +146,22 @@ class Peers:
                 step=step,
             )
 
-    def new_name(self, call: str) -> str:
-        """A name for `exchange`, which is used once. All ranks make this call equally often."""
-        self._num_calls[call] += 1
-        return f"{call}/{self._num_calls[call]}"
+    @property
+    def is_in_step(self) -> bool:
+        """Whether this rank is in a step of a training loop, or left its last loop early."""
+        return self.passed < current_step.step
 
-    def missing_in_step(self, call: str, *, timeout_s: float) -> list[int]:
-        """The ranks that end the current step without making this call, which all ranks make in it.
+    def exchange_in_step(
+        self, call: str, value: Any, step: int, *, timeout_s: float
+    ) -> tuple[list[Any], dict[int, int]]:
+        """As `exchange`, in the current loop, for a call that all ranks make equally often.
 
-        Outside of a step none is known. `call` is the name of the function that is called.
+        Args:
+            call: which call it is, such as "evaluate".
         """
-        step = current_step.step
-        if self.passed >= step:
-            return []
-        _, missing = self.exchange(
-            self.new_name(call), None, step, loop=self._loop, timeout_s=timeout_s
-        )
-        return list(missing)
+        self._num_calls[call] += 1
+        name = f"{call}/{self._num_calls[call]}"
+        return self.exchange(name, value, step, loop=self._loop, timeout_s=timeout_s)
 
     def exchange(
         self, name: str, value: Any, step: int, *, loop: int, timeout_s: float

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import StepError, name_ranks
 from paceline.job import collectives
-from paceline.job.failures import Peers
 from paceline.job.job import Job
 
 
@@ -35,13 +33,10 @@ class StepLoss:
     Collective: `float()` must be called by all ranks, at the same point.
     """
 
-    __slots__ = ("_count", "_job", "_loop", "_sum", "_value", "step")
+    __slots__ = ("_count", "_job", "_sum", "_value", "step")
 
-    def __init__(
-        self, job: Job, loop: int, step: int, loss: torch.Tensor | None, count: Any
-    ) -> None:
+    def __init__(self, job: Job, step: int, loss: torch.Tensor | None, count: Any) -> None:
         self._job = job
-        self._loop = loop
         self._sum = loss
         self._count = count
         self._value: float | None = None
@@ -49,33 +44,21 @@ class StepLoss:
 
     def __float__(self) -> float:
         if self._value is None:
-            local = 0.0 if self._sum is None else float(self._sum)
-            pairs = [(local, float(self._count))]
-            if self._job.peers is not None:
-                pairs = self._exchanged(self._job.peers, *pairs[0])
-            loss, count = (collectives.exact_sum(column) for column in zip(*pairs, strict=True))
+            own = [0.0 if self._sum is None else float(self._sum), float(self._count)]
+            everyone = collectives.gather_in_step(
+                self._job,
+                "loss",
+                own,
+                self.step,
+                action=f"ask for the loss of step {self.step}",
+                why="`float(step.loss)` adds up what all ranks hold.",
+                fix="call `float()` on every rank and print on one; or call `training.log(loss=step.loss)`.",
+            )
+            reported = [everyone[rank] for rank in self._job.data.reporters]
+            loss, count = (collectives.exact_sum(column) for column in zip(*reported, strict=True))
             # On a GPU no step refuses counts of 0 by itself; the next control word does.
             self._value = loss / count if count else math.nan
         return self._value
-
-    def _exchanged(self, peers: Peers, loss: float, count: float) -> list[tuple[float, float]]:
-        """Sum and count of each data rank, through the store, so that a single caller gets an error."""
-        everyone, missing = peers.exchange(
-            peers.new_name("loss"),
-            [loss, count],
-            self.step,
-            loop=self._loop,
-            timeout_s=self._job.timeout_s,
-        )
-        if missing:
-            raise StepError(
-                f"{name_ranks(missing)} did not ask for the loss of step {self.step}.",
-                where=self._job.where(step=self.step),
-                why="`float(step.loss)` adds up what all ranks hold.",
-                fix="call `float()` on every rank and print on one; or call `training.log(loss=step.loss)`.",
-                step=self.step,
-            )
-        return [tuple(everyone[rank]) for rank in self._job.data.reporters]
 
     def item(self) -> float:
         """The value, as `float()`. Collective: all ranks, at the same point."""

@@ -23,8 +23,8 @@ from paceline.data.evaluation import (
     batches_to_evaluate,
 )
 from paceline.data.samples import Collate, rows_left
-from paceline.errors import EvaluationError, name_ranks
-from paceline.job import collectives
+from paceline.errors import EvaluationError
+from paceline.job import collectives, current_step
 from paceline.job.arguments import checks_arguments
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
@@ -129,7 +129,17 @@ def evaluate(
     job.refuse_if_left()
     sharded = is_sharded(model)  # then each forward is a collective
     job.settle()
-    _refuse_missing_ranks(job)
+    if job.peers is not None and job.peers.is_in_step:
+        collectives.gather_in_step(
+            job,
+            "evaluate",
+            None,
+            current_step.step,
+            action="call `evaluate` in this step",
+            error=EvaluationError,
+            why="each rank evaluates its share of the samples, and waits for the results of the others.",
+            fix="call `evaluate` on every rank, not under `if job.rank == 0:`, and print on one.",
+        )
     equalize_buffers(job, model)
     requested = metrics or {}
     copies = {name: _reset_copy(m, job.device) for name, m in requested.items() if m != "rows"}
@@ -156,19 +166,6 @@ def evaluate(
         whole = _concatenate_ranks(job, torch.cat(own) if own else None)
         values[name] = _sorted_by_batch(whole, results)
     return Evaluation(share.num_samples, values)
-
-
-def _refuse_missing_ranks(job: Job) -> None:
-    missing = (
-        [] if job.peers is None else job.peers.missing_in_step("evaluate", timeout_s=job.timeout_s)
-    )
-    if missing:
-        raise EvaluationError(
-            f"{name_ranks(missing)} did not call `evaluate` in this step.",
-            where=job.where(),
-            why="each rank evaluates its share of the samples, and waits for the results of the others.",
-            fix="call `evaluate` on every rank, not under `if job.rank == 0:`, and print on one.",
-        )
 
 
 def _run(

@@ -50,7 +50,6 @@ class StepContext:
         before_update: Called before parameters change.
         generator: The device's generator, seeded for each micro-batch from `dropout_key`.
         check_losses_until: Losses of steps below this number are checked for being sums.
-        loop: Number of the current loop over `Training.steps`.
         begun: Number of the last step that has given a micro-batch to the loop.
     """
 
@@ -65,7 +64,6 @@ class StepContext:
     generator: torch.Generator
     dropout_key: int
     check_losses_until: int = 0
-    loop: int = 0
     begun: int = 0
     _weight: torch.Tensor | None = None
     _weight_for: tuple[float, float, torch.dtype] | None = None
@@ -601,7 +599,7 @@ class Step:
         Collective: none. Converting it to a number: all ranks.
         """
         context = self._context
-        return StepLoss(context.job, context.loop, self.number, *self._local_loss())
+        return StepLoss(context.job, self.number, *self._local_loss())
 
     @property
     def is_done(self) -> bool:

@@ -37,7 +37,7 @@ from paceline.clock.step_clock import CHECKPOINT, LOGGING, clock
 from paceline.clock.waits import watch_waits
 from paceline.data.batches import Batches
 from paceline.data.plan import PlannedStep, Position
-from paceline.errors import CheckpointError, ConfigError, StepError, name_ranks
+from paceline.errors import CheckpointError, ConfigError, StepError
 from paceline.job import collectives, current_step
 from paceline.job.arguments import checks_arguments, require_integers
 from paceline.job.job import Job
@@ -518,20 +518,16 @@ class Training:
                 fix="call it inside the loop; outside of it use Checkpoints.save(job, step, state).",
             )
         if not self._save_requested:
-            self._refuse_missing_savers(self._in_step[0].number)
-        self._save_requested, self._is_best = True, best or self._is_best
-
-    def _refuse_missing_savers(self, step: int) -> None:
-        peers = self.job.peers
-        missing = peers.missing_in_step("save", timeout_s=self.job.timeout_s) if peers else []
-        if missing:
-            raise StepError(
-                f"{name_ranks(missing)} did not call `training.save` in this step.",
-                where=self.job.where(step=step),
+            collectives.gather_in_step(
+                self.job,
+                "save",
+                None,
+                self._in_step[0].number,
+                action="call `training.save` in this step",
                 why="each rank writes its part of the checkpoint.",
                 fix="call it on every rank, without `if job.rank == 0`.",
-                step=step,
             )
+        self._save_requested, self._is_best = True, best or self._is_best
 
     def export(self, path: str | Path, *, number: int | None = None) -> None:
         """Write only the weights to one file, under the model's own names, for `torch.load` anywhere.
@@ -613,7 +609,8 @@ class Training:
             for model in self.models:
                 syncbn.warn_plain_batchnorm(self.job, model)
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
-        context.loop = 0 if self.job.peers is None else self.job.peers.new_loop()
+        if self.job.peers is not None:
+            self.job.peers.new_loop()
         context.control.begin(self.number, new_loop=True)
         self._save_requested = self._is_best = False  # of a step that was left
         context.control.measure = self._measure
