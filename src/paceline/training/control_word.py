@@ -1,11 +1,11 @@
 """The control word: one small exchange after which all ranks have the same knowledge about a step.
 
-It carries stop requests, preemptions, the losses of the steps since the last word, and the duration of a
-step, summed over ranks. A word is sent every k steps; all ranks choose the same k so that about 16 words a
-second are sent, or 8 through shared memory. Through shared memory it is read at once, because the ranks have
-just exchanged gradients and a Gloo thread would use their cores. Otherwise it is sent over a Gloo group and
-read when the next one is due, so no rank waits for it. All ranks read it after the same step. At the
-end of an epoch and of the training a word is sent and read at once.
+It carries the requests of the ranks (see `Requests`), the losses of the steps since the last word, and the
+duration of a step, summed over ranks. A word is sent every k steps; all ranks choose the same k so that about
+16 words a second are sent, or 8 through shared memory. Through shared memory it is read at once, because the
+ranks have just exchanged gradients and a Gloo thread would use their cores. Otherwise it is sent over a Gloo
+group and read when the next one is due, so no rank waits for it. All ranks read it after the same step. At
+the end of an epoch and of the training a word is sent and read at once.
 """
 
 from __future__ import annotations
@@ -31,23 +31,56 @@ from paceline.training import weight
 _WORDS_PER_S = 16.0
 _WORDS_PER_S_IN_MEMORY = 8.0
 _MAX_STEPS_PER_WORD = 128
-_HEAD = 7  # numbers before the losses: the time of a step, and the six requests of `Word`
 _MAX_RANKS_NAMED = 50  # bits that a float64 carries exactly
+
+
+@dataclass(slots=True)
+class Requests:
+    """What ranks ask of all ranks. If one rank asks, all ranks do it, after the same step.
+
+    Attributes:
+        stop: End the loop.
+        preempt: End the loop, because a rank got a preemption signal.
+        save: Save the step.
+        save_failed: Finish the save in the background, which has failed on a rank.
+        reduce: Combine logged values over ranks.
+        times: Send where the time went, with the word after this one.
+        best: With `save`, keep the checkpoint as the best one. Not sent, because all ranks ask for it.
+    """
+
+    stop: bool = False
+    preempt: bool = False
+    save: bool = False
+    save_failed: bool = False
+    reduce: bool = False
+    times: bool = False
+    best: bool = False
+
+    def pack(self) -> list[float]:
+        """The requests as numbers, whose sums over ranks `unpack` reads."""
+        return [self.stop, self.preempt, self.save, self.save_failed, self.reduce, self.times]
+
+    @classmethod
+    def unpack(cls, sums: list[float]) -> Requests:
+        """The requests of any rank."""
+        return cls(*(number > 0 for number in sums))
+
+
+_HEAD = 1 + len(Requests().pack())  # numbers before the losses: the time of a step, and the requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """What all ranks know after an exchange: the requests of any rank, and the losses of some steps.
+    """What all ranks know after an exchange.
 
-    `step` is the last step before it. `times` has a row of each rank about where its time went, see
-    `clock/record.py`; it is usually empty.
+    Attributes:
+        requests: The requests of any rank.
+        step: The last step before the word.
+        totals: The losses of the steps since the word before.
+        times: A row of each rank about where its time went, see `clock/record.py`; usually empty.
     """
 
-    stop: bool
-    save: bool
-    save_failed: bool
-    preempt: bool
-    reduce: bool
+    requests: Requests
     step: int
     totals: list[StepTotal]
     times: list[list[float]]
@@ -57,13 +90,10 @@ class Control:
     """Collects the values of this rank, and exchanges them.
 
     Attributes:
-        save: Set when it is time to save; sent with the next word.
-        save_failed: Set when a save in the background failed; sent with the next word.
-        reduce: Set when values were logged that are combined over ranks; sent with the next word.
-        times: Set on rank 0 when it wants to know where the time went. The next word asks all ranks; the
-            word after it carries their answers.
-        measure: Returns the row of this rank for such a word.
-        stops_now: Whether the step in progress is the last; equal on all ranks.
+        own: The requests of this rank, sent with the next word.
+        agreed: The requests that all ranks know of and have not carried out yet, equal on all ranks. They
+            come from words, and from calls that all ranks make in the same step.
+        measure: Returns the row of this rank for a word with times.
         in_memory: Whether all ranks share memory, so that a direct exchange is faster than one in a thread.
 
     All ranks call `end_step` after every step, with the same numbers.
@@ -72,13 +102,8 @@ class Control:
     def __init__(self, job: Job) -> None:
         self._job = job
         self.in_memory = isinstance(job.group, ShmGroup)
-        self._stop = self.stops_now = False
-        self.save = False
-        self.save_failed = False
-        self.reduce = False
-        self.times = False
+        self.own, self.agreed = Requests(), Requests()
         self.measure: Callable[[], list[float]] = list
-        self._carries_times = False  # whether the next word does; equal on all ranks
         self._losses: list[torch.Tensor | None] = []
         self._counts: list[float | torch.Tensor] = []
         self._first = 0
@@ -91,19 +116,16 @@ class Control:
         """Discard the collected losses; the next step is `step` + 1.
 
         Args:
-            new_loop: A new loop begins: discard stop requests and the word in flight too. All ranks call it.
+            new_loop: A new loop begins: discard requests and the word in flight too. All ranks call it.
         """
         if new_loop:
-            self._stop = self.stops_now = self._carries_times = False
+            self.own, self.agreed = Requests(), Requests()
             self._every = 1
             self._discard_word()
         self._losses, self._counts = [], []
         self._first = step + 1
         self._due = step + self._every
         self._began = time.perf_counter()
-
-    def request_stop(self) -> None:
-        self._stop = True
 
     def end_step(
         self, step: int, loss: torch.Tensor | None, count: float | torch.Tensor, *, now: bool
@@ -120,7 +142,7 @@ class Control:
         self._losses.append(loss)
         self._counts.append(count)
         alone = self._job.control is None
-        if step < self._due and not now and not (alone and (self._stop or notice.received)):
+        if step < self._due and not now and not (alone and (self.own.stop or notice.received)):
             return []
         words = self._read()
         self._send(step)
@@ -131,7 +153,7 @@ class Control:
     def flush(self, step: int) -> list[Word]:
         """Exchange what is left after the last step, `step`; returns the words, at most two."""
         words = self._read()
-        if self._losses or self._carries_times:
+        if self._losses or self.agreed.times:
             self._send(step)
             words += self._read()
         return words
@@ -140,11 +162,8 @@ class Control:
         size = len(self._losses)
         elapsed = time.perf_counter() - self._began
         sums = _to_host(self._losses)
-        requests = [
-            *(self._stop, self.save, self.save_failed),
-            *(bool(notice.received), self.reduce, self.times),
-        ]
-        self.save = self.save_failed = self.reduce = self.times = False
+        self.own.preempt = bool(notice.received)
+        requests, self.own = self.own.pack(), Requests()
         # A NaN spreads to all ranks within a step, so each step carries which ranks had one.
         rank = self._job.rank
         bit = float(1 << rank) if rank < _MAX_RANKS_NAMED else 0.0
@@ -152,7 +171,7 @@ class Control:
         if not self._job.data.reports:  # another rank has the same samples, and reports their loss
             sums, counts = [0.0] * size, [0.0] * size
         bits = [0.0 if math.isfinite(value) else bit for value in sums]
-        rows = self._own_row() if self._carries_times else []
+        rows = self._own_row() if self.agreed.times else []
         # One tensor from one list: each further operation of torch costs microseconds.
         word = torch.tensor(
             [elapsed / max(size, 1), *requests, *sums, *counts, *bits, *rows], dtype=torch.float64
@@ -190,21 +209,12 @@ class Control:
             steps = round(1 / (per_s * max(step_s, 1e-6)))
             self._every = min(_MAX_STEPS_PER_WORD, max(1, steps))
         self._due = self._first - 1 + self._every
-        stop, save, save_failed, preempt, reduce, self._carries_times = (
-            number > 0 for number in numbers[1:_HEAD]
-        )
-        return [
-            Word(
-                stop=stop or preempt,
-                save=save,
-                save_failed=save_failed,
-                preempt=preempt,
-                reduce=reduce,
-                step=first + size - 1,
-                totals=totals,
-                times=rows,
-            )
-        ]
+        requests = Requests.unpack(numbers[1:_HEAD])
+        self.agreed.stop |= requests.stop or requests.preempt
+        self.agreed.preempt |= requests.preempt
+        self.agreed.save |= requests.save
+        self.agreed.times = requests.times  # the next word carries them
+        return [Word(requests=requests, step=first + size - 1, totals=totals, times=rows)]
 
     def _discard_word(self) -> None:
         """Leave the word in flight unread: it belongs to a loop that was left."""

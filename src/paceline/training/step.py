@@ -575,9 +575,9 @@ class Step:
         Collective: none; all ranks with `now`.
         """
         if now:
-            self._context.control.stops_now = True
+            self._context.control.agreed.stop = True
         else:
-            self._context.control.request_stop()
+            self._context.control.own.stop = True
 
     @property
     def is_ghost(self) -> bool:

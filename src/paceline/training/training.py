@@ -163,13 +163,11 @@ class Training:
         self._kept: dict[str, Any] = {}
         self._report = Report(job)
         self._link: dict[str, float] | None = None
-        self._stopping = self._preempted = False
         self._in_step: tuple[Step, PlannedStep] | None = None
         self._left_step: tuple[Step, PlannedStep] | None = None
         self._replicas = Replicas(job, self.models, trained, desync_every, desync_also)
         self.checkpoints = checkpoints
         self._is_resumed = False
-        self._save_requested = self._is_best = False
         # The job must not keep the models alive, so it refers to this object weakly.
         weakref.finalize(self, job.on_leave(functools.partial(_leave, weakref.ref(self))))
 
@@ -301,12 +299,13 @@ class Training:
             log.logger.info(text, self.number, self.position.epoch)
             return
         self._begin(epochs, until)
+        agreed = self._context.control.agreed
         notice.watch(self)
         clock.start(_new_event(self.job.device))
         try:
             yield from self._loop(epochs, math.inf if until is None else until)
             self._finish()
-            preempted = Preempted(notice.take(), self.number) if self._preempted else None
+            preempted = Preempted(notice.take(), self.number) if agreed.preempt else None
         finally:
             clock.stop()
             notice.unwatch(self)
@@ -349,8 +348,7 @@ class Training:
         refuse_values(values, reduce, step.number)
         if step.number % every_n == 0:
             was = clock.begin(LOGGING)
-            control = self._context.control
-            control.reduce = control.reduce or reduce != "rank0"
+            self._context.control.own.reduce |= reduce != "rank0"
             self._report.note(step.number, step.epoch, values, reduce)
             clock.end(was)
 
@@ -517,7 +515,8 @@ class Training:
                 why="a checkpoint is written after the step in progress; the last step is always saved.",
                 fix="call it inside the loop; outside of it use Checkpoints.save(job, step, state).",
             )
-        if not self._save_requested:
+        agreed = self._context.control.agreed
+        if not agreed.save:
             collectives.gather_in_step(
                 self.job,
                 "save",
@@ -527,7 +526,8 @@ class Training:
                 why="each rank writes its part of the checkpoint.",
                 fix="call it on every rank, without `if job.rank == 0`.",
             )
-        self._save_requested, self._is_best = True, best or self._is_best
+        agreed.save = True
+        agreed.best |= best
 
     def export(self, path: str | Path, *, number: int | None = None) -> None:
         """Write only the weights to one file, under the model's own names, for `torch.load` anywhere.
@@ -588,9 +588,9 @@ class Training:
                 raise
             self._in_step = None
             ends_all = step.ends_epoch and step.epoch + 1 == epochs
-            is_last = step.number >= last or context.control.stops_now or ends_all
+            is_last = step.number >= last or context.control.agreed.stop or ends_all
             self._commit(step, planned, now=step.ends_epoch or is_last, is_last=is_last)
-            if self._stopping or is_last:
+            if is_last or context.control.agreed.stop:
                 break
 
     def _leave_step(self) -> None:
@@ -612,12 +612,10 @@ class Training:
         if self.job.peers is not None:
             self.job.peers.new_loop()
         context.control.begin(self.number, new_loop=True)
-        self._save_requested = self._is_best = False  # of a step that was left
         context.control.measure = self._measure
         for trained in context.optimizers:
             trained.schedule.begin()
             trained.clear_gradients()  # of a backward before the loop, or of a step that was left
-        self._stopping = self._preempted = False
         total = None
         if epochs is not None and self.batches.steps_per_epoch is not None:
             total = epochs * self.batches.steps_per_epoch
@@ -689,18 +687,18 @@ class Training:
         clock.end_step()
         checkpoints, control = self.checkpoints, self._context.control
         if checkpoints is not None:
-            control.save_failed = checkpoints.poll(self.job) or control.save_failed
-            control.save = control.save or (self.job.rank == 0 and checkpoints.is_due_by_clock())
+            control.own.save_failed |= checkpoints.poll(self.job)
+            control.own.save |= self.job.rank == 0 and checkpoints.is_due_by_clock()
         self._report.count(step.epoch, step.num_samples)
         if measured := self._context.strategy.measurements():
             self._report.note(step.number, step.epoch, measured, "rank0")
-        control.times = control.times or self._report.asks_for_times(is_last=is_last)
+        control.own.times |= self._report.asks_for_times(is_last=is_last)
         loss, count = step._local_loss()
         for word in control.end_step(step.number, loss, count, now=now):
             self._apply(word)
         self._replicas.step_ended(step.number)
         if checkpoints is not None and (
-            self._save_requested
+            control.agreed.save
             or checkpoints.is_due(
                 step.number, epoch=self.position.epoch, ends_epoch=step.ends_epoch
             )
@@ -710,10 +708,7 @@ class Training:
 
     def _apply(self, word: Word) -> None:
         """Act on a control word. All ranks call it after the same step."""
-        self._stopping = self._stopping or word.stop
-        self._preempted = self._preempted or word.preempt
-        self._save_requested = self._save_requested or word.save
-        if word.save_failed and self.checkpoints is not None:
+        if word.requests.save_failed and self.checkpoints is not None:
             self.checkpoints.finish(self.job)
         context = self._context
         keeps = context.strategy.keeps_token_divisor
@@ -724,7 +719,7 @@ class Training:
             for trained in context.optimizers:
                 trained.token_divisor = divisor
         with clock.during(LOGGING):
-            self._report.write(word.totals, reduce=word.reduce)
+            self._report.write(word.totals, reduce=word.requests.reduce)
             if word.times:
                 self._report.write_times(word.step, word.times)
 
@@ -754,7 +749,8 @@ class Training:
     # Saving and resuming.
 
     def _save(self, checkpoints: Checkpoints, *, wait: bool) -> None:
-        best, self._save_requested, self._is_best = self._is_best, False, False
+        agreed = self._context.control.agreed
+        best, agreed.save, agreed.best = agreed.best, False, False
         self._replicas.compare(self.number)
         for model in self.models:
             equalize_buffers(self.job, model)
