@@ -48,6 +48,22 @@ from paceline.machine import usable_cores
 _current: weakref.ReferenceType[Job] | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeftLoop:
+    """A training loop that this rank left early, by `break` or an exception. The training makes it.
+
+    Attributes:
+        step: the number of the step in which the loop was left.
+        is_updated: whether the update of this step was done.
+        finish: waits for the training's save in progress. All ranks call it when all have left the loop; until
+            then the reference keeps the training alive.
+    """
+
+    step: int
+    is_updated: bool
+    finish: Callable[[], None]
+
+
 class Job:
     """This process as a rank of a job. `join` makes it; it ends with its `with` block or with `leave`.
 
@@ -73,8 +89,7 @@ class Job:
         failed: whether an error ends the job.
         preempted: the preemption that ends the job, if one does.
         threads_chosen: whether Paceline chose the number of threads; False if the user did.
-        left_loop: the step in which this rank left a training loop early, and whether its update was
-            done; None if it left none.
+        left_loop: the training loop that this rank left early; None if it left none, or after `settle`.
 
     Collective: as the methods say.
     """
@@ -109,7 +124,7 @@ class Job:
         self.alive = True
         self.failed = False
         self.preempted: Preempted | None = None
-        self.left_loop: tuple[int, bool] | None = None
+        self.left_loop: LeftLoop | None = None
         self._leave_actions: dict[int, Callable[[], None]] = {}
         self._action_numbers = itertools.count()
         self._variables: list[str] = []
@@ -261,14 +276,14 @@ class Job:
         left, self.left_loop = self.left_loop, None
         if left is None:
             return
-        step, updated = left
         if self.peers is not None:
-            self.peers.leave_loop(step, updated=updated, timeout_s=self.timeout_s)
+            self.peers.leave_loop(left.step, updated=left.is_updated, timeout_s=self.timeout_s)
         log.logger.warning(
             "the training loop was left in step %d by `break` or an exception; what was not saved or "
             "logged before is lost. `step.stop()` ends the loop after a whole step.",
-            step,
+            left.step,
         )
+        left.finish()
         notice.deliver()
 
     def where(self, *, step: int | None = None, detail: str = "") -> str:
@@ -284,6 +299,7 @@ class Job:
     def _close(self) -> None:
         global _current
         self.alive = False
+        self.left_loop = None
         notice.take()  # a signal that this job did not handle does not stop the next one
         atexit.unregister(self._abandon_at_exit)
         if self.peers is not None:

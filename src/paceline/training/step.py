@@ -50,7 +50,6 @@ class StepContext:
         before_update: Called before parameters change.
         generator: The device's generator, seeded for each micro-batch from `dropout_key`.
         check_losses_until: Losses of steps below this number are checked for being sums.
-        begun: Number of the last step that has given a micro-batch to the loop.
     """
 
     job: Job
@@ -64,7 +63,6 @@ class StepContext:
     generator: torch.Generator
     dropout_key: int
     check_losses_until: int = 0
-    begun: int = 0
     _weight: torch.Tensor | None = None
     _weight_for: tuple[float, float, torch.dtype] | None = None
 
@@ -234,7 +232,6 @@ class Step:
         for record in self._records:
             record.needs_backward = not record.is_skipped
         # Dropout depends on the step and the first sample, not on the rank.
-        context.begun = self.number
         context.generator.manual_seed(self._dropout_seed(micro))
         context.precision.enter()
 
@@ -312,11 +309,12 @@ class Step:
                 for micro in micros:
                     refuse_dropped_samples(micro.batch, micro.count, self._where)
             scheduled = _Scheduled(self, micros, loss_fn, reduction)
+            self._seen = scheduled.size
             clock.enter(COMMUNICATION_PP)  # the stages of this rank enter their own phases
             strategy.run_micro_batches(scheduled)
             clock.enter(OTHER)
             (record,) = self._records
-            self._seen = record.backwards = scheduled.size
+            record.backwards = scheduled.size
             record.loss = scheduled.loss
             record.count = strategy.step_count(scheduled.count)
             return
@@ -609,6 +607,11 @@ class Step:
         """
         return not self._num_left
 
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a forward of this step may have run."""
+        return self._seen > 0
+
     def _local_loss(self) -> tuple[torch.Tensor | None, Any]:
         record = next(each for each in self._records if not each.is_skipped)
         return record.loss, record.count
@@ -704,7 +707,6 @@ class _Scheduled:
         self._reduction = reduction
         self._sums: dict[int, tuple[torch.Tensor, Any]] = {}
         self.size = len(micros)
-        step._context.begun = step.number
 
     @contextmanager
     def forward(self, at: int, stage: int) -> Iterator[None]:

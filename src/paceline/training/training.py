@@ -2,11 +2,9 @@
 
 It yields the steps, commits each one before the next begins, saves and resumes.
 
-A training is in one of four states. Before the first batch: nothing is loaded yet, and `steps` resumes.
-In a step: the loop body runs, and `_in_step` is set; `log` and `save` belong here. Between steps: the last
-step is committed, and `number` and `state_dict` describe it. Ended: the loop has finished, and another call
-of `steps` may continue. If it was left early by `break` or an exception, `_left_step` is the step in which
-that happened, since leaving the job may have to save it.
+`LoopState` says where the loop is. `log` and `save` belong into a step. Between steps the last step is
+committed, and `number`, `position` and `state_dict` describe it. After the loop another call of `steps`
+continues.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ from paceline.clock.link import measure_link
 from paceline.clock.step_clock import CHECKPOINT, LOGGING, clock
 from paceline.clock.waits import watch_waits
 from paceline.data.batches import Batches
-from paceline.data.plan import PlannedStep, Position
+from paceline.data.plan import Position
 from paceline.errors import CheckpointError, ConfigError, StepError
-from paceline.job import collectives, current_step
+from paceline.job import collectives
 from paceline.job.arguments import checks_arguments, require_integers
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
@@ -55,6 +53,7 @@ from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import state, weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import Replicas
+from paceline.training.loop_state import LoopState
 from paceline.training.optimizers import refuse_non_finite_weights, trained_optimizers
 from paceline.training.precision import Precision
 from paceline.training.schedules import Schedule
@@ -65,10 +64,6 @@ STRATEGIES[:0] = [ExactStrategy, Strategy, PackedStrategy, DDPStrategy]
 # Only the losses of the first steps are checked for being sums: a wrong loss is wrong from the start.
 _CHECKED_STEPS = 3
 _ENDLESS = 2**40  # epochs
-
-# The last training whose loop was left early. This reference keeps it alive until its job is left, because
-# its step may still have to be saved then. All other trainings may be garbage collected earlier.
-_left_early: Training | None = None
 
 
 class Training:
@@ -158,13 +153,11 @@ class Training:
         self.precision = self._context.precision.name
         self._context.strategy.check()
         self._context.strategy.check_precision(self.precision)
-        self._start = Position(job.seed, 0, 0)
-        self._last: PlannedStep | None = None
+        self._position = Position(job.seed, 0, 0)
+        self._loop_state = LoopState(job)
         self._kept: dict[str, Any] = {}
         self._report = Report(job)
         self._link: dict[str, float] | None = None
-        self._in_step: tuple[Step, PlannedStep] | None = None
-        self._left_step: tuple[Step, PlannedStep] | None = None
         self._replicas = Replicas(job, self.models, trained, desync_every, desync_also)
         self.checkpoints = checkpoints
         self._is_resumed = False
@@ -205,7 +198,7 @@ class Training:
 
         Collective: none.
         """
-        return self._start if self._last is None else self._last.next_position
+        return self._position
 
     def keep(self, **objects: Any) -> None:
         """Save and restore objects in the checkpoints. They must have `state_dict` and `load_state_dict`.
@@ -261,7 +254,7 @@ class Training:
 
         Collective: none; only rank 0 writes, the other ranks may call it too.
         """
-        if self._in_step is not None:
+        if self._loop_state.step is not None:
             raise StepError(
                 "`training.report` was called inside the loop over `training.steps`.",
                 where=self.job.where(),
@@ -292,7 +285,7 @@ class Training:
         Collective: all ranks, same arguments.
         """
         require_integers(1, or_none=True, epochs=epochs, until=until)
-        self._finish_left_loop()
+        self.job.settle()
         self.resume()
         if self._is_finished(epochs, until):
             text = "finished: %d steps and %d epochs are done, nothing is left to train."
@@ -342,9 +335,9 @@ class Training:
         if reduce not in ("rank0", "mean", "sum"):
             raise ConfigError(f'reduce must be "rank0", "mean" or "sum", got {reduce!r}.')
         require_integers(1, every_n=every_n)
-        if self._in_step is None:
+        step = self._loop_state.step
+        if step is None:
             raise StepError("`training.log` belongs inside the loop over `training.steps`.")
-        step, _ = self._in_step
         refuse_values(values, reduce, step.number)
         if step.number % every_n == 0:
             was = clock.begin(LOGGING)
@@ -393,20 +386,20 @@ class Training:
         Collective: all ranks, same state.
         """
         self._refuse_in_step("load_state_dict")
-        self._finish_left_loop()
+        self.job.settle()
         self._load(saved)
         if self.checkpoints is not None:
             # A checkpoint of the same step number holds another state.
             self.checkpoints.last_saved = 0
 
     def _refuse_in_step(self, what: str) -> None:
-        if self._in_step is not None:
+        if self._loop_state.step is not None:
             raise StepError(
                 f"`training.{what}` was called inside the loop over `training.steps`.",
                 where=self.job.where(),
                 why="the position moves on when the next step is requested.",
                 fix="call training.save() to save this step; otherwise call it before or after the loop.",
-                step=self._in_step[0].number,
+                step=self._loop_state.step.number,
             )
 
     def _load(self, saved: dict[str, Any]) -> None:
@@ -427,7 +420,7 @@ class Training:
         for name, thing in self._kept.items():
             if name in states:
                 thing.load_state_dict(states[name])
-        self.number, self._start, self._last = saved["step"], Position(*saved["position"]), None
+        self.number, self._position = saved["step"], Position(*saved["position"])
 
     def _refuse_other(self, saved: dict[str, Any]) -> None:
         seed = saved["position"][0]
@@ -508,7 +501,8 @@ class Training:
                 "this training has no checkpoints.",
                 fix="Training(..., checkpoints=paceline.Checkpoints(folder)).",
             )
-        if self._in_step is None:
+        step = self._loop_state.step
+        if step is None:
             raise StepError(
                 "`training.save` was called outside the loop over `training.steps`.",
                 where=self.job.where(),
@@ -521,7 +515,7 @@ class Training:
                 self.job,
                 "save",
                 None,
-                self._in_step[0].number,
+                step.number,
                 action="call `training.save` in this step",
                 why="each rank writes its part of the checkpoint.",
                 fix="call it on every rank, without `if job.rank == 0`.",
@@ -557,8 +551,7 @@ class Training:
     # The loop.
 
     def _loop(self, epochs: int | None, last: float) -> Iterator[Step]:
-        global _left_early
-        context = self._context
+        context, loop = self._context, self._loop_state
         for planned in self.batches.iterate(
             self.position,
             epochs=_ENDLESS if epochs is None else epochs,
@@ -572,32 +565,27 @@ class Training:
                     trained.token_divisor = trained.token_divisor or weight.next_token_divisor(
                         step.num_samples
                     )
-            self._in_step, self._left_step = (step, planned), None
-            current_step.step = step.number
+            loop.enter(step)
             try:
                 yield step
             except GeneratorExit:
                 # A `break`, or an exception. Python drops what a generator raises while it is closed, so
                 # `job.settle` reports it.
-                if self._in_step is None or self._in_step[0] is not step:
+                if loop.step is not step:
                     raise  # of an earlier loop, whose generator was closed after a new one had begun
-                self._leave_step()
+                loop.leave(self._finish_save)
                 if step.is_done:  # the weights are those of this step, so the next one follows it
-                    self.number, self._last = step.number, planned
-                _left_early = self
+                    self._advance(step)
                 raise
-            self._in_step = None
             ends_all = step.ends_epoch and step.epoch + 1 == epochs
             is_last = step.number >= last or context.control.agreed.stop or ends_all
-            self._commit(step, planned, now=step.ends_epoch or is_last, is_last=is_last)
+            self._commit(step, now=step.ends_epoch or is_last, is_last=is_last)
             if is_last or context.control.agreed.stop:
                 break
 
-    def _leave_step(self) -> None:
-        """Note that the loop was left in the step in progress."""
-        assert self._in_step is not None
-        self._left_step, self._in_step = self._in_step, None
-        self.job.left_loop = (self._left_step[0].number, self._left_step[0].is_done)
+    def _advance(self, step: Step) -> None:
+        """`number` and `position` now describe this step, whose update is done."""
+        self.number, self._position = step.number, step._planned.next_position
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
         context = self._context
@@ -609,8 +597,7 @@ class Training:
             for model in self.models:
                 syncbn.warn_plain_batchnorm(self.job, model)
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
-        if self.job.peers is not None:
-            self.job.peers.new_loop()
+        self._loop_state.begin()
         context.control.begin(self.number, new_loop=True)
         context.control.measure = self._measure
         for trained in context.optimizers:
@@ -670,10 +657,9 @@ class Training:
             self._report.write_link(self.number, self._link)
         return self._report.measure()
 
-    def _commit(self, step: Step, planned: PlannedStep, *, now: bool, is_last: bool) -> None:
+    def _commit(self, step: Step, *, now: bool, is_last: bool) -> None:
         """End a step: exchange what is due, compare replicas, save. All ranks call it."""
-        if self.job.peers is not None:
-            self.job.peers.passed = step.number
+        self._loop_state.end(step)
         if not step.is_done:
             raise StepError(
                 "the step was left without `step.update()`.",
@@ -682,8 +668,7 @@ class Training:
                 + ("." if len(self.optimizers) == 1 else ", once for each optimizer."),
                 step=step.number,
             )
-        self.number = step.number
-        self._last = planned
+        self._advance(step)
         clock.end_step()
         checkpoints, control = self.checkpoints, self._context.control
         if checkpoints is not None:
@@ -708,8 +693,8 @@ class Training:
 
     def _apply(self, word: Word) -> None:
         """Act on a control word. All ranks call it after the same step."""
-        if word.requests.save_failed and self.checkpoints is not None:
-            self.checkpoints.finish(self.job)
+        if word.requests.save_failed:
+            self._finish_save()
         context = self._context
         keeps = context.strategy.keeps_token_divisor
         counts = context.count == "tokens" and word.totals and word.totals[-1].count > 0
@@ -781,13 +766,10 @@ class Training:
         if self.checkpoints is not None:
             self.checkpoints.wait_until_copied()
 
-    def _finish_left_loop(self) -> None:
-        """Finish what a loop of this job that was left early has begun, also one of another training."""
-        global _left_early
-        self.job.settle()
-        if _left_early is not None and _left_early.checkpoints is not None:
-            _left_early.checkpoints.finish(self.job)
-        _left_early = None
+    def _finish_save(self) -> None:
+        """Wait for the save in progress, if there is one."""
+        if self.checkpoints is not None:
+            self.checkpoints.finish(self.job)
 
     def resume(self) -> None:
         """Load the newest checkpoint, if there is one, now instead of when `steps` begins.
@@ -801,7 +783,7 @@ class Training:
         """
         if self.checkpoints is None or self._is_resumed:
             return
-        self._finish_left_loop()
+        self.job.settle()
         self._is_resumed = True
         _, tensors = codec.encode(state.save(self.models, self.optimizers))
         size_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -846,8 +828,8 @@ class Training:
         """Leave autocast, and save the step that a preempted evaluation interrupted."""
         self._context.leave_step()
         notice.unwatch(self)
-        if self._in_step is not None:
-            self._leave_step()
+        if self._loop_state.step is not None:
+            self._loop_state.leave(self._finish_save)
         try:
             if self.job.preempted is not None:
                 self._save_interrupted(self.job.preempted)
@@ -857,13 +839,12 @@ class Training:
                 self.checkpoints.close(self.job)
 
     def _save_interrupted(self, preempted: Preempted) -> None:
-        if self._left_step is None or self.job.left_loop is None:
+        step = self._loop_state.take_left()
+        if step is None:
             return  # the loop itself raised it and has saved, or it came from another training's loop
-        step, planned = self._left_step
-        self._left_step = self.job.left_loop = None
         if step.is_done:
-            self._commit(step, planned, now=True, is_last=True)
-        elif any(collectives.gather(self.job, self._context.begun == step.number)):
+            self._commit(step, now=True, is_last=True)
+        elif any(collectives.gather(self.job, step._has_begun)):
             # Forwards of this step have changed buffers and generators, so the state belongs to no step.
             log.once(
                 "the step in progress was interrupted and is not saved; resume starts before it."
@@ -875,11 +856,8 @@ class Training:
 
 
 def _leave(reference: weakref.ref[Training]) -> None:
-    global _left_early
     training = reference()
     if training is not None:
-        if _left_early is training:
-            _left_early = None
         training._leave()
 
 
