@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from paceline.errors import CheckpointError
 from paceline.training import state
+from paceline.training.finite_weights import may_be_infinite
 
 Case = tuple[list[nn.Module], list[torch.optim.Optimizer]]
 
@@ -174,6 +176,29 @@ def test_names_do_not_depend_on_wrappers() -> None:
         "0.2.bias",
     ]
     assert found["param_groups"][0]["params"] == list(found["state"])
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's, in an import
+def test_tensors_that_may_be_infinite_have_the_names_of_the_saved_state() -> None:
+    masked = nn.Linear(3, 3)
+    masked.register_buffer("mask", torch.full((3, 3), -torch.inf))
+    masked.register_parameter("floor", nn.Parameter(torch.zeros(3), requires_grad=False))
+    model = nn.Sequential(torch.compile(masked, backend="eager"), nn.BatchNorm1d(3))
+    found = may_be_infinite([model])
+    assert sorted(found) == [
+        "models.0.0.floor",
+        "models.0.0.mask",
+        "models.0.1.num_batches_tracked",
+    ]
+    saved = state.save([model], [])["models"][0]
+    assert {path.removeprefix("models.0.") for path in found} <= saved.keys()
+
+
+def test_weights_of_another_model_are_refused_with_a_fix_that_exists(tmp_path: Path) -> None:
+    torch.save(nn.Linear(3, 3).state_dict(), tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match="bias: the model has shape") as raised:
+        state.load_weights(nn.Linear(3, 4), tmp_path / "w.pth")
+    assert "resume" not in raised.value.fix  # which is no argument of `load_weights`
 
 
 def test_parameters_in_another_order_keep_their_own_state() -> None:

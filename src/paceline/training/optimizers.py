@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim import Optimizer
 
-from paceline.errors import ConfigError, NonFinite
-from paceline.job.job import Job
+from paceline.errors import ConfigError
 from paceline.parallel.modules import owned_parameters, unwrap
 from paceline.training.schedules import Schedule, TrainedSchedule, trained_schedules
 from paceline.training.weight import SampleLength
@@ -100,19 +99,3 @@ def _refuse_closure(optimizer: Optimizer) -> None:
             why="it evaluates the loss several times in one step, but a step reads its micro-batches once.",
             fix="use an optimizer whose `step` needs no closure, such as torch.optim.AdamW.",
         )
-
-
-def refuse_non_finite_weights(job: Job, models: list[torch.nn.Module], step: int) -> None:
-    """Raise NonFinite if a weight is NaN or infinite when the training ends after `step`."""
-    for model in models:
-        for name, p in unwrap(model).named_parameters():
-            is_right = torch.isfinite(p) if p.requires_grad else ~torch.isnan(p)
-            if not bool(is_right.all()):
-                raise NonFinite(
-                    f"{name} holds NaN or infinity after step {step}.",
-                    where=job.where(),
-                    fix="train again, or from a checkpoint before that, with a lower learning rate.",
-                    quantity="parameter",
-                    parameters=[name],
-                    step=step,
-                )

@@ -10,7 +10,7 @@ The functions of `torch.distributed.checkpoint.state_dict` give the same names b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ Optimizers = Sequence[torch.optim.Optimizer]
 _Names = dict[int, tuple[str, torch.Tensor]]  # by the id of a parameter: its name, and itself
 
 _VERSION = 2
+_SAME_MODEL = "build the same model as the run that saved it, or resume='never'."
+_SAME_OPTIMIZER = "build the same optimizer as the run that saved it, or resume='never'."
 
 
 def save(models: Models, optimizers: Optimizers) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
                 f"the checkpoint holds {len(saved[kind])} {kind}, not {len(own)}."
             )
     for model, values in zip(models, saved["models"], strict=True):
-        _check_shapes(model, values)
+        _check_shapes(model, values, fix=_SAME_MODEL)
     names = _parameter_names(models)
     for number, (optimizer, values) in enumerate(zip(optimizers, saved["optimizers"], strict=True)):
         ours = _group_names(optimizer, names)
@@ -117,13 +119,13 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
         if sizes[0] != sizes[1]:
             raise CheckpointError(
                 f"optimizer {number} has groups of {sizes[0]} parameters, the checkpoint of {sizes[1]}.",
-                fix="build the same optimizer as the run that saved it, or resume='never'.",
+                fix=_SAME_OPTIMIZER,
             )
         for group, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             if version > 1 and (differing := sorted(set(mine) ^ set(other))):
                 raise CheckpointError(
                     f"group {group} of optimizer {number} and of the checkpoint differ in {differing[0]}.",
-                    fix="build the same optimizer as the run that saved it, or resume='never'.",
+                    fix=_SAME_OPTIMIZER,
                     parameter=differing[0],
                 )
     types = [type(optimizer).__name__ for optimizer in optimizers]
@@ -132,7 +134,7 @@ def check(models: Models, optimizers: Optimizers, saved: Mapping[str, Any]) -> N
         if own_type != other:
             raise CheckpointError(
                 f"optimizer {number} is {own_type}, the checkpoint was trained with {other}.",
-                fix="build the same optimizer as the run that saved it, or resume='never'.",
+                fix=_SAME_OPTIMIZER,
             )
 
 
@@ -151,6 +153,14 @@ def templates(models: Models, optimizers: Optimizers) -> Callable[[str], torch.T
     return lambda path: known.get(path, known.get(path.rpartition(".")[0]))
 
 
+def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a model, under the names of its saved state."""
+    model = unwrap(model)
+    clean = _name_cleaner(model)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        yield clean(name), tensor
+
+
 def load_weights(model: torch.nn.Module, path: str | Path, *, number: int = 0) -> None:
     """Load the weights of a file (`.pth`, `.safetensors`) or of a checkpoint into a model.
 
@@ -165,7 +175,7 @@ def load_weights(model: torch.nn.Module, path: str | Path, *, number: int = 0) -
     Collective: none; call it on all ranks.
     """
     weights = read_weights(path, number)
-    _check_shapes(model, weights)
+    _check_shapes(model, weights, fix="build the model that the weights were saved from.")
     _load_model(model, weights)
 
 
@@ -243,14 +253,14 @@ def _named(optimizer: torch.optim.Optimizer, names: _Names) -> dict[str, Any]:
     }
 
 
-def _check_shapes(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
+def _check_shapes(model: torch.nn.Module, values: Mapping[str, Any], *, fix: str) -> None:
     own, values = _state_of(model), _without_compiled(values)
     for name in sorted(set(own) | set(values)):
         ours, theirs = (_shape(each.get(name)) for each in (own, values))
         if ours != theirs:
             raise CheckpointError(
                 f"{name}: the model has {ours}, the checkpoint has {theirs}.",
-                fix="build the same model as the run that saved it, or resume='never'.",
+                fix=fix,
                 parameter=name,
             )
 

@@ -16,7 +16,6 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,14 +46,15 @@ from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
 from paceline.parallel.ddp import DDPStrategy
 from paceline.parallel.exact import ExactStrategy
-from paceline.parallel.modules import equalize_buffers, is_pipeline, is_sharded, unwrap
+from paceline.parallel.modules import equalize_buffers, is_pipeline, is_sharded
 from paceline.parallel.packed import PackedStrategy
 from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.training import state, weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import Replicas
+from paceline.training.finite_weights import may_be_infinite, refuse_non_finite_weights
 from paceline.training.loop_state import LoopState
-from paceline.training.optimizers import refuse_non_finite_weights, trained_optimizers
+from paceline.training.optimizers import trained_optimizers
 from paceline.training.precision import Precision
 from paceline.training.schedules import Schedule
 from paceline.training.step import Step, StepContext
@@ -752,13 +752,7 @@ class Training:
             wait=wait,
             steady=steady,
             finite_prefix="models.",
-            # By design, as in the mask of an attention; statistics of a BatchNorm would have diverged.
-            may_be_infinite=[
-                f"models.{number}.{name}"
-                for number, model in enumerate(map(unwrap, self.models))
-                for name, tensor in chain(model.named_buffers(), model.named_parameters())
-                if not tensor.requires_grad and not name.endswith(("running_mean", "running_var"))
-            ],
+            may_be_infinite=may_be_infinite(self.models),
         )
 
     def _wait_for_copies(self) -> None:
