@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from small_gpt import GPT, make_tokens
 from small_trainings import backwards, loss_sum, make_data, refusals, weights_of
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import paceline
 from paceline import Mesh
@@ -360,6 +360,49 @@ def test_models_of_transformers() -> None:
     (one,) = run_ranks(_with_transformers, nproc=1)
     for ranks in run_ranks(_with_transformers, nproc=2):
         assert ranks == pytest.approx(one, rel=1e-9)  # sums in another order
+
+
+class _TwoTargets(torch.utils.data.Dataset[Any]):
+    """Its targets have two parts, so that the length of a target is not the number of samples."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = make_data(7, torch.float64)[index]
+        return x, {"class": y, "sum": x.sum()}
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+def test_a_target_may_have_several_parts(kind: str) -> None:
+    class Loss(nn.Module):
+        reduction = kind
+
+        def forward(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+            loss = F.cross_entropy(output, target["class"], reduction=kind)
+            squared = F.mse_loss(output.sum(1), target["sum"], reduction=kind)
+            return loss + squared
+
+    trainer = paceline.Trainer(
+        lambda: _net().double(),
+        Loss(),
+        _adam,
+        data := _TwoTargets(),
+        global_batch=3,
+        validation=paceline.Validation(dataset=data, micro_batch=2),
+    )
+    result = trainer.fit(1)
+    x, target = default_collate([data[i] for i in range(7)])
+    whole = Loss()(result.model.eval()(x), target) / (7 if kind == "sum" else 1)
+    assert result.evaluation is not None
+    assert result.evaluation.loss == pytest.approx(whole.item(), rel=1e-9)
+
+
+def test_a_loss_per_token_without_a_count_is_refused() -> None:
+    loss = paceline.PerToken(F.cross_entropy)  # type: ignore[arg-type]
+    trainer = paceline.Trainer(_net, loss, _adam, make_data(8), global_batch=4)
+    with pytest.raises(paceline.ConfigError, match="must return a pair, got Tensor"):
+        trainer.fit(1)
 
 
 def test_a_loss_without_a_signature_is_refused() -> None:

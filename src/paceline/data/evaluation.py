@@ -217,7 +217,7 @@ class EvaluationStream:
         samples = iter(self._stream)
         if self._makes_batches:
             for batch in samples:
-                yield batch, _num_rows(batch)
+                yield batch, num_rows(batch)
             return
         while chunk := list(islice(samples, self._micro_batch)):
             yield self._collate(chunk), len(chunk)
@@ -272,7 +272,12 @@ def batches_to_evaluate(
     return EvaluationBatches(job, dataset, **options)
 
 
-def _num_rows(batch: Any) -> int:
+def num_rows(batch: Any) -> int:
+    """The number of samples of a batch: the first dimension of its first tensor.
+
+    Raises:
+        EvaluationError: it has no tensor with a dimension.
+    """
     rows = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
     if not rows:
         raise EvaluationError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,6 +79,21 @@ class Evaluation:
             for name, value in self.values.items()
         )
         return f"Evaluation({shown}, num_samples={self.num_samples})"
+
+
+@dataclass(frozen=True)
+class _RankResults:
+    """What one rank has scored, in a form that JSON can represent.
+
+    Attributes:
+        batches: Index and number of samples of each batch.
+        sums: For each of these batches, sum and count by name; the count is None if the score gave none.
+        is_preempted: Whether it stopped because of a preemption signal.
+    """
+
+    batches: list[tuple[int, int]]
+    sums: list[dict[str, tuple[float, float | None]]]
+    is_preempted: bool
 
 
 @checks_arguments
@@ -151,15 +167,15 @@ def evaluate(
     own_results = _run(_without_ddp(model), share, score, copies, rows, autocast)
     if sharded:
         free_gathered(model)
-    results = collectives.gather(job, own_results)
-    if any(each["is_preempted"] for each in results):
+    results = [_RankResults(**each) for each in collectives.gather(job, vars(own_results))]
+    if any(each.is_preempted for each in results):
         # When the job is left, `Training` saves the step in progress and replaces the step number 0.
         raise Preempted(notice.take(), 0)
     results = [results[rank] for rank in job.data.reporters]
     if isinstance(share, EvaluationStream):
         share.check()
     values: dict[str, Any] = _add_up(job, results, share.num_samples, share.num_batches)
-    num_updates = [len(each["batches"]) for each in results]
+    num_updates = [len(each.batches) for each in results]
     for name, metric in copies.items():
         values[name] = _merge_metric(job, metric, num_updates)
     for name, own in rows.items():
@@ -175,8 +191,8 @@ def _run(
     metrics: Mapping[str, Any],
     rows: dict[str, list[torch.Tensor]],
     autocast: AbstractContextManager[Any],
-) -> dict[str, Any]:
-    """Score this rank's batches; returns their indices and sums, and fills `metrics` and `rows`.
+) -> _RankResults:
+    """Score this rank's batches; fills `metrics` and `rows` too.
 
     After a preemption notice no further batch is scored, unless other ranks wait for the forwards.
     """
@@ -209,7 +225,7 @@ def _run(
             _refuse_dropped_samples(each, results)
             batches.append((each.index, each.count))
             sums.append(results)
-    return {"batches": batches, "sums": _to_host(sums), "is_preempted": is_preempted}
+    return _RankResults(batches, _to_host(sums), is_preempted)
 
 
 def _by_name(results: Any) -> dict[str, Any]:
@@ -291,11 +307,11 @@ def _rows(name: str, value: Any, count: int) -> torch.Tensor:
     return value.detach().cpu()
 
 
-def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
-    """For each batch and name [sum, count] as numbers, or [sum] if the score gave no count."""
+def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, tuple[float, float | None]]]:
+    """What the score returned for each batch, as numbers; see `_RankResults.sums`."""
     out = []
     for results in sums:
-        numbers = {}
+        numbers: dict[str, tuple[float, float | None]] = {}
         for name, value in results.items():
             total, count = value if isinstance(value, tuple) else (value, None)
             if isinstance(total, torch.Tensor) and total.numel() != 1:
@@ -303,16 +319,16 @@ def _to_host(sums: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
                     f"{name!r} must be a sum, got shape {tuple(total.shape)}.",
                     fix=f'sum it, or pass metrics={{"{name}": "rows"}}.',
                 )
-            numbers[name] = [float(total)] if count is None else [float(total), float(count)]
+            numbers[name] = float(total), None if count is None else float(count)
         out.append(numbers)
     return out
 
 
 def _add_up(
-    job: Job, results: list[dict[str, Any]], num_samples: int, num_batches: int
+    job: Job, results: list[_RankResults], num_samples: int, num_batches: int
 ) -> dict[str, Any]:
     """Add the results of all micro-batches; the sums are exact, so the order does not matter."""
-    seen_batches = sorted(tuple(pair) for each in results for pair in each["batches"])
+    seen_batches = sorted(tuple(pair) for each in results for pair in each.batches)
     seen = sum(count for _, count in seen_batches)
     if [index for index, _ in seen_batches] != list(range(num_batches)) or seen != num_samples:
         raise EvaluationError(
@@ -322,7 +338,7 @@ def _add_up(
             fix="build the same dataset on all ranks.",
             seen=seen,
         )
-    sums = [numbers for each in results for numbers in each["sums"]]
+    sums = [numbers for each in results for numbers in each.sums]
     names = list(sums[0])
     if any(set(numbers) != set(names) for numbers in sums):
         raise EvaluationError(
@@ -331,8 +347,9 @@ def _add_up(
         )
     values: dict[str, Any] = {}
     for name in names:
-        total = collectives.exact_sum([numbers[name][0] for numbers in sums])
-        own_counts = [numbers[name][1] for numbers in sums if len(numbers[name]) == 2]
+        totals, counts = zip(*(numbers[name] for numbers in sums), strict=True)
+        total = collectives.exact_sum(totals)
+        own_counts = [count for count in counts if count is not None]
         if 0 < len(own_counts) < len(sums):
             raise EvaluationError(
                 f"the score returned {name!r} with a count for some batches, and without for others.",
@@ -380,9 +397,9 @@ def _concatenate_ranks(job: Job, rows: torch.Tensor | None) -> torch.Tensor:
     return torch.cat(whole)
 
 
-def _sorted_by_batch(rows: torch.Tensor, results: list[dict[str, Any]]) -> torch.Tensor:
+def _sorted_by_batch(rows: torch.Tensor, results: list[_RankResults]) -> torch.Tensor:
     """The rows of all batches in the order of the batches; `rows` holds them in rank order."""
-    batches = [(index, count) for each in results for index, count in each["batches"]]
+    batches = [(index, count) for each in results for index, count in each.batches]
     pieces = torch.split(rows, [count for _, count in batches])
     return torch.cat([pieces[i] for i in sorted(range(len(batches)), key=lambda i: batches[i][0])])
 

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline import log
 from paceline.checkpoint.manager import Checkpoints
 from paceline.data.batches import Batches
+from paceline.data.evaluation import num_rows
 from paceline.errors import ConfigError
 from paceline.job.arguments import checks_arguments, require_integers
 from paceline.job.job import Job, current, join
@@ -102,13 +103,22 @@ class Validation:
 class PerToken:
     """A loss function that returns a pair (sum over tokens, number of tokens); tokens have equal weight.
 
+    Raises:
+        ConfigError: when it is called, if the function returns no pair.
+
     Collective: none.
     """
 
     loss: Callable[..., tuple[torch.Tensor, int | torch.Tensor]]
 
     def __call__(self, output: Any, target: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
-        return self.loss(output, target)
+        result = self.loss(output, target)
+        if not isinstance(result, tuple):
+            raise ConfigError(
+                f"the function given to PerToken must return a pair, got {type(result).__name__}.",
+                fix="return (sum over tokens, number of tokens).",
+            )
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +147,10 @@ class Trainer:
     Args:
         model: A module, or a function without arguments that builds it. The function is called after the
             generators are seeded, so its weights depend on the seed.
-        loss: `loss(output, target)`: the sum over the samples, or `PerToken(...)` of a function that returns
-            a pair (sum, number of tokens). A torch function with a `reduction` argument gets "sum"; a
-            module may have `reduction="mean"`. If batches are dicts, the model gets their entries as keyword
-            arguments, and the loss gets the output and the batch.
+        loss: `loss(output, target)`: the sum over the samples of the batch, or `PerToken(...)` of a function
+            that returns a pair (sum, number of tokens). A torch function with a `reduction` argument gets
+            "sum"; a module may have `reduction="mean"`. The target may have any form. If batches are dicts,
+            the model gets their entries as keyword arguments, and the loss gets the output and the batch.
         optimizer: A function that returns an optimizer of the parameters it is given.
         data: Samples (input, ..., target), or dicts: map-style, a stream, or a `DataLoader`.
         global_batch: Samples of one optimizer step over all ranks; only for a `DataLoader` it may be None.
@@ -347,13 +357,12 @@ class Trainer:
         call(FitEnd(**facts, evaluation=evaluation))
         return evaluation
 
-    def _forward(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
+    def _forward(self, model: nn.Module, batch: Batch) -> Any:
+        """The loss of a batch, or a pair of the loss and its count."""
         if isinstance(batch, Mapping):
-            result, target = self.loss(model(**batch), batch), next(iter(batch.values()))
-        else:
-            *inputs, target = _parts(batch)
-            result = self.loss(model(*inputs), target)
-        return result if isinstance(result, tuple) else (result, len(target))
+            return self.loss(model(**batch), batch)
+        *inputs, target = _parts(batch)
+        return self.loss(model(*inputs), target)
 
     def _evaluate(self, training: Training, validation: Validation) -> Evaluation:
         return evaluate(
@@ -366,8 +375,12 @@ class Trainer:
         )
 
     def _loss_alone(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
-        loss, count = self._forward(model, batch)
-        return {"loss": (loss * count if self._reduction == "mean" else loss, count)}
+        """The score without `Validation.score`: `evaluate` divides a sum by the number of samples."""
+        result = self._forward(model, batch)
+        if self._reduction == "mean":
+            loss, count = result if isinstance(result, tuple) else (result, num_rows(batch))
+            result = (loss * count, count)
+        return {"loss": result}
 
 
 # Not as a decorator: `dataclass` writes `__init__`.
