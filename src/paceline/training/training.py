@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
-import platform
-import socket
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-import paceline
 from paceline import log
 from paceline.checkpoint import codec
 from paceline.checkpoint.export import write_file
@@ -34,13 +29,12 @@ from paceline.clock.step_clock import CHECKPOINT, LOGGING, clock
 from paceline.clock.waits import watch_waits
 from paceline.data.batches import Batches
 from paceline.data.plan import Position
-from paceline.errors import CheckpointError, ConfigError, StepError
+from paceline.errors import ConfigError, StepError
 from paceline.job import collectives
 from paceline.job.arguments import checks_arguments, require_integers
 from paceline.job.job import Job
 from paceline.job.preemption import Preempted, notice
 from paceline.job.rng import MICRO_BATCH, default_generator, key
-from paceline.machine import usable_cores
 from paceline.metrics.logger import Logger
 from paceline.metrics.report import Report, refuse_values
 from paceline.parallel import syncbn
@@ -56,8 +50,10 @@ from paceline.training.finite_weights import may_be_infinite, refuse_non_finite_
 from paceline.training.loop_state import LoopState
 from paceline.training.optimizers import trained_optimizers
 from paceline.training.precision import Precision
+from paceline.training.run_facts import job_facts
 from paceline.training.schedules import Schedule
 from paceline.training.step import Step, StepContext
+from paceline.training.training_state import TrainingState
 
 # The first that fits how the models were wrapped, and `reproducible`, is used.
 STRATEGIES[:0] = [ExactStrategy, Strategy, PackedStrategy, DDPStrategy]
@@ -155,7 +151,7 @@ class Training:
         self._context.strategy.check_precision(self.precision)
         self._position = Position(job.seed, 0, 0)
         self._loop_state = LoopState(job)
-        self._kept: dict[str, Any] = {}
+        self._state = TrainingState(self._context, self.models, reproducible=reproducible)
         self._report = Report(job)
         self._link: dict[str, float] | None = None
         self._replicas = Replicas(job, self.models, trained, desync_every, desync_also)
@@ -219,13 +215,7 @@ class Training:
                 why="a checkpoint that holds the state of the object was not loaded into it.",
                 fix="call training.keep(...) before training.steps(...).",
             )
-        for name, thing in objects.items():
-            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise ConfigError(
-                    f"keep({name}=...): the object has no state_dict and load_state_dict methods.",
-                    fix="give it both methods, or leave it out.",
-                )
-            self._kept[name] = thing
+        self._state.keep(objects)
 
     def report(
         self,
@@ -354,25 +344,7 @@ class Training:
         Collective: none; all ranks for a model with `compress="powersgd"`.
         """
         self._refuse_in_step("state_dict")
-        at, context = self.position, self._context
-        return state.save(self.models, self.optimizers) | {
-            "step": self.number,
-            "position": [at.seed, at.epoch, at.offset],
-            "schedules": [trained.schedule.state_dict() for trained in context.optimizers],
-            "schedule_types": [trained.schedule.type for trained in context.optimizers],
-            "divisors": [trained.token_divisor for trained in context.optimizers],
-            "scaler": context.precision.scaler.state_dict(),
-            "strategy": context.strategy.state_dict(),
-            "kept": self._states_kept(is_optional=False),
-            "optional": self._states_kept(is_optional=True),
-        }
-
-    def _states_kept(self, *, is_optional: bool) -> dict[str, Any]:
-        return {
-            name: thing.state_dict()
-            for name, thing in self._kept.items()
-            if _is_optional(thing) == is_optional
-        }
+        return self._state.save(self.number, self._position)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the state of an earlier step or run, of any number of ranks.
@@ -387,7 +359,7 @@ class Training:
         """
         self._refuse_in_step("load_state_dict")
         self.job.settle()
-        self._load(saved)
+        self.number, self._position = self._state.load(saved)
         if self.checkpoints is not None:
             # A checkpoint of the same step number holds another state.
             self.checkpoints.last_saved = 0
@@ -400,63 +372,6 @@ class Training:
                 why="the position moves on when the next step is requested.",
                 fix="call training.save() to save this step; otherwise call it before or after the loop.",
                 step=self._loop_state.step.number,
-            )
-
-    def _load(self, saved: dict[str, Any]) -> None:
-        context = self._context
-        saved = context.strategy.own_part(saved)
-        state.check(self.models, self.optimizers, saved)
-        self._refuse_other(saved)
-        self._wait_for_copies()
-        context.strategy.load_state_dict(_strategy_state(saved))  # before weights: it may refuse
-        state.load(self.models, self.optimizers, saved)
-        for trained, schedule, divisor in zip(
-            context.optimizers, saved["schedules"], saved["divisors"], strict=True
-        ):
-            trained.token_divisor = divisor
-            trained.schedule.load_state_dict(schedule)
-        context.precision.load_state_dict(saved["scaler"])
-        states = saved["kept"] | saved.get("optional", {})
-        for name, thing in self._kept.items():
-            if name in states:
-                thing.load_state_dict(states[name])
-        self.number, self._position = saved["step"], Position(*saved["position"])
-
-    def _refuse_other(self, saved: dict[str, Any]) -> None:
-        seed = saved["position"][0]
-        if seed != self.job.seed:
-            raise CheckpointError(
-                f"the checkpoint was trained with seed {seed}, this job has {self.job.seed}.",
-                fix="join with the same seed, or start a new training with resume='never'.",
-            )
-        schedules = [trained.schedule for trained in self._context.optimizers]
-        # Checkpoints of older releases do not name the types.
-        theirs = saved.get("schedule_types") or [
-            own.type if values else ""
-            for own, values in zip(schedules, saved["schedules"], strict=True)
-        ]
-        for own, other in zip(schedules, theirs, strict=True):
-            if own.type != other:
-                raise CheckpointError(
-                    f"the checkpoint was trained with {other or 'no schedule'}, this training has "
-                    f"{own.type or 'none'}.",
-                    why="a schedule continues from its own state, so the learning rates would be others.",
-                    fix="give the schedule of the run that saved it; for another training start with "
-                    "paceline.load_weights and resume='never'.",
-                )
-        optional = {name for name, thing in self._kept.items() if _is_optional(thing)}
-        differing = sorted((set(self._kept) ^ set(saved["kept"])) - optional)
-        if differing:
-            raise CheckpointError(
-                f"the checkpoint and this training keep different objects: {', '.join(differing)}.",
-                fix="call training.keep(...) with the same objects as the run that saved it; if this is"
-                " another training, give it another folder.",
-            )
-        if ("exponents" in (_strategy_state(saved) or {})) != self.reproducible:
-            raise CheckpointError(
-                "the checkpoint and this training differ in `reproducible`.",
-                why="the setting changes the bits of every step.",
-                fix="use the setting of the run that saved it, or resume='never'.",
             )
 
     def step_schedule(
@@ -612,46 +527,30 @@ class Training:
 
     def _facts(self) -> dict[str, Any]:
         """What describes this run, for reports and advice."""
-        job, strategy = self.job, self._context.strategy
-        return {
-            "script": Path(sys.argv[0]).name,
-            "world_size": job.world_size,
-            "data_ranks": job.data.size,
-            "local_world_size": job.local_world_size,
-            "host": socket.gethostname(),
-            "cores": usable_cores(),
-            "threads": torch.get_num_threads(),
-            "launcher": job.launcher,
-            "restarts": job.restarts,
-            "device": job.device.type,
-            **(
-                {"gpu": torch.cuda.get_device_name(job.device)} if job.device.type == "cuda" else {}
-            ),
-            "backend": "none" if job.group is None else dist.get_backend(job.group),
-            "mesh": None if job.mesh is None else str(job.mesh),
+        strategy = self._context.strategy
+        facts = job_facts(self.job) | {
             "strategy": type(strategy).__name__.removesuffix("Strategy"),
             "precision": self.precision,
             "reproducible": self.reproducible,
-            "gradient_bytes": sum(
-                p.nbytes for trained in self._context.optimizers for p in trained.parameters
-            ),
-            **strategy.facts(),
-            **self.batches.facts(),
-            **({} if self.checkpoints is None else self.checkpoints.facts()),
-            **({} if self._link is None else {"link": self._link}),
-            "torch": torch.__version__,
-            "paceline": paceline.__version__,
-            "python": platform.python_version(),
+            "gradient_bytes": self._gradient_bytes(),
         }
+        facts |= strategy.facts() | self.batches.facts()
+        if self.checkpoints is not None:
+            facts |= self.checkpoints.facts()
+        if self._link is not None:
+            facts["link"] = self._link
+        return facts
+
+    def _gradient_bytes(self) -> int:
+        return sum(p.nbytes for t in self._context.optimizers for p in t.parameters)
 
     def _measure(self) -> list[float]:
         """This rank's row about where its time went. All ranks call it after the same step."""
         group = self.job.data.group
         if self._link is None and group is not None and self._context.strategy.reduces_gradients:
-            gradient_bytes = sum(p.nbytes for t in self._context.optimizers for p in t.parameters)
             try:
                 with clock.during(LOGGING):
-                    self._link = measure_link(group, self.job.device, gradient_bytes)
+                    self._link = measure_link(group, self.job.device, self._gradient_bytes())
             except RuntimeError as error:
                 self.job.reraise(error)
             self._report.write_link(self.number, self._link)
@@ -786,23 +685,17 @@ class Training:
             self.job, like=like, wants=self._context.strategy.wants, size_bytes=size_bytes
         )
         if saved is not None:
-            own = self._settings()
-            self._load(saved)
+            own = self._state.settings()
+            self.number, self._position = self._state.load(saved)
             log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
 
-            for before, loaded in zip(own, self._settings(), strict=True):
+            for before, loaded in zip(own, self._state.settings(), strict=True):
                 if found := state.differing(before, loaded):
                     log.logger.info(
                         "the optimizer goes on with the settings of the checkpoint: %s. To change them, set "
                         "optimizer.param_groups in the loop, or start a new training with resume='never'.",
                         "; ".join(found),
                     )
-
-    def _settings(self) -> list[list[dict[str, Any]]]:
-        return [
-            state.settings(trained.optimizer, has_schedule=bool(trained.schedule.type))
-            for trained in self._context.optimizers
-        ]
 
     def _log_preempted(self, preempted: Preempted) -> None:
         saved = "nothing was saved, because there are no checkpoints"
@@ -853,18 +746,6 @@ def _leave(reference: weakref.ref[Training]) -> None:
     training = reference()
     if training is not None:
         training._leave()
-
-
-def _is_optional(thing: Any) -> bool:
-    return getattr(thing, "is_optional", False) is True
-
-
-def _strategy_state(saved: dict[str, Any]) -> Any:
-    """The state of the strategy; checkpoints of version 1 have its parts at the top."""
-    if "strategy" in saved or saved.get("exact") is None:
-        return saved.get("strategy")
-    exponents = [exponent for each in saved["exact"] for exponent in each or []]
-    return {"exponents": exponents or None, "threads": saved["threads"]}
 
 
 def _new_event(device: torch.device) -> Callable[[], Any] | None:
