@@ -230,8 +230,8 @@ class _Best:
         self._sign = 1 if mode == "max" else -1
         self._min_delta = min_delta
 
-    def improves(self, evaluation: Evaluation) -> bool:
-        """Whether the metric of this evaluation is better than the best by more than `min_delta`."""
+    def update(self, evaluation: Evaluation) -> bool:
+        """Take the metric of this evaluation if it is better by more than `min_delta`; whether it is."""
         value = number_of(evaluation, self.metric)
         if math.isnan(value):
             return False
@@ -274,7 +274,7 @@ class EarlyStopping(Callback):
         self._best.value, self.num_bad, self.has_ended = None, 0, False  # of an earlier `fit`
 
     def on_evaluation_end(self, event: EvaluationEnd) -> None:
-        self.num_bad = 0 if self._best.improves(event.evaluation) else self.num_bad + 1
+        self.num_bad = 0 if self._best.update(event.evaluation) else self.num_bad + 1
         self.has_ended = self.num_bad >= self.patience
         if self.has_ended:
             log.logger.info(
@@ -322,7 +322,7 @@ class BestCheckpoint(Callback):
         self._best.value = None  # of an earlier `fit`
 
     def on_evaluation_end(self, event: EvaluationEnd) -> None:
-        if self._best.improves(event.evaluation):
+        if self._best.update(event.evaluation):
             event.training.save(best=True)
 
     def state_dict(self) -> dict[str, Any]:

@@ -243,8 +243,10 @@ class Trainer:
                 micro_batch=micro_batch,
                 workers=workers,
             )
-            training = self._prepare(job, batches, folder, resume)
-            evaluation = self._loop(job, training, epochs, clip_norm)
+            training, schedule = self._prepare(job, batches, folder, resume)
+            evaluation = self._loop(
+                training, epochs, clip_norm, needs_metric=isinstance(schedule, ReduceLROnPlateau)
+            )
             if folder is not None:
                 training.export(Path(folder) / "model.pth")
             batches.close()
@@ -266,7 +268,7 @@ class Trainer:
 
     def _prepare(
         self, job: Job, batches: Batches, folder: str | Path | None, resume: str
-    ) -> Training:
+    ) -> tuple[Training, Schedule | None]:
         module = self.model if isinstance(self.model, nn.Module) else self.model()
         module = module.to(job.device)
         # A pipeline synchronises no statistics.
@@ -305,11 +307,10 @@ class Trainer:
             loggers=self.loggers,
             flops=self.flops,
         )
-        return training
+        return training, schedule
 
     def _refuse_schedule(self, schedule: Any) -> None:
-        self._needs_metric = isinstance(schedule, ReduceLROnPlateau)
-        if not self._needs_metric:
+        if not isinstance(schedule, ReduceLROnPlateau):
             if self.schedule_metric is not None:
                 raise ConfigError(
                     "schedule_metric has no effect without ReduceLROnPlateau.", fix="leave it out."
@@ -321,10 +322,10 @@ class Trainer:
             )
 
     def _loop(
-        self, job: Job, training: Training, epochs: int, clip_norm: float | None
+        self, training: Training, epochs: int, clip_norm: float | None, *, needs_metric: bool
     ) -> Evaluation | None:
         call = self._callbacks.call
-        facts: dict[str, Any] = {"job": job, "training": training}
+        facts: dict[str, Any] = {"job": training.job, "training": training}
         model, validation = training.models[0], self.validation
         evaluation: Evaluation | None = None
         call(FitStart(**facts, epochs=epochs))
@@ -348,7 +349,7 @@ class Trainer:
                 numbers = numbers_of(evaluation).items()
                 values: dict[str, Any] = {f"validation_{name}": value for name, value in numbers}
                 training.log(**values)
-                if self._needs_metric:
+                if needs_metric:
                     training.step_schedule(number_of(evaluation, self.schedule_metric or "loss"))
                 call(EvaluationEnd(**facts, step=step, evaluation=evaluation))
         if evaluation is None and validation is not None:

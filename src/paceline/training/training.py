@@ -1,10 +1,11 @@
 """`Training`: one model, its optimizer and its data, in the user's own loop.
 
-It yields the steps, commits each one before the next begins, saves and resumes.
+It yields the steps, commits each one before the next begins, saves and resumes. Its parts are:
 
-`LoopState` says where the loop is. `log` and `save` belong into a step. Between steps the last step is
-committed, and `number`, `position` and `state_dict` describe it. After the loop another call of `steps`
-continues.
+- `Step` runs the micro-batches of a step and updates the weights; `StepContext` is what all steps share.
+- `LoopState` says whether the loop is in a step, between steps, or was left early.
+- `Control` exchanges losses and requests, such as a stop, between the ranks.
+- `TrainingState` makes the state that is saved, from `number`, `position` and the other parts, and loads it.
 """
 
 from __future__ import annotations
@@ -133,13 +134,14 @@ class Training:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.reproducible = reproducible
         self.number = 0
+        self._control = Control(job)
         trained = trained_optimizers(self.models, self.optimizers, schedule)
         self._context = StepContext(
             job=job,
             optimizers=trained,
             precision=Precision(precision, job, reproducible=reproducible),
             strategy=self._choose_strategy(),
-            control=Control(job),
+            control=self._control,
             count=count,
             checks_rows=count == "samples" and batches.may_drop_samples,
             before_update=self._wait_for_copies,
@@ -282,7 +284,7 @@ class Training:
             log.logger.info(text, self.number, self.position.epoch)
             return
         self._begin(epochs, until)
-        agreed = self._context.control.agreed
+        agreed = self._control.agreed
         notice.watch(self)
         clock.start(_new_event(self.job.device))
         try:
@@ -331,7 +333,7 @@ class Training:
         refuse_values(values, reduce, step.number)
         if step.number % every_n == 0:
             was = clock.begin(LOGGING)
-            self._context.control.own.reduce |= reduce != "rank0"
+            self._control.own.reduce |= reduce != "rank0"
             self._report.note(step.number, step.epoch, values, reduce)
             clock.end(was)
 
@@ -424,7 +426,7 @@ class Training:
                 why="a checkpoint is written after the step in progress; the last step is always saved.",
                 fix="call it inside the loop; outside of it use Checkpoints.save(job, step, state).",
             )
-        agreed = self._context.control.agreed
+        agreed = self._control.agreed
         if not agreed.save:
             collectives.gather_in_step(
                 self.job,
@@ -466,7 +468,7 @@ class Training:
     # The loop.
 
     def _loop(self, epochs: int | None, last: float) -> Iterator[Step]:
-        context, loop = self._context, self._loop_state
+        context, control, loop = self._context, self._control, self._loop_state
         for planned in self.batches.iterate(
             self.position,
             epochs=_ENDLESS if epochs is None else epochs,
@@ -493,13 +495,13 @@ class Training:
                     self._advance(step)
                 raise
             ends_all = step.ends_epoch and step.epoch + 1 == epochs
-            is_last = step.number >= last or context.control.agreed.stop or ends_all
+            is_last = step.number >= last or control.agreed.stop or ends_all
             self._commit(step, now=step.ends_epoch or is_last, is_last=is_last)
-            if is_last or context.control.agreed.stop:
+            if is_last or control.agreed.stop:
                 break
 
     def _advance(self, step: Step) -> None:
-        """`number` and `position` now describe this step, whose update is done."""
+        """Let `number` and `position` describe this step, whose update is done."""
         self.number, self._position = step.number, step._planned.next_position
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
@@ -513,8 +515,8 @@ class Training:
                 syncbn.warn_plain_batchnorm(self.job, model)
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         self._loop_state.begin()
-        context.control.begin(self.number, new_loop=True)
-        context.control.measure = self._measure
+        self._control.begin(self.number, new_loop=True)
+        self._control.measure = self._measure
         for trained in context.optimizers:
             trained.schedule.begin()
             trained.clear_gradients()  # of a backward before the loop, or of a step that was left
@@ -569,14 +571,15 @@ class Training:
             )
         self._advance(step)
         clock.end_step()
-        checkpoints, control = self.checkpoints, self._context.control
-        if checkpoints is not None:
-            control.own.save_failed |= checkpoints.poll(self.job)
-            control.own.save |= self.job.rank == 0 and checkpoints.is_due_by_clock()
         self._report.count(step.epoch, step.num_samples)
         if measured := self._context.strategy.measurements():
             self._report.note(step.number, step.epoch, measured, "rank0")
-        control.own.times |= self._report.asks_for_times(is_last=is_last)
+        checkpoints, control = self.checkpoints, self._control
+        own = control.own
+        if checkpoints is not None:
+            own.save_failed |= checkpoints.poll(self.job)
+            own.save |= self.job.rank == 0 and checkpoints.is_due_by_clock()
+        own.times |= self._report.asks_for_times(is_last=is_last)
         loss, count = step._local_loss()
         for word in control.end_step(step.number, loss, count, now=now):
             self._apply(word)
@@ -610,8 +613,8 @@ class Training:
     def _finish(self) -> None:
         """Exchange what is left and save the last step, after a loop that ran to its end."""
         # Without the link: it would be too late.
-        self._context.control.measure = self._report.measure
-        for word in self._context.control.flush(self.number):
+        self._control.measure = self._report.measure
+        for word in self._control.flush(self.number):
             self._apply(word)
         checkpoints = self.checkpoints
         if checkpoints is not None:
@@ -633,7 +636,7 @@ class Training:
     # Saving and resuming.
 
     def _save(self, checkpoints: Checkpoints, *, wait: bool) -> None:
-        agreed = self._context.control.agreed
+        agreed = self._control.agreed
         best, agreed.save, agreed.best = agreed.best, False, False
         self._replicas.compare(self.number)
         for model in self.models:

@@ -27,8 +27,8 @@ from paceline.job.job import Job
 
 Reduction = Literal["sum", "mean"]
 
-# Reductions as torch's loss functions save them for backward (`_saved_reduction`).
 _MAX_SUMMANDS = 8  # a loss may be a sum of thousands of terms
+# Reductions as torch's loss functions save them for backward (`_saved_reduction`).
 _MEAN_REDUCTION = 1
 _SUM_REDUCTION = 2
 _NODE = "torch.autograd.graph.Node"

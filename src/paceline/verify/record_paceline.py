@@ -169,7 +169,7 @@ class _Hooks:
             self._gradients.clear()
             yield step
         if training.number >= most and not (
-            training._context.control.agreed.stop or training._is_finished(epochs, until)
+            training._control.agreed.stop or training._is_finished(epochs, until)
         ):
             self._recorder.write(TrainsOn())
 
