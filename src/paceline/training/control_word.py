@@ -86,6 +86,23 @@ class Word:
     times: list[list[float]]
 
 
+@dataclass(frozen=True, slots=True)
+class _SentWord:
+    """A word that was sent and not read yet.
+
+    Attributes:
+        work: The exchange in progress; None if it happens when the word is read, or with one rank.
+        numbers: What is summed over ranks: the time of a step, the requests, then for each step its loss,
+            its count and the ranks whose loss is not finite, then the rows of the ranks about their time.
+        first, size: Number of the first step whose loss it carries, and how many steps.
+    """
+
+    work: dist.Work | None
+    numbers: torch.Tensor
+    first: int
+    size: int
+
+
 class Control:
     """Collects the values of this rank, and exchanges them.
 
@@ -110,18 +127,17 @@ class Control:
         self._every = 1
         self._due = 0
         self._began = time.perf_counter()
-        self._in_flight: tuple[dist.Work | None, torch.Tensor, int, int] | None = None
+        self._in_flight: _SentWord | None = None
 
-    def begin(self, step: int, *, new_loop: bool = False) -> None:
-        """Discard the collected losses; the next step is `step` + 1.
+    def begin_loop(self, step: int) -> None:
+        """Discard what is left of an earlier loop; the next step is `step` + 1. All ranks call it."""
+        self.own, self.agreed = Requests(), Requests()
+        self._every = 1
+        self._discard_word()
+        self._begin_word(step)
 
-        Args:
-            new_loop: A new loop begins: discard requests and the word in flight too. All ranks call it.
-        """
-        if new_loop:
-            self.own, self.agreed = Requests(), Requests()
-            self._every = 1
-            self._discard_word()
+    def _begin_word(self, step: int) -> None:
+        """Collect losses for the next word, from `step` + 1 on."""
         self._losses, self._counts = [], []
         self._first = step + 1
         self._due = step + self._every
@@ -179,22 +195,22 @@ class Control:
         work: dist.Work | None = None
         if self._job.control is not None and not self.in_memory:
             work = dist.all_reduce(word, group=self._job.control, async_op=True)
-        self._in_flight = (work, word, self._first, size)
-        self.begin(step)
+        self._in_flight = _SentWord(work, word, self._first, size)
+        self._begin_word(step)
 
     def _read(self) -> list[Word]:
-        if self._in_flight is None:
+        sent, self._in_flight = self._in_flight, None
+        if sent is None:
             return []
-        work, word, first, size = self._in_flight
-        self._in_flight = None
+        first, size = sent.first, sent.size
         try:
             if self.in_memory:
-                dist.all_reduce(word, group=self._job.group)
-            elif work is not None:
-                work.wait()
+                dist.all_reduce(sent.numbers, group=self._job.group)
+            elif sent.work is not None:
+                sent.work.wait()
         except RuntimeError as error:
             self._job.reraise(error)
-        numbers = word.tolist()
+        numbers = sent.numbers.tolist()
         rows = self._split_rows(numbers[_HEAD + 3 * size :])
         step_s = numbers[0] / self._job.world_size
         sums, counts, bits = (numbers[_HEAD + i * size : _HEAD + (i + 1) * size] for i in range(3))
@@ -218,11 +234,10 @@ class Control:
 
     def _discard_word(self) -> None:
         """Leave the word in flight unread: it belongs to a loop that was left."""
-        work = None if self._in_flight is None else self._in_flight[0]
-        self._in_flight = None
+        sent, self._in_flight = self._in_flight, None
         try:
-            if work is not None:
-                work.wait()
+            if sent is not None and sent.work is not None:
+                sent.work.wait()
         except RuntimeError as error:
             self._job.reraise(error)
 

@@ -515,7 +515,7 @@ class Training:
                 syncbn.warn_plain_batchnorm(self.job, model)
         context.check_losses_until = self.number + 1 + _CHECKED_STEPS
         self._loop_state.begin()
-        self._control.begin(self.number, new_loop=True)
+        self._control.begin_loop(self.number)
         self._control.measure = self._measure
         for trained in context.optimizers:
             trained.schedule.begin()
