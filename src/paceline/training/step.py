@@ -42,7 +42,9 @@ from paceline.training.weight import Reduction
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepContext:
-    """What the steps of one training share. `Training` owns it.
+    """What the steps of one training share. `Training` makes it.
+
+    When a loop begins, `Training` chooses `strategy` again and sets `check_losses_until`.
 
     Attributes:
         count: "samples" or "tokens".
@@ -63,7 +65,7 @@ class StepContext:
     generator: torch.Generator
     dropout_key: int
     check_losses_until: int = 0
-    _weight: torch.Tensor | None = None
+    _weight: torch.Tensor | None = None  # the last result of `weight_of`, for its arguments `_weight_for`
     _weight_for: tuple[float, float, torch.dtype] | None = None
 
     def leave_step(self) -> None:
@@ -117,13 +119,13 @@ class Step:
 
     __slots__ = (
         "_context",
-        "_is_single",
+        "_count_totals",
+        "_is_batch_open",
         "_micro",
-        "_num_left",
+        "_num_begun",
+        "_num_not_updated",
         "_planned",
         "_records",
-        "_seen",
-        "_totals",
         "ends_epoch",
         "epoch",
         "grad_norm",
@@ -136,11 +138,11 @@ class Step:
         self._context = context
         self._planned = planned
         self._records = [_Record(trained) for trained in context.optimizers]
-        self._micro: MicroBatch | None = None
-        self._totals: torch.Tensor | None = None
-        self._seen = 0
-        self._is_single = False
-        self._num_left = len(self._records)  # optimizers that are still to be updated
+        self._micro: MicroBatch | None = None  # the current one
+        self._num_begun = 0  # micro-batches that the loop or `run` has got
+        self._is_batch_open = False  # whether `batch` was read, and `update` has not ended its micro-batch
+        self._num_not_updated = len(self._records)  # optimizers, without skipped ones
+        self._count_totals: torch.Tensor | None = None  # over ranks, of each optimizer, for count="tokens"
         self.number = number
         self.epoch = planned.epoch
         self.num_samples = planned.num_samples
@@ -155,7 +157,7 @@ class Step:
         """Yield this rank's micro-batches, on its device. A rank may have fewer than others, or none."""
         strategy = self._context.strategy
         self._refuse_pipeline()
-        if self._is_single:
+        if self._is_batch_open:
             raise self._error(
                 "`step.batch` was read before the loop over micro-batches.",
                 why="each gives the samples of this step once.",
@@ -166,7 +168,7 @@ class Step:
         yield from self._run_micro_batches(micros)
         while strategy.end_micro_batches():
             strategy.begin_step(self._planned)
-            self._seen = 0
+            self._num_begun = 0
             self._records = [
                 _Record(record.trained, is_skipped=record.is_skipped) for record in self._records
             ]
@@ -184,16 +186,16 @@ class Step:
 
         Collective: all ranks.
         """
-        if self._is_single:
+        if self._is_batch_open:
             assert self._micro is not None
             return self._micro.batch
         strategy = self._context.strategy
         self._refuse_pipeline()
-        if self._planned.num_micro_batches != 1 or strategy.repeats_steps or self._seen:
+        if self._planned.num_micro_batches != 1 or strategy.repeats_steps or self._num_begun:
             why = f"this rank has {self._planned.num_micro_batches} micro-batches in this step."
             if strategy.repeats_steps:
                 why = "reproducible training may have to run the micro-batches again."
-            elif self._seen:
+            elif self._num_begun:
                 why = "the loop over the micro-batches has begun."
             raise self._error(
                 "`step.batch` cannot stand for the loop over micro-batches.",
@@ -205,11 +207,11 @@ class Step:
         (micro,) = self._planned
         clock.enter(FORWARD)
         self._begin_micro_batch(micro)
-        self._is_single = True
+        self._is_batch_open = True
         return micro.batch
 
-    def _end_single(self) -> None:
-        self._is_single = False
+    def _end_batch(self) -> None:
+        self._is_batch_open = False
         self._context.precision.leave()
         self._context.strategy.end_micro_batches()
         self._micro = None
@@ -224,7 +226,7 @@ class Step:
 
     def _begin_micro_batch(self, micro: MicroBatch) -> None:
         context = self._context
-        self._seen += 1
+        self._num_begun += 1
         self._micro = micro
         if context.checks_rows:
             refuse_dropped_samples(micro.batch, micro.count, self._where)
@@ -245,11 +247,11 @@ class Step:
             self._micro = None
             if any(record.needs_backward for record in self._records):
                 raise self._error(
-                    f"micro-batch {self._seen} of {self._planned.num_micro_batches} had no "
+                    f"micro-batch {self._num_begun} of {self._planned.num_micro_batches} had no "
                     "`step.backward`.",
                     fix=self._backward_fix(),
                 )
-            if self._seen < self._planned.num_micro_batches:
+            if self._num_begun < self._planned.num_micro_batches:
                 clock.enter(DATA)
 
     def _dropout_seed(self, micro: MicroBatch) -> int:
@@ -267,7 +269,7 @@ class Step:
         Collective: all ranks, for the same optimizer in the same step, before the loop over micro-batches.
         """
         record = self._record_of(optimizer)
-        if self._seen:
+        if self._num_begun:
             raise self._error(
                 "`step.skip` was called after the first micro-batch.",
                 fix="call it before `for batch in step`.",
@@ -279,7 +281,7 @@ class Step:
             )
         if not record.is_skipped:
             record.is_skipped = True
-            self._num_left -= 1
+            self._num_not_updated -= 1
 
     def run(self, loss_fn: Callable[[Any], Any], *, reduction: Reduction = "sum") -> None:
         """Run forward and backward of every micro-batch: the loop over micro-batches in one call.
@@ -309,7 +311,7 @@ class Step:
                 for micro in micros:
                     refuse_dropped_samples(micro.batch, micro.count, self._where)
             scheduled = _Scheduled(self, micros, loss_fn, reduction)
-            self._seen = scheduled.size
+            self._num_begun = scheduled.size
             clock.enter(COMMUNICATION_PP)  # the stages of this rank enter their own phases
             strategy.run_micro_batches(scheduled)
             clock.enter(OTHER)
@@ -381,8 +383,8 @@ class Step:
         hooks = []
         if micro.is_ghost or weight.has_no_gradient(loss, count, reduction):
             hooks = weight.discard_gradients(scaled)
-        is_single = len(self._records) == 1
-        inputs = None if is_single else record.trained.parameters
+        has_one_optimizer = len(self._records) == 1
+        inputs = None if has_one_optimizer else record.trained.parameters
         try:
             context.strategy.backward(scaled, start, micro, inputs)
         except RuntimeError as error:
@@ -390,7 +392,7 @@ class Step:
         finally:
             for hook in hooks:
                 hook.remove()
-        if not is_single and any(other.needs_backward for other in self._records):
+        if not has_one_optimizer and any(other.needs_backward for other in self._records):
             context.precision.enter()  # a forward for the next optimizer may follow
             clock.enter(FORWARD)
         else:
@@ -473,8 +475,8 @@ class Step:
         record = self._record_of(optimizer)
         trained = record.trained
         self._refuse_update(record)
-        if self._is_single:
-            self._end_single()
+        if self._is_batch_open:
+            self._end_batch()
         clipping = None
         if clip_norm is not None or clip_value is not None or norm_type != 2.0:
             clipping = Clipping(norm=clip_norm, norm_type=norm_type, value=clip_value)
@@ -485,7 +487,7 @@ class Step:
         context.before_update()
         context.precision.scaler.step(trained.optimizer)
         record.is_updated = True
-        self._num_left -= 1
+        self._num_not_updated -= 1
         if self.is_done:
             was_taken = context.precision.end_step()
             for each in self._records:
@@ -523,7 +525,7 @@ class Step:
         context = self._context
         factor = None
         if context.count == "tokens":
-            if self._totals is None:
+            if self._count_totals is None:
                 planned = self._planned.num_micro_batches
                 if any(not r.is_skipped and r.backwards < planned for r in self._records):
                     raise self._error(
@@ -531,8 +533,8 @@ class Step:
                         why="the tokens of all ranks are counted after the loop over micro-batches.",
                         fix="call step.update(optimizer) for each after that loop.",
                     )
-                self._totals = weight.total_counts(context.job, [r.count for r in self._records])
-            total = self._totals[self._records.index(record)]
+                self._count_totals = weight.total_counts(context.job, [r.count for r in self._records])
+            total = self._count_totals[self._records.index(record)]
             factor = weight.token_factor(
                 total, record.trained.token_divisor, self._where, self.number
             )
@@ -605,12 +607,12 @@ class Step:
 
         Collective: none.
         """
-        return not self._num_left
+        return not self._num_not_updated
 
     @property
     def _has_begun(self) -> bool:
         """Whether a forward of this step may have run."""
-        return self._seen > 0
+        return self._num_begun > 0
 
     def _local_loss(self) -> tuple[torch.Tensor | None, Any]:
         record = next(each for each in self._records if not each.is_skipped)
@@ -655,18 +657,18 @@ class Step:
             raise self._error(
                 "this step was updated already.", fix="call step.update once for each optimizer."
             )
-        if self._seen < planned:
+        if self._num_begun < planned:
             raise self._error(
-                f"`update` was called after {self._seen} of {planned} micro-batches.",
+                f"`update` was called after {self._num_begun} of {planned} micro-batches.",
                 why="the loop over the step was not run, or was left by `break`.",
                 fix="let `for batch in step` run to its end; samples cannot be left out.",
             )
-        if self._seen > planned or record.backwards < planned:
+        if self._num_begun > planned or record.backwards < planned:
             raise self._error(
                 f"{planned} micro-batches, but {record.backwards} calls of `step.backward`.",
                 fix=self._backward_fix(),
             )
-        if self._context.strategy.repeats_steps and self._micro is not None and not self._is_single:
+        if self._context.strategy.repeats_steps and self._micro is not None and not self._is_batch_open:
             raise self._error(
                 "`update` was called inside `for batch in step`.",
                 why="with reproducible=True, the gradients of all ranks are summed when that loop ends.",
