@@ -48,7 +48,7 @@ class Peers:
     A thread answers other ranks that ask how far this rank is, while the main thread may be in a collective.
 
     Attributes:
-        passed: the last completed step of this rank.
+        passed: the last step of this rank's loop that is not in progress any more; 0 before the first.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -115,7 +115,7 @@ class Peers:
             return None  # rank 0 has ended, and the store with it
 
     def new_loop(self) -> int:
-        """The number of a new loop. Each rank calls it when a loop begins, and when it is left early."""
+        """Count a new loop, and return its number. Each rank calls it when a loop begins, and when it is left early."""
         self.passed = 0  # before the number: the thread reads them in the opposite order
         self._loop += 1
         return self._loop
