@@ -124,7 +124,7 @@ def _sound(job: Any) -> list[tuple[int, int]]:
     found = []
     for options, tamper in cases:
         replicas = _train(job, _training(job, **options), 12, tamper)._replicas
-        found.append((replicas._equal, replicas._due))
+        found.append((replicas._equal_step, replicas._due))
     # If 0 were taken for None, the first comparison would be due in step 10.
     off = _training(job, desync_every=0)
     _train(job, off, 12, {"step": 10, "ranks": [1], "what": "weight"})

@@ -69,8 +69,8 @@ class Replicas:
             parts = {tuple(job.mesh.axis_ranks(rank, "dp_replicate")) for rank in world}
         # Ranks that hold the same whole tensors, and ranks that hold the same parts of sharded ones.
         self._replicas = [sorted(axes), sorted(parts)]
-        self._equal: int | None = None  # the last step after which all were equal
-        self._was_compared = False  # whether `_equal` is known by a comparison
+        self._equal_step: int | None = None  # the last step after which all were equal
+        self._was_compared = False  # whether `_equal_step` is known by a comparison
         self._due = 0
         self._compared_at_s = self._cost_s = 0.0
 
@@ -82,8 +82,9 @@ class Replicas:
         """
         if self._is_off:
             return
-        if self._equal is None or step <= self._equal:  # a first step, or an older state was loaded
-            self._equal, self._compared_at_s = step - 1, time.perf_counter()
+        # A first step, or an older state was loaded.
+        if self._equal_step is None or step <= self._equal_step:
+            self._equal_step, self._compared_at_s = step - 1, time.perf_counter()
             self._was_compared = False
             self._due = step - 1 + (self._every or _FIRST_STEPS)
         if step >= self._due:
@@ -95,12 +96,12 @@ class Replicas:
         Raises:
             Desync: on all ranks, naming tensor and ranks.
         """
-        if self._is_off or self._equal == step or self._equal is None:
+        if self._is_off or self._equal_step == step or self._equal_step is None:
             return
         began = time.perf_counter()
         kinds = self._digests()
         cost_s = self._cost_s or time.perf_counter() - began + _EXCHANGE_S
-        step_s = (began - self._compared_at_s) / (step - self._equal)
+        step_s = (began - self._compared_at_s) / (step - self._equal_step)
         own_row = torch.tensor([*map(_total, kinds), int(cost_s * 1e9), int(step_s * 1e9)])
         rows = [row.tolist() for row in collectives.gather_tensor(self._job, own_row)]
         for kind, digests in enumerate(kinds):
@@ -111,7 +112,7 @@ class Replicas:
         if every is None:
             # From the measurements of all ranks, so that all ranks compute the same interval.
             every = interval(max(row[2] for row in rows), min(row[3] for row in rows))
-        self._equal, self._due, self._was_compared = step, step + every, True
+        self._equal_step, self._due, self._was_compared = step, step + every, True
         self._compared_at_s = time.perf_counter()
         self._cost_s = self._compared_at_s - began
 
@@ -156,7 +157,7 @@ class Replicas:
         if ranks is not None:
             verb = "holds" if len(ranks) == 1 else "hold"
             what = f"{name_ranks(ranks)} of {len(values)} {verb} other values than the rest of"
-        since = self._equal
+        since = self._equal_step
         known = f"this is the first comparison after step {since}. Before it, "
         cure = "make the weights equal on all ranks before the training"
         if self._was_compared:

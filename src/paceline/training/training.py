@@ -22,7 +22,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline import log
-from paceline.checkpoint import codec
 from paceline.checkpoint.export import write_file
 from paceline.checkpoint.manager import Checkpoints
 from paceline.clock.link import measure_link
@@ -44,7 +43,7 @@ from paceline.parallel.exact import ExactStrategy
 from paceline.parallel.modules import equalize_buffers, is_pipeline, is_sharded
 from paceline.parallel.packed import PackedStrategy
 from paceline.parallel.strategy import STRATEGIES, Strategy
-from paceline.training import state, weight
+from paceline.training import weight
 from paceline.training.control_word import Control, Word
 from paceline.training.desync import Replicas
 from paceline.training.finite_weights import may_be_infinite, refuse_non_finite_weights
@@ -681,24 +680,23 @@ class Training:
             return
         self.job.settle()
         self._is_resumed = True
-        _, tensors = codec.encode(state.save(self.models, self.optimizers))
-        size_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
-        like = state.templates(self.models, self.optimizers)
         saved: dict[str, Any] | None = self.checkpoints.resume(
-            self.job, like=like, wants=self._context.strategy.wants, size_bytes=size_bytes
+            self.job,
+            like=self._state.templates(),
+            wants=self._context.strategy.wants,
+            size_bytes=self._state.size_bytes(),
         )
-        if saved is not None:
-            own = self._state.settings()
-            self.number, self._position = self._state.load(saved)
-            log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
-
-            for before, loaded in zip(own, self._state.settings(), strict=True):
-                if found := state.differing(before, loaded):
-                    log.logger.info(
-                        "the optimizer goes on with the settings of the checkpoint: %s. To change them, set "
-                        "optimizer.param_groups in the loop, or start a new training with resume='never'.",
-                        "; ".join(found),
-                    )
+        if saved is None:
+            return
+        before = self._state.settings()
+        self.number, self._position = self._state.load(saved)
+        log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
+        for changes in self._state.changes_of_settings(before):
+            log.logger.info(
+                "the optimizer goes on with the settings of the checkpoint: %s. To change them, set "
+                "optimizer.param_groups in the loop, or start a new training with resume='never'.",
+                changes,
+            )
 
     def _log_preempted(self, preempted: Preempted) -> None:
         saved = "nothing was saved, because there are no checkpoints"

@@ -1,16 +1,18 @@
 """`TrainingState`: all that a checkpoint of a training holds, and how it is loaded.
 
-`state.py` saves models and optimizers. This file adds the position in the data, schedules, the loss scale, the
-state of the strategy, and the objects given to `Training.keep`.
+`state.py` saves models and optimizers. This file adds the position in the data, schedules, the loss scale,
+the state of the strategy, and the objects given to `Training.keep`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from paceline.checkpoint import codec
 from paceline.data.plan import Position
 from paceline.errors import CheckpointError, ConfigError
 from paceline.training import state
@@ -138,6 +140,21 @@ class TrainingState:
             state.settings(trained.optimizer, has_schedule=bool(trained.schedule.type))
             for trained in self._context.optimizers
         ]
+
+    def changes_of_settings(self, before: list[list[dict[str, Any]]]) -> list[str]:
+        """What `load` has changed of `settings`: for each optimizer that changed, a text."""
+        pairs = zip(before, self.settings(), strict=True)
+        changes = [state.differing(own, loaded) for own, loaded in pairs]
+        return ["; ".join(names) for names in changes if names]
+
+    def templates(self) -> Callable[[str], torch.Tensor | None]:
+        """A function from a path in a saved state to a tensor that is sharded as the loaded one must be."""
+        return state.templates(self._models, self._optimizers)
+
+    def size_bytes(self) -> int:
+        """The size of models and optimizers in a checkpoint."""
+        _, tensors = codec.encode(state.save(self._models, self._optimizers))
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _is_optional(thing: Any) -> bool:
