@@ -115,7 +115,7 @@ class Peers:
             return None  # rank 0 has ended, and the store with it
 
     def new_loop(self) -> int:
-        """Count a new loop, and return its number. Each rank calls it when a loop begins, and when it is left early."""
+        """Count a new loop; its number. Each rank calls it when a loop begins, and when it is left early."""
         self.passed = 0  # before the number: the thread reads them in the opposite order
         self._loop += 1
         return self._loop

@@ -55,8 +55,8 @@ class LeftLoop:
     Attributes:
         step: the number of the step in which the loop was left.
         is_updated: whether the update of this step was done.
-        finish: waits for the training's save in progress. All ranks call it when all have left the loop; until
-            then the reference keeps the training alive.
+        finish: waits for the training's save in progress. All ranks call it when all have left the loop;
+            until then the reference keeps the training alive.
     """
 
     step: int

@@ -65,7 +65,9 @@ class StepContext:
     generator: torch.Generator
     dropout_key: int
     check_losses_until: int = 0
-    _weight: torch.Tensor | None = None  # the last result of `weight_of`, for its arguments `_weight_for`
+    _weight: torch.Tensor | None = (
+        None  # the last result of `weight_of`, for its arguments `_weight_for`
+    )
     _weight_for: tuple[float, float, torch.dtype] | None = None
 
     def leave_step(self) -> None:
@@ -140,9 +142,13 @@ class Step:
         self._records = [_Record(trained) for trained in context.optimizers]
         self._micro: MicroBatch | None = None  # the current one
         self._num_begun = 0  # micro-batches that the loop or `run` has got
-        self._is_batch_open = False  # whether `batch` was read, and `update` has not ended its micro-batch
+        self._is_batch_open = (
+            False  # whether `batch` was read, and `update` has not ended its micro-batch
+        )
         self._num_not_updated = len(self._records)  # optimizers, without skipped ones
-        self._count_totals: torch.Tensor | None = None  # over ranks, of each optimizer, for count="tokens"
+        self._count_totals: torch.Tensor | None = (
+            None  # over ranks, of each optimizer, for count="tokens"
+        )
         self.number = number
         self.epoch = planned.epoch
         self.num_samples = planned.num_samples
@@ -533,7 +539,9 @@ class Step:
                         why="the tokens of all ranks are counted after the loop over micro-batches.",
                         fix="call step.update(optimizer) for each after that loop.",
                     )
-                self._count_totals = weight.total_counts(context.job, [r.count for r in self._records])
+                self._count_totals = weight.total_counts(
+                    context.job, [r.count for r in self._records]
+                )
             total = self._count_totals[self._records.index(record)]
             factor = weight.token_factor(
                 total, record.trained.token_divisor, self._where, self.number
@@ -668,7 +676,11 @@ class Step:
                 f"{planned} micro-batches, but {record.backwards} calls of `step.backward`.",
                 fix=self._backward_fix(),
             )
-        if self._context.strategy.repeats_steps and self._micro is not None and not self._is_batch_open:
+        if (
+            self._context.strategy.repeats_steps
+            and self._micro is not None
+            and not self._is_batch_open
+        ):
             raise self._error(
                 "`update` was called inside `for batch in step`.",
                 why="with reproducible=True, the gradients of all ranks are summed when that loop ends.",
