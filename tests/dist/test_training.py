@@ -27,6 +27,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import DataError, GradientError, LossError, NonFinite, PeerFailed, StepError
+from paceline.job.preemption import Preempted
 from paceline.testing import (
     Fault,
     InjectedFault,
@@ -383,6 +384,28 @@ def _with_and_without_a_left_step(job: Any) -> list[list[float]]:
 def test_gradients_of_a_left_step_are_not_added_to_the_next(nproc: int) -> None:
     straight, after = run_ranks(_with_and_without_a_left_step, nproc=nproc)[0]
     assert straight == after
+
+
+def _leave_two_loops(folder: Path) -> None:
+    with paceline.join() as job:
+        second = _training(job, checkpoints=paceline.Checkpoints(folder / "second"))
+        first = _training(job, checkpoints=paceline.Checkpoints(folder / "first"))
+        for step in first.steps(until=9):
+            backwards(first, step)
+            step.update()
+            break
+        for step in second.steps(until=9):
+            backwards(second, step)
+            step.update()
+            if step.number == 3:
+                raise Preempted("SIGTERM", 0)  # as `evaluate` raises it
+
+
+def test_a_preempted_evaluation_saves_the_training_in_whose_loop_it_was(tmp_path: Path) -> None:
+    with pytest.raises(Preempted) as raised:
+        _leave_two_loops(tmp_path)
+    assert raised.value.step == 3
+    assert (tmp_path / "second/step-3/manifest.json").exists()
 
 
 def _leave_again_and_again(job: Any) -> list[int]:
