@@ -28,7 +28,7 @@ from paceline.clock.link import measure_link
 from paceline.clock.step_clock import CHECKPOINT, LOGGING, clock
 from paceline.clock.waits import watch_waits
 from paceline.data.batches import Batches
-from paceline.data.plan import Position
+from paceline.data.plan import PlannedStep, Position
 from paceline.errors import ConfigError, StepError
 from paceline.job import collectives
 from paceline.job.arguments import checks_arguments, require_integers
@@ -150,7 +150,8 @@ class Training:
         self.precision = self._context.precision.name
         self._context.strategy.check()
         self._context.strategy.check_precision(self.precision)
-        self._position = Position(job.seed, 0, 0)
+        self._start = Position(job.seed, 0, 0)  # or the loaded one
+        self._last: PlannedStep | None = None  # the step `number`, if it was done since the start
         self._loop_state = LoopState(job)
         self._state = TrainingState(self._context, self.models, reproducible=reproducible)
         self._report = Report(job)
@@ -195,7 +196,7 @@ class Training:
 
         Collective: none.
         """
-        return self._position
+        return self._start if self._last is None else self._last.next_position
 
     def keep(self, **objects: Any) -> None:
         """Save and restore objects in the checkpoints. They must have `state_dict` and `load_state_dict`.
@@ -345,7 +346,7 @@ class Training:
         Collective: none; all ranks for a model with `compress="powersgd"`.
         """
         self._refuse_in_step("state_dict")
-        return self._state.save(self.number, self._position)
+        return self._state.save(self.number, self.position)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the state of an earlier step or run, of any number of ranks.
@@ -360,10 +361,14 @@ class Training:
         """
         self._refuse_in_step("load_state_dict")
         self.job.settle()
-        self.number, self._position = self._state.load(saved)
+        self._load(saved)
         if self.checkpoints is not None:
             # A checkpoint of the same step number holds another state.
             self.checkpoints.last_saved = 0
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        self.number, self._start = self._state.load(saved)
+        self._last = None
 
     def _refuse_in_step(self, what: str) -> None:
         if self._loop_state.step is not None:
@@ -491,17 +496,13 @@ class Training:
                     raise  # of an earlier loop, whose generator was closed after a new one had begun
                 loop.leave(self._finish_save)
                 if step.is_done:  # the weights are those of this step, so the next one follows it
-                    self._advance(step)
+                    self.number, self._last = step.number, planned
                 raise
             ends_all = step.ends_epoch and step.epoch + 1 == epochs
             is_last = step.number >= last or control.agreed.stop or ends_all
             self._commit(step, now=step.ends_epoch or is_last, is_last=is_last)
             if is_last or control.agreed.stop:
                 break
-
-    def _advance(self, step: Step) -> None:
-        """Let `number` and `position` describe this step, whose update is done."""
-        self.number, self._position = step.number, step._planned.next_position
 
     def _begin(self, epochs: int | None, until: int | None) -> None:
         context = self._context
@@ -568,7 +569,7 @@ class Training:
                 + ("." if len(self.optimizers) == 1 else ", once for each optimizer."),
                 step=step.number,
             )
-        self._advance(step)
+        self.number, self._last = step.number, step._planned
         clock.end_step()
         self._report.count(step.epoch, step.num_samples)
         if measured := self._context.strategy.measurements():
@@ -689,7 +690,7 @@ class Training:
         if saved is None:
             return
         before = self._state.settings()
-        self.number, self._position = self._state.load(saved)
+        self._load(saved)
         log.logger.info("resumed after step %d (epoch %d).", self.number, self.position.epoch)
         for changes in self._state.changes_of_settings(before):
             log.logger.info(
