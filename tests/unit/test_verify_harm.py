@@ -329,6 +329,60 @@ def test_local_sgd_under_no_sync(restored: bool) -> None:
     assert isinstance(judged, FaultFound) == (not restored), judged
 
 
+def _trains_without_ddp(weights: list[int], *, exchanges: bool, steps: bool = True) -> list[Event]:
+    """A rank that has these weights in its steps, and may exchange gradients and send weights."""
+    events: list[Event] = []
+    for number, digest in enumerate(weights, 1):
+        done = number - 1 if steps else 0
+        events += [
+            ForwardEnded(trains=True, steps_done=done, params={"w": digest}, rows=[digest, number]),
+            BackwardBegun(at="t.py:5", steps_done=done),
+        ]
+        reduced = CollectiveBegun(op="reduce", group=[0, 1], steps_done=done, at="t.py:6")
+        sent = CollectiveBegun(op="broadcast", group=[0, 1], steps_done=done, at="t.py:9")
+        ended = OptimizerStepEnded(step=number, params={"w": digest + 1})
+        events += [reduced] * exchanges + [_step(number), ended] * steps + [sent] * exchanges
+    return events
+
+
+def _faults(*ranks: list[Event]) -> list[str]:
+    judged = judge(case(*ranks))
+    return [name for name, each in judged.items() if isinstance(each, FaultFound)]
+
+
+def test_one_rank_updates_and_sends_the_weights() -> None:
+    chief = _trains_without_ddp([1, 2, 3], exchanges=True)
+    # Verification ends the chief, and not the rank that never steps.
+    other = _trains_without_ddp([1, 2, 3, 4], exchanges=True, steps=False)
+    assert not _faults(chief, other)
+    assert not _faults(other, chief)
+
+
+def test_each_rank_trains_a_model_of_its_own_against_that_of_the_other() -> None:
+    players = [_trains_without_ddp(own, exchanges=False) for own in ([1, 2, 3], [7, 8, 9])]
+    assert not _faults(*players)
+    joined = [_trains_without_ddp(own, exchanges=True) for own in ([1, 2, 3], [7, 8, 9])]
+    assert _faults(*joined) == ["weights changed outside the optimizer"]
+
+
+def test_a_model_that_only_one_rank_trains_beside_the_shared_one() -> None:
+    def rank(*, trains_more: bool) -> list[Event]:
+        events: list[Event] = []
+        done = 0
+        for digest in range(1, 5):
+            forward = ForwardEnded(trains=True, sync=True, steps_done=done, params={"w": digest})
+            done += 1
+            ended = OptimizerStepEnded(step=done, params={"w": digest + 1})
+            events += [forward, BackwardBegun(steps_done=done - 1), _step(done), ended]
+            if trains_more:
+                done += 1
+                own = OptimizerStepBegun(step=done, at="t.py:9", grads={"model 1: w": 8}, lrs=[0.1])
+                events += [own, OptimizerStepEnded(step=done, params={"model 1: w": digest})]
+        return events
+
+    assert not _faults(rank(trains_more=True), rank(trains_more=False))
+
+
 def test_the_collectives_of_a_ddp_of_some_ranks_are_not_those_of_all() -> None:
     barrier = CollectiveBegun(op="barrier", group=[0, 1, 2], at="t.py:9")
     trainer: list[Event] = [

@@ -100,15 +100,11 @@ class Failed(Event):
 
 
 class RankEnded(Event):
-    """The process ended; missing after a kill and `os._exit`.
+    """The process ended; missing after a kill and `os._exit`."""
 
-    Attributes:
-        buffers: The digests of the buffers, by the number of the model.
-        wanted: The steps that the rank was to take.
-    """
-
+    # The digests of the buffers, by the number of the model.
     buffers: dict[str, Digests] = field(default_factory=dict)
-    wanted: int | None = None
+    wanted: int | None = None  # the steps that the rank was to take
 
 
 # The job
@@ -135,24 +131,16 @@ class CommHookSet(Event):
 
 
 class CollectiveBegun(EventInStep):
-    """A collective was entered.
-
-    Attributes:
-        group: The ranks; empty if this rank is not one of them, or no group exists yet.
-        reduce: The operation, such as "SUM".
-        shape: The shape of the first tensor.
-        items: How many numbers and texts an object has.
-        values: The numbers of a small tensor; None if it is too large to be a metric.
-        evaluation: The number of the evaluation; None in training.
-    """
+    """A collective was entered."""
 
     op: str
+    # The ranks; empty if this rank is not one of them, or no group exists yet.
     group: list[int] = field(default_factory=list)
-    reduce: str = ""
-    shape: list[int] = field(default_factory=list)
-    items: int = 0
-    values: list[float] | None = None
-    evaluation: int | None = None
+    reduce: str = ""  # the operation, such as "SUM"
+    shape: list[int] = field(default_factory=list)  # the shape of the first tensor
+    items: int = 0  # how many numbers and texts an object has
+    values: list[float] | None = None  # those of a tensor; None if it is too large to be a metric
+    evaluation: int | None = None  # the number of the evaluation; None in training
 
 
 class CollectiveEnded(Event):
@@ -166,31 +154,21 @@ class CollectiveEnded(Event):
 
 
 class LoaderSeen(Event):
-    """The first use of a DataLoader.
+    """The first use of a DataLoader."""
 
-    Attributes:
-        loader: Its name, equal in all runs.
-        sampler, dataset: The names of the types.
-        sampler_id: Equal for loaders of one sampler.
-        sharding: Attributes of a sampler for several ranks, such as "rank" and "seed".
-        takes_epoch: Whether its sampler or dataset has `set_epoch`.
-        split: The digest of the indices of a subset.
-        samples, root_samples: The length of the dataset, and of the one behind all subsets; None if unknown.
-        batches: The length of the loader; None if unknown.
-    """
-
-    loader: str
-    sampler: str = ""
-    sampler_id: int = 0
+    loader: str  # its name, equal in all runs
+    sampler: str = ""  # the name of its type
+    sampler_id: int = 0  # equal for loaders of one sampler
+    # Attributes of a sampler for several ranks, such as "rank" and "seed".
     sharding: dict[str, Any] = field(default_factory=dict)
-    takes_epoch: bool = False
+    takes_epoch: bool = False  # whether its sampler or dataset has `set_epoch`
     batch_size: int | None = None
     iterable: bool = False
-    dataset: str = ""
-    split: int | None = None
-    samples: int | None = None
-    root_samples: int | None = None
-    batches: int | None = None
+    dataset: str = ""  # the name of its type
+    split: int | None = None  # the digest of the indices of a subset
+    samples: int | None = None  # the length of the dataset; None if unknown
+    root_samples: int | None = None  # the same of the dataset behind all subsets
+    batches: int | None = None  # the length of the loader; None if unknown
 
 
 class EventOfPass(EventInStep):
@@ -207,17 +185,12 @@ class PassBegun(EventOfPass):
 
 
 class BatchGiven(EventOfPass):
-    """The script got a batch.
+    """The script got a batch."""
 
-    Attributes:
-        ids: The index of each sample in the dataset behind all subsets; None if it has no indices.
-        size: The length of the first tensor.
-        content: The digest of the batch.
-    """
-
+    # The index of each sample in the dataset behind all subsets; None if it has no indices.
     ids: list[Any] | None = None
-    size: int | None = None
-    content: int = 0
+    size: int | None = None  # the length of the first tensor
+    content: int = 0  # the digest of the batch
 
 
 class PassExhausted(EventOfPass):
@@ -237,39 +210,27 @@ class PassCut(EventOfPass):
 
 
 class SamplesLoaded(Event):
-    """A rank, or a worker of it, loaded the samples of a batch.
-
-    Attributes:
-        worker: The number of the worker; None for the rank itself.
-        ids: As in `BatchGiven`.
-        contents, labels: The digests of each sample, and of its integers and texts.
-        random: The digests of the states of the generators before, by their name.
-        drew: The same after it, of those that changed.
-    """
+    """A rank, or a worker of it, loaded the samples of a batch."""
 
     loader: str
-    worker: int | None = None
+    worker: int | None = None  # the number of the worker; None for the rank itself
     pass_number: int = 0
-    ids: list[Any] | None = None
-    contents: list[int] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
+    ids: list[Any] | None = None  # as in `BatchGiven`
+    contents: list[int] = field(default_factory=list)  # the digest of each sample
+    labels: list[int] = field(default_factory=list)  # the digest of its integers and texts
+    # The digests of the states of the generators before, by their name.
     random: Digests = field(default_factory=dict)
-    drew: Digests = field(default_factory=dict)
+    drew: Digests = field(default_factory=dict)  # the same after it, of those that changed
 
 
 # The loop
 
 
 class ModelSeen(Event):
-    """The first call of a model.
+    """The first call of a model."""
 
-    Attributes:
-        layout: Of its DTensors: "data" for FSDP, "parts" for all others, "" if it has none.
-        buffers: The names of its floating-point buffers.
-    """
-
-    layout: str = ""
-    buffers: list[str] = field(default_factory=list)
+    layout: str = ""  # of its DTensors: "data" for FSDP, "parts" for all others, "" if it has none
+    buffers: list[str] = field(default_factory=list)  # the names of its floating-point buffers
 
 
 class ForwardBegun(EventInStep):
@@ -279,65 +240,43 @@ class ForwardBegun(EventInStep):
 
 
 class ForwardEnded(EventInStep):
-    """The forward of a model ended.
+    """The forward of a model ended."""
 
-    Attributes:
-        model: The number of the model; see `Models`.
-        trains: Whether it is in training mode, and gradients are on.
-        evaluation: The number of the evaluation; None in training.
-        sync: Whether DDP reduces the gradients of this forward; None without DDP.
-        bypasses_ddp: Whether it was called without its DDP wrapper, as with `model.module(x)`.
-        samples: The length of the first tensor; None without one.
-        rows: The digest of each of its rows; None without a tensor.
-        inputs: The digest of all inputs, in the first forward of training; else None.
-        random: The digests of the states of the generators before, by their name.
-        drew: The generators that it drew from.
-        draws: How many numbers the script drew from torch's generator since the batch; None if unknown.
-        buffers: The digests of the buffers.
-        params: The digests of the parameters, in the first forward after an update.
-        other_params: The same of a model that is not trained, in the first forward of an evaluation.
-        devices, cores: Those of the parameters and of the process, with `params`.
-        visible_devices: The value of CUDA_VISIBLE_DEVICES, with `params`.
-    """
-
-    model: int = 0
-    trains: bool = False
-    evaluation: int | None = None
-    sync: bool | None = None
-    bypasses_ddp: bool = False
-    samples: int | None = None
-    rows: list[int] | None = None
-    inputs: int | None = None
+    model: int = 0  # the number of the model; see `Models`
+    trains: bool = False  # whether it is in training mode, and gradients are on
+    evaluation: int | None = None  # the number of the evaluation; None in training
+    sync: bool | None = None  # whether DDP reduces the gradients of this forward; None without DDP
+    bypasses_ddp: bool = False  # whether it was called without its DDP, as `model.module(x)`
+    samples: int | None = None  # the length of the first tensor; None without one
+    rows: list[int] | None = None  # the digest of each of its rows; None without a tensor
+    inputs: int | None = None  # the digest of all inputs, in the first forward of training
+    # The digests of the states of the generators before, by their name.
     random: Digests = field(default_factory=dict)
-    drew: list[str] = field(default_factory=list)
+    drew: list[str] = field(default_factory=list)  # the generators that it drew from
+    # How many numbers the script drew from torch's generator since the batch; None if unknown.
     draws: int | None = None
-    buffers: Digests = field(default_factory=dict)
-    params: Digests | None = None
+    buffers: Digests = field(default_factory=dict)  # the digests of the buffers
+    params: Digests | None = None  # those of the parameters, in the first forward after an update
+    # The same of a model that is not trained, in the first forward of an evaluation.
     other_params: Digests | None = None
-    devices: list[str] = field(default_factory=list)
-    cores: list[int] = field(default_factory=list)
-    visible_devices: str = ""
+    devices: list[str] = field(default_factory=list)  # those of the parameters, with `params`
+    cores: list[int] = field(default_factory=list)  # those of the process, with `params`
+    visible_devices: str = ""  # the value of CUDA_VISIBLE_DEVICES, with `params`
 
 
 class BackwardBegun(EventInStep):
-    """A backward began.
+    """A backward began."""
 
-    Attributes:
-        forwards: How many forwards of training came before it.
-        loaders: The loaders that gave a batch since the latest step.
-        weight, terms, kind: The loss is the sum of so many terms, each with this weight, by an operation of
-            this kind; see `LossWeight`. The number of terms is 0 if they are unknown.
-        loss: The loss; None if it is not one number.
-        sync: For each DDP, whether it reduces gradients.
-    """
-
-    forwards: int = 0
-    loaders: list[str] = field(default_factory=list)
+    forwards: int = 0  # how many forwards of training came before it
+    loaders: list[str] = field(
+        default_factory=list
+    )  # the loaders that gave a batch since the latest step
+    # The loss is the sum of so many terms, each with this weight; see `LossWeight`. 0 terms if unknown.
     weight: float = 0.0
     terms: float = 0.0
     kind: str = ""
-    loss: float | None = None
-    sync: list[bool] = field(default_factory=list)
+    loss: float | None = None  # the loss; None if it is not one number
+    sync: list[bool] = field(default_factory=list)  # for each DDP, whether it reduces gradients
 
     @property
     def total_weight(self) -> float:
@@ -367,16 +306,11 @@ class GradientsCleared(Event):
 
 
 class Clipped(Event):
-    """Gradients were clipped.
+    """Gradients were clipped."""
 
-    Attributes:
-        norm, max_norm: Their norm, and the one they were clipped to; None if unknown.
-        scale: The loss scale that they still had.
-    """
-
-    norm: float | None = None
-    max_norm: float | None = None
-    scale: float = 1.0
+    norm: float | None = None  # their norm; None if unknown
+    max_norm: float | None = None  # the one that they were clipped to; None if unknown
+    scale: float = 1.0  # the loss scale that they still had
 
 
 class Unscaled(Event):
@@ -388,22 +322,14 @@ class ScalerStepped(Event):
 
 
 class OptimizerStepBegun(Event):
-    """An optimizer is about to step.
+    """An optimizer is about to step."""
 
-    Attributes:
-        step: The number of the step, from 1.
-        lrs: The learning rate of each parameter group.
-        base: The rate that a schedule starts from; 0 without a schedule.
-        grads, norms: The digests and the norms of the gradients.
-        state: The digest of the optimizer's state.
-    """
-
-    step: int = 0
-    lrs: list[float] = field(default_factory=list)
-    base: float = 0.0
-    grads: Digests = field(default_factory=dict)
-    norms: dict[str, float] = field(default_factory=dict)
-    state: int = 0
+    step: int = 0  # the number of the step, from 1
+    lrs: list[float] = field(default_factory=list)  # the learning rate of each parameter group
+    base: float = 0.0  # the rate that a schedule starts from; 0 without a schedule
+    grads: Digests = field(default_factory=dict)  # the digests of the gradients
+    norms: dict[str, float] = field(default_factory=dict)  # their norms
+    state: int = 0  # the digest of the optimizer's state
 
 
 class OptimizerStepEnded(Event):
@@ -442,14 +368,11 @@ Summary = list[Any]  # of a tensor: digest, norm, sum
 
 
 class TrainingBuilt(Event):
-    """A `Training` was built; they are numbered from 0.
-
-    Attributes:
-        batchnorm: "local" if BatchNorm normalises over one rank, "synchronised" if over all, "" without.
-    """
+    """A `Training` was built; they are numbered from 0."""
 
     training: int = 0
     precision: str = "fp32"
+    # "local" if BatchNorm normalises over one rank, "synchronised" if over all, "" without.
     batchnorm: str = ""
 
 
@@ -477,22 +400,15 @@ class TrainingStarted(WeightsAt):
 
 
 class TrainingStep(WeightsAt):
-    """A step ended.
-
-    Attributes:
-        ids: This rank's samples.
-        loss, count: This rank's sum of losses, and their number.
-        grads: What the optimizer got.
-        dropout_off: Whether dropout was turned off.
-    """
+    """A step ended."""
 
     epoch: int = 0
-    ids: list[int] = field(default_factory=list)
-    loss: float = 0.0
-    count: float = 0.0
+    ids: list[int] = field(default_factory=list)  # this rank's samples
+    loss: float = 0.0  # this rank's sum of losses
+    count: float = 0.0  # their number
     buffers: dict[str, Summary] = field(default_factory=dict)
-    grads: dict[str, Summary] = field(default_factory=dict)
-    dropout_off: bool = False
+    grads: dict[str, Summary] = field(default_factory=dict)  # what the optimizer got
+    dropout_off: bool = False  # whether dropout was turned off
 
 
 class Evaluated(PointEvent):

@@ -96,18 +96,13 @@ class TrainingLoaders:
 
 @dataclass
 class Pass:
-    """One pass of a rank over a loader.
-
-    Attributes:
-        batches: Its batches.
-        backwards: For each batch, the backwards between it and the next batch of any loader.
-        ended: Whether the loader was exhausted.
-    """
+    """One pass of a rank over a loader."""
 
     begin: PassBegun
     batches: list[BatchGiven] = field(default_factory=list)
+    # For each batch, the backwards between it and the next batch of any loader.
     backwards: list[list[BackwardBegun]] = field(default_factory=list)
-    ended: bool = False
+    ended: bool = False  # whether the loader was exhausted
 
 
 @dataclass(eq=False)
@@ -128,23 +123,16 @@ class Reduction:
 
 @dataclass
 class Evaluation:
-    """What a rank did between two backwards, from its first forward without gradient on.
+    """What a rank did between two backwards, from its first forward without gradient on."""
 
-    Attributes:
-        rows: What was evaluated, by loader and pass: indices, or else contents. A batch that several models
-            are given counts once.
-        num_samples: The samples before the first collective.
-        lines: The lines of its forwards.
-        collectives: The collectives.
-        reductions: The calls that reduced small values.
-        numbers: By line, the numbers that the script took; if it gathers, only those after the first gather.
-    """
-
+    # What was evaluated, by loader and pass: indices, or else contents. A batch that several models are given
+    # counts once.
     rows: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
-    num_samples: int = 0
-    lines: set[str] = field(default_factory=set)
+    num_samples: int = 0  # the samples before the first collective
+    lines: set[str] = field(default_factory=set)  # the lines of its forwards
     collectives: list[CollectiveBegun] = field(default_factory=list)
-    reductions: list[Reduction] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)  # the calls that reduced small values
+    # By line, the numbers that the script took; if it gathers, only those after the first gather.
     numbers: dict[str, list[float]] = field(default_factory=dict)
 
     @property
@@ -155,15 +143,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class RankLog:
-    """The events of one rank, in order.
-
-    Attributes:
-        fetches: What the rank and its loader workers loaded.
-    """
+    """The events of one rank, in order."""
 
     rank: int
     events: list[Event]
-    fetches: list[SamplesLoaded]
+    fetches: list[SamplesLoaded]  # what the rank and its loader workers loaded
 
     def of(self, *kinds: type[E]) -> list[E]:
         """The events of these kinds."""
@@ -352,21 +336,14 @@ class RankLog:
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run of the script.
-
-    Attributes:
-        returncode: The exit code of the launcher.
-        output: The end of what the script and the launcher printed.
-        hung: Whether it was stopped because no rank made progress.
-        out_of_time: Whether it was stopped because it ran longer than `--timeout`.
-    """
+    """One finished run of the script."""
 
     plan: RunPlan
     ranks: list[RankLog]
-    returncode: int
-    output: str = ""
-    hung: bool = False
-    out_of_time: bool = False
+    returncode: int  # the exit code of the launcher
+    output: str = ""  # the end of what the script and the launcher printed
+    hung: bool = False  # whether it was stopped because no rank made progress
+    out_of_time: bool = False  # whether it was stopped because it ran longer than `--timeout`
 
     @property
     def name(self) -> str:

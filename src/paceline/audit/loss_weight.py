@@ -11,59 +11,52 @@ from typing import Any
 
 import torch
 
-_WITHOUT_EFFECT = frozenset(
-    {"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"}
-)
+# Operations whose backward multiplies the gradient by a number, or leaves it.
+_SCALINGS = {"Mul", "Div", "Neg", "Add", "Sub", "ToCopy", "Alias", "View", "Squeeze"}
 _MEAN, _SUM = 1, 2  # values of `_saved_reduction`
 _EMPTY = torch.empty(0)
 
 
 @dataclass(frozen=True)
 class LossWeight:
-    """A loss that is the sum of `terms` terms, each multiplied by `weight`.
-
-    Attributes:
-        kind: The type of the reduction's node, such as "NllLossBackward0".
-    """
+    """A loss that is the sum of `terms` terms, each multiplied by `weight`."""
 
     weight: float
     terms: float
-    kind: str = ""
+    kind: str = ""  # the type of the reduction's node, such as "NllLossBackward0"
 
 
 def loss_weight(loss: torch.Tensor) -> LossWeight | None:
     """The weight of each term; None if the graph is not a reduction followed by scalings."""
     try:
-        return _walk(loss.grad_fn, 1.0)
+        return _walk(loss.grad_fn, torch.ones_like(loss, requires_grad=False))
     except AttributeError:
         # torch documents the `_saved_` attributes of nodes, but not which node has which.
         return None
 
 
-def _walk(node: Any, factor: float) -> LossWeight | None:
-    while node is not None:
-        name = type(node).__name__
-        if name in ("MulBackward0", "DivBackward0"):
-            other = node._saved_other
-            if other is None or other.numel() != 1 or node.next_functions[1][0] is not None:
-                return None
-            factor = factor / float(other) if name == "DivBackward0" else factor * float(other)
-        elif name in ("MulBackward1", "DivBackward1"):  # by a number, as with label smoothing
-            other = float(node._saved_other)
-            factor = factor * other if name == "MulBackward1" else factor / other
-        elif name == "NegBackward0":
-            factor = -factor
-        elif name == "AddBackward0":
-            # A penalty was added to the loss; the first reduction is the one over samples.
-            first = _walk(node.next_functions[0][0], factor)
-            return first or _walk(node.next_functions[1][0], factor)
-        elif name not in _WITHOUT_EFFECT:
-            return _reduction(node, name, factor)
-        node = node.next_functions[0][0]
-    return None
+def _walk(node: Any, gradient: torch.Tensor) -> LossWeight | None:
+    """Follow the gradient of the loss, which is its factor, back to the first reduction."""
+    name, _, _ = type(node).__name__.partition("Backward")
+    if node is None or gradient.numel() != 1:
+        return None
+    if name not in _SCALINGS:
+        return _reduction(node, float(gradient))
+    gradients = node(gradient)
+    each = zip(
+        node.next_functions,
+        gradients if isinstance(gradients, tuple) else (gradients,),
+        strict=True,
+    )
+    inputs = [(following, own) for (following, _), own in each if following is not None]
+    if len(inputs) > 1 and name not in ("Add", "Sub"):
+        return None  # a product of two losses
+    # A penalty may be added to the loss; the first reduction is the one over samples.
+    return next(filter(None, (_walk(*own) for own in inputs)), None)
 
 
-def _reduction(node: Any, name: str, factor: float) -> LossWeight | None:
+def _reduction(node: Any, factor: float) -> LossWeight | None:
+    name = type(node).__name__
     if name in ("MeanBackward0", "SumBackward0"):
         count = float(math.prod(node._saved_self_sym_sizes))
         mean = name == "MeanBackward0"

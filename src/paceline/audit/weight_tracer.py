@@ -28,24 +28,22 @@ class WeightTracer:
 
     def __init__(self, progress: Progress, models: Models) -> None:
         self._progress, self._models = progress, models
-        self._is_on = progress.plan.mode == "ordinary"
-        self._values: dict[str, Any] = {}
-        self._line: tuple[FrameType, int] | None = None
+        self._values: dict[int, Any] = {}
+        self._line: tuple[FrameType, int] | None = None  # the one that runs
 
     def start(self) -> None:
         """Start tracing."""
-        if not self._is_on:
+        if self._progress.plan.mode != "ordinary":
             return
-        self._values = self._elements()
-        self._line = None
+        self._values, self._line = self._elements(), None
         for frame in filter(is_user_code, frames()):
             self._line = self._line or (frame, frame.f_lineno)
-            frame.f_trace = self._in_frame
-        sys.settrace(self._on_call)
+            frame.f_trace = self._on_event
+        sys.settrace(self._on_event)
 
     def stop(self) -> None:
         """Stop tracing."""
-        if self._is_on:
+        if self._progress.plan.mode == "ordinary":
             sys.settrace(None)
 
     @contextmanager
@@ -58,29 +56,22 @@ class WeightTracer:
         finally:
             sys.settrace(tracing)
 
-    def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._in_frame if is_user_code(frame) else None
+    def _on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "call":
+            return self._on_event if is_user_code(frame) else None
+        if event in ("line", "return"):
+            with self.paused():
+                now = self._elements()
+                if self._line and any(
+                    self._values.get(key, own) != own for key, own in now.items()
+                ):
+                    at, steps = line_of(*self._line), self._progress.steps
+                    self._progress.recorder.write(WeightsChanged(at=at, steps_done=steps))
+                self._values, self._line = now, (frame, frame.f_lineno)
+        return self._on_event
 
-    def _in_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event not in ("line", "return"):
-            return self._in_frame
-        with self.paused():
-            now = self._elements()
-            changed = any(self._values.get(name, value) != value for name, value in now.items())
-            if changed and self._line is not None:
-                at = line_of(*self._line)
-                self._progress.recorder.write(
-                    WeightsChanged(at=at, steps_done=self._progress.steps)
-                )
-            self._values = now
-            self._line = (frame, frame.f_lineno)
-        return self._in_frame
-
-    def _elements(self) -> dict[str, Any]:
-        found = {}
-        for number, model in enumerate(self._models.called_or_wrapped()):
-            for name, parameter in model.named_parameters():
-                flat = plain(parameter).reshape(-1)
-                stride = max(1, flat.numel() // _ELEMENTS)
-                found[f"{number}.{name}"] = flat[::stride].tolist()
-        return found
+    def _elements(self) -> dict[int, Any]:
+        """Some elements of each parameter, by its id."""
+        parameters = [p for model in self._models.called_or_wrapped() for p in model.parameters()]
+        flat = [(id(p), plain(p).reshape(-1)) for p in parameters]
+        return {key: values[:: max(1, len(values) // _ELEMENTS)].tolist() for key, values in flat}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from paceline.audit.rules import (
     collectives,
     devices,
@@ -18,47 +20,45 @@ from paceline.audit.rules import (
 )
 from paceline.audit.rules.rule import Rule
 
-_CLIPPED_TOO_EARLY = "clipping before reduction"
+# Rules whose faults also cause what other rules look for.
 _OVERLAP = "shards overlap"
 _NO_SYNC_ON_LAST = "no_sync on the last micro-batch"
-_SCHEDULE_OF_RANK = "schedule follows one rank"
+_CLIPPED_TOO_EARLY = "clipping before reduction"
 _STEPPED_ON_ONE_RANK = "clipped or stepped on one rank"
+_SCHEDULE_OF_RANK = "schedule follows one rank"
+_EVALUATED_TWICE = "evaluated twice"
+_AVERAGED = "metric averaged per rank"
+
+# Rules that compare the weights of ranks in equal steps.
+_of_weights = partial(Rule, works_with_join=False, compares_weights=True)
 
 # Faults are reported in this order. To add a rule, write its function and add a line.
 RULES = (
     Rule("same device for all ranks", devices.shared_device),
+    # Ranks that skipped a step end at different moments.
     Rule(
-        "collective on some ranks only",
-        collectives.unmatched_collective,
-        works_with_join=False,
-        consequence_of=(
-            _STEPPED_ON_ONE_RANK,
-        ),  # ranks that skipped a step end at different moments
+        "collective on some ranks only", collectives.unmatched_collective, works_with_join=False,
+        consequence_of=(_STEPPED_ON_ONE_RANK,),
     ),
     Rule("no shards", shards.whole_dataset, needs_replicas=True),
     Rule(_OVERLAP, shards.overlapping_shards, needs_replicas=True),
     Rule("datasets differ between ranks", shards.different_datasets, needs_replicas=True),
     Rule(
-        "samples used unevenly",
-        whole_run.uneven_use,
-        needs_replicas=True,
+        "samples used unevenly", whole_run.uneven_use, needs_replicas=True,
         consequence_of=(_OVERLAP,),
     ),
     Rule("set_epoch forgotten", randomness.same_order_each_epoch),
     Rule("same augmentation in workers", randomness.same_augmentation),
     Rule("same noise on ranks", randomness.same_noise, needs_replicas=True),
     Rule(
-        "gradient N times too large or small",
-        gradient.scaled_gradient,
-        needs_replicas=True,
+        "gradient N times too large or small", gradient.scaled_gradient, needs_replicas=True,
         consequence_of=(_CLIPPED_TOO_EARLY,),
     ),
     Rule("loss depends on the rank", gradient.loss_of_rank, needs_replicas=True),
     Rule("mean of means", gradient.mean_of_means),
-    Rule(_NO_SYNC_ON_LAST, reduction.no_sync_on_last),
+    Rule(_NO_SYNC_ON_LAST, reduction.no_sync_on_last, compares_weights=True),
     Rule(
-        "no_sync around backward only",
-        reduction.no_sync_around_backward,
+        "no_sync around backward only", reduction.no_sync_around_backward,
         consequence_of=(_NO_SYNC_ON_LAST,),
     ),
     Rule("parameter added after wrapping", reduction.added_parameter),
@@ -66,46 +66,23 @@ RULES = (
     Rule(_CLIPPED_TOO_EARLY, update.clip_before_reduction, works_with_join=False),
     Rule("clipping of own shard", update.clip_of_shard),
     Rule(_STEPPED_ON_ONE_RANK, update.update_on_one_rank, works_with_join=False),
-    Rule(
-        "checkpoint loaded on one rank",
-        weights.loaded_on_one_rank,
-        works_with_join=False,
-        compares_weights=True,
-    ),
-    Rule(
-        "weights changed outside the optimizer",
-        weights.changed_outside,
-        works_with_join=False,
-        compares_weights=True,
-    ),
+    _of_weights("checkpoint loaded on one rank", weights.loaded_on_one_rank),
+    _of_weights("weights changed outside the optimizer", weights.changed_outside),
     Rule("statistics drift apart", statistics.different_buffers),
     Rule(
-        "evaluated models differ",
-        statistics.different_untrained_models,
-        needs_replicas=True,
-        compares_weights=True,
+        "evaluated models differ", statistics.different_untrained_models,
+        needs_replicas=True, compares_weights=True,
     ),
     Rule("schedule N times too fast", schedule.fast_schedule),
     Rule("schedule does not reach its end", schedule.unfinished_schedule),
     Rule(_SCHEDULE_OF_RANK, schedule.schedule_of_rank, needs_replicas=True),
-    Rule("evaluated twice", evaluation.evaluated_twice),
-    Rule(
-        "metric averaged per rank",
-        evaluation.averaged_metric,
-        consequence_of=("evaluated twice", _SCHEDULE_OF_RANK),  # then the weights differ
-    ),
+    Rule(_EVALUATED_TWICE, evaluation.evaluated_twice),
+    # Ranks whose schedules differ have different weights.
+    Rule(_AVERAGED, evaluation.averaged_metric, consequence_of=(_EVALUATED_TWICE, _SCHEDULE_OF_RANK)),
     Rule("metric of one rank", evaluation.metric_of_one_rank, needs_replicas=True),
     Rule(
-        "gathered in a different order",
-        evaluation.misordered_gather,
-        consequence_of=("metric averaged per rank",),
+        "gathered in a different order", evaluation.misordered_gather, consequence_of=(_AVERAGED,)
     ),
     Rule("learns less than one process", whole_run.learns_less, is_last=True),
-    Rule(
-        "weights drift apart",
-        weights.drifting_weights,
-        works_with_join=False,
-        compares_weights=True,
-        is_last=True,
-    ),
-)
+    _of_weights("weights drift apart", weights.drifting_weights, is_last=True),
+)  # fmt: skip

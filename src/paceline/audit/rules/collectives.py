@@ -30,6 +30,10 @@ from paceline.errors import name_ranks
 
 def unmatched_collective(case: Case) -> Judgement:
     """Compare the sequences of collectives of all ranks."""
+    if case.updates_apart:
+        return NotJudged(
+            "not every rank takes the same steps, so they were not ended after the same one."
+        )
     cut = any(log.first(EndedByVerify) for log in case.ranks)
     each = [
         _sequence(log, case.world_size, case.ordinary.plan.wanted if cut else None)
@@ -134,7 +138,7 @@ def _fault(case: Case, each: list[list[Call]], number: int) -> FaultFound:
         step=call.steps_done + 1,
         why="every rank must enter every collective, in the same order. The ranks took different ways, as "
         "under `if rank == 0`, or after a `break` on a value that is not the same on all ranks. So this call "
-        "waits for ever or meets another collective.",
+        "waits forever or meets another collective.",
         fix="call it on every rank; a condition around it, or one that ends a loop, must be the same on all "
         "ranks.",
         evidence=f"collective number {number + 1}: {', '.join(others)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.audit.events import BatchGiven, ForwardEnded
+from paceline.audit.events import CollectiveBegun, ForwardEnded
 from paceline.audit.evidence import MAX_METRIC_VALUES, Evaluation, RankLog, Reduction
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 
@@ -37,24 +37,16 @@ def evaluated_twice(case: Case) -> Judgement:
             continue  # every rank evaluates all samples, or one rank does
         distinct = {row for rows in each for row in rows}
         total = sum(map(len, each))
-        surplus = total - len(distinct)
-        has_ids = any(e.loader == loader and e.ids for e in case.ranks[0].of(BatchGiven))
-        if (
-            surplus
-            and has_ids
-            and not any(distinct == set(rows[0]) for key, rows in solo.items() if key[1] == loader)
-        ):
-            unclear = True  # other samples than those of one process, as of a random part
+        if total == len(distinct):
             continue
-        if surplus and not has_ids:
-            # Known by content only: the data may contain equal samples, as the solo run shows.
-            solo_rows = next(
-                (r[0] for k, r in solo.items() if k[1] == loader and set(r[0]) == distinct), None
-            )
-            if solo_rows is None or not loader:  # inputs that the loop itself makes may be anything
-                unclear = True
-                continue
-            surplus -= len(solo_rows) - len(distinct)
+        # The data may contain equal samples, as the solo run shows.
+        of_solo = [
+            own[0] for key, own in solo.items() if key[1] == loader and {*own[0]} == distinct
+        ]
+        if not of_solo or not loader:  # inputs that the loop itself makes may be anything
+            unclear = True
+            continue
+        surplus = total - len(of_solo[0])
         if surplus <= 0:
             continue
         gathers = any(  # more than a metric has values
@@ -128,26 +120,16 @@ def _evaluated(ranks: list[RankLog]) -> dict[tuple[int, str, int], list[list[Any
 
 @dataclass(frozen=True)
 class _Result:
-    """A number that all ranks computed from what they had gathered, and that of one process.
+    """A number that all ranks computed from what they had gathered, and that of one process."""
 
-    Attributes:
-        gather: The line of a gather before it.
-        at: The line where the script took it.
-        step: The steps before it.
-        solo, value: The number; if the script took several at this line, their sum.
-        is_sum: Whether it is such a sum.
-        total: How many samples were evaluated.
-        distinct: How many of them were different.
-    """
-
-    gather: str
-    at: str
-    step: int
+    gather: CollectiveBegun  # the last gather of the evaluation
+    at: str  # the line where the script took it
+    # The number; if the script took several at this line, their sum.
     solo: float
     value: float
-    is_sum: bool
-    total: int
-    distinct: int
+    is_sum: bool  # whether it is such a sum
+    total: int  # how many samples were evaluated
+    distinct: int  # how many of them were different
 
     @property
     def is_equal(self) -> bool:
@@ -194,9 +176,8 @@ def _results_of_gathers(case: Case) -> list[_Result]:
             if at in one.numbers and all(every.numbers.get(at) == numbers for every in each):
                 results.append(
                     _Result(
-                        gather=own.gathers[-1].at,
+                        gather=own.gathers[-1],
                         at=at,
-                        step=own.gathers[-1].steps_done,
                         solo=sum(one.numbers[at]),
                         value=sum(numbers),
                         is_sum=max(len(one.numbers[at]), len(numbers)) > 1,
@@ -229,8 +210,8 @@ def misordered_gather(case: Case) -> Judgement:
             )
         return FaultFound(
             what="a metric of gathered predictions depends on the number of processes.",
-            at=result.gather,
-            step=result.step or None,
+            at=result.gather.at,
+            step=result.gather.steps_done or None,
             why="a gather puts the values of rank 1 after those of rank 0. The order of the dataset is "
             "different: a DistributedSampler gives its samples to the ranks in turn.",
             fix="gather the labels, or the indices of the samples, together with the predictions.",
@@ -279,26 +260,19 @@ def averaged_metric(case: Case) -> Judgement:
                 if _is_mean_of_own_samples(ranks, index, pair[0].results):
                     return _metric_fault(case, pair, is_mean=True)
                 unclear = unclear or pair
-    if unclear is not None and case.replay is not None and not case.has_same_inputs:
+    if unclear is not None:
+        if case.replay is None or case.has_same_inputs:
+            return _metric_fault(case, unclear, is_mean=False)
         return NotJudged(
             f"the value that is reduced at {unclear[1].call.at} may belong to the training, whose inputs "
             "change at random."
         )
-    if unclear is not None:
-        return _metric_fault(case, unclear, is_mean=False)
-    parts = []
-    if judged:
-        values, are = (
-            ("1 value that was", "is that")
-            if judged == 1
-            else (f"{judged} values that were", "are those")
-        )
-        parts.append(f"{values} reduced while evaluating {are} of one process")
-    if with_counts:
-        parts.append(f"{with_counts} were summed together with their number of samples")
-    if not parts:
+    if not judged + with_counts:
         return NotJudged("no small value was reduced over ranks while evaluating.")
-    return NoFault(f"{'; '.join(parts)}.")
+    return NoFault(
+        f"of {judged + with_counts} values that were reduced while evaluating, {with_counts} were summed "
+        "together with their number of samples, and the others are those of one process."
+    )
 
 
 def metric_of_one_rank(case: Case) -> Judgement:
@@ -384,35 +358,31 @@ def _metric_fault(case: Case, pair: Pair, *, is_mean: bool) -> Judgement:
         is_mean: Whether it is a mean over each rank's samples; else it is a note, because it may be a time.
     """
     evidence, change = _largest_change(case, pair)
-    at, step = pair[1].call.at, pair[1].call.steps_done or None
-    effect = f"the metric changes by {change:.2%}"
-    if is_mean:
-        return FaultFound(
-            what="a metric depends on the number of processes: each rank takes the mean of its own samples.",
-            at=at,
-            step=step,
-            why="the ranks have different numbers of samples, and the mean of their means gives each rank "
-            "the same weight.",
-            fix="all_reduce the sum and the number of samples, then divide.",
-            evidence=evidence,
-            effect=effect,
-        )
-    if change < _SMALL_SHARE:
+    call = pair[1].call
+    if not is_mean and change < _SMALL_SHARE:
         return NotJudged(
-            f"the value that is reduced at {at} is neither that of one process nor a mean over each rank's "
-            f"samples. It differs by {change:.2%}."
+            f"the value that is reduced at {call.at} is neither that of one process nor a mean over each "
+            f"rank's samples. It differs by {change:.2%}."
         )
+    what = "a value that is reduced while evaluating depends on the number of processes."
+    why = "it is no mean over each rank's samples. The mean over ranks is wrong for an F1 score, a "
+    why += "perplexity or an AUC, and for means of batches of different sizes."
+    fix = "reduce the counts and sums from which the metric is computed, then compute it. If the value is a "
+    fix += "time, it may differ."
+    if is_mean:
+        what = "a metric depends on the number of processes: each rank takes the mean of its own samples."
+        why = "the ranks have different numbers of samples, and the mean of their means gives each rank the "
+        why += "same weight."
+        fix = "all_reduce the sum and the number of samples, then divide."
     return FaultFound(
-        what="a value that is reduced while evaluating depends on the number of processes.",
-        at=at,
-        step=step,
-        why="it is no mean over each rank's samples. The mean over ranks is wrong for an F1 score, a "
-        "perplexity or an AUC, and for means of batches of different sizes.",
-        fix="reduce the counts and sums from which the metric is computed, then compute it. If the value is "
-        "a time, it may differ.",
+        what=what,
+        at=call.at,
+        step=call.steps_done or None,
+        why=why,
+        fix=fix,
         evidence=evidence,
-        effect=effect,
-        is_note=True,
+        effect=f"the metric changes by {change:.2%}",
+        is_note=not is_mean,
     )
 
 

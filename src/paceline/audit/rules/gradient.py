@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -35,9 +36,7 @@ _SAME_LOSS, _ZERO_LOSS = 1e-3, 1e-6
 # Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
 _SAME_TOTAL = 0.1
 # Weights of samples that differ by less are a note.
-_SMALL_FACTOR = 1.01
-# The same if ranks have equally many samples: masked tokens, for one, differ in number by chance.
-_SMALL_CHANCE = 1.5
+_SMALL_FACTOR = 1.5
 
 
 def scaled_gradient(case: Case) -> Judgement:
@@ -154,7 +153,7 @@ def _scale_by_weight(case: Case, why: str) -> Judgement:
     ratio = ordinary / solo
     figure = f"the samples of step 1 have {ratio:.4g} times the weight of those of one process"
     judgement = _judge_ratio(case, ratio, figure, same_direction=True)
-    if isinstance(judgement, NotJudged) and 1 / _SMALL_CHANCE < ratio < _SMALL_CHANCE:
+    if isinstance(judgement, NotJudged) and 1 / _SMALL_FACTOR < ratio < _SMALL_FACTOR:
         return NotJudged(f"{judgement.why[:-1]}; other samples may have other numbers of terms.")
     return judgement
 
@@ -297,17 +296,12 @@ def loss_of_rank(case: Case) -> Judgement:
     losses = [event.loss for event in backwards if event.loss is not None]
     if len(losses) < len(backwards) or not all(map(math.isfinite, losses)):
         return NotJudged("the loss of step 1 is not one finite number.")
-    if any(event.draws for log in run.ranks for event in log.training_forwards[:1]):
+    firsts = [log.first_forward for log in run.ranks]
+    if any(event.draws for event in firsts):
         return NotJudged("random numbers are drawn for the batch, and may differ between ranks.")
-    first, *others = (log.first_forward for log in run.ranks)
-    for other in others:
-        for name, one, another in (
-            ("weights", first.params, other.params),
-            ("inputs", first.rows, other.rows),
-            ("states of the random generators", first.random, other.random),
-        ):
-            if one != another:
-                return NotJudged(f"the ranks began step 1 with different {name}.")
+    begins = [(event.params, event.rows, event.random) for event in firsts]
+    if any(own != begins[0] for own in begins):
+        return NotJudged("the ranks began step 1 with different weights, inputs or random states.")
     if math.isclose(min(losses), max(losses), rel_tol=_SAME_LOSS, abs_tol=_ZERO_LOSS):
         return NoFault("in step 1, all ranks computed the same loss from the same batch.")
     return FaultFound(
@@ -329,37 +323,29 @@ def mean_of_means(case: Case) -> Judgement:
     """Means over micro-batches of different sizes are added with equal weight."""
     known = steps = 0
     found: list[_Unequal] = []
-    for run in (case.solo, case.ordinary):
-        for log in run.ranks:
-            lasts = _lasts_of_passes(log)
-            parts = [update.backwards for update in log.updates]
-            # Tasks with fixed weights have their sizes in every step.
-            sizes = {tuple(e.terms for e in each) for each in parts}
-            by_design = not log.loaders and len(sizes) == 1
-            steps += len(parts)
-            for number, backwards in enumerate(parts, 1):
-                known += sum(event.terms > 0 for event in backwards)
-                pair = None if by_design else _unequal(backwards)
-                if pair is not None:
-                    is_last = any(event in lasts for event in pair)
-                    found.append(_Unequal(pair, [log.rank] if log.rank else [], number, is_last))
-    if found:
-        fix = "sum the losses, and divide by the number of terms of the whole step."
-        return _mean_fault(found, steps, fix)
-    if _averages_ranks(case.ordinary):
-        together = list(zip(*(log.updates for log in case.ranks), strict=False))
-        lasts = [event for log in case.ranks for event in _lasts_of_passes(log)]
-        for number, updates in enumerate(together, 1):
-            firsts = [update.backwards[0] for update in updates]
-            pair = _unequal(firsts, across_ranks=True)
+    fix = "sum the losses, and divide by the number of terms of the whole step."
+    for log in (*case.solo.ranks, *case.ranks):
+        parts = [update.backwards for update in log.updates]
+        # Tasks with fixed weights have their sizes in every step.
+        by_design = not log.loaders and len({tuple(e.terms for e in each) for each in parts}) == 1
+        known += sum(event.terms > 0 for each in parts for event in each)
+        steps += len(parts)
+        for number, backwards in enumerate(parts, 1):
+            pair = None if by_design else _unequal(backwards)
             if pair is not None:
-                by_chance = not _batches_differ(case, number)
-                found.append(_Unequal(pair, [], number, pair[0] in lasts, by_chance))
-        if found:
-            fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by "
-            return _mean_fault(
-                found, len(together), fix + "the number of ranks, since it takes the mean."
-            )
+                found.append(_Unequal(pair, number, [log.rank] if log.rank else []))
+    if not found and _averages_ranks(case.ordinary):
+        fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by the "
+        fix += "number of ranks, since it takes the mean."
+        together = list(zip(*(log.updates for log in case.ranks), strict=False))
+        steps = len(together)
+        for number, updates in enumerate(together, 1):
+            pair = _unequal([update.backwards[0] for update in updates], across_ranks=True)
+            if pair is not None:
+                found.append(_Unequal(pair, number))
+    if found:
+        lasts = {e for run in (case.solo, case.ordinary) for log in run.ranks for e in _lasts(log)}
+        return _mean_fault(found, lasts, steps, fix)
     if not known:
         return NotJudged("the loss is not a scaled sum or mean whose weight its graph shows.")
     return NoFault(f"in {known} backwards, all samples of a step had the same weight.")
@@ -367,19 +353,13 @@ def mean_of_means(case: Case) -> Judgement:
 
 @dataclass(frozen=True)
 class _Unequal:
-    """Two backwards of a step whose samples have different weights.
-
-    Attributes:
-        ranks: The rank that has both; empty for rank 0, or if each is of another rank.
-        is_last: Whether one is on the last batch of a pass.
-        by_chance: Whether ranks have equally many samples, with different numbers of terms, such as tokens.
-    """
+    """Two backwards of a step whose samples have different weights."""
 
     pair: tuple[BackwardBegun, BackwardBegun]
-    ranks: list[int]
     step: int
-    is_last: bool
-    by_chance: bool = False
+    ranks: Sequence[
+        int
+    ] = ()  # the rank that has both; empty for rank 0, or if each is of another rank
 
     @property
     def factor(self) -> float:
@@ -387,25 +367,11 @@ class _Unequal:
         counts = [event.terms for event in self.pair]
         return max(counts) / min(counts)
 
-    @property
-    def is_small(self) -> bool:
-        return self.is_last or self.factor < (_SMALL_CHANCE if self.by_chance else _SMALL_FACTOR)
 
-
-def _lasts_of_passes(log: RankLog) -> list[BackwardBegun]:
+def _lasts(log: RankLog) -> list[BackwardBegun]:
     """The backwards on the last batches of passes that ended by themselves."""
     ended = (each for each in log.passes.values() if each.ended and each.backwards)
     return [event for each in ended for event in each.backwards[-1]]
-
-
-def _batches_differ(case: Case, number: int) -> bool:
-    """Whether the ranks got different numbers of samples for a step; False if they have no indices."""
-    firsts = [
-        next((e for e in log.training_batches if e.steps_done == number - 1), None)
-        for log in case.ranks
-    ]
-    sizes = {len(batch.ids or ()) if batch else 0 for batch in firsts}
-    return len(sizes) > 1 and 0 not in sizes
 
 
 def _unequal(
@@ -426,7 +392,9 @@ def _unequal(
     return None
 
 
-def _mean_fault(found: list[_Unequal], steps: int, fix: str) -> FaultFound:
+def _mean_fault(
+    found: list[_Unequal], lasts: set[BackwardBegun], steps: int, fix: str
+) -> FaultFound:
     first = found[0]
     smaller, larger = sorted(first.pair, key=lambda event: event.terms)
     factor = max(each.factor for each in found)
@@ -442,5 +410,8 @@ def _mean_fault(found: list[_Unequal], steps: int, fix: str) -> FaultFound:
         f"{smaller.weight:.4g}",
         effect=f"a sample of the shorter part has up to {factor:.3g} times the weight, in {len(found)} of "
         f"{steps} steps",
-        is_note=all(each.is_small for each in found),
+        # Lengths such as numbers of tokens differ by chance, and so do those of the last batches.
+        is_note=all(
+            each.factor < _SMALL_FACTOR or not lasts.isdisjoint(each.pair) for each in found
+        ),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from typing import Any
 
@@ -19,7 +18,7 @@ from paceline.audit.evidence import Pass, RankLog
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.errors import name_ranks
 
-# So many forwards with equal noise are a fault; fewer only if all are.
+# So many forwards with equal noise are a fault.
 _FORWARDS = 3
 # More numbers than this for each sample of a batch are noise.
 _DRAWS_PER_SAMPLE = 2
@@ -171,56 +170,48 @@ def _worker(which: tuple[int, int | None]) -> str:
     return f"rank {rank}" if worker is None else f"worker {worker} of rank {rank}"
 
 
-@dataclass(frozen=True)
-class _Noise:
-    """A kind of noise that two ranks may draw alike.
-
-    Attributes:
-        fingerprint: What decides the noise of a forward; None if the forward has no such noise.
-        what, why, fix: For the report.
-        fewest: So many forwards must have equal noise.
-    """
-
-    fingerprint: Callable[[ForwardEnded], Any]
-    what: str
-    why: str
-    fix: str = "seed by rank after the model is built: torch.manual_seed(seed + rank)."
-    fewest: int = 1
-
-
 def _state_at_batch(forward: ForwardEnded) -> Any:
     # Fewer numbers may be a choice that all ranks share, or a permutation of the batch.
     is_noise = (forward.draws or 0) > _DRAWS_PER_SAMPLE * (forward.samples or 1)
     return forward.random["torch"] if is_noise else None
 
 
-def _masks(generator: str) -> _Noise:
-    return _Noise(
-        lambda forward: forward.random.get(generator) if generator in forward.drew else None,
-        "draw the same dropout masks",
-        f"the generator '{generator}' has the same state on both before the forward",
-    )
+def _inputs(forward: ForwardEnded) -> Any:
+    # A single row may be computed, such as the time of a schedule.
+    return tuple(forward.rows) if forward.rows and len(forward.rows) > 1 else None
 
 
-_RANDOM_INPUTS = _Noise(
-    lambda forward: forward.rows,
-    "give a model the same random inputs",
-    "their batches differ, and these inputs do not: they come from generators with one seed",
-    "seed the generator by rank: torch.Generator().manual_seed(seed + rank).",
-    fewest=_FORWARDS,
-)
-_NOISES = (
-    _Noise(
+def _masks(generator: str) -> Callable[[ForwardEnded], Any]:
+    # Dropout draws from torch. Python's `random` decides what must be alike on all ranks, such as LayerDrop.
+    return lambda forward: forward.random.get(generator) if generator in forward.drew else None
+
+
+_SEED = "seed by rank after the model is built: torch.manual_seed(seed + rank)."
+# For each kind of noise that two ranks may draw alike: what decides it, None if a forward has none; and
+# what, why and fix of the report.
+_NOISES: tuple[tuple[Callable[[ForwardEnded], Any], str, str, str], ...] = (
+    (
         _state_at_batch,
         "draw the same random numbers for their batches",
         "the script draws from torch's generator between the batch and the forward, and its state is the "
         "same on both",
-        fewest=_FORWARDS,  # what all ranks draw once or twice may be a constant of the training
+        _SEED,
     ),
-    _RANDOM_INPUTS,
-    # Dropout draws from torch. Python's `random` decides what must be alike on all ranks, such as LayerDrop.
-    _masks("torch"),
-    _masks("cuda"),
+    (
+        _inputs,
+        "give a model the same random inputs",
+        "their batches differ, and these inputs do not: they come from generators with one seed",
+        "seed the generator by rank: torch.Generator().manual_seed(seed + rank).",
+    ),
+    *(
+        (
+            _masks(generator),
+            "draw the same dropout masks",
+            f"the generator '{generator}' has the same state on both before the forward",
+            _SEED,
+        )
+        for generator in ("torch", "cuda")
+    ),
 )
 
 
@@ -232,58 +223,40 @@ def same_noise(case: Case) -> Judgement:
         return NotJudged("the ranks exchange no gradients, so their noise is not averaged.")
     models = sorted({event.model for event in case.ranks[0].training_forwards})
     is_drawn = False
-    for noise, model, one in product(_NOISES, models, case.ranks[:-1]):
-        others = case.ranks[one.rank + 1 :]
-        found = [_equal_noise(noise, model, one, other) for other in others]
-        is_drawn |= noise is not _RANDOM_INPUTS and any(count for _, count in found)
-        alike = [other.rank for other, (same, _) in zip(others, found, strict=True) if same]
-        if alike:
-            ranks = [one.rank, *alike]
-            return _noise_fault(case, noise, ranks, *found[alike[0] - one.rank - 1])
-    if not is_drawn:
-        return NoFault(
-            "the training draws no noise from torch's global generators for its forwards."
+    for (noise, what, why, fix), model, one in product(_NOISES, models, case.ranks[:-1]):
+        alike: dict[int, tuple[list[ForwardEnded], int]] = {}
+        for other in case.ranks[one.rank + 1 :]:
+            both = ([e for e in log.training_forwards if e.model == model] for log in (one, other))
+            pairs = [(a, b) for a, b in zip(*both, strict=False) if noise(a) is not None]
+            same = [a for a, b in pairs if noise(a) == noise(b)]
+            if noise is _inputs:
+                # Equal in all forwards, and in none of the batches.
+                is_new = len({noise(a) for a in same}) == len(pairs) and _batches_differ(one, other)
+                same = same if is_new else []
+            else:
+                is_drawn |= bool(pairs)
+            # What all ranks draw once or twice may be a constant of the training.
+            if len(same) >= _FORWARDS:
+                alike[other.rank] = same, len(pairs)
+        if not alike:
+            continue
+        ranks, (same, count) = [one.rank, *alike], next(iter(alike.values()))
+        if len(same) < count:
+            fix = "do not give all ranks one seed, or the random state of one rank, during the training."
+        return FaultFound(
+            what=f"{name_ranks(ranks, case.world_size)} {what}.",
+            at=same[0].at,
+            ranks=ranks,
+            step=same[0].steps_done + 1,
+            why=f"{why}, so the noise does not average out over the ranks.",
+            fix=fix,
+            evidence=f"it is equal in {len(same)} of {count} forwards",
+            effect=f"the noise of {len(ranks)} of {case.world_size} ranks is equal",
         )
-    return NoFault(
-        "no two ranks drew the same noise from torch's global generators for their forwards."
-    )
+    figure = "draws no noise" if not is_drawn else "draws no equal noise on two ranks"
+    return NoFault(f"the training {figure} from torch's global generators for its forwards.")
 
 
-def _equal_noise(
-    noise: _Noise, model: int, one: RankLog, other: RankLog
-) -> tuple[list[ForwardEnded], int]:
-    """The forwards with equal noise on two ranks, none if too few are equal; and how many have noise."""
-    both = ([e for e in log.training_forwards if e.model == model] for log in (one, other))
-    pairs = [(a, b) for a, b in zip(*both, strict=False) if noise.fingerprint(a) is not None]
-    same = [a for a, b in pairs if noise.fingerprint(a) == noise.fingerprint(b)]
-    if len(same) < max(noise.fewest, min(_FORWARDS, len(pairs))):
-        return [], len(pairs)
-    if noise is _RANDOM_INPUTS and not _are_new(one, other, same, len(pairs)):
-        return [], len(pairs)
-    return same, len(pairs)
-
-
-def _noise_fault(
-    case: Case, noise: _Noise, ranks: list[int], same: list[ForwardEnded], count: int
-) -> FaultFound:
-    return FaultFound(
-        what=f"{name_ranks(ranks, case.world_size)} {noise.what}.",
-        at=same[0].at,
-        ranks=ranks,
-        step=same[0].steps_done + 1,
-        why=f"{noise.why}, so the noise does not average out over the ranks.",
-        fix=noise.fix
-        if len(same) == count
-        else "do not give all ranks one seed, or the random state of one rank, during the training.",
-        evidence=f"it is equal in {len(same)} of {count} forwards",
-        effect=f"the noise of {len(ranks)} of {case.world_size} ranks is equal",
-    )
-
-
-def _are_new(one: RankLog, other: RankLog, same: list[ForwardEnded], count: int) -> bool:
-    """Whether the inputs of a model are equal in all of `count` forwards and in none of the batches."""
-    batches = [[(e.ids, e.content) for e in log.of(BatchGiven)] for log in (one, other)]
-    distinct = {tuple(event.rows or ()) for event in same}
-    # A single row may be computed, such as the time of a schedule.
-    has_rows = all(len(rows) > 1 for rows in distinct)
-    return has_rows and batches[0] != batches[1] and count == len(distinct)
+def _batches_differ(one: RankLog, other: RankLog) -> bool:
+    own, others = ([(e.ids, e.content) for e in log.of(BatchGiven)] for log in (one, other))
+    return own != others

@@ -15,37 +15,28 @@ from paceline.audit.rules.weights import find_mismatch
 
 def no_sync_on_last(case: Case) -> Judgement:
     """The last micro-batch of a step ran under `no_sync`, so the gradients were not reduced."""
-    seen = 0
     mismatch = find_mismatch(case)
-    if mismatch is not None and mismatch.is_restored:
+    if mismatch is None or mismatch.outside:
+        return NoFault("no step was taken with gradients that DDP had not reduced.")
+    if mismatch.is_restored:
         return NotJudged("the ranks' weights are made equal at intervals (local SGD).")
     for log in case.ranks:
-        forward: ForwardEnded | None = None
-        for event in log.events:
-            if isinstance(event, ForwardEnded):
-                forward = event if event.trains and event.sync is not None else forward
-            elif isinstance(event, OptimizerStepBegun) and forward is not None:
-                seen += 1
-                if forward.sync is False and _gradients_differ(case, event.step):
-                    return FaultFound(
-                        what="the last micro-batch before the optimizer step runs under `no_sync`.",
-                        at=forward.at,
-                        step=event.step,
-                        why="DDP reduces the gradients in a backward outside of `no_sync`. Without one, "
-                        "each rank steps with its own gradients.",
-                        fix="leave `no_sync`, or set `require_backward_grad_sync`, before the forward of "
-                        "the last micro-batch of each step.",
-                        evidence=f"the ranks' gradients of step {event.step} differ",
-                        effect="the gradients of 1 micro-batch or more of the step are not reduced",
-                    )
-    if not seen:
-        return NoFault("the model is not wrapped in DDP, so there is no `no_sync`.")
-    return NoFault(f"{seen} steps ended with a backward that reduces the gradients.")
-
-
-def _gradients_differ(case: Case, step: int) -> bool:
-    first, *others = (e.grads for log in case.ranks for e in log.optimizer_steps(step))
-    return any(own != first for own in others)
+        forwards = [
+            e for e in log.training_forwards if e.sync is not None and e.steps_done < mismatch.step
+        ]
+        if forwards and not forwards[-1].sync:
+            return FaultFound(
+                what="the last micro-batch before the optimizer step runs under `no_sync`.",
+                at=forwards[-1].at,
+                step=mismatch.step,
+                why="DDP reduces the gradients in a backward outside of `no_sync`. Without one, each rank "
+                "steps with its own gradients.",
+                fix="leave `no_sync`, or set `require_backward_grad_sync`, before the forward of the last "
+                "micro-batch of each step.",
+                evidence=f"the ranks' weights differ after step {mismatch.step}",
+                effect="the gradients of 1 micro-batch or more of the step are not reduced",
+            )
+    return NoFault("before each step, DDP reduced the gradients.")
 
 
 def no_sync_around_backward(case: Case) -> Judgement:

@@ -20,20 +20,14 @@ from paceline.audit.evidence import RankLog, Run
 
 @dataclass(frozen=True)
 class Case:
-    """The runs of one script that a rule may use.
+    """The runs of one script that a rule may use."""
 
-    Attributes:
-        solo: The run of one process.
-        ordinary: The unchanged script on several processes.
-        replay: The script on several processes with the batches of the solo run; None if not possible.
-        why_no_replay: The reason, as a sentence.
-        only_solo_weights: Without a replay, a run with the weights of the solo run in each evaluation.
-    """
-
-    solo: Run
-    ordinary: Run
+    solo: Run  # the run of one process
+    ordinary: Run  # the unchanged script on several processes
+    # The script on several processes with the batches of the solo run; None if not possible.
     replay: Run | None = None
-    why_no_replay: str = ""
+    why_no_replay: str = ""  # the reason, as a sentence
+    # Without a replay, a run with the weights of the solo run in each evaluation.
     only_solo_weights: Run | None = None
 
     @property
@@ -88,37 +82,32 @@ class Case:
 
     @property
     def updates_apart(self) -> bool:
-        """Whether ranks update other parameters in other numbers of steps, which do not match then."""
-        each = [
-            {name for e in log.of(OptimizerStepBegun) for name in e.grads} for log in self.ranks
-        ]
-        are_disjoint = sum(map(len, each)) == len(set.union(*each))
-        numbers = {log.steps for log in self.ranks}
-        return are_disjoint and len(numbers) > 1 and sum(map(bool, each)) > 1
+        """Whether the ranks update other parameters in other numbers of steps, which do not match then.
+
+        Without DDP, a rank that never steps an optimizer may get its weights from another one.
+        """
+        each = {
+            frozenset(name for e in log.of(OptimizerStepBegun) for name in e.grads)
+            for log in self.ranks
+            if log.steps or not any(e.sync is not None for e in log.training_forwards)
+        }
+        return len(each) > 1 and len({log.steps for log in self.ranks}) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultFound:
-    """A fault with its evidence.
+    """A fault with its evidence."""
 
-    Attributes:
-        what: The fault, one sentence.
-        at: The line of the script.
-        step: The first optimizer step with wrong results, from 1; None if the fault is in no single step.
-        effect: How large the fault is, with a number.
-        ranks: The ranks that behave wrongly; empty for all ranks.
-        is_note: Whether the effect is so small that the finding is a note, not a fault.
-    """
-
-    what: str
-    at: str
+    what: str  # the fault, one sentence
+    at: str  # the line of the script
     why: str
     fix: str
     evidence: str
-    effect: str
+    effect: str  # how large the fault is, with a number
+    # The first optimizer step with wrong results, from 1; None if the fault is in no single step.
     step: int | None = None
-    ranks: Sequence[int] = ()
-    is_note: bool = False
+    ranks: Sequence[int] = ()  # the ranks that behave wrongly; empty for all ranks
+    is_note: bool = False  # whether the effect is so small that the finding is a note, not a fault
 
     def facts(self, world_size: int) -> dict[str, Any]:
         """The fault as JSON."""
@@ -134,13 +123,10 @@ class NoFault:
 
 @dataclass(frozen=True)
 class NotJudged:
-    """The rule could not judge the script.
-
-    Attributes:
-        differs: Whether the rule saw a difference between the runs, and does not know whether it is a fault.
-    """
+    """The rule could not judge the script."""
 
     why: str
+    # Whether the rule saw a difference between the runs, and does not know whether it is a fault.
     differs: bool = False
 
 
@@ -149,25 +135,20 @@ Judgement = FaultFound | NoFault | NotJudged
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of fault.
-
-    Attributes:
-        works_with_join: Whether the rule works under DDP's Join, where a rank without batches enters the
-            collectives of the others.
-        compares_weights: Whether the rule compares the ranks' weights, so that it cannot judge sharded ones.
-        needs_replicas: Whether to skip the rule if the ranks hold parts of one model, where what it reports
-            is right.
-        consequence_of: The names of rules. A fault of one of them also causes what this rule looks for.
-        is_last: Whether the rule is judged only if no rule before it found a fault.
-    """
+    """One kind of fault."""
 
     name: str
     judge: Callable[[Case], Judgement]
+    # Whether the rule works under DDP's Join, where a rank without batches enters the collectives of the
+    # others.
     works_with_join: bool = True
+    # Whether the rule compares the ranks' weights, so that it cannot judge sharded ones.
     compares_weights: bool = False
+    # Whether to skip the rule if the ranks hold parts of one model, where what it reports is right.
     needs_replicas: bool = False
+    # The names of rules. A fault of one of them also causes what this rule looks for.
     consequence_of: tuple[str, ...] = ()
-    is_last: bool = False
+    is_last: bool = False  # whether the rule is judged only if no rule before it found a fault
 
 
 def outliers(values: Sequence[Any]) -> list[int]:

@@ -17,11 +17,11 @@ Array = NDArray[Any]
 
 # Rates between two steps are interpolated linearly, so equal rates differ by up to this part.
 _SAME_RATE = 0.02
-# A rate is the expected one if it is this much nearer to it than to the other one.
+# A rate is nearer to one of two if its distance to it is less than this part of theirs.
 _NEAR = 0.25
 # Metrics that differ by less differ by rounding.
 _SAME_METRIC = 1e-6
-# A fault needs at least this many steps with the rate of a later part of the epoch.
+# A fault needs at least this many steps with the rate of another part of the epoch.
 _MIN_EARLY = 3
 # And this part of the steps whose rate is not the expected one.
 _MIN_SHARE = 0.8
@@ -54,22 +54,19 @@ def fast_schedule(case: Case) -> Judgement:
     expected, rates = np.array(_rates(solo)), np.array(_rates(log))
     if len(set(expected)) < 2:
         return NoFault("the learning rate of one process did not change in the watched steps.")
-    steps = np.arange(len(rates))
-    here, ahead, behind = (_at(expected, steps * reach * each) for each in (1, count, 1 / count))
-    is_other = ~(
-        _is_near(expected, steps * reach, rates, reach) | _is_near(expected, steps, rates, reach)
+    is_other = ~(_is_near(expected, rates, reach) | _is_near(expected, rates, 1))
+    here, ahead, behind = (
+        _at(expected, np.arange(len(rates)) * reach * each)[is_other]
+        for each in (1, count, 1 / count)
     )
-    other = is_other.sum()
-    early = (is_other & _is_nearer(rates, ahead, here)).sum()
-    late = (is_other & _is_nearer(rates, behind, here)).sum()
-    agree = _is_nearer(rates, here, ahead).sum()
+    early, late = (_is_nearer(rates[is_other], each, here).sum() for each in (ahead, behind))
+    other = len(here)
+    is_early = early >= max(_MIN_EARLY, _MIN_SHARE * np.isfinite(ahead).sum())
+    is_late = late >= max(_MIN_EARLY, _MIN_SHARE * other) and reach < _MORE_CALLS
     calls, solo_calls = (_calls(each) / max(each.steps, 1) for each in (log, solo))
     # A schedule that is stepped once an epoch has more calls per update where an epoch is shorter.
     has_more_calls = calls > _MORE_CALLS * solo_calls and solo_calls > 1 / _MORE_CALLS
-    how_called = f"it is stepped {calls:.1f} times for each update, and {solo_calls:.1f} times on one process"
-    neither = f"in {other} steps the learning rate was neither that of one process at the same step nor at "
-    neither += "the same part of an epoch"
-    if reach < _MORE_CALLS and late >= max(_MIN_EARLY, _MIN_SHARE * other) and late > agree:
+    if is_late and not is_early:
         return FaultFound(
             at=_place(log),
             step=1,
@@ -80,29 +77,23 @@ def fast_schedule(case: Case) -> Judgement:
             "position in the epoch",
             effect=f"the learning rate changes {count} times too slowly",
         )
-    if early < _MIN_EARLY or agree >= early:
+    figure = f"in {early} steps the learning rate was that of one process at {count} times the position in "
+    figure += "the epoch"
+    if not is_early:
         if other < _MIN_EARLY:
             return NoFault("the learning rate is that of one process at the same part of an epoch.")
+        figure = f"in {other} steps the learning rate was neither that of one process at the same step nor "
+        figure += "at the same part of an epoch"
         if not has_more_calls and _is_between(case, is_other, reach):
             return NoFault(
                 f"the learning rate is between that of one process and {count} times it."
             )
         if not has_more_calls:
-            return NotJudged(f"{neither}.", differs=True)
-        return FaultFound(  # the calls follow the samples, as with Accelerate
-            at=_place(log),
-            step=1,
-            what="the length of the schedule is divided by the number of ranks, and its steps are not.",
-            why=f"{how_called}, so its length must count the batches of all ranks.",
-            fix="compute its length before the loader is prepared or sharded, or multiply it by the number "
-            "of ranks.",
-            evidence=neither,
-            effect=f"the schedule ends {count} times too early",
-        )
+            return NotJudged(f"{figure}.", differs=True)
     why = "its length is divided by the number of ranks, but each rank makes as many updates as one process."
     fix = "compute its length from the number of optimizer steps."
     if has_more_calls:
-        why = f"{how_called}."
+        why = f"it is stepped {calls:.1f} times for each update, and {solo_calls:.1f} times on one process."
         fix = "step it once for each optimizer step. If a library steps it once for each rank, as Accelerate "
         fix += f"does, multiply its length by {count}."
     elif reach > _MORE_CALLS:
@@ -113,8 +104,7 @@ def fast_schedule(case: Case) -> Judgement:
         what=f"the schedule runs {count} times too fast.",
         why=why,
         fix=fix,
-        evidence=f"in {early} steps the learning rate was that of one process at {count} times the position "
-        "in the epoch",
+        evidence=figure,
         effect=f"the learning rate changes {count} times too fast",
     )
 
@@ -233,22 +223,22 @@ def _at(rates: Array, steps: Array) -> Array:
     return np.where(steps < len(rates) - 1, at, np.nan)
 
 
-def _is_nearer(rates: Array, one: Array, other: Array) -> Array:
-    """Whether each rate is one of two that differ; False where one of them is unknown."""
-    apart = np.abs(other - one)
-    largest = np.maximum(np.abs(one), np.abs(other))
-    nearer: Array = (apart > _SAME_RATE * largest) & (np.abs(rates - one) < _NEAR * apart)
-    return nearer
-
-
-def _is_near(expected: Array, steps: Array, rates: Array, reach: float) -> Array:
-    """Whether each rate is that of one process at a step or beside it, or the step is unknown.
+def _is_near(expected: Array, rates: Array, speed: float) -> Array:
+    """For each step s, whether its rate is that of one process at `speed` * s or beside it, or unknown.
 
     A schedule with fewer steps reaches its turning points up to one of its steps earlier or later.
     """
-    shifts = (-max(1, reach), 0, max(1, reach))
-    around = np.stack([_at(expected, np.maximum(0, steps + shift)) for shift in shifts])
+    steps, shift = np.arange(len(rates)) * speed, max(1, speed)
+    around = np.stack([_at(expected, np.maximum(0, steps + by)) for by in (-shift, 0, shift)])
     close = np.abs(around - rates) <= _SAME_RATE * np.maximum(np.abs(around), np.abs(rates))
     between = (around.min(0) <= rates) & (rates <= around.max(0))
     near: Array = between | close.any(0) | np.isnan(around).any(0)
     return near
+
+
+def _is_nearer(rates: Array, one: Array, other: Array) -> Array:
+    """Whether each rate is clearly nearer to one of two that differ; False where one of them is unknown."""
+    apart = np.abs(other - one)
+    largest = np.maximum(np.abs(one), np.abs(other))
+    nearer: Array = (apart > _SAME_RATE * largest) & (np.abs(rates - one) < _NEAR * apart)
+    return nearer

@@ -23,7 +23,7 @@ _MIN_FORWARDS = 3
 
 def whole_dataset(case: Case) -> Judgement:
     """Every rank draws from the whole dataset: N ranks repeat the work of one."""
-    judgement = _overlap(case, sharded=False)
+    judgement = _judge_loaders(case, in_shards=False) or _inputs_without_loader(case)
     if not isinstance(judgement, FaultFound):
         return judgement
     if _divides_batches(case):
@@ -37,78 +37,106 @@ def whole_dataset(case: Case) -> Judgement:
     return judgement
 
 
-def _divides_batches(case: Case) -> bool:
-    """Whether the ranks get equal batches, and each gives the model another part of them."""
-    sizes = [e.size or 0 for e in case.ranks[0].training_batches][:_MIN_FORWARDS]
-    forwards = list(zip(*(each.training_forwards for each in case.ranks), strict=False))
-    if not sizes or len(forwards) < len(sizes):
-        return False
-    for size, parts in zip(sizes, forwards, strict=False):
-        rows = [row for event in parts for row in event.rows or ()]
-        if not rows or len(set(rows)) < len(rows) or len(rows) > size:
-            return False
-    return True
-
-
 def overlapping_shards(case: Case) -> Judgement:
     """Each rank has a shard, but the shards were cut from different orders."""
-    return _overlap(case, sharded=True)
+    return _judge_loaders(case, in_shards=True) or NoFault("no loader gives shards.")
 
 
-def _overlap(case: Case, *, sharded: bool) -> Judgement:
-    names = [
-        name
-        for name in case.ranks[0].training_loaders
-        if all(name in log.loaders for log in case.ranks)
-    ]
-    if not names:
-        return NoFault("no loader gives shards.") if sharded else _inputs_without_loader(case)
-    evidence = []
-    for name in names:
-        judgement = _overlap_in_loader(case, name, sharded=sharded)
-        if not isinstance(judgement, NoFault):
-            return judgement
-        evidence.append(judgement.evidence)
-    return NoFault("; ".join(evidence) + ".")
+def _judge_loaders(case: Case, *, in_shards: bool) -> Judgement | None:
+    """The judgement of the loaders that give shards, or of the others; None without a loader of all ranks."""
+    figures = []
+    for name in case.ranks[0].training_loaders:
+        if all(name in log.loaders for log in case.ranks):
+            shards, judgement = _judge_loader(case, name)
+            if isinstance(judgement, NoFault):
+                figures.append(judgement.evidence)
+            elif shards in (None, in_shards):
+                return judgement
+            else:
+                figures.append("the samples of a loader are judged by another rule")
+    return NoFault("; ".join(figures) + ".") if figures else None
 
 
-def _overlap_in_loader(case: Case, name: str, *, sharded: bool) -> Judgement:
-    read = [_samples_read(log, name, case.world_size) for log in case.ranks]
+def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
+    """Whether a loader gives shards, None if unknown; and whether the ranks share too many samples."""
+    loaders = [log.loaders[name] for log in case.ranks]
+    loader, count = loaders[0], len(loaders)
+    read = [_samples_read(log, name, count) for log in case.ranks]
     if not all(read):
-        return NotJudged(
+        return None, NotJudged(
             "the loading of the samples was not recorded: the workers are not forked, or torch lacks a "
             "private name."
         )
     if any(map(_known_by_few_labels, read)):
-        return NotJudged(
+        return None, NotJudged(
             "the samples change at random, so it is unknown which of them the ranks read."
         )
     if any(map(_is_resampled, read)) and any(each != read[0] for each in read):
-        return NotJudged("samples are drawn with replacement, so the ranks share some by chance.")
-    if case.ranks[0].loaders[name].iterable:
+        why = "samples are drawn with replacement, so the ranks share some by chance."
+        return None, NotJudged(why)
+    if loader.iterable:
         read = [_up_to_first_repeated(each) for each in read]
     if _is_different_data(read):
-        return NoFault("each rank reads its own data")
-    is_shard = all(_is_sharded(log.loaders[name], case.world_size) for log in case.ranks)
-    is_shard = is_shard or _reads_a_part(case, name)
+        return True, NoFault("each rank reads its own data")
     seen = Counter(key for each in read for key in set(each))
     common = sum(times > 1 for times in seen.values())
-    if case.ranks[0].loaders[name].iterable:
-        is_shard = common < _WHOLE * min(len(set(each)) for each in read)
+    in_shards = all(_is_sharded(each, count) for each in loaders) or _reads_a_part(case, name)
+    if loader.iterable:
+        in_shards = common < _WHOLE * min(len(set(each)) for each in read)
+    splits_differ = len({each.split for each in loaders}) > 1
     # Samplers pad the end of a pass with samples of its beginning, which are then read twice.
-    padding = case.world_size * 2
-    shared = common > max(padding, 0 if _splits_differ(case, name) else _OVERLAP * len(seen))
-    if is_shard == sharded and (shared or (sharded and _seeds_differ(case, name))):
-        return _fault(case, name, common, len(seen), sharded=sharded)
-    if not sharded and not is_shard and _reads_whole_dataset(case, name):
-        # If the dataset is large, few samples are read in these steps, and still fewer by two ranks.
-        if common >= _MIN_COMMON:
-            return _fault(case, name, common, len(seen), sharded=sharded)
-        return NotJudged(
-            f"each rank iterates over all {case.ranks[0].loaders[name].samples} samples of its "
-            "dataset; these steps do not show whether they are the same samples."
+    shared = common > max(count * 2, 0 if splits_differ else _OVERLAP * len(seen))
+    fault = partial(
+        FaultFound,
+        at=loader.at,
+        step=next((e.steps_done + 1 for e in case.ranks[0].of(BatchGiven) if e.loader == name), 1),
+        evidence=f"{common} of {len(seen)} samples of the first pass were read by more than one rank",
+        effect=f"{common / len(seen):.0%} of the samples are seen by more than one rank",
+    )
+    cut = "give each rank its part of the stream, such as islice(samples, rank, None, world_size)"
+    samplers = [each.sharding for each in loaders]
+    seeds = [each.get("seed") for each in samplers]
+    seeds_differ = len(set(seeds)) > 1
+    cuts_shuffled = all(
+        each.get("shuffle") and each.get("num_replicas", 1) > 1 for each in samplers
+    )
+    if in_shards and (shared or (seeds_differ and cuts_shuffled)):
+        cause, why = "", "each rank cuts its shard from a different order: "
+        fix = "give the sampler the same seed on every rank; only its rank must differ."
+        if loader.iterable:
+            why = "often each rank divides the stream after it has shuffled it with a seed of its own: "
+            fix = f"{cut}, before it is shuffled, or shuffle it alike on all ranks."
+        elif seeds_differ:
+            cause = f": their seeds are {', '.join(map(str, seeds))}"
+        elif splits_differ:
+            cause = ": each rank has split the dataset in a different way"
+            fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
+        why += "some samples are trained on twice, and others may never be."
+        return True, fault(what=f"the ranks' shards overlap{cause}.", why=why, fix=fix)
+    # If the dataset is large, few samples are read in these steps, and still fewer by two ranks.
+    reads_all = not in_shards and all(map(_is_read_whole, loaders))
+    if not in_shards and (shared or (reads_all and common >= _MIN_COMMON)):
+        source = loader.dataset if loader.iterable else loader.sampler
+        sampler = "give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch."
+        return False, fault(
+            what=f"every rank trains on the whole dataset ({source}, no shards).",
+            why=f"{count} processes repeat the work of one.",
+            fix=f"{cut}." if loader.iterable else sampler,
         )
-    return NoFault(f"{len(seen)} samples of {len(case.ranks)} ranks, {common} in common")
+    if reads_all:
+        return False, NotJudged(
+            f"each rank iterates over all {loader.samples} samples of its dataset; these steps do not show "
+            "whether they are the same samples."
+        )
+    return in_shards, NoFault(f"{len(seen)} samples of {count} ranks, {common} in common")
+
+
+def _is_sharded(loader: LoaderSeen, world_size: int) -> bool:
+    """Whether a sampler or a subset gives the rank a part of the dataset."""
+    if loader.sharding.get("num_replicas", 1) > 1:
+        return True
+    samples, root = loader.samples, loader.root_samples
+    return bool(samples and root and samples * world_size <= root + world_size)
 
 
 def _reads_a_part(case: Case, name: str) -> bool:
@@ -121,48 +149,26 @@ def _reads_a_part(case: Case, name: str) -> bool:
     return max(sizes) * case.world_size <= (1 + _OVERLAP) * whole
 
 
-def _splits_differ(case: Case, name: str) -> bool:
-    """Whether the ranks have other subsets of the dataset."""
-    return len({log.loaders[name].split for log in case.ranks}) > 1
+def _is_read_whole(loader: LoaderSeen) -> bool:
+    """Whether a pass over the loader reads its whole dataset, in an order of torch's samplers."""
+    samples, batches, size = loader.samples, loader.batches, loader.batch_size
+    if samples is None or batches is None or size is None or samples != loader.root_samples:
+        return False
+    has_torch_sampler = loader.sampler in ("RandomSampler", "SequentialSampler")
+    return has_torch_sampler and batches * size > samples - size
 
 
-def _fault(case: Case, name: str, common: int, seen: int, *, sharded: bool) -> FaultFound:
-    loader = case.ranks[0].loaders[name]
-    iterable = loader.iterable
-    step = next((e.steps_done + 1 for e in case.ranks[0].of(BatchGiven) if e.loader == name), 1)
-    fault = partial(
-        FaultFound,
-        at=loader.at,
-        step=step,
-        evidence=f"{common} of {seen} samples of the first pass were read by more than one rank",
-        effect=f"{common / max(seen, 1):.0%} of the samples are seen by more than one rank",
-    )
-    cut = "give each rank its part of the stream, such as islice(samples, rank, None, world_size)."
-    if not sharded:
-        return fault(
-            what=f"every rank trains on the whole dataset ({loader.dataset if iterable else loader.sampler}, "
-            "no shards).",
-            why=f"{case.world_size} processes repeat the work of one.",
-            fix=cut
-            if iterable
-            else "give the DataLoader sampler=DistributedSampler(dataset), and call set_epoch.",
-        )
-    seeds = [log.loaders[name].sharding.get("seed") for log in case.ranks]
-    cause, why = "", "each rank cuts its shard from a different order: "
-    fix = "give the sampler the same seed on every rank; only its rank must differ."
-    if iterable:
-        why = "often each rank divides the stream after it has shuffled it with a seed of its own: "
-        fix = f"{cut[:-1]}, before it is shuffled, or shuffle it alike on all ranks."
-    elif len(set(seeds)) > 1:
-        cause = f": their seeds are {', '.join(map(str, seeds))}"
-    elif _splits_differ(case, name):
-        cause = ": each rank has split the dataset in a different way"
-        fix = "random_split(..., generator=torch.Generator().manual_seed(0)) on all ranks."
-    return fault(
-        what=f"the ranks' shards overlap{cause}.",
-        why=f"{why}some samples are trained on twice, and others may never be.",
-        fix=fix,
-    )
+def _divides_batches(case: Case) -> bool:
+    """Whether the ranks get equal batches, and each gives the model another part of them."""
+    sizes = [e.size or 0 for e in case.ranks[0].training_batches][:_MIN_FORWARDS]
+    forwards = list(zip(*(each.training_forwards for each in case.ranks), strict=False))
+    if not sizes or len(forwards) < len(sizes):
+        return False
+    for size, parts in zip(sizes, forwards, strict=False):
+        rows = [row for event in parts for row in event.rows or ()]
+        if not rows or len(set(rows)) < len(rows) or len(rows) > size:
+            return False
+    return True
 
 
 def different_datasets(case: Case) -> Judgement:
@@ -218,36 +224,6 @@ def _contents(log: RankLog, name: str, kind: str) -> Iterator[tuple[Any, int]]:
         digests = event.labels if kind == "labels" else event.contents
         if event.loader == name and len(event.ids or ()) == len(digests):
             yield from zip(event.ids or (), digests, strict=True)
-
-
-def _seeds_differ(case: Case, name: str) -> bool:
-    """Whether a sampler that cuts shards from a shuffled order has different seeds on the ranks."""
-    samplers = [log.loaders[name].sharding for log in case.ranks]
-    shuffled = all(each.get("num_replicas", 1) > 1 and each.get("shuffle") for each in samplers)
-    return shuffled and len({each.get("seed") for each in samplers}) > 1
-
-
-def _reads_whole_dataset(case: Case, name: str) -> bool:
-    """Whether each rank's pass over a loader reads its whole dataset."""
-    for log in case.ranks:
-        loader = log.loaders[name]
-        samples, batches, size = loader.samples, loader.batches, loader.batch_size
-        if loader.iterable or samples != loader.root_samples:
-            return False
-        if samples is None or batches is None or size is None:
-            return False
-        if batches * size <= samples - size:
-            return False
-        if loader.sampler not in ("RandomSampler", "SequentialSampler"):
-            return False
-    return True
-
-
-def _is_sharded(loader: LoaderSeen, world_size: int) -> bool:
-    if loader.sharding.get("num_replicas", 1) > 1:
-        return True
-    samples, root = loader.samples, loader.root_samples
-    return bool(samples and root and samples * world_size <= root + world_size)
 
 
 def _is_different_data(read: list[list[Any]]) -> bool:

@@ -17,7 +17,7 @@ from paceline.audit.events import (
     Unscaled,
 )
 from paceline.audit.evidence import RankLog, Update, UpdateCall
-from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, outliers
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
 from paceline.audit.rules.weights import find_mismatch
 from paceline.errors import name_ranks
 
@@ -151,6 +151,10 @@ def _shard_factors(log: RankLog) -> dict[int, float]:
 
 def update_on_one_rank(case: Case) -> Judgement:
     """One rank clips, unscales or steps and the others do not."""
+    if case.updates_apart:
+        return NotJudged(
+            "not every rank updates the same parameters, so their steps cannot be compared."
+        )
     each = [_updates(log) for log in case.ranks]
     for number, updates in enumerate(zip(*each, strict=False), 1):
         kinds = [tuple(type(call) for call in calls) for calls in updates]
