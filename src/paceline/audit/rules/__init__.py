@@ -37,28 +37,35 @@ RULES = (
     Rule("same device for all ranks", devices.shared_device),
     # Ranks that skipped a step end at different moments.
     Rule(
-        "collective on some ranks only", collectives.unmatched_collective, works_with_join=False,
+        "collective on some ranks only",
+        collectives.unmatched_collective,
+        works_with_join=False,
         consequence_of=(_STEPPED_ON_ONE_RANK,),
     ),
     Rule("no shards", shards.whole_dataset, needs_replicas=True),
     Rule(_OVERLAP, shards.overlapping_shards, needs_replicas=True),
     Rule("datasets differ between ranks", shards.different_datasets, needs_replicas=True),
     Rule(
-        "samples used unevenly", whole_run.uneven_use, needs_replicas=True,
+        "samples used unevenly",
+        whole_run.uneven_use,
+        needs_replicas=True,
         consequence_of=(_OVERLAP,),
     ),
     Rule("set_epoch forgotten", randomness.same_order_each_epoch),
     Rule("same augmentation in workers", randomness.same_augmentation),
     Rule("same noise on ranks", randomness.same_noise, needs_replicas=True),
     Rule(
-        "gradient N times too large or small", gradient.scaled_gradient, needs_replicas=True,
+        "gradient N times too large or small",
+        gradient.scaled_gradient,
+        needs_replicas=True,
         consequence_of=(_CLIPPED_TOO_EARLY,),
     ),
     Rule("loss depends on the rank", gradient.loss_of_rank, needs_replicas=True),
     Rule("mean of means", gradient.mean_of_means),
     Rule(_NO_SYNC_ON_LAST, reduction.no_sync_on_last, compares_weights=True),
     Rule(
-        "no_sync around backward only", reduction.no_sync_around_backward,
+        "no_sync around backward only",
+        reduction.no_sync_around_backward,
         consequence_of=(_NO_SYNC_ON_LAST,),
     ),
     Rule("parameter added after wrapping", reduction.added_parameter),
@@ -69,20 +76,19 @@ RULES = (
     _of_weights("checkpoint loaded on one rank", weights.loaded_on_one_rank),
     _of_weights("weights changed outside the optimizer", weights.changed_outside),
     Rule("statistics drift apart", statistics.different_buffers),
-    Rule(
-        "evaluated models differ", statistics.different_untrained_models,
-        needs_replicas=True, compares_weights=True,
-    ),
+    Rule("evaluated models differ", statistics.different_untrained_models, compares_weights=True),
     Rule("schedule N times too fast", schedule.fast_schedule),
     Rule("schedule does not reach its end", schedule.unfinished_schedule),
     Rule(_SCHEDULE_OF_RANK, schedule.schedule_of_rank, needs_replicas=True),
     Rule(_EVALUATED_TWICE, evaluation.evaluated_twice),
     # Ranks whose schedules differ have different weights.
-    Rule(_AVERAGED, evaluation.averaged_metric, consequence_of=(_EVALUATED_TWICE, _SCHEDULE_OF_RANK)),
+    Rule(
+        _AVERAGED, evaluation.averaged_metric, consequence_of=(_EVALUATED_TWICE, _SCHEDULE_OF_RANK)
+    ),
     Rule("metric of one rank", evaluation.metric_of_one_rank, needs_replicas=True),
     Rule(
         "gathered in a different order", evaluation.misordered_gather, consequence_of=(_AVERAGED,)
     ),
     Rule("learns less than one process", whole_run.learns_less, is_last=True),
     _of_weights("weights drift apart", weights.drifting_weights, is_last=True),
-)  # fmt: skip
+)

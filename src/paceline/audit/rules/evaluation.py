@@ -221,11 +221,9 @@ def misordered_gather(case: Case) -> Judgement:
             if result.solo
             else f"the metric is {result.value:.3g} instead of 0",
         )
-    if not results:
-        return NoFault("no number was computed from gathered values while evaluating.")
     return NoFault(
-        f"{len(results)} numbers that were computed from gathered values are those of one process, "
-        f"or differ by at most {_LARGE_CHANGE:.0%}."
+        f"{len(results)} numbers were computed from gathered values while evaluating; they are those of one "
+        f"process, or differ by at most {_LARGE_CHANGE:.0%}."
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from paceline.audit.events import (
     BackwardBegun,
-    DDPBuilt,
     ForwardEnded,
     NotReduced,
     OptimizerStepBegun,
@@ -84,6 +83,4 @@ def added_parameter(case: Case) -> Judgement:
                 evidence="the optimizer has the parameter, and DDP does not reduce it",
                 effect=f"{len(log.of(NotReduced))} of {len(trained)} trained parameters are not reduced",
             )
-    if not log.of(DDPBuilt):
-        return NoFault("the model is not wrapped in DDP.")
-    return NoFault("DDP reduces every parameter that is trained.")
+    return NoFault("no parameter is trained that a DDP of its model does not reduce.")

@@ -60,14 +60,14 @@ class Case:
     def trains_together(self) -> bool:
         """Whether the ranks exchange gradients, or parts of the model, in the watched steps."""
         log = self.ranks[0]
-        if any(event.layout for event in log.of(ModelSeen)):
-            return True
-        if any(event.sync is not None for event in log.training_forwards):
-            return True
         events: list[Event] = log.of(BackwardBegun, CollectiveBegun, OptimizerStepBegun)
-        return any(
-            isinstance(a, BackwardBegun) and isinstance(b, CollectiveBegun)
-            for a, b in pairwise(events)
+        return (
+            any(event.layout for event in log.of(ModelSeen))
+            or any(event.sync is not None for event in log.training_forwards)
+            or any(
+                isinstance(a, BackwardBegun) and isinstance(b, CollectiveBegun)
+                for a, b in pairwise(events)
+            )
         )
 
     @property

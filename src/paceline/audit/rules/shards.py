@@ -199,9 +199,9 @@ def different_datasets(case: Case) -> Judgement:
                 effect=f"{len(differing)} of {len(shared)} samples that several ranks read differ between "
                 "them",
             )
-    if not compared:
-        return NoFault("no sample was read by several ranks from one dataset.")
-    return NoFault(f"{compared} samples that several ranks read are the same on all of them.")
+    return NoFault(
+        f"{compared} samples were read by several ranks, and are the same on all of them."
+    )
 
 
 def _contents_by_index(log: RankLog, name: str) -> dict[Any, int] | None:

@@ -12,8 +12,6 @@ from paceline.audit.rules.weights import find_mismatch
 
 def different_buffers(case: Case) -> Judgement:
     """Buffers differ between ranks in an evaluation, else in training and at the end."""
-    if not any(event.buffers for log in case.ranks for event in log.of(ModelSeen)):
-        return NoFault("the model has no buffers.")
     log = case.ranks[0]
     unwrapped = not log.of(DDPBuilt) and not any(event.layout for event in log.of(ModelSeen))
     mismatch = find_mismatch(case) if unwrapped else None

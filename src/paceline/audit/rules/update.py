@@ -62,16 +62,12 @@ def clip_before_unscale(case: Case) -> Judgement:
                 + (f", and the norm with it {norm:.4g}" if norm is not None else ""),
                 effect=f"gradients are clipped at a norm {scale:g} times too small",
             )
-    if not clips:
-        return NoFault("torch's clipping was not called.")
-    return NoFault(f"{len(clips)} clips, all of unscaled gradients.")
+    return NoFault(f"{len(clips)} calls of torch's clipping, all of unscaled gradients.")
 
 
 def clip_before_reduction(case: Case) -> Judgement:
     """Each rank clips its own gradients, which are reduced after that."""
     each = [_clips(log) for log in case.ranks]
-    if not all(each):
-        return NoFault("not every rank clipped gradients.")
     for clips in zip(*each, strict=False):
         number, _, event = clips[0]
         norms = [clip.norm for _, _, clip in clips if clip.norm is not None]
@@ -99,14 +95,12 @@ def clip_before_reduction(case: Case) -> Judgement:
                 if min(norms)
                 else "the norm at the clip is 0 on a rank",
             )
-    return NoFault(f"{min(map(len, each))} clips, of gradients with equal norms on all ranks.")
+    return NoFault(f"{min(map(len, each))} clips on all ranks, of gradients with equal norms.")
 
 
 def clip_of_shard(case: Case) -> Judgement:
     """Each rank clips its shards of the gradient by their own norm."""
     each = [_shard_factors(log) for log in case.ranks]
-    if not all(each):
-        return NoFault("no gradient is sharded, or a rank scales its shards by different factors.")
     shared = sorted(set.intersection(*map(set, each)))
     differing = [
         step
