@@ -55,6 +55,8 @@ def different_untrained_models(case: Case) -> Judgement:
     ]
     found = _difference(each, lambda event: event.other_params or {})
     if found is not None:
+        if not case.trains_together and find_mismatch(case) is not None:
+            return NotJudged("the ranks exchange no gradients, and each trains another model.")
         first, names = found
         return FaultFound(
             what=f"the ranks evaluate a model with different weights: {names[0]}.",
