@@ -42,9 +42,8 @@ def same_order_each_epoch(case: Case) -> Judgement:
             continue
         judged = True
         for one, other in pairwise(passes):
-            same, before, after = _same_order(one, other), one.begin, other.begin
-            if same or (same is None and has_epoch and before.epoch == after.epoch):
-                return _same_epoch(loader, before, after, has_epoch=has_epoch, seen=bool(same))
+            if _same_order(one, other):
+                return _same_epoch(loader, one.begin, other.begin, has_epoch=has_epoch)
     if judged:
         cut = " The first one was cut short, to see the second." if log.of(PassCut) else ""
         return NoFault(f"the order differed between passes.{cut}")
@@ -77,7 +76,7 @@ def _other_epoch_on_a_rank(case: Case, name: str) -> FaultFound | None:
 
 
 def _same_epoch(
-    loader: LoaderSeen, before: PassBegun, after: PassBegun, *, has_epoch: bool, seen: bool
+    loader: LoaderSeen, before: PassBegun, after: PassBegun, *, has_epoch: bool
 ) -> FaultFound:
     passes = f"passes {before.pass_number + 1} and {after.pass_number + 1}"
     if before.loader != after.loader:
@@ -91,22 +90,18 @@ def _same_epoch(
         "does not set the new epoch.",
         fix=f"call {'sampler' if has_epoch else 'dataset'}.set_epoch(epoch) before each pass over the "
         "loader.",
-        evidence=f"{passes} gave the same samples in the same order"
-        if seen
-        else f"{passes} both began with epoch {after.epoch}",
+        evidence=f"{passes} gave the same samples in the same order",
         effect="100 % of the pass is a repetition of the order before",
     )
 
 
-def _same_order(one: Pass, other: Pass) -> bool | None:
-    """Whether two passes began with the same samples in the same order; None if too few were seen."""
+def _same_order(one: Pass, other: Pass) -> bool:
+    """Whether two passes began with the same samples in the same order, of two batches at least."""
     a, b = ([e.ids or e.content for e in each.batches] for each in (one, other))
     common = min(len(a), len(b))
-    if common < 2:
-        return None
     ids = [i for each in a if isinstance(each, list) for i in each]
     # Data that is not shuffled at all is no fault.
-    return a[:common] == b[:common] and (not ids or ids != sorted(ids))
+    return common > 1 and a[:common] == b[:common] and (not ids or ids != sorted(ids))
 
 
 def _training_passes(log: RankLog, name: str) -> list[Pass]:
