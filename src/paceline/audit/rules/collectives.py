@@ -17,14 +17,7 @@ from paceline.audit.events import (
     PassBegun,
 )
 from paceline.audit.evidence import Call, RankLog, op_of
-from paceline.audit.rules.rule import (
-    Case,
-    FaultFound,
-    Judgement,
-    NoFault,
-    NotJudged,
-    outliers,
-)
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
 from paceline.errors import name_ranks
 
 

@@ -30,13 +30,12 @@ def evaluated_twice(case: Case) -> Judgement:
     solo, ordinary = (_evaluated(run.ranks) for run in (case.solo, case.ordinary))
     if not solo or not ordinary:
         return NotJudged("no torch.nn.Module was called without gradient in the watched steps.")
-    unclear = removed = False
+    unclear = False
     for (number, loader, _), of_ranks in ordinary.items():
         each = [rows for rows in of_ranks if rows]
         if all(Counter(rows) == Counter(each[0]) for rows in each):
             continue  # every rank evaluates all samples, or one rank does
-        distinct = {row for rows in each for row in rows}
-        total = sum(map(len, each))
+        distinct, total = set[Any]().union(*each), sum(map(len, each))
         if total == len(distinct):
             continue
         # The data may contain equal samples, as the solo run shows.
@@ -60,8 +59,7 @@ def evaluated_twice(case: Case) -> Judgement:
             pairs = [pair for each in _pairs(case).values() for pair in each]
             equal = [_close(x, y) for pair in pairs for x, y in _results(pair)]
         if equal and all(equal):
-            removed = True
-            continue
+            continue  # the script removes the surplus, or it does not matter
         if gathers and not any(result.counts_padding for result in gathered):
             return NotJudged(
                 f"{total} samples were evaluated, {surplus} of them twice; the script gathers its "
@@ -88,9 +86,10 @@ def evaluated_twice(case: Case) -> Judgement:
             "the samples that the models were given without gradient cannot be identified, or are others "
             "than on one process."
         )
-    if removed:
-        return NoFault("shards were padded, and the results are those of one process all the same.")
-    return NoFault("the ranks together evaluated each sample once, or each rank all of them.")
+    return NoFault(
+        "the ranks together evaluated each sample once, or each rank all of them, or what they evaluated "
+        "twice does not change the results."
+    )
 
 
 def _pairs(case: Case) -> dict[int, list[Pair]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, dropwhile, takewhile
 
 import torch
 
@@ -160,30 +160,18 @@ def _scale_by_weight(case: Case, why: str) -> Judgement:
 
 def _total_weight(run: Run) -> float | None:
     """The total weight of the losses of step 1 in the gradient that the optimizer gets."""
-    total = 0.0
-    for log in run.ranks:
-        for backward in log.first_update.backwards:
-            if not backward.terms:
-                return None
-            total += backward.total_weight
-    if run.ranks[0].of(CommHookSet):
+    weight = _weight_of_ranks(run)
+    backwards = [event for log in run.ranks for event in log.first_update.backwards]
+    is_clipped = _clip(run.ranks[0]) is not None and not run.ranks[0].of(DDPBuilt)
+    if weight is None or is_clipped or not all(event.terms for event in backwards):
         return None
+    return weight * sum(event.total_weight for event in backwards)
+
+
+def _weight_of_ranks(run: Run) -> float | None:
+    """The weight of each rank's gradient of step 1 in that of the optimizer; None if unknown or not one."""
     if run.ranks[0].of(DDPBuilt):
-        return total / len(run.ranks)
-    factor = _manual_factor(run)
-    return None if factor is None else total * factor
-
-
-def _manual_factor(run: Run) -> float | None:
-    """The factor by which the script multiplies the sum of the ranks' gradients: 1/N for a mean."""
-    factors = _manual_factors(run)
-    if not factors or _clip(run.ranks[0]) is not None:
-        return None
-    return sum(factors) / len(factors) if _all_equal(factors) else None
-
-
-def _manual_factors(run: Run) -> list[float] | None:
-    """The factor by which the script multiplies each rank's gradient of step 1 before it adds them."""
+        return None if run.ranks[0].of(CommHookSet) else 1 / len(run.ranks)
     final = run.gradients()
     each = [run.local_gradients(log.rank) for log in run.ranks]
     if not final or not all(final.keys() <= own.keys() for own in each):
@@ -192,43 +180,26 @@ def _manual_factors(run: Run) -> list[float] | None:
     if len({len(row) for row in rows}) > 1:
         return None  # shards of unequal sizes
     matrix = torch.stack(rows)
-    # Least squares; for equal gradients, the pseudo-inverse gives equal factors.
-    factors: list[float] = (torch.linalg.pinv(matrix @ matrix.T) @ (matrix @ _flat(final))).tolist()
-    return factors if any(factors) else None
-
-
-def _all_equal(factors: list[float]) -> bool:
-    return max(factors) - min(factors) < _EQUAL * max(map(abs, factors))
-
-
-def _averages_ranks(run: Run) -> bool:
-    """Whether the gradients of all ranks have the same weight."""
-    if run.ranks[0].of(DDPBuilt):
-        return not run.ranks[0].of(CommHookSet)
-    factors = _manual_factors(run)
-    return factors is not None and _all_equal(factors)
+    # Least squares; for equal gradients, the pseudo-inverse gives equal weights.
+    weights = torch.linalg.pinv(matrix @ matrix.T) @ (matrix @ _flat(final))
+    is_one = float(weights.max() - weights.min()) < _EQUAL * float(weights.abs().max())
+    return float(weights.mean()) if is_one else None
 
 
 def _scale_fault(case: Case, larger: bool, figure: str) -> FaultFound:
     log, count = case.ranks[0], case.world_size
-    at = (log.first(BackwardBegun) or BackwardBegun()).at
     if larger:
         reduction = _manual_reduction(log)
-        at = reduction.at if reduction else at
-        what = f"the gradient is {count} times too large: it is summed over ranks and not averaged."
+        why = "it is summed over ranks and not averaged."
         fix = "divide by the number of ranks after the all_reduce, or let DDP take the mean."
         if reduction is None and log.of(DDPBuilt):
-            what = f"the gradient is {count} times too large: the loss is multiplied by the number of ranks."
-            fix = (
-                "do not multiply it: DDP takes the mean over the ranks, and the loss is a mean too."
-            )
+            why = "the loss is multiplied by the number of ranks."
+            fix = "do not multiply it: DDP takes the mean over the ranks, as the loss does over samples."
     else:
-        why, fix, gather = _cause_of_small(case)
-        at = gather.at if gather else at
-        what = f"the gradient is {count} times too small: {why}"
+        why, fix, reduction = _cause_of_small(case)
     return FaultFound(
-        what=what,
-        at=at,
+        what=f"the gradient is {count} times too {'large' if larger else 'small'}: {why}",
+        at=(reduction or log.first(BackwardBegun) or BackwardBegun()).at,
         step=1,
         why="the effective learning rate depends on the number of processes.",
         fix=fix,
@@ -260,11 +231,9 @@ def _cause_of_small(case: Case) -> tuple[str, str, CollectiveBegun | None]:
 def _manual_reduction(log: RankLog) -> CollectiveBegun | None:
     """An all_reduce between the first backward and the end of the first update."""
     update = log.first_update
-    if not update.backwards:
-        return None
-    begin = log.events.index(update.backwards[0])
-    end = log.events.index([*update.backwards, *update.calls][-1])
-    for event in log.events[begin:end]:
+    after = dropwhile(lambda event: event not in update.backwards, log.events)
+    last = [*update.backwards, *update.calls][-1:]
+    for event in takewhile(lambda event: event not in last, after):
         if isinstance(event, CollectiveBegun) and event.op in ("all_reduce", "reduce"):
             return event
     return None
@@ -334,7 +303,7 @@ def mean_of_means(case: Case) -> Judgement:
             pair = None if by_design else _unequal(backwards)
             if pair is not None:
                 found.append(_Unequal(pair, number, [log.rank] if log.rank else []))
-    if not found and _averages_ranks(case.ordinary):
+    if not found and _weight_of_ranks(case.ordinary) is not None:
         fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by the "
         fix += "number of ranks, since it takes the mean."
         together = list(zip(*(log.updates for log in case.ranks), strict=False))

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.audit.events import (
-    BackwardBegun,
-    ForwardEnded,
-    NotReduced,
-    OptimizerStepBegun,
-)
+from paceline.audit.events import BackwardBegun, ForwardEnded, NotReduced, OptimizerStepBegun
 from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged
 from paceline.audit.rules.weights import find_mismatch
 

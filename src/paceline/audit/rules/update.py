@@ -157,16 +157,13 @@ def update_on_one_rank(case: Case) -> Judgement:
             continue  # equal, or the last one, which the end of the run may have cut
         if len({log.steps for log in case.ranks}) == 1 and find_mismatch(case) is None:
             return NoFault("the ranks did different things, and their weights stayed equal.")
-        usual = next(own for rank, own in enumerate(kinds) if rank not in minority)
+        what, ranks, kind = _difference(kinds)
         calls = [call for own in updates for call in own]
-        unusual = set(kinds[minority[0]]) ^ set(usual)
-        differing = [call for call in calls if type(call) in unusual]
-        what, ranks = _difference(kinds)
         before = [call for own in each[0][: number - 1] for call in own]
         step = 1 + sum(isinstance(call, OptimizerStepBegun) for call in before)
         return FaultFound(
             what=f"in step {step} the ranks do different things: {what}.",
-            at=(differing or calls)[0].at,
+            at=next(call.at for call in calls if kind in (type(call), None)),
             ranks=ranks or minority,
             step=step,
             why="after the reduction all ranks have the same gradient. A rank that changes it alone gets "
@@ -200,14 +197,16 @@ def _updates(log: RankLog) -> list[list[UpdateCall]]:
     return found
 
 
-def _difference(kinds: list[tuple[type[Event], ...]]) -> tuple[str, list[int]]:
-    """What some ranks did and others did not, and which ranks are wrong."""
+def _difference(
+    kinds: list[tuple[type[Event], ...]],
+) -> tuple[str, list[int], type[Event] | None]:
+    """What some ranks did and others did not, which ranks are wrong, and the kind of call."""
     for kind, (done, not_done) in _WORDS.items():
         having = [rank for rank, own in enumerate(kinds) if kind in own]
         lacking = [rank for rank, own in enumerate(kinds) if kind not in own]
         if having and lacking:
             # A rank that updates without the scaler or not at all is wrong, even if most ranks do so.
             if len(having) <= len(lacking) and kind not in (ScalerStepped, OptimizerStepBegun):
-                return f"only {name_ranks(having)} {done}", having
-            return f"only {name_ranks(lacking)} {not_done}", lacking
-    return "in a different order or number", []
+                return f"only {name_ranks(having)} {done}", having, kind
+            return f"only {name_ranks(lacking)} {not_done}", lacking, kind
+    return "in a different order or number", [], None

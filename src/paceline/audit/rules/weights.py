@@ -16,14 +16,7 @@ from paceline.audit.events import (
 )
 from paceline.audit.evidence import RankLog
 from paceline.audit.models import full_name
-from paceline.audit.rules.rule import (
-    Case,
-    FaultFound,
-    Judgement,
-    NoFault,
-    NotJudged,
-    outliers,
-)
+from paceline.audit.rules.rule import Case, FaultFound, Judgement, NoFault, NotJudged, outliers
 from paceline.errors import name_ranks
 
 DigestsByStep = dict[int, Digests]
