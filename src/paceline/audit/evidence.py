@@ -129,7 +129,6 @@ class Evaluation:
     # counts once.
     rows: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
     num_samples: int = 0  # the samples before the first collective
-    lines: set[str] = field(default_factory=set)  # the lines of its forwards
     collectives: list[CollectiveBegun] = field(default_factory=list)
     reductions: list[Reduction] = field(default_factory=list)  # the calls that reduced small values
     # By line, the numbers that the script took; if it gathers, only those after the first gather.
@@ -300,7 +299,6 @@ class RankLog:
             elif isinstance(event, ForwardEnded) and event.evaluation is not None:
                 own, trains = found[event.evaluation], False
                 own.num_samples += 0 if own.collectives else event.samples or 0
-                own.lines.add(event.at)
                 rows = event.rows or []
                 if rows and batch is not None and batch.loader in self.training_loaders:
                     if trained.intersection(rows):

@@ -279,9 +279,6 @@ def metric_of_one_rank(case: Case) -> Judgement:
     if any("reduce" in op or "gather" in op for op in ops):
         return NoFault("results of evaluations are reduced or gathered over the ranks.")
     for (number, _, _), of_ranks in _evaluated(case.ranks).items():
-        lines = [log.evaluations.get(number, Evaluation()).lines for log in case.ranks]
-        if any(own != lines[0] for own in lines):
-            continue  # rank 0 evaluates alone, and the others are at something else
         numbers = evaluations[number].numbers if number in evaluations else {}
         own, others = set(of_ranks[0]), set().union(*map(set, of_ranks[1:]))
         if not numbers or not own or not others or own & others:

@@ -145,17 +145,15 @@ def unfinished_schedule(case: Case) -> Judgement:
     if _follows_metric(case):
         return NotJudged("the schedule follows a metric.")
     rates, others = _rates(solo), _rates(log)
-    if not rates or rates[-1] > _END * max(rates):
-        return NoFault("the learning rate of one process does not end near 0.")
-    if rates[3 * len(rates) // 4] < _STILL * max(rates):
-        return NoFault("the learning rate of one process is near 0 long before the end.")
+    largest = max(rates, default=0.0)
+    if not rates or rates[-1] > _END * largest or rates[3 * len(rates) // 4] < _STILL * largest:
+        return NoFault("the learning rate of one process does not end near 0 with the training.")
     share = len(others) * case.world_size / len(rates)
-    if not 1 / _MORE_CALLS < share < _MORE_CALLS or not all(
-        map(partial(math.isclose, rel_tol=_SAME_RATE), rates, others)
-    ):
-        return NoFault("the learning rate is not that of one process at the same step.")
-    if others[-1] < _NOT_END * max(others):
-        return NoFault("the learning rate ends near 0, as that of one process.")
+    is_same = all(map(partial(math.isclose, rel_tol=_SAME_RATE), rates, others))
+    # With fewer steps, the schedule of one process is cut off before its end.
+    is_cut = 1 / _MORE_CALLS < share < _MORE_CALLS and is_same
+    if not is_cut or others[-1] < _NOT_END * max(others):
+        return NoFault("the schedule of one process is not cut off before its end.")
     return FaultFound(
         what="the schedule does not reach its end.",
         at=_place(log),
