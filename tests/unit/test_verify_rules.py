@@ -53,7 +53,7 @@ from paceline.audit.rules.gradient import loss_of_rank, mean_of_means, scaled_gr
 from paceline.audit.rules.randomness import same_noise
 from paceline.audit.rules.rule import Case, FaultFound, NoFault, NotJudged, outliers
 from paceline.audit.rules.schedule import fast_schedule, schedule_of_rank
-from paceline.audit.rules.shards import different_datasets
+from paceline.audit.rules.shards import different_datasets, overlapping_shards
 from paceline.audit.rules.statistics import different_untrained_models
 from paceline.audit.run_plan import RunPlan
 
@@ -199,6 +199,21 @@ def test_ranks_divide_one_dataset(
     plan = RunPlan(Path("x"), "ordinary", 2, 20)
     judged = different_datasets(Case(Run(plan, logs[:1], 0), Run(plan, logs, 0)))
     assert isinstance(judged, found)
+
+
+@pytest.mark.parametrize(("common", "found"), [(0, NoFault), (1, FaultFound)])
+def test_few_steps_show_that_the_ranks_have_other_subsets(common: int, found: type) -> None:
+    def rank(number: int) -> RankLog:
+        ids = [100 * number + i for i in range(20)]
+        ids[:common] = [7] * common
+        loader = LoaderSeen(loader="a", split=number, sharding={"num_replicas": 2})
+        batch = BatchGiven(loader="a", ids=ids)
+        events: list[Event] = [loader, PassBegun(loader="a"), batch, BackwardBegun()]
+        return RankLog(number, events, [SamplesLoaded(loader="a", ids=ids, contents=ids)])
+
+    ordinary = Run(RunPlan(Path("x"), "ordinary", 2, 20), [rank(1), rank(2)], 0)
+    judged = overlapping_shards(Case(run("solo", []), ordinary))
+    assert isinstance(judged, found), judged
 
 
 def _evaluation(rows: str, *after: Event) -> list[Event]:

@@ -85,7 +85,7 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
         in_shards = common < _WHOLE * min(len(set(each)) for each in read)
     splits_differ = len({each.split for each in loaders}) > 1
     # Samplers pad the end of a pass with samples of its beginning, which are then read twice.
-    shared = common > max(count * 2, 0 if splits_differ else _OVERLAP * len(seen))
+    shared = common > max(count * 2, _OVERLAP * len(seen))
     fault = partial(
         FaultFound,
         at=loader.at,
@@ -97,10 +97,11 @@ def _judge_loader(case: Case, name: str) -> tuple[bool | None, Judgement]:
     samplers = [each.sharding for each in loaders]
     seeds = [each.get("seed") for each in samplers]
     seeds_differ = len(set(seeds)) > 1
-    cuts_shuffled = all(
-        each.get("shuffle") and each.get("num_replicas", 1) > 1 for each in samplers
-    )
-    if in_shards and (shared or (seeds_differ and cuts_shuffled)):
+    is_cut = all(each.get("num_replicas", 1) > 1 for each in samplers)
+    # Few steps may show few common samples, or none.
+    other_orders = seeds_differ and all(each.get("shuffle") for each in samplers)
+    other_subsets = splits_differ and common > 0
+    if in_shards and (shared or (is_cut and (other_orders or other_subsets))):
         cause, why = "", "each rank cuts its shard from a different order: "
         fix = "give the sampler the same seed on every rank; only its rank must differ."
         if loader.iterable:
