@@ -36,7 +36,9 @@ _SAME_LOSS, _ZERO_LOSS = 1e-3, 1e-6
 # Two losses are means if their totals differ by less than this part of what the weights of terms differ by.
 _SAME_TOTAL = 0.1
 # Weights of samples that differ by less are a note.
-_SMALL_FACTOR = 1.5
+_SMALL_FACTOR = 1.01
+# The same if ranks have equally many samples: masked tokens, for one, differ in number by chance.
+_SMALL_CHANCE = 1.5
 
 
 def scaled_gradient(case: Case) -> Judgement:
@@ -153,7 +155,7 @@ def _scale_by_weight(case: Case, why: str) -> Judgement:
     ratio = ordinary / solo
     figure = f"the samples of step 1 have {ratio:.4g} times the weight of those of one process"
     judgement = _judge_ratio(case, ratio, figure, same_direction=True)
-    if isinstance(judgement, NotJudged) and 1 / _SMALL_FACTOR < ratio < _SMALL_FACTOR:
+    if isinstance(judgement, NotJudged) and 1 / _SMALL_CHANCE < ratio < _SMALL_CHANCE:
         return NotJudged(f"{judgement.why[:-1]}; other samples may have other numbers of terms.")
     return judgement
 
@@ -302,7 +304,8 @@ def mean_of_means(case: Case) -> Judgement:
         for number, backwards in enumerate(parts, 1):
             pair = None if by_design else _unequal(backwards)
             if pair is not None:
-                found.append(_Unequal(pair, number, [log.rank] if log.rank else []))
+                ranks = [log.rank] if log.rank else []
+                found.append(_Unequal(pair, number, _SMALL_FACTOR, ranks))
     if not found and _weight_of_ranks(case.ordinary) is not None:
         fix = "divide the sum of the losses by the number of terms on all ranks. With DDP, multiply by the "
         fix += "number of ranks, since it takes the mean."
@@ -311,7 +314,8 @@ def mean_of_means(case: Case) -> Judgement:
         for number, updates in enumerate(together, 1):
             pair = _unequal([update.backwards[0] for update in updates], across_ranks=True)
             if pair is not None:
-                found.append(_Unequal(pair, number))
+                limit = _SMALL_FACTOR if _batches_differ(case, number) else _SMALL_CHANCE
+                found.append(_Unequal(pair, number, limit))
     if found:
         lasts = {e for run in (case.solo, case.ordinary) for log in run.ranks for e in _lasts(log)}
         return _mean_fault(found, lasts, steps, fix)
@@ -326,9 +330,9 @@ class _Unequal:
 
     pair: tuple[BackwardBegun, BackwardBegun]
     step: int
-    ranks: Sequence[
-        int
-    ] = ()  # the rank that has both; empty for rank 0, or if each is of another rank
+    limit: float  # of `factor`: below it this is a note
+    # The rank that has both; empty for rank 0, or if each is of another rank.
+    ranks: Sequence[int] = ()
 
     @property
     def factor(self) -> float:
@@ -341,6 +345,16 @@ def _lasts(log: RankLog) -> list[BackwardBegun]:
     """The backwards on the last batches of passes that ended by themselves."""
     ended = (each for each in log.passes.values() if each.ended and each.backwards)
     return [event for each in ended for event in each.backwards[-1]]
+
+
+def _batches_differ(case: Case, number: int) -> bool:
+    """Whether the ranks got different numbers of samples for a step; False if they have no indices."""
+    firsts = [
+        next((e for e in log.training_batches if e.steps_done == number - 1), None)
+        for log in case.ranks
+    ]
+    sizes = {len(batch.ids or ()) if batch else 0 for batch in firsts}
+    return len(sizes) > 1 and 0 not in sizes
 
 
 def _unequal(
@@ -379,8 +393,5 @@ def _mean_fault(
         f"{smaller.weight:.4g}",
         effect=f"a sample of the shorter part has up to {factor:.3g} times the weight, in {len(found)} of "
         f"{steps} steps",
-        # Lengths such as numbers of tokens differ by chance, and so do those of the last batches.
-        is_note=all(
-            each.factor < _SMALL_FACTOR or not lasts.isdisjoint(each.pair) for each in found
-        ),
+        is_note=all(each.factor < each.limit or not lasts.isdisjoint(each.pair) for each in found),
     )
